@@ -1,0 +1,59 @@
+"""A native zoo of language models built from fused Triton layers.
+
+    import ligermodels
+    model = ligermodels.Llama.from_hub("meta-llama/Llama-3.2-1B", dtype=torch.bfloat16, device="cuda")
+
+`ligermodels.layers` composes architectures of one's own, `ligermodels.kernels` holds the operations below them.
+Everything is imported on first use: importing the package loads neither triton nor anything that needs a GPU.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ligermodels import kernels, layers
+    from ligermodels.arch import ARCHS, Llama, LlamaConfig, load
+    from ligermodels.text import Tokenizer
+
+from ligermodels.errors import (
+    CheckpointError,
+    ConfigError,
+    HubError,
+    InputError,
+    LigermodelsError,
+    TokenizerError,
+)
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ARCHS": "ligermodels.arch",
+    "Llama": "ligermodels.arch",
+    "LlamaConfig": "ligermodels.arch",
+    "Tokenizer": "ligermodels.text",
+    "load": "ligermodels.arch",
+}
+
+__all__ = [
+    "ARCHS",
+    "CheckpointError",
+    "ConfigError",
+    "HubError",
+    "InputError",
+    "LigermodelsError",
+    "Llama",
+    "LlamaConfig",
+    "Tokenizer",
+    "TokenizerError",
+    "kernels",
+    "layers",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in ("kernels", "layers"):
+        return importlib.import_module(f"ligermodels.{name}")
+    raise AttributeError(f"module 'ligermodels' has no attribute {name!r}")

@@ -1,0 +1,52 @@
+"""The architectures, one file each, and `load`, which picks among them by config.json."""
+
+from pathlib import Path
+from typing import Any
+
+from ligermodels import hub
+from ligermodels.arch.base import CausalLM, CausalLMOutput
+from ligermodels.arch.config import ModelConfig
+from ligermodels.arch.llama import Llama, LlamaConfig
+from ligermodels.errors import ConfigError
+
+__all__ = ["ARCHS", "CausalLM", "CausalLMOutput", "Llama", "LlamaConfig", "ModelConfig", "arch_of", "load"]
+
+ARCHS: dict[str, type[CausalLM]] = {"llama": Llama}
+"""model_type of config.json -> the class that reads it."""
+
+
+def arch_of(folder: Path) -> type[CausalLM]:
+    """The class for the checkpoint in `folder`. Raises ConfigError for a model_type that is not in the zoo."""
+    model_type = hub.read_json(folder / "config.json").get("model_type")
+    if model_type not in ARCHS:
+        raise ConfigError(
+            f"{folder}: config.json has model_type {model_type!r}, which is not in the zoo; it holds: {', '.join(ARCHS)}"
+        )
+    return ARCHS[model_type]
+
+
+def load(
+    id_or_folder: str | Path,
+    *,
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+    local_files_only: bool = False,
+    allow_pickle: bool = False,
+    **options: Any,
+) -> CausalLM:
+    """The model of a repository or folder, of whichever class its model_type asks for.
+
+    `options` (dtype, device, progress) and the rest are those of `CausalLM.from_hub`.
+    """
+    folder = hub.resolve(
+        id_or_folder,
+        revision=revision,
+        subfolder=subfolder,
+        token=token,
+        cache_dir=cache_dir,
+        local_files_only=local_files_only,
+        allow_pickle=allow_pickle,
+    )
+    return arch_of(folder).from_hub(folder, allow_pickle=allow_pickle, **options)

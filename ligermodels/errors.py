@@ -1,0 +1,25 @@
+"""The errors a user can cause. Each message says what is wrong, where, the likely cause and the next step."""
+
+
+class LigermodelsError(Exception):
+    """Base of every error that ligermodels raises on purpose."""
+
+
+class ConfigError(LigermodelsError, ValueError):
+    """A config.json that is incomplete, contradicts itself, or asks for something that is not computed."""
+
+
+class CheckpointError(LigermodelsError, ValueError):
+    """Weight files that are missing, damaged, or do not match the model."""
+
+
+class HubError(LigermodelsError, OSError):
+    """A repository or folder that cannot be found, reached or read."""
+
+
+class TokenizerError(LigermodelsError, ValueError):
+    """Tokenizer files or chat templates that cannot be used."""
+
+
+class InputError(LigermodelsError, ValueError):
+    """Tensors or arguments of a call that do not fit together."""

@@ -1,0 +1,1 @@
+"""The fused operations: functions of tensors, each with its PyTorch reference beside its Triton kernels."""

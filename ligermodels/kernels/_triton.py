@@ -1,0 +1,62 @@
+"""Triton where it is installed and a stand-in where it is not, so that every kernel file imports anywhere.
+
+`use_triton` is the one place that decides between a Triton kernel and its PyTorch reference.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import Tensor
+
+try:
+    import triton
+    import triton.language as tl
+
+    HAS_TRITON = True
+    INTERPRET = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in Python, on the CPU
+except ImportError:
+
+    class _Absent:
+        """Lets decorators and annotations of a kernel file be evaluated; calling a kernel is an error."""
+
+        def __getattr__(self, name: str) -> "_Absent":
+            return self
+
+        def __getitem__(self, grid: Any) -> "_Absent":
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> "_Absent":
+            return self
+
+    triton: Any = _Absent()  # type: ignore[no-redef]
+    tl: Any = triton  # type: ignore[no-redef]
+    HAS_TRITON = False
+    INTERPRET = False
+
+__all__ = ["HAS_TRITON", "INTERPRET", "accumulator", "device_guard", "num_sms", "tl", "triton", "use_triton"]
+
+
+def use_triton(x: Tensor) -> bool:
+    """True if ops on `x` run as Triton kernels: on a CUDA, HIP or XPU device, or interpreted on the CPU."""
+    return HAS_TRITON and (x.device.type in ("cuda", "xpu") or (INTERPRET and x.device.type == "cpu"))
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums and statistics over `dtype` are kept in: fp64 for fp64, else fp32."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
+    """Makes the device of `x` current, where it is not: Triton launches on the current device."""
+    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return contextlib.nullcontext()
+
+
+@torch.compiler.assume_constant_result
+def num_sms(index: int | None) -> int:
+    """Multiprocessors of CUDA device `index`; a small number where there are none (CPU, interpreter)."""
+    if index is None or not torch.cuda.is_available():
+        return 4
+    return torch.cuda.get_device_properties(index).multi_processor_count

@@ -1,0 +1,56 @@
+"""Fixtures of the whole suite: the device under test, fixed seeds, and memory that is never zero by luck."""
+
+import functools
+import os
+
+import pytest
+import torch
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+
+
+def pytest_collection_modifyitems(config, items):
+    """`-m gpu` selects every test that takes the `device` fixture, beside those marked gpu by hand.
+
+    The latter need real hardware and are skipped without it; the former run interpreted on the CPU.
+    """
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        elif "device" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def _poisoned(make):
+    @functools.wraps(make)
+    def wrapper(*args, **kwargs):
+        out = make(*args, **kwargs)
+        if out.device.type == "meta" or out.numel() == 0:
+            return out
+        if out.is_floating_point():
+            return out.fill_(float("nan"))
+        return out.fill_(True if out.dtype == torch.bool else torch.iinfo(out.dtype).max)
+
+    return wrapper
+
+
+@pytest.fixture
+def poison(monkeypatch):
+    """Fresh memory holds NaN (the largest value, for integers): an element that is never written shows."""
+    for owner, name in [
+        (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
+        (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided"),
+    ]:  # fmt: skip
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
