@@ -1,0 +1,48 @@
+# Each target sets itself up: a virtual environment in .venv with the versions of constraints.txt.
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
+PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc 2>/dev/null || echo 2)
+
+.PHONY: demo test check gpu bench clean
+
+demo: .venv/demo
+	$(BIN)/ligermodels demo
+
+# The kernels' own tests run the Triton code, interpreted where there is no GPU; all others run what a user runs.
+test: .venv/test
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	$(PYTEST) tests --ignore tests/kernels
+
+check: .venv/dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(MAKE) test
+
+# On a machine with a GPU whose python3 already holds torch: the same tests on the real kernels.
+gpu:
+	$(PYTHON) -m pytest -q -m gpu tests
+
+bench:
+	$(PYTHON) -m benchmarks.kernels
+	$(PYTHON) -m benchmarks.train_step
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+.venv/demo: .venv/bin/python pyproject.toml constraints.txt
+	$(PIP) torch
+	$(PIP) -e .
+	touch $@
+
+.venv/test: .venv/demo
+	$(PIP) -e '.[test]'
+	touch $@
+
+.venv/dev: .venv/test
+	$(PIP) -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

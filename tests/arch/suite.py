@@ -1,0 +1,237 @@
+"""The properties that every architecture must have, on tiny checkpoints that transformers writes.
+
+A test class names `arch`, `TINY` (id -> keyword arguments of the transformers config), `REAL` (name of a file in
+fixtures/configs -> exact number of parameters) and inherits the properties. Weights are drawn large, so that norms,
+softcaps and windows leave their mark on the logits.
+"""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from ligermodels import weights
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
+# Both sides compute in fp32, a few hundred roundings deep; 1e-5 of the largest value is what that leaves.
+LOGITS = 1e-5
+# Gradients pass the same depth twice.
+GRADIENTS = 3e-5
+
+
+def relative(actual, expected):
+    return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+def write_checkpoint(tiny, folder, seed=0):
+    """A checkpoint by transformers, random weights of std 0.3 (norms 1 +- 0.3)."""
+    config = transformers.AutoConfig.for_model(**tiny)
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(folder)
+    return folder
+
+
+def theirs(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+def earlier_generation(config):
+    """The config.json that transformers 4 would have written for this one of transformers 5."""
+    config = dict(config)
+    rope = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = rope.pop("rope_theta")
+    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    config["torch_dtype"] = config.pop("dtype")
+    return config
+
+
+class Suite:
+    arch: type
+    TINY: dict
+    REAL: dict
+
+    @pytest.fixture
+    def folder(self, tiny, tmp_path):
+        return write_checkpoint(tiny, tmp_path / "hf")
+
+    @pytest.fixture
+    def hf(self, folder):
+        return theirs(folder)
+
+    @pytest.fixture
+    def model(self, folder):
+        return self.arch.from_hub(folder, progress=False)
+
+    @pytest.fixture
+    def ids(self, tiny):
+        return torch.randint(3, tiny["vocab_size"], (2, 24))
+
+    def test_logits(self, hf, model, ids):
+        for length in (24, 7):  # beyond and within the original length of scaled rotary embeddings
+            assert relative(model(ids[:, :length]).logits, theirs_logits(hf, ids[:, :length])) < LOGITS
+
+    def test_loss_and_every_gradient(self, hf, model, ids):
+        labels = ids.clone()
+        labels[0, 5:9] = labels[1, :3] = -100
+        expected = hf(ids, labels=labels).loss
+        loss = model(ids, labels=labels).loss
+        assert abs(loss - expected) < LOGITS * expected
+        expected.backward()
+        loss.backward()
+        self.compare_gradients(hf, model)
+
+    def compare_gradients(self, hf, model):
+        wanted = {name: p.grad for name, p in hf.named_parameters()}
+        parameters = dict(model.named_parameters())
+        regions = weights.regions(model, self.arch.WEIGHTS)
+        assert {region.source for region in regions} == set(wanted)
+        for region in regions:
+            found = relative(parameters[region.param].grad[region.index], wanted[region.source])
+            assert found < GRADIENTS, f"{region.source}: relative error {found:.1e}"
+
+    def test_loss_over_the_items_of_a_whole_step(self, hf, model, ids):
+        expected = hf(ids, labels=ids, num_items_in_batch=torch.tensor(100)).loss
+        for count in (100, torch.tensor(100)):
+            assert abs(model(ids, labels=ids, num_items_in_batch=count).loss - expected) < LOGITS * expected
+
+    def test_64_greedy_tokens(self, hf, model, ids):
+        expected = hf.generate(ids[:, :9], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(model.generate(ids[:, :9], max_new_tokens=64, eos_token_id=[]), expected)
+
+    def test_cached_decoding_equals_the_full_forward(self, model, ids):
+        full = model(ids).logits
+        cache = model.new_cache(2, 24)
+        steps = [model(part, past_key_values=cache).logits for part in ids.split([11, 6, 1, 1, 1, 1, 1, 1, 1], dim=1)]
+        if model.config.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+            pytest.skip("the tables depend on the length so far, so cached keys were turned by earlier ones")
+        assert relative(torch.cat(steps, dim=1), full) < LOGITS
+
+    def test_padding_on_either_side_changes_nothing(self, hf, model, ids):
+        alone = model(ids[1:, :15]).logits
+        mask = torch.ones(2, 24, dtype=torch.long)
+        mask[1, :9] = 0
+        left = torch.cat([ids[1:, :9], ids[1:, :15]], dim=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        batch = torch.cat([ids[:1], left])
+        if model.config.rope_parameters["rope_type"] not in ("dynamic", "longrope"):  # those look at the whole batch
+            assert relative(model(batch, mask, positions).logits[1:, 9:], alone) < LOGITS
+            assert relative(model(batch, mask.flip(1), None).logits[1:, :15], model(batch).logits[1:, :15]) < LOGITS
+        expected = theirs_logits(hf, batch, attention_mask=mask, position_ids=positions)
+        assert relative(model(batch, mask, positions).logits[mask.bool()], expected[mask.bool()]) < LOGITS
+
+    def test_left_padding_gives_finite_gradients_and_the_same_tokens(self, hf, model, ids):
+        mask = torch.ones(2, 12, dtype=torch.long)
+        mask[1, :5] = 0
+        ids = ids[:, :12]
+        labels = ids.masked_fill(mask == 0, -100)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)
+        model(ids, mask, positions, labels=labels).loss.backward()
+        hf(input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels).loss.backward()
+        self.compare_gradients(hf, model)
+        expected = hf.generate(
+            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20, eos_token_id=[]), expected)
+
+    def test_packed_equals_separate(self, model, ids):
+        if model.config.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+            pytest.skip("the tables depend on the longest sequence of a batch")
+        parts = [ids[:1, :10], ids[1:, :3], ids[1:, 3:14]]
+        packed = torch.cat(parts, dim=1)
+        positions = torch.cat([torch.arange(part.shape[1]) for part in parts])[None]
+        bounds = torch.tensor([0, 10, 13, 24], dtype=torch.int32)
+        expected = torch.cat([model(part).logits for part in parts], dim=1)
+        assert relative(model(packed, position_ids=positions).logits, expected) < LOGITS
+        assert relative(model(packed, cu_seqlens=bounds, max_seqlen=11).logits, expected) < LOGITS
+        rows = packed.reshape(2, 12)
+        assert relative(model(rows, position_ids=positions.reshape(2, 12)).logits[0, :10], expected[0, :10]) < LOGITS
+        total = sum(model(part, labels=part, num_items_in_batch=1).loss for part in parts)
+        loss = model(packed, position_ids=positions, labels=packed, num_items_in_batch=1).loss
+        assert abs(loss - total) < LOGITS * total
+
+    def test_round_trip_is_bit_exact_and_loads_in_transformers(self, folder, model, ids, tmp_path):
+        model.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
+        before, after = read_tensors(folder), read_tensors(tmp_path / "ours")
+        assert before.keys() == after.keys() and len(list((tmp_path / "ours").glob("*.safetensors"))) > 1
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        again = theirs(tmp_path / "ours")
+        assert torch.equal(theirs_logits(again, ids), theirs_logits(theirs(folder), ids))
+        assert torch.equal(self.arch.from_hub(tmp_path / "ours", progress=False)(ids).logits, model(ids).logits)
+
+    def test_both_generations_of_config_mean_the_same(self, folder, model, ids):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(earlier_generation(config)))
+        earlier = self.arch.from_hub(folder, progress=False)
+        assert earlier.config == model.config
+        assert torch.equal(earlier(ids).logits, model(ids).logits)
+        saved = json.loads(json.dumps(model.config.to_hf()))
+        assert self.arch.config_class.from_hf(saved) == model.config
+        assert self.arch.config_class.from_hf(earlier_generation(config)) == model.config
+
+    def test_wrong_weights_and_a_wrong_base_are_seen(self, hf, model, ids):
+        """Negative controls: what a loader gets wrong must not pass as parity."""
+        expected = theirs_logits(hf, ids)
+        rope = model.config.rope_parameters
+        other = {**model.config.to_hf(), "rope_theta": None, "rope_scaling": None}
+        other["rope_parameters"] = {**rope, "rope_theta": rope["rope_theta"] * 1.1}
+        wrong = self.arch.from_config(other, dtype=torch.float32)
+        wrong.load_state_dict(model.state_dict())
+        assert relative(wrong(ids).logits, expected) > 100 * LOGITS
+        q = model.layers[0].attn.qkv_proj.weight[: model.config.head_dim]
+        with torch.no_grad():  # q rows of one head interleaved, as Meta's own files have them
+            q.copy_(q.view(2, -1, q.shape[1]).transpose(0, 1).reshape(q.shape))
+        assert relative(model(ids).logits, expected) > 100 * LOGITS
+
+    def test_checkpointing_gives_the_same_gradients(self, model, ids):
+        model(ids, labels=ids).loss.backward()
+        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+        model.zero_grad()
+        model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+
+    def test_logits_beside_the_loss_hidden_states_and_the_last_positions(self, hf, model, ids):
+        output = model(ids, labels=ids, return_logits=True, output_hidden_states=True)
+        assert list(output)[:2] == ["loss", "logits"] and type(output)(dict(output)).loss is output.loss
+        assert abs(output.loss - model(ids, labels=ids).loss) < LOGITS * output.loss
+        expected = hf(ids, output_hidden_states=True).hidden_states
+        assert len(output.hidden_states) == len(expected)
+        assert all(relative(a, b) < LOGITS for a, b in zip(output.hidden_states, expected, strict=True))
+        assert torch.equal(model.base_model(ids).last_hidden_state, output.last_hidden_state)
+        assert relative(model(ids, logits_to_keep=3).logits, output.logits[:, -3:]) < LOGITS
+        embedded = model.get_input_embeddings()(ids)
+        assert relative(model(inputs_embeds=embedded).logits, output.logits) < LOGITS
+
+    def test_a_copy_stands_on_its_own(self, model, ids):
+        expected = model(ids).logits
+        twin = copy.deepcopy(model)
+        assert twin.state_dict().keys() == model.state_dict().keys() == dict(model.named_parameters()).keys()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.zero_()
+        assert torch.equal(twin(ids).logits, expected)
+
+    def test_real_configuration_has_the_exact_number_of_parameters(self, real):
+        name, count = real
+        for path in (FIXTURES / f"{name}.json", FIXTURES / "v5" / f"{name}.json"):
+            model = self.arch.from_config(json.loads(path.read_text()), device="meta")
+            assert model.num_parameters() == count
+            assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+            assert model.dtype == torch.bfloat16
+
+
+def theirs_logits(hf, ids, **inputs):
+    with torch.no_grad():
+        return hf(ids, **inputs).logits
+
+
+def read_tensors(folder):
+    return {name: tensor for path in Path(folder).glob("*.safetensors") for name, tensor in load_file(path).items()}

@@ -1,0 +1,98 @@
+"""The layers of the package, read from its imports: nothing imports upward, and run time needs no transformers."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "ligermodels"
+MAY_IMPORT = {
+    "errors": set(),
+    "kernels": {"errors"},
+    "layers": {"kernels", "errors"},
+    "cache": {"errors"},
+    "weights": {"errors"},
+    "hub": {"errors", "weights"},
+    "text": {"hub", "errors"},
+    "generate": {"cache", "text", "errors"},
+    "arch": {"layers", "kernels", "cache", "weights", "hub", "generate", "errors"},
+    "demo": {"arch", "layers", "kernels", "cache", "weights", "hub", "generate", "text", "errors"},
+    "cli": {"arch", "layers", "kernels", "cache", "weights", "hub", "generate", "text", "demo", "errors"},
+}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def _imports(path: Path) -> set[str]:
+    """Modules that the file imports; what only type checkers read is left out."""
+    tree = ast.parse(path.read_text())
+    typing_only = {
+        inner for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }  # fmt: skip
+    found = set()
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name}: relative import; write the whole module path"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_nothing_imports_upward(path):
+    room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    assert room in MAY_IMPORT, f"{room}: say in MAY_IMPORT what this room may import"
+    for module in _imports(path):
+        assert not module.startswith("transformers"), f"{path.name} imports transformers"
+        if not module.startswith("ligermodels."):
+            continue
+        target = _room(module)
+        allowed = MAY_IMPORT[room] | {room, "__version__"}
+        assert target in allowed, f"{room}/{path.name} imports {module}: {room} may import {sorted(allowed)}"
+
+
+def test_one_architecture_does_not_import_another():
+    archs = {path.stem for path in (PACKAGE / "arch").glob("*.py")} - {"base", "config", "__init__"}
+    for name in archs:
+        for module in _imports(PACKAGE / "arch" / f"{name}.py"):
+            if module.startswith("ligermodels.arch."):
+                assert module.split(".")[2] in {"base", "config"}, f"arch/{name}.py imports {module}"
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_importing_the_package_is_light():
+    loaded = _python("import ligermodels, sys; print(*sorted(m for m in sys.modules if '.' not in m))").split()
+    assert not {"transformers", "triton", "tokenizers", "sentencepiece", "jinja2"} & set(loaded)
+
+
+def test_a_model_trains_and_generates_without_triton_and_transformers():
+    print(
+        _python(
+            """
+import sys
+sys.modules["triton"] = sys.modules["transformers"] = None      # importing them raises ImportError
+import torch, ligermodels
+config = dict(model_type="llama", vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+              num_attention_heads=4, num_key_value_heads=2)
+model = ligermodels.Llama.from_config(config, device="cpu")
+ids = torch.arange(20).reshape(2, 10)
+model(ids, labels=ids).loss.backward()
+assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+assert model.generate(ids, max_new_tokens=3).shape == (2, 13)
+"""
+        )
+    )
