@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,22 @@ FLUSH_BYTES = 256 * MIB
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Everything that a figure depends on and the code does not say: card, versions, commit, command, date."""
+    """What a figure depends on and the code does not say: card, versions, commit, command, date."""
     cuda = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        if cuda
+        else None,
         "cuda": torch.version.cuda if cuda else None,
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
         "command": " ".join([Path(sys.executable).name, "-m", _module_name(), *sys.argv[1:]]),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON_", "PYTORCH_", "LIGER_"))},
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "settings": {
+            k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON_", "PYTORCH_", "LIGER_"))
+        },
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
 
@@ -49,7 +53,9 @@ def _version(package: str) -> str | None:
 
 def _output(*command: str) -> str | None:
     try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+        return (
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+        )
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
 
@@ -72,10 +78,10 @@ class Timing:
 class Timer:
     """Times and weighs calls on `device`.
 
-    On a GPU a time lies between two CUDA events around the call. Before each call the L2 is flushed, which also
-    lets the host run ahead by about 0.1 ms: launches shorter than that are hidden, longer chains of them show, as
-    they do in a training step. `prepare` runs before each call and outside of its time; a provider that writes
-    over its inputs gets them restored there, since random data and leftovers do not take the same time.
+    On a GPU a time lies between two CUDA events around the call. Before each call the L2 is flushed, which
+    also lets the host run ahead by about 0.1 ms: launches shorter than that are hidden, longer chains of them
+    show, as they do in a training step. `prepare` runs before each call and outside of its time; a provider
+    that writes over its inputs gets them restored there, since leftovers do not take the time of real data.
     """
 
     def __init__(self, device: str, *, budget_ms: float = 100.0, max_calls: int = 100):
@@ -119,7 +125,7 @@ class Timer:
         return (time.perf_counter() - start) * 1e3
 
     def host_us(self, call: Callable[[], object], *, calls: int = 20, rounds: int = 11) -> float:
-        """Microseconds of host time per call: the queue takes `calls` of them without waiting for the device."""
+        """Microseconds of host time per call: the queue takes `calls` of them without a wait."""
         call()
         times = []
         for _ in range(rounds):
@@ -131,8 +137,10 @@ class Timer:
         self.synchronize()
         return statistics.median(times)
 
-    def peak_mib(self, call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float | None:
-        """MiB allocated during the call beyond what was there before it, its results included. None on a CPU."""
+    def peak_mib(
+        self, call: Callable[[], object], prepare: Callable[[], object] = lambda: None
+    ) -> float | None:
+        """MiB allocated in the call beyond what was there before, its results included. None on a CPU."""
         if self.device != "cuda":
             return None
         prepare()
@@ -146,7 +154,7 @@ class Timer:
 
 
 def ceilings(timer: Timer) -> dict[str, float]:
-    """What this card does at best, measured now: a large copy (bytes read + written) and a large bf16 product."""
+    """What this card does at best, measured now: a large copy (bytes read + written), a bf16 product."""
     elements, n = (2**30, 8192) if timer.device == "cuda" else (2**20, 256)
     source = torch.randn(elements, dtype=torch.bfloat16, device=timer.device)
     target = torch.empty_like(source)
@@ -194,9 +202,9 @@ class Error:
         """Why this error is not acceptable beside eager's, or "" if it is: rms 1.0x and max 1.25x + 1 ulp.
 
         Rounding an exact result errs by up to half an ulp, so below that rms floor eager is lucky rather than
-        better. The same rule judges the kernels in tests/kernels. slack: factor on eager's errors for a mode that
-        promises less. floor: an absolute error that is always acceptable, for a scalar, where one draw of eager's
-        error says little about its size.
+        better. The same rule judges the kernels in tests/kernels.
+        slack: factor on eager's errors for a mode that promises less. floor: an absolute error that is always
+        acceptable, for a scalar, where one draw of eager's error says little about its size.
         """
         rms_allowed = max(slack * eager.rms, 0.5 * self.eps * self.exact_rms + self.tiny, floor)
         max_allowed = max(1.25 * slack * eager.max + self.eps * self.exact_max + self.tiny, floor)
@@ -219,7 +227,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, markdown: bo
             for cell, width, right in zip(row, widths, numeric, strict=True)
         ]
         lines.append(f"| {' | '.join(padded)} |" if markdown else "  ".join(padded).rstrip())
-    rule = [("-" * (width - 1) + ":") if right else "-" * width for width, right in zip(widths, numeric, strict=True)]
+    rule = [
+        ("-" * (width - 1) + ":") if right else "-" * width
+        for width, right in zip(widths, numeric, strict=True)
+    ]
     lines.insert(1, f"| {' | '.join(rule)} |" if markdown else "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

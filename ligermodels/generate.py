@@ -1,4 +1,4 @@
-"""Prefill and decode. One loop, `_decode`, from which `generate` makes whole rows and `generate_iter` a stream.
+"""Prefill and decode: one loop, `_decode`, of which `generate` makes whole rows and `generate_iter` a stream.
 
 The prompt runs once and only its last position gets logits; then one token a row and step, over a KV cache
 sized for the whole request. Choosing the next token happens on the model's device. The host reads one small
@@ -13,7 +13,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 class Streamer(Protocol):
-    """What `generate(streamer=...)` calls: put(prompt [B, S]), put(new ids [B]) each step, end(). All on the CPU.
+    """What `generate(streamer=...)` calls, with CPU tensors: put(prompt [B, S]), put(ids [B]) a step, end().
 
     The prompt comes first, as in transformers, so that its `TextStreamer(skip_prompt=True)` works here.
     """
@@ -59,7 +59,7 @@ def generate(
     on are not, so that the call says all that shapes the text. The default is greedy.
 
     Args:
-        input_ids: [B, S] int64 or int32, on the model's device. Rows of unequal length are padded on the left.
+        input_ids: [B, S] int64 or int32, on the model's device. Rows of unequal length: pad on the left.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: no padding.
         max_new_tokens: the most tokens added to a row, at least 1.
         temperature: 0 takes the likeliest token; otherwise logits are divided by it and a token is drawn.
@@ -92,10 +92,11 @@ def generate(
         streamer.put(input_ids.cpu())
     to_host = streamer is not None or bool(request.eos_ids or request.stop_strings)
     ids = input_ids
-    for ids, new in _decode(request, to_host=to_host):
+    for step in _decode(request, to_host=to_host):
+        ids = step.ids
         if streamer is not None:
-            assert new is not None, "streaming reads every step"
-            streamer.put(new)
+            assert step.new is not None, "streaming reads every step"
+            streamer.put(step.new)
     if streamer is not None:
         streamer.end()
     return ids.clone()  # a view of a buffer that is longer where rows stopped early
@@ -129,7 +130,7 @@ def generate_iter(
         _Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed),
         eos_token_id, pad_token_id, stop_strings, tokenizer, logits_processor,
     )  # fmt: skip
-    return (new for _, new in _decode(request, to_host=True) if new is not None)
+    return (step.new for step in _decode(request, to_host=True) if step.new is not None)
 
 
 def penalize_repetition(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
@@ -181,12 +182,14 @@ class _Sampler:
             raise InputError(f"min_p={self.min_p} must be from 0 to 1; 0 or None keeps every token")
         if not 0 < self.repetition_penalty < math.inf:
             raise InputError(
-                f"repetition_penalty={self.repetition_penalty} must be a finite positive number; 1 is no penalty"
+                f"repetition_penalty={self.repetition_penalty} must be finite and positive; 1 is no penalty"
             )
-        if self.temperature == 0 and (self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)):
+        if self.temperature == 0 and (
+            self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
+        ):
             warnings.warn(
-                "top_k, top_p and min_p change nothing at temperature=0, which always takes the likeliest token; "
-                "pass temperature=1.0 (or any positive number) to draw tokens",
+                "top_k, top_p and min_p change nothing at temperature=0, which always takes the likeliest "
+                "token; pass temperature=1.0 (or any positive number) to draw tokens",
                 stacklevel=5,
             )
 
@@ -205,8 +208,8 @@ class _Sampler:
             logits = keep_top_p(logits, self.top_p)
         if self.min_p:
             logits = keep_min_p(logits, self.min_p)
-        # the draw of torch.multinomial(logits.softmax(-1), 1), by the same random numbers, without its host sync:
-        # argmax p / E with E exponential = argmax logits - log E
+        # the draw of torch.multinomial(logits.softmax(-1), 1) from the same random numbers, without its host
+        # sync: argmax p / E with E exponential is argmax logits - log E
         return (logits - torch.empty_like(logits).exponential_(generator=generator).log_()).argmax(-1)
 
 
@@ -247,31 +250,35 @@ class _Request:
         if not all(strings):
             raise InputError("stop_strings holds an empty string, which every text contains; leave it out")
         if strings and tokenizer is None:
-            raise InputError("stop_strings are searched for in the text: pass tokenizer=Tokenizer.from_hub(...) too")
+            raise InputError(
+                "stop_strings are searched for in the text: pass tokenizer=Tokenizer.from_hub(...) too"
+            )
 
         def saved(name: str) -> list[Any]:
             return [model.generation_config.get(name), getattr(model.config, name, None)]
 
-        eos_ids = tuple(dict.fromkeys(_flat_ids(saved("eos_token_id") if eos_token_id is None else eos_token_id)))
+        eos_ids = tuple(
+            dict.fromkeys(_flat_ids(saved("eos_token_id") if eos_token_id is None else eos_token_id))
+        )
         if pad_token_id is not None and not 0 <= pad_token_id < model.config.vocab_size:
             raise InputError(
-                f"pad_token_id={pad_token_id} is outside the vocabulary, ids 0 to {model.config.vocab_size - 1}"
+                f"pad_token_id={pad_token_id} is outside the vocabulary (0 to {model.config.vocab_size - 1})"
             )
         # some checkpoints write -1 for "none"
         pad_ids = (i for i in [pad_token_id, *saved("pad_token_id"), *eos_ids] if i is not None)
         pad_id = next((i for i in pad_ids if 0 <= i < model.config.vocab_size), None)
         if pad_id is None and (strings or eos_ids) and input_ids.shape[0] > 1:
             raise InputError(
-                "a row that stops before the others must be filled up, and this checkpoint names no pad id within "
-                "its vocabulary: pass pad_token_id"
+                "a row that stops before the others must be filled up, and this checkpoint names no pad id "
+                "within its vocabulary: pass pad_token_id"
             )
 
         limit = getattr(model.config, "max_position_embeddings", None)
         length = input_ids.shape[1] + int(max_new_tokens)
         if limit is not None and length > limit:
             warnings.warn(
-                f"prompt and new tokens together may reach {length} positions, and the model is made for {limit} "
-                "(max_position_embeddings): text beyond that tends to be poor; shorten the prompt or max_new_tokens",
+                f"prompt and new tokens may reach {length} positions, and the model is made for {limit} "
+                "(max_position_embeddings): text beyond tends to be poor; shorten prompt or max_new_tokens",
                 stacklevel=3,
             )
         return cls(
@@ -311,11 +318,13 @@ def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None
         )
     for name, tensor in (("input_ids", input_ids), ("attention_mask", attention_mask)):
         if tensor is not None and tensor.device != model.device:
-            raise InputError(f"{name} is on {tensor.device}, the model on {model.device}: use .to(model.device)")
+            raise InputError(
+                f"{name} is on {tensor.device}, the model on {model.device}: use .to(model.device)"
+            )
     low, high = torch.stack(input_ids.aminmax()).tolist()
     if low < 0 or high >= model.config.vocab_size:
         raise InputError(
-            f"input_ids reach from {low} to {high}, and the vocabulary has ids 0 to {model.config.vocab_size - 1}; "
+            f"input_ids reach from {low} to {high}, the vocabulary from 0 to {model.config.vocab_size - 1}; "
             "likely the tokenizer of another model, or a label value such as -100"
         )
     if attention_mask is None:
@@ -330,18 +339,20 @@ def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None
     if not ends_in_token:
         row = int((~mask[:, -1]).nonzero()[0])
         raise InputError(
-            f"row {row} of attention_mask ends in padding, so its continuation would be torn from its prompt: pad "
-            "on the left (zeros first in attention_mask), as Tokenizer.encode_batch does by default"
+            f"row {row} of attention_mask ends in padding, which would tear continuation and prompt apart: "
+            "pad on the left (zeros first in attention_mask), as Tokenizer.encode_batch does by default"
         )
     return None if whole else mask
 
 
-@torch.no_grad()
-def _decode(request: _Request, *, to_host: bool) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields (ids [B, S + step], new ids [B] on the CPU if `to_host` else None) after each step.
+class _Step(NamedTuple):
+    ids: Tensor  # [B, S + steps so far], a view of a buffer that later steps extend
+    new: Tensor | None  # [B] on the CPU, where the host reads
 
-    `ids` is a view of a buffer that later steps extend.
-    """
+
+@torch.no_grad()
+def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
+    """The one loop. Reads the device where `to_host`, and where not, only after the last step."""
     model, prompt, sampler = request.model, request.input_ids, request.sampler
     rows, start = prompt.shape
     end = start + request.max_new_tokens
@@ -411,7 +422,7 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[tuple[Tensor, Tenso
                     done[row] = stopped_by_text = True
             if stopped_by_text and finished is not None:
                 finished = torch.tensor(done, device=device)
-        yield ids[:, : length + 1], new
+        yield _Step(ids[:, : length + 1], new)
         if can_stop and all(done):
             break
     if not to_host and broken:
@@ -419,7 +430,7 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[tuple[Tensor, Tenso
 
 
 def _seen_tokens(prompt: Tensor, mask: Tensor | None, vocab_size: int) -> Tensor:
-    """[B, V + 1] bool: which ids a row holds. Column V takes padding and ids that the head has no logit for."""
+    """[B, V + 1] bool: the ids that a row holds. Column V takes padding and ids the head has no logit for."""
     tokens = prompt if mask is None else prompt.masked_fill(~mask, vocab_size)
     seen = torch.zeros(prompt.shape[0], vocab_size + 1, dtype=torch.bool, device=prompt.device)
     return seen.scatter_(1, tokens.clamp(max=vocab_size), True)
@@ -427,8 +438,8 @@ def _seen_tokens(prompt: Tensor, mask: Tensor | None, vocab_size: int) -> Tensor
 
 def _nan_logits() -> InputError:
     return InputError(
-        "the model's logits for the prompt are NaN, so no token can be chosen; likely float16 overflow or damaged "
-        "weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files"
+        "the model's logits for the prompt are NaN, so no token can be chosen; likely float16 overflow or "
+        "damaged weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files"
     )
 
 

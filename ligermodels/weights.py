@@ -1,20 +1,21 @@
 """Parameters packed in memory, Hugging Face names on disk: one table per architecture joins the two.
 
-    {"layers.{i}.attn.qkv_proj.{w}": ("model.layers.{i}.self_attn.q_proj.{w}", "...k_proj.{w}", "...v_proj.{w}")}
+    HF = "model.layers.{i}.self_attn."
+    {"layers.{i}.attn.qkv_proj.{w}": (HF + "q_proj.{w}", HF + "k_proj.{w}", HF + "v_proj.{w}")}
 
-A string renames; a tuple stacks rows in that order, as many each as the module's `parts` say; a source that holds
+A string renames; a tuple stacks rows in that order, as many each as the module's `parts` say; a source with
 `{e}` is stacked on a new dim 0. `{i}` is a layer number, `{w}` is weight or bias. Keys match whole names.
 
-The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box and
-saving reads it, so nothing has an inverse that could be wrong, and Hugging Face -> ours -> Hugging Face returns the
-same bits. A native checkpoint holds our names, already packed: its table is the identity.
+The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box,
+saving reads it: there is no inverse to get wrong, and Hugging Face -> ours -> Hugging Face returns the same
+bits. A native checkpoint holds our names, already packed: its table is the identity.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,19 +41,14 @@ class TensorInfo:
 
 
 class Reader(Protocol):
-    """An open checkpoint; `hub.open_checkpoint` makes one."""
+    """An open checkpoint; `checkpoint.open_checkpoint` makes one."""
 
-    @property
-    def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, in the order in which the files hold them."""
-
-    @property
-    def native(self) -> bool:
-        """Whether the names are ours rather than Hugging Face's."""
-
-    @property
-    def source(self) -> str:
-        """Where it was read from, for messages."""
+    source: str
+    """Where it was read from, for messages."""
+    headers: Mapping[str, TensorInfo]
+    """Every tensor, in the order in which the files hold them."""
+    native: bool
+    """Whether the names are ours rather than Hugging Face's."""
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
@@ -70,33 +66,28 @@ class Region:
 def regions(model: nn.Module, table: Table) -> list[Region]:
     """The boxes that tile every parameter of `model`, which may be on the meta device.
 
-    Raises ValueError where a parameter has no entry or several, or two boxes name one tensor.
+    Raises ValueError where a parameter has no entry or several, or where two boxes name one tensor.
     """
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
-    found: list[Region] = []
+    found: dict[str, Region] = {}
     for name, param in model.named_parameters():
         hits = [(match, theirs) for pattern, theirs in patterns if (match := pattern.fullmatch(name))]
         if len(hits) != 1:
-            raise ValueError(
-                f"parameter {name} matches {len(hits)} entries of the weight table, expected exactly one"
-            )
-        [(match, theirs)] = hits
+            raise ValueError(f"{name} matches {len(hits)} entries of the weight table, expected exactly one")
+        match, theirs = hits[0]
         sources = (theirs,) if isinstance(theirs, str) else theirs
         stacked = "{e}" in sources[0]
-        rows: list[slice | None] = [None]
+        rows: list[tuple[slice, ...]] = [()]
         if len(sources) > 1:
-            rows = list(
-                _rows(model.get_submodule(name.rpartition(".")[0]).parts, param.shape[int(stacked)], name)
-            )
+            owner: Any = model.get_submodule(name.rpartition(".")[0])
+            rows = _rows(name, param.shape[int(stacked)], owner.parts)
         for expert in range(param.shape[0]) if stacked else [None]:
             for source, part in zip(sources, rows, strict=True):
-                index = tuple(at for at in (expert, part) if at is not None)
-                found.append(Region(name, index, source.format(**match.groupdict(), e=expert)))
-    sources_seen = [region.source for region in found]
-    if len(set(sources_seen)) != len(sources_seen):
-        twice = next(source for source in sources_seen if sources_seen.count(source) > 1)
-        raise ValueError(f"the weight table takes {twice} for two places; a shared tensor is one parameter")
-    return found
+                index: tuple[int | slice, ...] = part if expert is None else (expert, *part)
+                region = Region(name, index, source.format(**match.groupdict(), e=expert))
+                if found.setdefault(region.source, region) is not region:
+                    raise ValueError(f"the weight table puts {region.source} in two places")
+    return list(found.values())
 
 
 def identity(model: nn.Module) -> dict[str, str]:
@@ -113,50 +104,41 @@ def check(
     tied: Mapping[str, str] | None = None,
     where: str = "the checkpoint",
 ) -> None:
-    """Compares names, shapes and kinds in both directions, from headers alone; `model` may be on the meta device.
+    """Compares names, shapes and kinds in both directions, from headers alone; `model` may be on meta.
 
-    ignore: regular expressions, searched in names on disk that the model has no place for.
-    tied: {name on disk: our parameter}: may be there, and then holds a copy of that parameter.
+    ignore: regular expressions, searched in the names on disk that the model has no place for.
+    tied: {name on disk: our parameter}: may be absent; if present, a copy of that parameter.
     Raises CheckpointError that counts and lists what does not fit and guesses why.
     """
     params = dict(model.named_parameters())
     expected = {
         region.source: tuple(params[region.param][region.index].shape) for region in regions(model, table)
     }
-    copies = {name: tuple(params[param].shape) for name, param in (tied or {}).items() if name in headers}
+    copies = {name: tuple(params[ours].shape) for name, ours in (tied or {}).items()}
     skip = [re.compile(pattern) for pattern in ignore]
+    shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
     missing = [name for name in expected if name not in headers]
     unexpected = [
-        name for name in headers
-        if name not in expected and name not in copies and not any(pattern.search(name) for pattern in skip)
-    ]  # fmt: skip
-    here = {name: shape for name, shape in {**expected, **copies}.items() if name in headers}
-    misshapen = [name for name, shape in here.items() if headers[name].shape != shape]
-    coded = [name for name in here if headers[name].dtype not in FLOATS]
-    if not (missing or unexpected or misshapen or coded):
-        return
+        name for name in headers if name not in shapes and not any(pattern.search(name) for pattern in skip)
+    ]
+    misshapen = [name for name, shape in shapes.items() if headers[name].shape != shape]
+    coded = [name for name in shapes if headers[name].dtype not in FLOATS]
     lists = {
         f"missing ({len(missing)} of {len(expected)})": missing,
         f"unexpected ({len(unexpected)})": unexpected,
         f"wrong shape ({len(misshapen)})": [
-            f"{name} is {list(headers[name].shape)} where the model has {list(here[name])}"
-            for name in misshapen
+            f"{name} is {list(headers[name].shape)}, the model has {list(shapes[name])}" for name in misshapen
         ],
-        f"not float64, float32, bfloat16 or float16, so quantised ({len(coded)})": [
-            f"{name} is {str(headers[name].dtype).removeprefix('torch.')}" for name in coded
-        ],
+        f"quantised ({len(coded)})": [f"{name} is {headers[name].dtype}" for name in coded],
     }
-    raise CheckpointError(
-        "\n  ".join(
-            [f"{where} does not match {type(model).__name__}."]
-            + [
-                f"{title}: {', '.join(names[:3])}{', ...' * (len(names) > 3)}"
-                for title, names in lists.items()
-                if names
-            ]
-            + [f"Likely: {guess}" for guess in _guesses(expected, headers, missing, unexpected, misshapen)]
-        )
-    )
+    lines = [
+        f"{what}: {', '.join(list_[:3])}{', ...' * (len(list_) > 3)}"
+        for what, list_ in lists.items()
+        if list_
+    ]
+    if lines:
+        guess = _guess(expected, headers, missing, unexpected, misshapen)
+        raise CheckpointError("\n  ".join([f"{where} does not match {type(model).__name__}.", *lines, guess]))
 
 
 def load(
@@ -172,12 +154,12 @@ def load(
 ) -> None:
     """Gives the parameters of `model`, all on the meta device, their memory on `device` and their values.
 
-    dtype: None keeps each parameter's own, "stored" takes that of the files (the wider one where the parts of a
-        packed parameter differ), anything else casts.
+    dtype: None keeps each parameter's own, "stored" takes that of the files (the wider one where the parts of
+        a packed parameter differ), anything else casts.
     progress: a bar over bytes on stderr if that is a terminal; "force" shows it anyway.
-    ignore, tied: as in `check`, which comes first. A tied copy must equal its parameter's tensor bit for bit.
-    Tensors are copied one at a time in file order: host memory beyond the model stays below the largest tensor.
-    A module with buffers rebuilds them in its own `_apply`.
+    ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
+    Copies one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
+    A module that has buffers must rebuild them in its own `_apply`.
     Raises CheckpointError.
     """
     if reader.native:
@@ -186,7 +168,7 @@ def load(
     boxes = {region.source: region for region in regions(model, table)}
     _check_tied(reader, boxes.values(), tied)
     if dtype == "stored":
-        dtypes = stored_dtypes(boxes.values(), reader.headers)
+        dtypes = _stored_dtypes(boxes.values(), reader)
     else:
         dtypes = {name: dtype or param.dtype for name, param in model.named_parameters()}
     _allocate(model, torch.device(device), dtypes)
@@ -194,13 +176,12 @@ def load(
     with torch.no_grad(), _bar(sum(reader.headers[name].nbytes for name in boxes), progress) as bar:
         for name in reader.headers:
             if name in boxes:
-                tensor = reader.read(name)
-                params[boxes[name].param][boxes[name].index].copy_(tensor)
-                bar.update(tensor.nbytes)
+                params[boxes[name].param][boxes[name].index].copy_(reader.read(name))
+                bar.update(reader.headers[name].nbytes)
 
 
 def export(model: nn.Module, table: Table) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) for every region, one after the other, without a copy: rows of a parameter."""
+    """(Hugging Face name, tensor) one by one, each a view of its parameter."""
     params = dict(model.named_parameters())
     for region in regions(model, table):
         yield region.source, params[region.param].detach()[region.index]
@@ -209,157 +190,165 @@ def export(model: nn.Module, table: Table) -> Iterator[tuple[str, Tensor]]:
 def pack(
     model: nn.Module, table: Table, reader: Reader, *, tied: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(our name, packed tensor) of a checkpoint in either layout that `check` has accepted; `model` is on meta.
+    """(our name, tensor) of a checkpoint in either layout that passed `check`; `model` is on meta.
 
-    Parts of different dtypes are packed in the wider one. In memory: one parameter, and none that is a mere rename.
+    One packed tensor is in memory at a time. Parts that differ in dtype are packed in the wider one.
     """
     found = regions(model, identity(model) if reader.native else table)
     _check_tied(reader, found, tied)
-    dtypes = stored_dtypes(found, reader.headers)
+    dtypes = _stored_dtypes(found, reader)
     boxes: dict[str, list[Region]] = {}
     for region in found:
         boxes.setdefault(region.param, []).append(region)
     for name, param in model.named_parameters():
-        if not boxes[name][0].index:
+        if boxes[name][0].index == ():
             yield name, reader.read(boxes[name][0].source)
-            continue
-        packed = torch.empty(param.shape, dtype=dtypes[name])
-        for region in boxes[name]:
-            packed[region.index].copy_(reader.read(region.source))
-        yield name, packed
+        else:
+            packed = torch.empty(param.shape, dtype=dtypes[name])
+            for region in boxes[name]:
+                packed[region.index].copy_(reader.read(region.source))
+            yield name, packed
 
 
 def unpack(
     model: nn.Module, table: Table, reader: Reader, *, tied: Mapping[str, str] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of a checkpoint in either layout that `check` has accepted; `model` is on meta.
+    """(Hugging Face name, tensor) of a checkpoint in either layout that passed `check`; `model` is on meta.
 
-    Leaves out what the model has no place for, tied copies among it. Nothing is held in memory.
+    Nothing is held in memory. Tied copies and ignored names are left out.
     """
     found = regions(model, table)
-    _check_tied(reader, found, tied)
+    _check_tied(reader, regions(model, identity(model)) if reader.native else found, tied)
     for region in found:
-        yield (
-            region.source,
-            reader.read(region.param)[region.index] if reader.native else reader.read(region.source),
-        )
+        tensor = reader.read(region.param)[region.index] if reader.native else reader.read(region.source)
+        yield region.source, tensor
 
 
-def stored_dtypes(found: Iterable[Region], headers: Mapping[str, TensorInfo]) -> dict[str, torch.dtype]:
-    """{our parameter: the dtype that holds all of its tensors on disk without loss}."""
-    stored: dict[str, list[torch.dtype]] = {}
-    for region in found:
-        stored.setdefault(region.param, []).append(headers[region.source].dtype)
-    return {name: reduce(torch.promote_types, dtypes) for name, dtypes in stored.items()}
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors agree in shape, dtype and every bit: NaN equals itself, -0.0 is not 0.0."""
+    alike = a.shape == b.shape and a.dtype == b.dtype
+    return alike and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
 def _pattern(ours: str) -> re.Pattern[str]:
-    return re.compile(
-        "".join(_PLACEHOLDERS.get(piece, re.escape(piece)) for piece in re.split(r"(\{\w\})", ours))
-    )
+    pieces = re.split(r"(\{\w\})", ours)
+    return re.compile("".join(_PLACEHOLDERS.get(piece, re.escape(piece)) for piece in pieces))
 
 
-def _rows(parts: Mapping[str, int], total: int, name: str) -> Iterator[slice]:
-    assert sum(parts.values()) == total, (
-        f"{name} has {total} rows, its parts {dict(parts)} make {sum(parts.values())}"
-    )
-    start = 0
-    for count in parts.values():
-        yield slice(start, start + count)
-        start += count
+def _rows(name: str, total: int, parts: Mapping[str, int]) -> list[tuple[slice, ...]]:
+    ends = list(itertools.accumulate(parts.values()))
+    assert ends[-1] == total, f"{name} has {total} rows, but its parts {dict(parts)} make {ends[-1]}"
+    return [(slice(end - count, end),) for end, count in zip(ends, parts.values(), strict=True)]
+
+
+def _stored_dtypes(found: Iterable[Region], reader: Reader) -> dict[str, torch.dtype]:
+    """{our parameter: the dtype that holds all of its tensors on disk without loss}."""
+    stored: dict[str, torch.dtype] = {}
+    for region in found:
+        dtype = reader.headers[region.source].dtype
+        stored[region.param] = torch.promote_types(stored.get(region.param, dtype), dtype)
+    return stored
 
 
 def _check_tied(reader: Reader, found: Iterable[Region], tied: Mapping[str, str] | None) -> None:
-    """A copy that differs from its parameter means that the files do not tie what the config ties."""
     sources = {region.param: region.source for region in found}
     for name, param in (tied or {}).items():
         if name not in reader.headers:
             continue
-        copy, original = reader.read(name), reader.read(sources[param])
-        # As bytes: NaN equals itself, and -0.0 is not 0.0.
-        same = copy.dtype == original.dtype and torch.equal(
-            *(x.reshape(-1).view(torch.uint8) for x in (copy, original))
-        )
-        if not same:
+        if not same_bits(reader.read(name), reader.read(sources[param])):
             raise CheckpointError(
-                f"{reader.source}: {name} differs from {sources[param]}, but the config ties the two.\n"
-                "  Likely: the head was trained or merged apart from the embedding. If so, set tie_word_embeddings to "
-                f"false in config.json; else delete {name} from the checkpoint."
+                f"{reader.source}: {name} differs from {sources[param]}, though the config ties the two.\n"
+                "  Likely: the head was trained or merged apart from the embedding. Then set "
+                f"tie_word_embeddings to false in config.json; or, to drop this head, delete {name} on disk."
             )
 
 
 def _allocate(model: nn.Module, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:
-    on_meta = {name: param.is_meta for name, param in model.named_parameters()}
-    assert all(on_meta.values()), (
-        f"load() needs a model on the meta device; {[n for n, m in on_meta.items() if not m][0]} is not"
-    )
     for name, module in model.named_modules():
         rebuilds = type(module)._apply is not nn.Module._apply
         assert rebuilds or not list(module.buffers(recurse=False)), (
-            f"{name} has buffers and no _apply to rebuild them"
+            f"{name} has buffers but no _apply of its own"
         )
     for name, param in model.named_parameters():
+        assert param.is_meta, f"load() fills models on the meta device; {name} is on {param.device}"
         param.data = param.data.to(dtypes[name])
     model._apply(lambda tensor: torch.empty_like(tensor, device=device))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        assert not tensor.is_meta, f"{name} is still on the meta device after loading"
+        assert not tensor.is_meta, f"{name} is still on the meta device"
 
 
-def _bar(total: int, progress: bool | Literal["force"]):
+def _bar(total: int, progress: bool | Literal["force"]) -> Any:
     from tqdm import tqdm
 
-    # disable=None is tqdm's word for "unless stderr is a terminal".
-    disable = None if progress is True else progress != "force"
+    # tqdm reads disable=None as: unless stderr is a terminal.
+    disable = None if progress is True else not progress
     return tqdm(
-        total=total, unit="B", unit_scale=True, unit_divisor=1024, desc="Loading weights", disable=disable
+        desc="Loading weights", total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=disable
     )
 
 
+# (a name among the unexpected ones, what it means)
 _SIGNS = (
-    (r"\.(qweight|qzeros|scales|g_idx)$", "a GPTQ or AWQ checkpoint; use the unquantised one it was made from."),
-    (r"\.(absmax|quant_map|SCB)$|\.quant_state\.", "a bitsandbytes checkpoint; use the unquantised one."),
-    (r"weight_scale(_inv)?$|weight_packed$", "an FP8 or otherwise compressed checkpoint; use the unquantised one."),
+    (
+        r"\.(qweight|qzeros|scales|g_idx)$",
+        "a GPTQ or AWQ checkpoint; use the one that it was quantised from.",
+    ),
+    (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use the one that it was quantised from."),
+    (
+        r"weight_(scale|scale_inv|packed)$",
+        "an FP8 or compressed checkpoint; use the one it was quantised from.",
+    ),
     (r"\.lora_[AB]\.", "an adapter, not a whole model; merge it into its base model first."),
-    (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the files of the transformers one."),
-    (r"\.experts\.(gate_up_proj|down_proj)$", "experts stacked as transformers 5 holds them in memory; its save_pretrained"
-     " writes them one by one."),
-    (r"(^|\.)(qkv_proj|gate_up_proj)\.", "projections packed on disk, as Phi-3 has them: another model_type's weights."),
-)  # fmt: skip
-"""(names among the unexpected, what they mean)"""
+    (
+        r"\.attention\.w[qkvo]\.|^tok_embeddings\.",
+        "Meta's or Mistral's own layout; use the transformers one.",
+    ),
+    (
+        r"\.experts\.(gate_up_proj|down_proj)$",
+        "experts stacked as transformers 5 has them in memory, not on disk.",
+    ),
+    (
+        r"\b(qkv_proj|gate_up_proj)\.",
+        "projections packed on disk, as in Phi-3: another model_type's weights.",
+    ),
+)
 
 
-def _guesses(
+def _guess(
     expected: Mapping[str, tuple[int, ...]],
     headers: Mapping[str, TensorInfo],
     missing: list[str],
     unexpected: list[str],
     misshapen: list[str],
-) -> Iterator[str]:
+) -> str:
     """What usually causes such a difference."""
-    signs = [meaning for pattern, meaning in _SIGNS if any(re.search(pattern, name) for name in unexpected)]
-    anchor = next(iter(expected))
-    longer = next((name for name in unexpected if name.endswith("." + anchor)), None)
-    layers, wanted = _layers(headers), _layers(expected)
-    if signs:
-        yield signs[0]
-    elif longer:
-        yield f"a checkpoint of a larger model that holds this one behind the prefix {longer.removesuffix(anchor)!r}."
-    elif any(anchor.endswith("." + name) for name in unexpected):
-        yield "a checkpoint of the bare model, saved without its head: the names lack a prefix."
-    elif layers != wanted:
-        yield (
-            f"the files hold {layers} layers and config.json says {wanted}: another model's config.json, or shards "
-            "that were not all copied."
+    for pattern, meaning in _SIGNS:
+        if any(re.search(pattern, name) for name in unexpected):
+            return f"Likely: {meaning}"
+    embedding = next(iter(expected))
+    for name in unexpected:
+        if name.endswith("." + embedding):
+            return f"Likely: a larger model that holds this one behind {name.removesuffix(embedding)!r}."
+        if embedding.endswith("." + name):
+            prefix = embedding.removesuffix(name)
+            return f"Likely: the bare model, saved without its head: its names lack {prefix!r}."
+    layers, wanted = _count_layers(headers), _count_layers(expected)
+    if layers != wanted:
+        return f"Likely: a partial copy, or another config.json: {layers} layers on disk, {wanted} expected."
+    if "lm_head.weight" in missing:
+        return (
+            "Likely: the head was not saved. If it is the embedding, set tie_word_embeddings in config.json."
         )
-    elif "lm_head.weight" in missing:
-        yield "the head was not saved; if it is the embedding, set tie_word_embeddings to true in config.json."
-    if any(re.search("embed_tokens|lm_head", name) for name in misshapen):
-        yield "the vocabulary was resized; vocab_size in config.json must be the number of rows of the embedding."
-    elif misshapen:
-        yield "config.json is another model's: sizes such as hidden_size or num_key_value_heads differ."
+    if embedding in misshapen:
+        return (
+            "Likely: the vocabulary was resized; vocab_size in config.json must be the embedding's row count."
+        )
+    if misshapen:
+        return "Likely: config.json is another model's; its hidden_size, heads or intermediate_size differ."
+    return "Likely: a partial copy, or another architecture's weights; fetch it again, or correct model_type."
 
 
-def _layers(names: Iterable[str]) -> int:
+def _count_layers(names: Iterable[str]) -> int:
     return 1 + max(
-        (int(match[1]) for name in names if (match := re.search(r"\blayers\.(\d+)\.", name))), default=-1
+        (int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d+)\.", name))), default=-1
     )

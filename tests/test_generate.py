@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.generate import (
     generate,
@@ -33,7 +34,7 @@ class _Cache:
 
 
 class Tiny(nn.Module):
-    """One attention layer with learned positions, called as every model of the zoo is. Logits are spread wide."""
+    """One attention layer with learned positions, called as every model of the zoo is."""
 
     def __init__(self, positions: int = 64):
         super().__init__()
@@ -186,7 +187,9 @@ def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, monkey
     reads = []
     for name in ("cpu", "item", "__bool__", "__int__"):
         original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1])
+        monkeypatch.setattr(
+            torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1]
+        )
     prompt, steps = _prompt(rows=2), 6
     generate(model, prompt, max_new_tokens=steps, eos_token_id=VOCAB + 5 if stops else (), pad_token_id=0)
     # with stop ids: one copy a step, and bool() of the NaN verdict in the first, which is on the host by then
@@ -275,7 +278,7 @@ OPTIONS = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))
 def test_draws_the_tokens_that_transformers_draws(model, options):
-    """Same order of processors and, by construction, the same random numbers: 24 tokens of 4 rows, no tolerance."""
+    """Same order of processors and the same random numbers, so the same 24 tokens in 4 rows."""
     from transformers import (
         LogitsProcessorList,
         MinPLogitsWarper,
@@ -294,7 +297,9 @@ def test_draws_the_tokens_that_transformers_draws(model, options):
     torch.manual_seed(5)
     for _ in range(24):
         logits = processors(ids, model(ids).logits[:, -1])
-        token = logits.softmax(-1).multinomial(1) if options["temperature"] else logits.argmax(-1, keepdim=True)
+        token = (
+            logits.softmax(-1).multinomial(1) if options["temperature"] else logits.argmax(-1, keepdim=True)
+        )
         ids = torch.cat([ids, token], 1)
     torch.testing.assert_close(generate(model, prompt, max_new_tokens=24, seed=5, **options), ids)
     torch.manual_seed(5)
@@ -433,3 +438,61 @@ def test_warns_past_the_positions_and_of_cuts_that_greedy_ignores():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, _prompt(), max_new_tokens=5, top_p=1.0, top_k=0, min_p=0.0)
+
+
+# ---- a real model, against transformers ----
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A Llama whose weights are large enough that its text does not repeat, with a tokenizer."""
+    from ligermodels import demo
+
+    folder = tmp_path_factory.mktemp("generate") / "model"
+    demo.write_checkpoint(folder)
+    model = ligermodels.load(folder, progress=False)
+    for parameter in model.parameters():
+        parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o))
+def test_token_for_token_what_transformers_generates(checkpoint, options):
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = ligermodels.Tokenizer.from_hub(checkpoint)
+    ids, mask = tokenizer.encode_batch(["The Owl", "A fox once found a lantern on the road, and", "It"])
+    assert not mask.all()
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoint)
+    settings = {
+        "do_sample": options["temperature"] > 0,
+        "top_k": 0,
+        **options,
+        "pad_token_id": 0,
+        "eos_token_id": 1,
+    }
+    if not settings["do_sample"]:
+        del settings["temperature"]
+    torch.manual_seed(11)
+    expected = theirs.generate(ids, attention_mask=mask, max_new_tokens=32, **settings)
+    model = ligermodels.load(checkpoint, progress=False)
+    got = model.generate(
+        ids, attention_mask=mask, max_new_tokens=32, seed=11, pad_token_id=0, eos_token_id=1, **options
+    )
+    torch.testing.assert_close(got, expected)
+    assert len(set(got[1, ids.shape[1] :].tolist())) > 5
+
+
+def test_stop_strings_in_real_text(checkpoint):
+    tokenizer, model = (
+        ligermodels.Tokenizer.from_hub(checkpoint),
+        ligermodels.load(checkpoint, progress=False),
+    )
+    ids = torch.tensor([tokenizer.encode("The Owl")])
+    free = model.generate(ids, max_new_tokens=40, temperature=1.0, seed=0)[0, ids.shape[1] :]
+    stop = tokenizer.decode(free)[12:17]
+    options = dict(max_new_tokens=40, temperature=1.0, seed=0, stop_strings=stop, tokenizer=tokenizer)
+    new = model.generate(ids, **options)[0, ids.shape[1] :]
+    assert stop in tokenizer.decode(new) and stop not in tokenizer.decode(new[:-1])
+    torch.testing.assert_close(new, free[: len(new)])

@@ -14,12 +14,13 @@ MAY_IMPORT = {
     "layers": {"kernels", "errors"},
     "cache": {"errors"},
     "weights": {"errors"},
-    "hub": {"errors", "weights"},
-    "text": {"hub", "errors"},
+    "checkpoint": {"errors", "weights"},
+    "hub": {"checkpoint", "errors"},
+    "text": {"checkpoint", "hub", "errors"},
     "generate": {"cache", "text", "errors"},
-    "arch": {"layers", "kernels", "cache", "weights", "hub", "generate", "errors"},
-    "demo": {"arch", "layers", "kernels", "cache", "weights", "hub", "generate", "text", "errors"},
-    "cli": {"arch", "layers", "kernels", "cache", "weights", "hub", "generate", "text", "demo", "errors"},
+    "arch": {"layers", "kernels", "cache", "weights", "checkpoint", "hub", "generate", "errors"},
+    "demo": {"arch", "layers", "kernels", "cache", "weights", "checkpoint", "hub", "generate", "text", "errors"},
+    "cli": {"arch", "layers", "kernels", "cache", "weights", "checkpoint", "hub", "generate", "text", "demo", "errors"},
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ligermodels import hub
+from ligermodels import checkpoint, hub
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.llama import Llama, LlamaConfig
@@ -17,7 +17,7 @@ ARCHS: dict[str, type[CausalLM]] = {"llama": Llama}
 
 def arch_of(folder: Path) -> type[CausalLM]:
     """The class for the checkpoint in `folder`. Raises ConfigError for a model_type that is not in the zoo."""
-    model_type = hub.read_json(folder / "config.json").get("model_type")
+    model_type = checkpoint.read_json(folder / "config.json").get("model_type")
     if model_type not in ARCHS:
         raise ConfigError(
             f"{folder}: config.json has model_type {model_type!r}, which is not in the zoo; it holds: {', '.join(ARCHS)}"

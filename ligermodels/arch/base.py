@@ -15,15 +15,15 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint as recomputed
 
-from ligermodels import hub, weights
+from ligermodels import checkpoint, hub, weights
 from ligermodels.arch.config import DTYPES, ModelConfig
 from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
-from ligermodels.layers import Batch, LMHead, TiedLMHead
+from ligermodels.layers import Batch, LMHead, RMSNorm, TiedLMHead
 
 IGNORE_INDEX = -100
 
@@ -155,8 +155,8 @@ class CausalLM(nn.Module):
             local_files_only=local_files_only,
             allow_pickle=allow_pickle,
         )
-        model = cls._on_meta(cls.config_class.from_hf(hub.read_json(folder / "config.json")), dtype)
-        with hub.open_checkpoint(folder, allow_pickle=allow_pickle) as reader:
+        model = cls._on_meta(cls.config_class.from_hf(checkpoint.read_json(folder / "config.json")), dtype)
+        with checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle) as reader:
             weights.load(
                 model,
                 cls.WEIGHTS,
@@ -167,7 +167,7 @@ class CausalLM(nn.Module):
                 tied=model.tied_weights,
             )
         if (folder / "generation_config.json").is_file():
-            model.generation_config.update(hub.read_json(folder / "generation_config.json"))
+            model.generation_config.update(checkpoint.read_json(folder / "generation_config.json"))
         model.source_folder = folder
         return model.eval()
 
@@ -199,7 +199,7 @@ class CausalLM(nn.Module):
                 module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
                 if getattr(module, "bias", None) is not None:
                     module.bias.zero_()
-            elif isinstance(getattr(module, "weight", None), nn.Parameter):
+            elif isinstance(module, RMSNorm) and module.weight is not None:
                 module.weight.fill_(1.0 - module.offset)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
@@ -209,13 +209,17 @@ class CausalLM(nn.Module):
         tokenizer and template files of the checkpoint that this model came from. Written beside `folder` and
         renamed when complete: an interruption leaves the old contents.
         """
-        files: dict[str, Any] = {"config.json": hub.json_bytes(self.config.to_hf())}
+        files: dict[str, Any] = {"config.json": checkpoint.json_bytes(self.config.to_hf())}
         if self.generation_config:
-            files["generation_config.json"] = hub.json_bytes(dict(self.generation_config))
+            files["generation_config.json"] = checkpoint.json_bytes(dict(self.generation_config))
         if self.source_folder is not None:
-            files = {**hub.companion_files(self.source_folder), **files}
-        return hub.write_checkpoint(
-            folder, weights.export(self, self.WEIGHTS), max_shard_size=max_shard_size, files=files
+            files = {**checkpoint.companion_files(self.source_folder), **files}
+        return checkpoint.write_checkpoint(
+            folder,
+            weights.export(self, self.WEIGHTS),
+            files=files,
+            max_shard_size=max_shard_size,
+            expected_bytes=sum(parameter.nbytes for parameter in self.parameters()),
         )
 
     def push_to_hub(self, repo: str, *, max_shard_size: int | str = "5GB", **options: Any) -> str:
@@ -276,20 +280,26 @@ class CausalLM(nn.Module):
         if return_dict is False:
             raise InputError("return_dict=False is not supported: the output is a dict with attributes")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache(x.shape[0], x.shape[1])
-        if labels is not None and labels.shape != x.shape[:2]:
-            raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}")
         if x.dim() != 3:
             raise InputError(f"ids have shape {tuple(x.shape[:-1])}, expected [batch, sequence]")
-        counting = _ValidLabels(labels) if labels is not None else None
         batch_size, length = x.shape[:2]
+        if labels is not None and labels.shape != (batch_size, length):
+            raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {(batch_size, length)}")
+        if position_ids is not None and position_ids.shape not in ((1, length), (batch_size, length)):
+            raise InputError(
+                f"position_ids have shape {tuple(position_ids.shape)}, expected {(batch_size, length)} or {(1, length)}"
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache(batch_size, length)
+        counting = _ValidLabels(labels) if labels is not None else None
         if cu_seqlens is None and position_ids is not None and attention_mask is None and past_key_values is None:
             cu_seqlens, max_seqlen = packed_sequences(position_ids.expand(batch_size, length))
         if cu_seqlens is not None:
             if past_key_values is not None or attention_mask is not None:
                 raise InputError("packed sequences (cu_seqlens) go with neither attention_mask nor past_key_values")
             x = x.reshape(1, batch_size * length, -1)
+            if position_ids is not None:
+                position_ids = position_ids.expand(batch_size, length).reshape(1, -1)
         batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, past_key_values)
 
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
@@ -332,12 +342,12 @@ class CausalLM(nn.Module):
         `hidden_states`, where given, collects the input of each block.
         """
         residual = None
-        checkpointing = self.gradient_checkpointing and torch.is_grad_enabled() and past_key_values is None
+        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and past_key_values is None
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else x + residual)
-            if checkpointing:
-                x, residual = checkpoint(layer, x, residual, batch, use_reentrant=False, **self._checkpoint_options)
+            if recompute:
+                x, residual = recomputed(layer, x, residual, batch, use_reentrant=False, **self._checkpoint_options)
             else:
                 x, residual = layer(x, residual, batch, None if past_key_values is None else past_key_values[i])
         return self.norm(x, residual)[0]
@@ -360,11 +370,6 @@ class CausalLM(nn.Module):
                 position_ids = position_ids - torch.repeat_interleave(
                     cu_seqlens[:-1], cu_seqlens.diff(), output_size=length
                 )
-        elif position_ids.dim() != 2 or position_ids.numel() not in (length, batch_size * length):
-            raise InputError(f"position_ids have shape {tuple(position_ids.shape)}, expected [{batch_size} or 1, {length}]")
-        elif cu_seqlens is not None:
-            position_ids = position_ids.expand(-1, length) if position_ids.shape[1] == length else position_ids
-            position_ids = position_ids.reshape(1, -1)
         cos, sin = self.rotary(position_ids)
         key_mask = None
         if attention_mask is not None:
@@ -404,8 +409,8 @@ class CausalLM(nn.Module):
 
     @property
     def tied_weights(self) -> dict[str, str]:
-        """Name on disk of a tensor that has no parameter of its own -> the one whose copy it must be."""
-        return {"lm_head.weight": "model.embed_tokens.weight"} if isinstance(self.lm_head, TiedLMHead) else {}
+        """Name on disk of a tensor that has no parameter of its own -> the parameter whose copy it must be."""
+        return {"lm_head.weight": "embed_tokens.weight"} if isinstance(self.lm_head, TiedLMHead) else {}
 
     @property
     def _fused_head(self) -> bool:

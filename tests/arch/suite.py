@@ -132,6 +132,7 @@ class Suite:
         mask[1, :5] = 0
         ids = ids[:, :12]
         labels = ids.masked_fill(mask == 0, -100)
+        labels[1, 5] = -100  # else the last position of the padding would have to predict it
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         model(ids, mask, positions, labels=labels).loss.backward()
         hf(input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels).loss.backward()

@@ -37,7 +37,7 @@ class TestLlama(Suite):
         "one_head_shared_by_all": tiny(num_key_value_heads=1),
         "attention_bias": tiny(attention_bias=True),
         "mlp_bias_gelu": tiny(mlp_bias=True, hidden_act="gelu"),
-        "explicit_head_dim": tiny(head_dim=12, num_attention_heads=3, num_key_value_heads=1, hidden_act="gelu_pytorch_tanh"),
+        "explicit_head_dim": tiny(head_dim=12, num_key_value_heads=1, hidden_act="gelu_pytorch_tanh"),
         "odd_sizes": tiny(hidden_size=30, num_attention_heads=3, num_key_value_heads=3, intermediate_size=17, vocab_size=101),
         "linear": tiny(rope_parameters=rope("linear", factor=2.5)),
         "dynamic": tiny(max_position_embeddings=16, rope_parameters=rope("dynamic", factor=3.0)),

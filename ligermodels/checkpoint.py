@@ -1,0 +1,460 @@
+"""Checkpoint folders: read through safetensors, written in one step.
+
+Reading goes by model.safetensors.index.json, else by model.safetensors, and never by what else lies in the
+folder: repositories hold the same weights a second time (consolidated*, original/, *.bin). Pickles are read
+only when asked for, and then as plain tensors.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.weights import TensorInfo, same_bits
+
+NATIVE = {"format": "ligermodels", "version": "1"}
+"""The safetensors metadata of a native checkpoint: our names, packed."""
+
+COMPANIONS = (
+    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
+    "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json",
+    "video_preprocessor_config.json",
+)  # fmt: skip
+"""The files that belong to a model beside its configs and weights."""
+
+SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
+
+_DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+}  # fmt: skip
+
+
+def companion_files(folder: Path) -> dict[str, Path]:
+    """{name: path} of the tokenizer, template and processor files in `folder`."""
+    found = [path for pattern in COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds. Raises CheckpointError if it holds none."""
+    try:
+        start = path.read_bytes()
+        value = json.loads(start)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is not there. Is {path.parent} the folder of a checkpoint?") from error
+    except OSError as error:
+        raise HubError(f"{path} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {_kind(start) or error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """A JSON file as the Hub has them: indented, UTF-8, a newline at the end."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _kind(start: bytes) -> str | None:
+    """What a file that is not what it should be is instead, from its first bytes."""
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a git-lfs pointer; run `git lfs pull` in that folder."
+    if re.match(rb"\s*<(!doctype|html|head|\?xml)", start, re.IGNORECASE):
+        return "it is an HTML page, saved in place of a download; fetch the file again."
+    if start.startswith((b"PK\x03\x04", b"\x80\x02\x8a")):
+        return "it is a pickle under another name; torch.save wrote it."
+    return "it is a GGUF file." if start.startswith(b"GGUF") else None
+
+
+def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] | None]:
+    """The weight files that a folder should hold and, where there is an index, {tensor: file}."""
+    index = folder / f"{single}.index.json"
+    if not index.is_file():
+        return [single], None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map from tensors to files; fetch it again")
+    odd = [file for file in weight_map.values() if not isinstance(file, str)]
+    files = sorted({file for file in weight_map.values() if isinstance(file, str)})
+    odd += [file for file in files if not file.endswith(Path(single).suffix) or not _stays_inside(file)]
+    if odd:
+        raise CheckpointError(
+            f"{index} names {odd[0]!r}; expected a {Path(single).suffix} file in its folder"
+        )
+    return files, weight_map
+
+
+def _stays_inside(file: str) -> bool:
+    # Windows rules see drives, UNC paths and backslashes too.
+    path = PureWindowsPath(file)
+    return not (path.drive or path.root or ".." in path.parts or "\\" in file)
+
+
+class SafetensorsReader:
+    """The tensors of a checkpoint folder, mapped from its files. A context manager.
+
+    headers: {name: TensorInfo} in file order. metadata: the first file's. native: the names are ours, packed.
+    With an index, what it does not name is not part of the checkpoint.
+    Raises CheckpointError for an index or file that is missing, damaged, or not what its name says.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.source = str(folder)
+        self.headers: dict[str, TensorInfo] = {}
+        self._files: dict[str, Any] = {}
+        files, weight_map = weight_files(self.folder, SAFETENSORS)
+        twice = []
+        for file in files:
+            opened = _open(self.folder / file)
+            for name in opened.offset_keys():
+                if weight_map is not None and weight_map.get(name) != file:
+                    twice += [(name, file, opened)] if name in weight_map else []
+                    continue
+                tensor = opened.get_slice(name)
+                dtype = _DTYPES.get(tensor.get_dtype())
+                if dtype is None:
+                    raise CheckpointError(f"{self.folder / file}: {name} is quantised ({tensor.get_dtype()})")
+                self.headers[name] = TensorInfo(dtype, tuple(tensor.get_shape()))
+                self._files[name] = opened
+            if file == files[0]:
+                self.metadata: dict[str, str] = opened.metadata() or {}
+        for name, file in (weight_map or {}).items():
+            if name not in self.headers:
+                raise CheckpointError(
+                    f"{self.folder / file} lacks {name}, against its index; fetch both again"
+                )
+        for name, file, opened in twice:
+            if not same_bits(self.read(name), opened.get_tensor(name)):
+                raise CheckpointError(
+                    f"{self.folder / file} and {(weight_map or {})[name]} hold different tensors {name}.\n"
+                    "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
+                )
+        self.native = self.metadata.get("format") == NATIVE["format"]
+        if self.native and self.metadata.get("version") != NATIVE["version"]:
+            raise CheckpointError(
+                f"{folder} is a native checkpoint of version {self.metadata.get('version')}; this one "
+                f"reads version {NATIVE['version']}. Upgrade ligermodels."
+            )
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as a view of its mapped file: on the CPU, not to be written to."""
+        return self._files[name].get_tensor(name)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._files.clear()
+
+
+def _open(path: Path) -> Any:
+    if not path.is_file():
+        state = "is not a regular file" if path.exists() else "is not there"
+        raise CheckpointError(
+            f"{path} {state}. A download or copy that did not finish? Fetch the checkpoint again."
+        )
+    try:
+        with path.open("rb") as file:
+            start = file.read(64)
+        return safe_open(path, framework="pt")
+    except OSError as error:
+        raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        kind = _kind(start) or f"it is damaged or cut short; fetch it again. ({error})"
+        raise CheckpointError(f"{path} is not a safetensors file: {kind}") from error
+
+
+class PickleReader:
+    """SafetensorsReader's twin for pytorch_model.bin and its index; unpickled without running code."""
+
+    native = False
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self.source = str(folder)
+        self.metadata: dict[str, str] = {}
+        self._tensors: dict[str, Tensor] = {}
+        for file in weight_files(self.folder, PICKLES)[0]:
+            path = self.folder / file
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+                raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {error}") from error
+            if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+                raise CheckpointError(
+                    f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps"
+                )
+            self._tensors |= state
+        self.headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in self._tensors.items()}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as a view of its mapped file: on the CPU, not to be written to."""
+        return self._tensors[name]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._tensors.clear()
+
+
+def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> SafetensorsReader | PickleReader:
+    """A reader for the weights in `folder`: its safetensors or, if it has none and they are allowed, pickles.
+
+    Raises CheckpointError.
+    """
+    present = {path.name.removesuffix(".index.json") for path in Path(folder).iterdir()}
+    if SAFETENSORS in present:
+        return SafetensorsReader(folder)
+    if PICKLES in present and allow_pickle:
+        return PickleReader(folder)
+    if PICKLES in present:
+        raise CheckpointError(
+            f"{folder} holds its weights only as pickles (pytorch_model.bin), which can carry code.\n"
+            "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
+        )
+    raise CheckpointError(
+        f"{folder} holds neither model.safetensors nor its index.\n"
+        "  Likely: an adapter, a GGUF file, Meta's or Mistral's own layout, or an unfinished download."
+    )
+
+
+def _num_bytes(size: int | str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?)B)?", str(size).upper())
+    count = (
+        int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
+    )
+    if not count:
+        raise InputError(f"max_shard_size={size!r}: expected a number of bytes, or such as '5GB' or '500MiB'")
+    return count
+
+
+def write_checkpoint(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    files: Mapping[str, bytes | Path] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str = "5GB",
+    expected_bytes: int = 0,
+    overwrite: bool = True,
+) -> Path:
+    """Writes a checkpoint folder in one step: whoever looks finds the old one or the new. Returns its path.
+
+    tensors: consumed one shard at a time. files: {name in the folder: its bytes, or a file to copy}.
+    metadata: of the safetensors files, by default {"format": "pt"}.
+    max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
+    expected_bytes: what the tensors come to; without room for it on the disk, nothing is written.
+    overwrite: False refuses a folder that holds anything; True replaces weights and `files`, the rest stays.
+
+    The new folder grows beside the old one, then the two are swapped: atomic on Linux, two renames elsewhere.
+    Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by
+    file, the weights last, and a second one is refused. A killed process leaves a folder .<name>.saving-*.
+    Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
+    """
+    limit = _num_bytes(max_shard_size)
+    target = Path(folder).expanduser().resolve()
+    with _write_errors(target):
+        fixed = _check_target(target, overwrite)
+        home = target if fixed else target.parent
+        home.mkdir(parents=True, exist_ok=True)
+        prefix = f".{target.name[:100]}.saving-"
+        _check_room(home, prefix, expected_bytes)
+        staging = home / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            staging.mkdir()
+            _write_files(staging, files or {})
+            _write_shards(staging, tensors, limit, dict(metadata or {"format": "pt"}))
+            for path in [*staging.rglob("*"), staging]:
+                _sync(path)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        (_move_in if fixed else _swap)(staging, target)
+        _sync(home)
+    return target
+
+
+def _check_target(target: Path, overwrite: bool) -> bool:
+    """Whether the folder must be filled where it is, since it cannot be renamed. Raises if it may not be."""
+    if not target.exists():
+        return False
+    if not target.is_dir():
+        raise HubError(f"{target} is a file; give the path of a folder")
+    contents = os.listdir(target)
+    if contents and not overwrite:
+        raise CheckpointError(f"{target} is not empty. Pass overwrite=True (--overwrite) to save over it.")
+    fixed = os.path.ismount(target) or target == Path.cwd() or not os.access(target.parent, os.W_OK)
+    if fixed and any(map(_is_weights, contents)):
+        raise CheckpointError(
+            f"{target} holds a checkpoint and cannot be swapped for another: it is a mount point or the "
+            "current directory, or the folder above is not writable.\n"
+            "  Next: save to a folder inside it, or remove the old checkpoint first."
+        )
+    return fixed
+
+
+def _is_weights(name: str) -> bool:
+    return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name) is not None
+
+
+def _check_room(home: Path, prefix: str, expected: int) -> None:
+    free = shutil.disk_usage(home).free
+    if expected > free:
+        left = ", ".join(name for name in os.listdir(home) if name.startswith(prefix))
+        raise OSError(
+            errno.ENOSPC,
+            f"it takes {expected / 1e9:.2f} GB and {free / 1e9:.2f} GB are free"
+            + (f"; saves that were killed, or still run, hold {left}" if left else ""),
+        )
+
+
+def _write_files(staging: Path, files: Mapping[str, bytes | Path]) -> None:
+    for name, content in files.items():
+        (staging / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, staging / name)
+        else:
+            (staging / name).write_bytes(content)
+
+
+def _write_shards(
+    staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, metadata: dict[str, str]
+) -> None:
+    """The weights and, if they come to more than one file, the index. Holds one shard in memory."""
+    shards: list[tuple[Path, list[str]]] = []
+    total = 0
+    for shard in _shards(tensors, limit):
+        path = staging / f"shard-{len(shards)}"
+        save_file(shard, path, metadata)
+        path.chmod(staging.stat().st_mode & 0o666)  # safetensors makes it 0600, whatever the umask
+        shards.append((path, list(shard)))
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if len(shards) == 1:
+        shards[0][0].rename(staging / SAFETENSORS)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        path.rename(staging / file)
+        assert not weight_map.keys() & set(names), "a tensor came twice"
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (staging / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        assert name not in shard, f"{name} came twice"
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    yield shard
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folder
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Puts `staging` in the place of `target`. What else was there, neither weights nor new, moves over."""
+    if target.is_dir():
+        shutil.copymode(target, staging)
+    old = None
+    while True:
+        try:
+            os.rename(staging, target)  # to nothing, or to an empty folder
+            break
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES):
+                raise
+        if _exchange(staging, target):
+            old = staging
+            break
+        old = staging.with_name(f"{staging.name}-old")
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(target, old)
+    if old is not None:
+        for path in old.iterdir():
+            if not _is_weights(path.name) and not (target / path.name).exists():
+                os.rename(path, target / path.name)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two folders atomically; False where the system or the file system cannot."""
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None, use_errno=True), "renameat2"):
+        return False
+    current_folder, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    if libc.renameat2(current_folder, os.fsencode(a), current_folder, os.fsencode(b), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code not in (errno.ENOSYS, errno.EINVAL, errno.ENOENT):
+        raise OSError(code, os.strerror(code), str(b))
+    return False
+
+
+def _move_in(staging: Path, target: Path) -> None:
+    """File by file, the weights last and their index after them: without it, there is no checkpoint yet."""
+    files = [path for path in staging.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (_is_weights(path.name), path.suffix == ".json")):
+        place = target / path.relative_to(staging)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    shutil.rmtree(staging)
+
+
+@contextlib.contextmanager
+def _write_errors(target: Path) -> Iterator[None]:
+    try:
+        yield
+    except HubError:
+        raise
+    except (OSError, SafetensorError) as error:
+        # safetensors gives the number in words only.
+        words = re.search(r"os error (\d+)", str(error))
+        code = error.errno if isinstance(error, OSError) else int(words[1]) if words else None
+        steps = {
+            errno.ENOSPC: "free some space, or save elsewhere",
+            errno.EDQUOT: "free some of your quota, or save elsewhere",
+            errno.EROFS: "the file system is read-only; save elsewhere",
+            errno.EACCES: "you may not write there; save elsewhere",
+            errno.ENAMETOOLONG: "choose a shorter name",
+        }
+        failure = HubError(
+            f"{target} cannot be written: {error}.\n"
+            f"  Next: {steps.get(code or 0, 'check the disk, or save elsewhere')}."
+        )
+        failure.errno = code
+        raise failure from error

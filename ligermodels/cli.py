@@ -1,0 +1,528 @@
+"""The command line. What was asked for goes to stdout, everything about it to stderr.
+
+Exit status: 0 done, 1 `doctor` found something to fix or `demo` failed, 2 wrong usage, 3 an error of
+ligermodels, printed as one message without a traceback, 130 interrupted.
+Each command imports what it needs, so that --help does not wait for torch.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ligermodels import __version__
+from ligermodels.errors import HubError, InputError, LigermodelsError, TokenizerError
+
+if TYPE_CHECKING:
+    import torch
+
+    from ligermodels.arch import CausalLM
+    from ligermodels.text import Tokenizer
+    from ligermodels.weights import TensorInfo
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; returns its exit status."""
+    args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?', not a traceback
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda message, *_, **__: _say(f"warning: {message}")
+        try:
+            status = args.run(args)
+            sys.stdout.flush()
+            return status
+        except LigermodelsError as error:
+            _say(f"error: {error}")
+            return 3
+        except KeyboardInterrupt:
+            _say("")
+            return 130
+        except BrokenPipeError:  # the reader of our stdout has gone, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ligermodels", description="Language models built from fused Triton layers."
+    )
+    parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
+    demo.add_argument("--seconds", type=float, default=20.0, help="time for training (default 20)")
+    demo.add_argument(
+        "--keep", metavar="DIR", help="folder for the trained checkpoint (default: a temporary one)"
+    )
+    demo.set_defaults(run=_demo)
+
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("model", metavar="MODEL", help="repository on the Hub, or folder of a checkpoint")
+    model.add_argument("--revision", help="branch, tag or commit")
+    model.add_argument(
+        "--local-files-only", action="store_true", help="use what is cached, never the network"
+    )
+    model.add_argument(
+        "--allow-pickle",
+        action="store_true",
+        help="read pytorch_model.bin where there is no safetensors file",
+    )
+
+    sampling = argparse.ArgumentParser(add_help=False)
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"
+    )
+    sampling.add_argument("--top-k", type=int, help="draw among the TOP_K likeliest tokens")
+    sampling.add_argument("--top-p", type=float, help="draw among the likeliest tokens that make up TOP_P")
+    sampling.add_argument(
+        "--min-p", type=float, help="draw among tokens at least MIN_P times as likely as the first"
+    )
+    sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less")
+    sampling.add_argument("--seed", type=int, help="makes draws repeatable")
+    sampling.add_argument(
+        "--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable"
+    )
+    sampling.add_argument(
+        "--dtype",
+        default="auto",
+        help="float32, float16, bfloat16, or auto, the default: as config.json says",
+    )
+    sampling.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
+
+    generate = commands.add_parser("generate", parents=[model, sampling], help="continue a text")
+    generate.add_argument("--prompt", help="the text (default: what stdin holds)")
+    generate.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
+    generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser(
+        "chat", parents=[model, sampling], help="talk to a model, with its chat template"
+    )
+    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("--max-new-tokens", type=int, default=1024, help="per answer, default 1024")
+    chat.set_defaults(run=_chat)
+
+    inspect = commands.add_parser(
+        "inspect", parents=[model], help="what a checkpoint is, from its configuration and headers alone"
+    )
+    inspect.set_defaults(run=_inspect)
+
+    doctor = commands.add_parser("doctor", help="what this machine offers, and how to fix what is missing")
+    doctor.set_defaults(run=_doctor)
+    return parser
+
+
+def _say(text: str, end: str = "\n") -> None:
+    print(text, end=end, file=sys.stderr, flush=True)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from ligermodels import demo
+
+    return 0 if demo.run(seconds=args.seconds, keep=args.keep) else 1
+
+
+# Text
+
+
+def _generate(args: argparse.Namespace) -> int:
+    if args.prompt is None:
+        if sys.stdin.isatty():
+            _say("error: nothing to continue: give --prompt TEXT, or pipe a text into stdin")
+            return 2
+        args.prompt = sys.stdin.read()
+    model, tokenizer = _load(args)
+    pieces = _Answer(model, tokenizer, tokenizer.encode(args.prompt), args)
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+    _say(pieces.speed())
+    return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    model, tokenizer = _load(args)
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(start)
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    if at_terminal:
+        with contextlib.suppress(ImportError):  # Windows does without
+            import readline  # noqa: F401  # gives input() a history and line editing
+        _say("/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer.")
+    while (line := _next_line(at_terminal)) is not None:
+        line = line.strip()
+        if line == "/exit":
+            break
+        if line == "/reset":
+            messages = list(start)
+            _say("(forgotten)")
+        elif line.startswith("/"):
+            _say(f"{line.split()[0]} is not a command; there are /reset and /exit")
+        elif line:
+            messages.append({"role": "user", "content": line})
+            messages.append({"role": "assistant", "content": _answer(model, tokenizer, messages, args)})
+    return 0
+
+
+def _next_line(at_terminal: bool) -> str | None:
+    """A line from the user; None at the end of the input."""
+    if not at_terminal:
+        return sys.stdin.readline() or None
+    try:
+        return input("> ")
+    except EOFError:
+        print()
+        return None
+
+
+def _answer(
+    model: "CausalLM", tokenizer: "Tokenizer", messages: list[dict[str, str]], args: argparse.Namespace
+) -> str:
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    pieces, text = _Answer(model, tokenizer, ids, args), ""
+    try:
+        for piece in pieces:
+            text += piece
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        _say(" (stopped)", end="")
+    print()
+    _say(pieces.speed())
+    return text
+
+
+def _load(args: argparse.Namespace) -> "tuple[CausalLM, Tokenizer]":
+    import torch
+
+    import ligermodels
+    from ligermodels import hub
+
+    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(
+            f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can"
+        ) from None
+    folder = hub.resolve(
+        args.model,
+        revision=args.revision,
+        local_files_only=args.local_files_only,
+        allow_pickle=args.allow_pickle,
+    )
+    tokenizer = ligermodels.Tokenizer.from_hub(folder)
+    model = ligermodels.load(folder, dtype=args.dtype, device=device, allow_pickle=args.allow_pickle)
+    return model, tokenizer
+
+
+class _Answer:
+    """The text that continues `ids`, in pieces as they become certain, and how fast they came."""
+
+    def __init__(self, model: "CausalLM", tokenizer: "Tokenizer", ids: list[int], args: argparse.Namespace):
+        self.model, self.tokenizer, self.ids, self.args = model, tokenizer, ids, args
+        self.times: list[float] = []
+
+    def __iter__(self) -> Iterator[str]:
+        import torch
+
+        from ligermodels.generate import generate_iter
+        from ligermodels.text import StopStrings, StreamDecoder
+
+        args = self.args
+        decoder, stops = StreamDecoder(self.tokenizer), StopStrings(args.stop)
+        self.times = [time.perf_counter()]
+        for (token,) in generate_iter(
+            self.model,
+            torch.tensor([self.ids], dtype=torch.int64, device=self.model.device),
+            max_new_tokens=args.max_new_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            top_p=args.top_p,
+            min_p=args.min_p,
+            repetition_penalty=args.repetition_penalty,
+            seed=args.seed,
+            eos_token_id=self.tokenizer.eos_token_ids,  # those of both configs, and its own
+        ):
+            self.times.append(time.perf_counter())
+            text, stopped = stops.put(decoder.put(int(token)))
+            if text:
+                yield text
+            if stopped:
+                return
+        text, stopped = stops.put(decoder.flush())
+        yield text if stopped else text + stops.flush()
+
+    def speed(self) -> str:
+        if len(self.times) < 2:
+            return "(no tokens)"
+        count, first = len(self.times) - 1, self.times[1] - self.times[0]
+        line = f"({len(self.ids)} prompt tokens, first token after {first:.2f} s"
+        if count > 1:
+            line += f", then {(count - 1) / (self.times[-1] - self.times[1]):.1f} tokens/s"
+        return line + f"; {count} tokens)"
+
+
+# inspect
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from ligermodels import weights
+    from ligermodels.arch import arch_of
+    from ligermodels.checkpoint import read_json
+
+    folder, headers, files, native = _headers(args)
+    arch = arch_of(folder)
+    config = arch.config_class.from_hf(read_json(folder / "config.json"))
+    model = arch.from_config(config, device="meta")
+
+    total = model.num_parameters()
+    parts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
+    stored: dict[str, int] = {}
+    for info in headers.values():
+        stored[_name(info.dtype)] = stored.get(_name(info.dtype), 0) + math.prod(info.shape)
+    rope = {
+        key: value if not isinstance(value, list) else f"[{len(value)}]"
+        for key, value in config.rope_parameters.items()
+    }
+    rows = {
+        "checkpoint": str(folder),
+        "architecture": f"{config.model_type}: ligermodels.{arch.__name__}.from_hub, or ligermodels.load",
+        "layout": "native, packed" if native else "Hugging Face",
+        "parameters": f"{total:,}",
+        **{f"  {part}": f"{count:,} ({count / total:.1%})" for part, count in parts.items()},
+        "lm_head": "tied to the embedding" if config.tie_word_embeddings else "its own weight",
+        "stored as": ", ".join(f"{name} ({count:,})" for name, count in stored.items()),
+        "loaded as": f"{_name(config.torch_dtype)} with dtype='auto'",
+        "files": _files(files),
+        "context": f"{config.max_position_embeddings:,} tokens",
+        "rope": ", ".join(f"{key} {value}" for key, value in rope.items()),
+        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, MLP {config.intermediate_size}",
+        "heads": f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads "
+        f"of {config.head_dim}",
+        "tokenizer": _tokenizer(folder),
+    }
+    for name, value in rows.items():
+        print(f"{name:16}{value}")
+    table = weights.identity(model) if native else arch.WEIGHTS
+    weights.check(model, table, headers, ignore=arch.IGNORE, tied=model.tied_weights, where=args.model)
+    print(f"{'weights':16}match: {len(headers)} tensors of the names and shapes that {arch.__name__} expects")
+    return 0
+
+
+def _headers(args: argparse.Namespace) -> "tuple[Path, Mapping[str, TensorInfo], dict[str, int], bool]":
+    """(folder of the small files, headers, {weight file: bytes}, whether the names are ours); no weights."""
+    from ligermodels import checkpoint, hub
+    from ligermodels.weights import TensorInfo
+
+    try:
+        folder = hub.resolve(
+            args.model, revision=args.revision, local_files_only=True, allow_pickle=args.allow_pickle
+        )
+    except HubError:
+        if Path(args.model).exists() or args.local_files_only:
+            raise
+    else:
+        with checkpoint.open_checkpoint(folder, allow_pickle=args.allow_pickle) as reader:
+            pickles = isinstance(reader, checkpoint.PickleReader)
+            names, _ = checkpoint.weight_files(
+                folder, checkpoint.PICKLES if pickles else checkpoint.SAFETENSORS
+            )
+            files = {name: (folder / name).stat().st_size for name in names}
+            return folder, reader.headers, files, reader.native
+
+    from huggingface_hub import HfApi
+
+    folder = hub.resolve(args.model, revision=args.revision, weights=False)
+    try:
+        shards = HfApi().get_safetensors_metadata(args.model, revision=folder.name).files_metadata
+    except Exception as error:
+        raise HubError(
+            f"{args.model}: the headers of its weight files could not be read ({type(error).__name__}). "
+            "Likely it has no safetensors, or the network failed: try again, or `hf download` it first"
+        ) from error
+    headers = {
+        name: TensorInfo(_dtype(info.dtype), tuple(info.shape))
+        for shard in shards.values()
+        for name, info in shard.tensors.items()
+    }
+    sizes = {
+        name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()
+    }
+    native = any(
+        (shard.metadata or {}).get("format") == checkpoint.NATIVE["format"] for shard in shards.values()
+    )
+    return folder, headers, dict(sorted(sizes.items())), native
+
+
+def _part(name: str) -> str:
+    """The part of a model that a parameter counts to."""
+    words = name.split(".")
+    if words[-2].endswith("norm"):
+        return "norms"
+    if words[0] == "layers":
+        return {"attn": "attention"}.get(words[2], words[2])
+    return {"embed_tokens": "embedding"}.get(words[0], words[0])
+
+
+def _name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(code: str) -> "torch.dtype":
+    """The dtype of a header's code, such as BF16; uint8 for packed bits that torch has no name for."""
+    import torch
+
+    letters, bits = re.fullmatch(r"([A-Z]*)(.*)", code).groups()
+    words = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "BOOL": "bool", "C": "complex"}
+    return getattr(torch, f"{words.get(letters)}{bits}", torch.uint8)
+
+
+def _size(count: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:,.1f} GB"
+
+
+def _files(files: dict[str, int]) -> str:
+    total = _size(sum(files.values()))
+    if len(files) == 1:
+        return f"{next(iter(files))}, {total}"
+    return (
+        f"{len(files)} shards of {_size(min(files.values()))} to {_size(max(files.values()))}, {total} in all"
+    )
+
+
+def _tokenizer(folder: Path) -> str:
+    from ligermodels.text import Tokenizer
+
+    try:
+        tokenizer = Tokenizer.from_hub(folder)
+    except TokenizerError as error:
+        return f"cannot be read: {error}"
+    kind = "tokenizer.json" if tokenizer.files.path("tokenizer.json") else "tokenizer.model (sentencepiece)"
+    templates = ", ".join(tokenizer.files.templates) or "none"
+    stops = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
+    return f"{kind}, {tokenizer.vocab_size:,} ids; stop ids {stops}; chat templates: {templates}"
+
+
+# doctor
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """One line for each thing that matters, and a second with the fix where something is off."""
+    problems = 0
+    for name, value, fix in _findings():
+        print(f"{'FIX ' if fix else 'ok  '} {name:14}{value}")
+        if fix:
+            problems += 1
+            print(f"     {'':14}-> {fix}")
+    return 1 if problems else 0
+
+
+def _findings() -> Iterator[tuple[str, str, str | None]]:
+    """(thing, state, how to fix it or None)."""
+    import torch
+    from huggingface_hub import constants, get_token
+
+    from ligermodels.kernels import _triton
+
+    yield "ligermodels", f"{__version__} at {Path(__file__).parent}", None
+    yield "python", f"{platform.python_version()} on {platform.platform()}", None
+    fix = None if _version(torch.__version__) >= (2, 11) else "pip install -U 'torch>=2.11'"
+    yield "torch", torch.__version__, fix
+    if not _triton.HAS_TRITON:
+        fix = "pip install 'triton>=3.6'" if sys.platform == "linux" else None
+        yield "triton", "not installed; every op runs as plain PyTorch", fix
+    else:
+        version = importlib.metadata.version("triton")
+        yield "triton", version, None if _version(version) >= (3, 6) else "pip install -U 'triton>=3.6'"
+
+    if torch.cuda.is_available():
+        yield "CUDA runtime", f"{torch.version.cuda or torch.version.hip}", None
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            free = torch.cuda.mem_get_info(index)[0]
+            capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+            room = f"{free / 2**30:.1f} of {gpu.total_memory / 2**30:.1f} GiB free"
+            yield f"GPU {index}", f"{gpu.name}, {room}, capability {capability}", None
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        yield (
+            "bfloat16",
+            "in hardware" if native else "emulated and slow on this GPU: use dtype=torch.float16",
+            None,
+        )
+        yield "kernels", *_try_kernel()
+    else:
+        built = torch.version.cuda or torch.version.hip
+        if built and shutil.which("nvidia-smi"):
+            fix = f"this torch needs a driver for {built}: update it, or check CUDA_VISIBLE_DEVICES"
+        else:
+            fix = (
+                "install a torch build with CUDA: https://pytorch.org/get-started"
+                if shutil.which("nvidia-smi")
+                else None
+            )
+        yield "GPU", "none that torch can use", fix
+        how = (
+            "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter" if _triton.HAS_TRITON else ""
+        )
+        yield "kernels", f"plain PyTorch on the CPU{'; ' * bool(how)}{how}", None
+
+    found = get_token() is not None
+    yield (
+        "HF token",
+        "present" if found else "none (needed for gated and private repositories: `hf auth login`)",
+        None,
+    )
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    fix = None if os.access(existing, os.W_OK) else "not writable: set HF_HOME to a folder that is"
+    if fix is None and free < 10e9:
+        fix = "little room for checkpoints: free some, or set HF_HOME to another disk"
+    yield "cache", f"{cache}, {_size(free)} free", fix
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def _try_kernel() -> tuple[str, str | None]:
+    """Compiles and runs one Triton kernel on the GPU and compares it with PyTorch."""
+    import torch
+
+    from ligermodels.kernels.rms_norm import rms_norm, rms_norm_reference
+
+    x = torch.randn(4, 100, device="cuda")
+    try:
+        close = torch.allclose(rms_norm(x), rms_norm_reference(x), atol=1e-5)
+    except Exception as error:  # a compiler, driver or library that is missing shows in many ways
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        fix = "Triton needs a C compiler (apt install gcc) and the torch release that it came with"
+        return f"do not run: {type(error).__name__}: {reason}", fix
+    return (
+        ("Triton, tried on this GPU", None)
+        if close
+        else ("WRONG RESULTS", "reinstall torch and triton together")
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

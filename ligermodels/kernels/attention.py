@@ -1,0 +1,306 @@
+"""Scaled dot-product attention on torch's engines: softmax(scale * q k^T + mask) v.
+
+What is added to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, so that q, k and v
+go in as strided views of one packed projection and the output is the next projection's input without a copy;
+grouped heads; causality aligned to the last key; windows; padding that cannot make a NaN; packed sequences;
+the choice of engine.
+
+| case                                   | engine                                                            |
+|----------------------------------------|-------------------------------------------------------------------|
+| S = K causal, or nothing hidden        | torch's first choice. bf16, fp16: cuDNN on Hopper and later,      |
+|                                        | FlashAttention-2 on Ampere and Ada; fp32: memory-efficient kernel |
+| one query (decode)                     | FlashAttention-2: cuDNN would plan anew for every length K        |
+| window, packed sequences, S < K causal | bf16, fp16: FlashAttention-2 (variable length), without a mask    |
+| the same in fp32; any key_mask         | memory-efficient kernel or cuDNN, boolean mask [1 or B, 1, S, K]  |
+| softcap                                | `attention_reference`: holds [B, HQ, S, K] scores several times   |
+| CPU                                    | torch's CPU flash kernel, with a boolean mask where one is needed |
+
+Bytes: none of the engines but the last writes scores; each reads q, k, v and writes the output and one fp32
+per row and head, which is the minimum up to re-reading k and v from cache. A boolean mask costs S * K
+elements per call, and another S * K of the inputs' dtype inside torch, held for the backward.
+
+The gradients of FlashAttention and cuDNN sum in no fixed order; `torch.use_deterministic_algorithms(True)`
+makes torch choose, or switch, to ones that do.
+
+Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._triton import accumulator
+
+# torch 2.11 takes grouped heads unasked, later ones want to be told.
+_GROUPED_HEADS: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """The specification of `attention`, in fp32 (fp64 for fp64) with the scores in memory."""
+    dtype, groups = accumulator(q.dtype), q.shape[2] // k.shape[2]
+    k, v = k.to(dtype).repeat_interleave(groups, dim=2), v.to(dtype).repeat_interleave(groups, dim=2)
+    scores = torch.einsum("bshd,bkhd->bhsk", q.to(dtype), k) * (
+        q.shape[-1] ** -0.5 if scale is None else scale
+    )
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    visible = _visible(q, k, causal, window, key_mask, cu_seqlens)
+    weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
+    return torch.einsum("bhsk,bkhd->bshd", weights, v).to(q.dtype)
+
+
+def _visible(
+    q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor:
+    """Which query sees which key: bool [B or 1, 1, S, K], at least one True per row."""
+    length, num_keys = q.shape[1], k.shape[1]
+    keys = torch.arange(num_keys, dtype=torch.int32, device=q.device)
+    aligned = torch.arange(num_keys - length, num_keys, dtype=torch.int32, device=q.device)[:, None]
+    visible = torch.ones(length, num_keys, dtype=torch.bool, device=q.device)
+    if causal:
+        visible = visible & (keys <= aligned)
+    if window is not None:
+        visible = visible & (keys > aligned - window)
+    if cu_seqlens is not None:
+        sequence = torch.bucketize(keys, cu_seqlens[1:], right=True)
+        visible = visible & (sequence == sequence[:, None])
+    visible = visible[None, None]
+    if key_mask is not None:
+        visible = visible & key_mask[:, None, None]
+        # A row of padding sees nothing, and the softmax of nothing is NaN, forward and backward: let it see
+        # itself.
+        itself = keys == aligned.clamp(min=0)
+        visible = visible | (itself & ~visible.any(-1, keepdim=True))
+    return visible
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
+) -> Tensor:
+    """Each query's mean of the values it may see, weighted by softmax(scale * q k^T): [B, S, HQ, D].
+
+    q: [B, S, HQ, D]. k, v: [B, K, HK, D]; query head h reads key head h // (HQ / HK). Strided views go in as
+    they are.
+    causal: aligned to the last key: query i sees key j only if j <= i + K - S. Needs K >= S.
+    window: tokens, counting itself: j > i + K - S - window.
+    softcap: scores become softcap * tanh(scores / softcap) before masking. Holds the scores in memory, see
+    above.
+    scale: multiplies q k^T; default D ** -0.5.
+    key_mask: bool [B, K], False where a key is padding that nobody sees. A query left without a key sees its
+        own, so that the output of padding is finite; nothing else may be read into it.
+    cu_seqlens: int32 [N + 1], 0 = first, ascending, S = last, with B = 1 and K = S: boundaries of N packed
+        sequences which do not see each other. On a GPU the values are taken on trust: looking would stall it.
+    max_seqlen: at least the longest packed sequence; default S. Close to the truth is faster.
+
+    Raises InputError if shapes, dtypes or devices do not fit together.
+    """
+    _check(q, k, v, causal, window, softcap, key_mask, cu_seqlens)
+    length, num_keys = q.shape[1], k.shape[1]
+    if window is not None and num_keys > length + window - 1:
+        start = num_keys - (length + window - 1)
+        k, v, num_keys = k[:, start:], v[:, start:], num_keys - start
+        key_mask = key_mask if key_mask is None else key_mask[:, start:]
+    if window is not None and window >= num_keys:
+        window = None
+    options: dict[str, Any] = {
+        "causal": causal,
+        "window": window,
+        "key_mask": key_mask,
+        "cu_seqlens": cu_seqlens,
+    }
+    if softcap is not None or q.numel() == 0:
+        return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    plain = window is None and key_mask is None and cu_seqlens is None
+    if length == 1:
+        return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
+    if plain and (length == num_keys or not causal):
+        return _sdpa(q, k, v, None, causal, scale)
+    if key_mask is None and _flash_takes(q) and (causal or window is None):
+        return _flash(q, k, v, causal, window, scale, cu_seqlens, max_seqlen)
+    return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
+    groups = q.shape[2] // k.shape[2]
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    if groups > 1 and q.device.type == "cuda" and (mask is not None or not half or q.shape[-1] > 256):
+        # The engine for these knows no grouped heads, and what torch takes in its place holds the scores in
+        # memory.
+        k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    out = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
+    )
+    return out.transpose(1, 2)
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One query per sequence: heads that share a key head become its queries, so no engine needs groups."""
+    batch_size, _, num_heads, size = q.shape
+    grouped = q.reshape(batch_size, k.shape[2], num_heads // k.shape[2], size)
+    k, v = k.transpose(1, 2), v.transpose(1, 2)
+    if mask is None and _flash_takes(q):
+        # What F.scaled_dot_product_attention calls, less the choice, which costs a context manager per layer.
+        out = torch.ops.aten._scaled_dot_product_flash_attention(grouped, k, v, scale=scale)[0]
+    elif q.device.type == "cuda":
+        with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    else:
+        out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
+    return out.reshape(q.shape)
+
+
+def _flash(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> Tensor:
+    """FlashAttention-2 over rows laid end to end: packed sequences, or a batch as if it were packed."""
+    batch_size, length = q.shape[:2]
+    if cu_seqlens is None:
+        ends = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device)
+        cu_queries, max_queries, cu_keys, max_keys = ends * length, length, ends * k.shape[1], k.shape[1]
+    else:
+        cu_queries = cu_keys = cu_seqlens
+        max_queries = max_keys = length if max_seqlen is None else max_seqlen
+    out = varlen_attn(
+        q.flatten(0, 1),
+        k.flatten(0, 1),
+        v.flatten(0, 1),
+        cu_queries,
+        cu_keys,
+        max_queries,
+        max_keys,
+        scale=scale,
+        window_size=(-1 if window is None else window - 1, 0 if causal else -1),
+        **_GROUPED_HEADS,
+    )
+    return out.unflatten(0, (batch_size, length))
+
+
+def _flash_takes(q: Tensor) -> bool:
+    """True if torch's FlashAttention-2 runs on tensors like q."""
+    return (
+        q.device.type == "cuda"
+        and q.dtype in (torch.bfloat16, torch.float16)
+        and q.shape[-1] <= 256
+        and q.shape[-1] % 8 == 0
+        and _has_flash(q.device.index)
+    )
+
+
+@torch.compiler.assume_constant_result
+def _has_flash(index: int) -> bool:
+    """True on NVIDIA cards from Ampere on, where torch was built with FlashAttention-2."""
+    built = torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
+    return built and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def _check(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> None:
+    if (
+        q.dim() != 4
+        or k.dim() != 4
+        or k.shape != v.shape
+        or q.shape[0] != k.shape[0]
+        or q.shape[3] != k.shape[3]
+    ):
+        raise InputError(
+            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together; "
+            "expected q [B, S, HQ, D] and k, v [B, K, HK, D]"
+        )
+    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+        raise InputError(
+            f"attention: {q.shape[2]} query heads cannot share {k.shape[2]} key heads; "
+            "the number of query heads must be a multiple of that of key heads"
+        )
+    if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
+        raise InputError(
+            f"attention: q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}; "
+            "they must agree (a KV cache of another dtype than the model?)"
+        )
+    if causal and q.shape[1] > k.shape[1]:
+        raise InputError(
+            f"attention: {q.shape[1]} causal queries but only {k.shape[1]} keys: the first would see none; "
+            "pass the keys of all queries, or causal=False"
+        )
+    if k.shape[1] == 0 and q.shape[1]:
+        raise InputError(f"attention: {q.shape[1]} queries but no key")
+    if window is not None and window < 1:
+        raise InputError(
+            f"attention: window={window} hides even the query's own key; give 1 or more tokens, or None"
+        )
+    if softcap is not None and not softcap > 0:
+        raise InputError(f"attention: softcap={softcap} must be positive; None turns it off")
+    if key_mask is not None and (key_mask.shape != k.shape[:2] or key_mask.dtype != torch.bool):
+        raise InputError(
+            f"attention: key_mask is {key_mask.dtype} {list(key_mask.shape)}; "
+            f"expected torch.bool {list(k.shape[:2])}, one entry per key, cached ones included"
+        )
+    if cu_seqlens is not None:
+        _check_packing(q, k, cu_seqlens)
+
+
+def _check_packing(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+        raise InputError(
+            f"attention: packed sequences lie end to end in one row and attend within themselves; "
+            f"got q {list(q.shape)} and k {list(k.shape)}, expected [1, T, heads, D] for both"
+        )
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
+        raise InputError(
+            f"attention: cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
+            "expected torch.int32 [N + 1] with N >= 1"
+        )
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        ends = cu_seqlens.tolist()
+        if ends[0] != 0 or ends[-1] != q.shape[1] or ends != sorted(ends):
+            raise InputError(
+                f"attention: cu_seqlens runs from {ends[0]} to {ends[-1]}; "
+                f"it must ascend from 0 to the number of tokens, {q.shape[1]}"
+            )

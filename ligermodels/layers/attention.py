@@ -1,0 +1,82 @@
+"""Causal self-attention with packed projections, rotary positions and an optional window."""
+
+from torch import Tensor, nn
+
+from ligermodels.cache import LayerCache
+from ligermodels.errors import InputError
+from ligermodels.kernels.attention import attention
+from ligermodels.kernels.rope import rope
+from ligermodels.layers.batch import Batch
+from ligermodels.layers.linear import Linear, PackedLinear, is_plain
+
+
+class Attention(nn.Module):
+    """Causal self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
+
+    forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and it
+    takes up the new ones. q, k and v stay in qkv_proj's output from the projection to the attention: nothing
+    is copied.
+
+    num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: tokens that a query sees,
+    counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale multiplies q
+    k^T; default head_dim ** -0.5. The rotation's size comes with the tables: the first R of head_dim dims
+    turn.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        qkv_bias: bool = False,
+        o_bias: bool = False,
+        window: int | None = None,
+        softcap: float | None = None,
+        scale: float | None = None,
+    ):
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise InputError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.window = window
+        self.softcap = softcap
+        self.scale = scale
+        parts = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
+        self.qkv_proj = PackedLinear(hidden_size, parts, bias=qkv_bias)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=o_bias)
+
+    def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
+        q, k, v = rope(
+            self.qkv_proj(x),
+            batch.cos,
+            batch.sin,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            # The output of a plain linear is ours alone; a hook or an adapter may have kept it.
+            inplace=is_plain(self.qkv_proj),
+        )
+        if cache is not None:
+            if batch.cu_seqlens is not None:
+                raise InputError("packed sequences cannot go into a KV cache; pad them into a batch instead")
+            k, v = cache.update(k, v)
+        out = attention(
+            q,
+            k,
+            v,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            key_mask=batch.key_mask,
+            cu_seqlens=batch.cu_seqlens,
+            max_seqlen=batch.max_seqlen,
+        )
+        return self.o_proj(out.flatten(2))
+
+    def extra_repr(self) -> str:
+        parts = [f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"]
+        options = {"window": self.window, "softcap": self.softcap, "scale": self.scale}
+        return ", ".join(parts + [f"{name}={value}" for name, value in options.items() if value is not None])

@@ -1,0 +1,100 @@
+"""The output head: logits, or with labels the loss, for which the logits are never in memory as a whole.
+
+Head and loss are one module called as a module, so that FSDP, ZeRO and adapters see the weight being used.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+
+
+class _Head(nn.Module):
+    weight: Tensor
+    bias: Tensor | None
+    softcap: float | None
+
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        num_valid: int | None = None,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        reduction: str = "mean",
+        token_scaling: bool = False,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        accum_dtype: torch.dtype | None = torch.float32,
+        chunk_bytes: int = 512 * 2**20,
+    ) -> Tensor | CrossEntropyOutput:
+        """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
+
+        The options are those of `ligermodels.kernels.linear_cross_entropy`, and count only with labels.
+        """
+        if labels is None:
+            logits = nn.functional.linear(x, self.weight, self.bias)
+            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        return linear_cross_entropy(
+            x,
+            self.weight,
+            labels,
+            bias=self.bias,
+            softcap=self.softcap,
+            num_items_in_batch=num_items_in_batch,
+            num_valid=num_valid,
+            class_weight=class_weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            reduction=reduction,
+            token_scaling=token_scaling,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            accum_dtype=accum_dtype,
+            chunk_bytes=chunk_bytes,
+        )
+
+
+class LMHead(_Head, nn.Linear):
+    """A linear head with its own weight [vocab_size, hidden_size].
+
+    softcap: logits become softcap * tanh(logits / softcap), in the loss too.
+    """
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None
+    ):
+        nn.Linear.__init__(self, hidden_size, vocab_size, bias=bias)
+        self.softcap = softcap
+
+
+class TiedLMHead(_Head):
+    """A head whose weight is the table of `embedding`.
+
+    It owns no parameter and registers no module: the table keeps its one name in `state_dict()`, moves, casts
+    and is materialised with the embedding, and stays shared when a model that holds both is copied.
+    """
+
+    def __init__(self, embedding: nn.Embedding, *, softcap: float | None = None):
+        super().__init__()
+        object.__setattr__(self, "embedding", embedding)  # past nn.Module, which would register it
+        self.softcap = softcap
+
+    @property
+    def weight(self) -> Tensor:
+        return self.embedding.weight
+
+    @property
+    def bias(self) -> None:
+        return None
+
+    def extra_repr(self) -> str:
+        return f"{self.embedding.embedding_dim}, {self.embedding.num_embeddings}, softcap={self.softcap}"

@@ -1,0 +1,121 @@
+"""The losses as modules: options once, at construction."""
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+
+
+class _Loss(nn.Module):
+    class_weight: Tensor | None
+
+    def __init__(
+        self,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+        token_scaling: bool = False,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+    ):
+        super().__init__()
+        self.register_buffer("class_weight", class_weight, persistent=False)
+        self._options = {
+            "ignore_index": ignore_index,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "reduction": reduction,
+            "token_scaling": token_scaling,
+            "return_z_loss": return_z_loss,
+            "return_token_accuracy": return_token_accuracy,
+            "return_predicted_tokens": return_predicted_tokens,
+        }
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
+
+
+class CrossEntropyLoss(_Loss):
+    """Cross entropy of logits [..., V] against labels [...]; see `ligermodels.kernels.cross_entropy`.
+
+    The options of torch.nn.CrossEntropyLoss of the same name mean the same; class_weight is its `weight`.
+    """
+
+    def forward(
+        self, logits: Tensor, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor | CrossEntropyOutput:
+        return cross_entropy(
+            logits,
+            labels,
+            class_weight=self.class_weight,
+            num_items_in_batch=num_items_in_batch,
+            **self._options,
+        )
+
+
+class LinearCrossEntropyLoss(_Loss):
+    """Cross entropy of x @ weight.T + bias, logits never whole; see
+    `ligermodels.kernels.linear_cross_entropy`.
+
+    accum_dtype: what the gradient of the weight is summed in; None is the weight's dtype. chunk_bytes: how
+    much memory a chunk of logits may take.
+    """
+
+    def __init__(
+        self,
+        *,
+        class_weight: Tensor | None = None,
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        reduction: str = "mean",
+        token_scaling: bool = False,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        accum_dtype: torch.dtype | None = torch.float32,
+        chunk_bytes: int = 512 * 2**20,
+    ):
+        super().__init__(
+            class_weight=class_weight,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            reduction=reduction,
+            token_scaling=token_scaling,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+        )
+        self._options |= {"accum_dtype": accum_dtype, "chunk_bytes": chunk_bytes}
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        bias: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        num_valid: int | None = None,
+    ) -> Tensor | CrossEntropyOutput:
+        """x: [..., hidden_size], weight: [V, hidden_size], labels: [...]."""
+        return linear_cross_entropy(
+            x,
+            weight,
+            labels,
+            bias=bias,
+            class_weight=self.class_weight,
+            num_items_in_batch=num_items_in_batch,
+            num_valid=num_valid,
+            **self._options,
+        )

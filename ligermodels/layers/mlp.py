@@ -1,0 +1,40 @@
+"""The gated feed-forward unit."""
+
+from typing import Literal
+
+from torch import Tensor, nn
+
+from ligermodels.kernels.glu import glu, glu_linear
+from ligermodels.layers.linear import Linear, PackedLinear, is_plain
+
+
+class GatedMLP(nn.Module):
+    """down_proj(activation(gate) * up) with gate and up packed: [..., hidden_size] -> [..., hidden_size].
+
+    Saves only gate_up_proj's output for the backward, which makes the product anew while it reads it.
+    activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        activation: Literal["silu", "gelu_tanh", "gelu"] = "silu",
+        bias: bool = False,
+    ):
+        super().__init__()
+        self.activation = activation
+        self.gate_up_proj = PackedLinear(
+            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias
+        )
+        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up, down = self.gate_up_proj(x), self.down_proj
+        if not is_plain(down):
+            return down(glu(gate_up, activation=self.activation))
+        return glu_linear(gate_up, down.weight, down.bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"

@@ -1,0 +1,277 @@
+"""Rotary position tables, for every rope type that the released checkpoints of the zoo use.
+
+Frequency i of R/2 turns dims i and i + R/2 of a head by position * f_i, with f_i = theta ** (-2i/R) to begin
+with:
+
+| rope_type | f_i becomes                                                       | cos, sin times         |
+|-----------|-------------------------------------------------------------------|------------------------|
+| default   | f_i                                                               | 1                      |
+| linear    | f_i / factor                                                      | 1                      |
+| dynamic   | f_i of a theta that grows past max_position_embeddings            | 1                      |
+| llama3    | f_i / factor for long wavelengths, f_i for short, blended between | 1                      |
+| yarn      | f_i to f_i / factor along a ramp over i                           | 1 + 0.1 ln factor      |
+| longrope  | f_i / long_factor_i in a call past original length L, else short  | (1 + log_L factor)^0.5 |
+
+The arithmetic is fp32 in the order in which transformers does it, so that the tables agree to the bit: at
+position 10000 the last bit of a frequency is worth 1e-3 of an angle.
+
+Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; Peng et al. 2023, "YaRN",
+https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.org/abs/2402.13753; transformers
+5.23, modeling_rope_utils.py.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import ConfigError
+
+# Keys of a config.json's rope dict: needed, allowed. The original length may come from
+# max_position_embeddings.
+_KEYS: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, set()),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {"original_max_position_embeddings"}),
+    "yarn": (
+        set(),
+        {
+            "factor",
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        },
+    ),
+    "longrope": (
+        {"short_factor", "long_factor"},
+        {"factor", "original_max_position_embeddings", "attention_factor"},
+    ),
+}
+
+
+class RotaryEmbedding(nn.Module):
+    """Cosines and sines of every position's angles.
+
+    forward(position_ids, integers [B or 1, S]) -> (cos, sin), fp32 [B or 1, S, R/2] with
+    R = int(head_dim * partial_rotary_factor): one entry per pair of dims, for `ligermodels.kernels.rope`.
+
+    theta: base of the frequencies. scaling: a rope dict in config.json's words, of either generation
+    (`rope_type` or the older `type`). max_position_embeddings: tokens; "dynamic" needs it, and others fall
+    back on it where `scaling` lacks original_max_position_embeddings.
+
+    "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Keys that
+    a cache holds keep the frequencies of the call that made them.
+
+    There is no parameter and no buffer: the tables are fp32 whatever the model is cast to, and a model built
+    on the meta device has them as well.
+
+    Raises ConfigError for a rope type or key that is unknown, missing or has a value that cannot work.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        theta: float = 10000.0,
+        scaling: Mapping[str, Any] | None = None,
+        max_position_embeddings: int | None = None,
+        partial_rotary_factor: float = 1.0,
+    ):
+        super().__init__()
+        self.dim = int(head_dim * partial_rotary_factor)
+        if self.dim < 2 or self.dim % 2 or self.dim > head_dim:
+            raise ConfigError(
+                f"rope: head_dim={head_dim} and partial_rotary_factor={partial_rotary_factor} "
+                f"rotate {self.dim} dims; it takes an even number from 2 to {head_dim}"
+            )
+        if not theta > 1:
+            raise ConfigError(f"rope: theta={theta} must be above 1")
+        self.theta = theta
+        self.scaling = _read(scaling, theta, partial_rotary_factor, self.dim // 2)
+        self.rope_type = self.scaling["rope_type"]
+        self.max_position_embeddings = max_position_embeddings
+        self.original_length = self.scaling.get("original_max_position_embeddings") or max_position_embeddings
+        if self.original_length is None and self.rope_type not in ("default", "linear"):
+            beside = (
+                "" if self.rope_type == "dynamic" else ", or original_max_position_embeddings in its dict"
+            )
+            raise ConfigError(f"rope_type={self.rope_type!r} needs max_position_embeddings{beside}")
+        if self.rope_type == "dynamic" and self.dim == 2:
+            raise ConfigError("rope_type='dynamic' needs 4 or more rotated dims, and this rotates 2")
+        # [1 or 2, R/2]; two for longrope, short and long. Made on the CPU: other devices round powers
+        # differently.
+        frequencies, self.attention_scaling = self._frequencies()
+        self._inv_freq = self._inv_freq_there = torch.stack(frequencies)
+
+    def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        inv_freq = self._inv_freq_on(position_ids.device)
+        if self.rope_type in ("dynamic", "longrope") and position_ids.numel():
+            length = position_ids.max() + 1
+            longer = inv_freq[1] if self.rope_type == "longrope" else self._stretched(length)
+            frequencies = torch.where(length > self.original_length, longer, inv_freq[0])
+        else:
+            frequencies = inv_freq[0]
+        angles = position_ids[..., None].float() * frequencies
+        cos, sin = angles.cos(), angles.sin()
+        if self.attention_scaling != 1.0:
+            cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
+        return cos, sin
+
+    def extra_repr(self) -> str:
+        return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}"
+
+    def _inv_freq_on(self, device: torch.device) -> Tensor:
+        there = self._inv_freq_there
+        if there.device != device:
+            with torch.inference_mode(False):  # the table outlives the call
+                there = self._inv_freq_there = self._inv_freq.to(device)
+        return there
+
+    def _frequencies(self) -> tuple[list[Tensor], float]:
+        """The table, or longrope's two, and the factor on cos and sin."""
+        powers = self._powers(self.theta, torch.device("cpu"))
+        options = self.scaling
+        match self.rope_type:
+            case "linear":
+                return [1.0 / powers / options["factor"]], 1.0
+            case "llama3":
+                return [self._llama3(1.0 / powers)], 1.0
+            case "yarn":
+                return self._yarn(powers)
+            case "longrope":
+                return self._longrope(powers)
+        return [1.0 / powers], 1.0
+
+    def _powers(self, base: float | Tensor, device: torch.device) -> Tensor:
+        return base ** (torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
+
+    def _stretched(self, length: Tensor) -> Tensor:
+        """For "dynamic": frequencies of a base that stretches the trained length to `length` tokens."""
+        factor = self.scaling["factor"]
+        growth = (factor * length / self.original_length) - (factor - 1)
+        base = self.theta * growth ** (self.dim / (self.dim - 2))
+        return 1.0 / self._powers(base, length.device)
+
+    def _llama3(self, inv_freq: Tensor) -> Tensor:
+        factor, original = self.scaling["factor"], self.original_length
+        low, high = self.scaling["low_freq_factor"], self.scaling["high_freq_factor"]
+        wavelengths = 2 * math.pi / inv_freq
+        slow = torch.where(wavelengths > original / low, inv_freq / factor, inv_freq)
+        share = (original / wavelengths - low) / (high - low)
+        blend = (1 - share) * slow / factor + share * slow
+        between = (wavelengths >= original / high) & (wavelengths <= original / low)
+        return torch.where(between, blend, slow)
+
+    def _yarn(self, powers: Tensor) -> tuple[list[Tensor], float]:
+        options, original = self.scaling, self.original_length
+        factor = options.get("factor") or self._length_ratio()
+
+        def dim_that_turns(times: float) -> float:
+            """The (fractional) frequency index that makes this many turns over the original length."""
+            return self.dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(self.theta))
+
+        low = dim_that_turns(options.get("beta_fast") or 32)
+        high = dim_that_turns(options.get("beta_slow") or 1)
+        if options.get("truncate", True):
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, self.dim - 1)
+        if low == high:
+            high += 0.001
+        ramp = (torch.arange(self.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
+        kept = 1 - ramp.clamp(0, 1)
+        inv_freq = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+        return [inv_freq], options.get("attention_factor") or _yarn_attention_factor(factor, options)
+
+    def _longrope(self, powers: Tensor) -> tuple[list[Tensor], float]:
+        options = self.scaling
+        factors = (options["short_factor"], options["long_factor"])
+        inv_freq = [1.0 / (torch.tensor(f, dtype=torch.float32, device="cpu") * powers) for f in factors]
+        if "attention_factor" in options:
+            return inv_freq, options["attention_factor"]
+        factor = options.get("factor") or self._length_ratio()
+        return inv_freq, math.sqrt(
+            1 + math.log(factor) / math.log(self.original_length)
+        ) if factor > 1 else 1.0
+
+    def _length_ratio(self) -> float:
+        if self.max_position_embeddings is None:
+            raise ConfigError(
+                f"rope_type={self.rope_type!r} without 'factor' takes it from max_position_embeddings / "
+                "original_max_position_embeddings, and max_position_embeddings is missing"
+            )
+        return self.max_position_embeddings / self.original_length
+
+
+def _yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
+    def magnitude(weight: float) -> float:
+        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+    if options.get("mscale") and options.get("mscale_all_dim"):
+        return magnitude(options["mscale"]) / magnitude(options["mscale_all_dim"])
+    return magnitude(1.0)
+
+
+def _read(
+    scaling: Mapping[str, Any] | None, theta: float, partial_rotary_factor: float, num_frequencies: int
+) -> dict[str, Any]:
+    """The rope dict with `rope_type` settled and every value checked; keys that are null are left out."""
+    options = {name: value for name, value in (scaling or {}).items() if value is not None}
+    old_name = options.pop("type", "default")  # transformers 5 leaves a stale `type` beside `rope_type`
+    rope_type = options.setdefault("rope_type", old_name)
+    for name, value in (("rope_theta", theta), ("partial_rotary_factor", partial_rotary_factor)):
+        if options.pop(name, value) != value:
+            raise ConfigError(f"rope: {name}={scaling[name]} in the rope dict contradicts {value} beside it")
+    if rope_type not in _KEYS:
+        raise ConfigError(f"rope_type={rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
+    needed, allowed = _KEYS[rope_type]
+    given = options.keys() - {"rope_type"}
+    if missing := sorted(needed - given):
+        raise ConfigError(
+            f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: {dict(scaling)}"
+        )
+    if unknown := sorted(given - needed - allowed):
+        raise ConfigError(
+            f"rope_type={rope_type!r} has no {', '.join(unknown)}; "
+            f"it takes {', '.join(sorted(needed | allowed)) or 'nothing'}"
+        )
+    for name in sorted(given):
+        _check_value(name, options[name], num_frequencies)
+    if rope_type == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
+        raise ConfigError(
+            f"rope: low_freq_factor={options['low_freq_factor']} must be below "
+            f"high_freq_factor={options['high_freq_factor']}"
+        )
+    return options
+
+
+def _check_value(name: str, value: Any, num_frequencies: int) -> None:
+    if name == "truncate":
+        if not isinstance(value, bool):
+            raise ConfigError(f"rope: truncate={value!r} must be true or false")
+    elif name in ("short_factor", "long_factor"):
+        if (
+            not isinstance(value, list | tuple)
+            or len(value) != num_frequencies
+            or not all(map(_positive, value))
+        ):
+            size = len(value) if isinstance(value, list | tuple) else value
+            raise ConfigError(
+                f"rope: {name} must be a list of {num_frequencies} positive numbers, one per pair of "
+                f"rotated dims; got {size}"
+            )
+    elif name in ("mscale", "mscale_all_dim"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+            raise ConfigError(f"rope: {name}={value!r} must be a number, 0 or more")
+    elif not _positive(value):
+        raise ConfigError(f"rope: {name}={value!r} must be a positive number")
+
+
+def _positive(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 < value < math.inf

@@ -1,0 +1,239 @@
+"""tokenizer.model through the `sentencepiece` library: Llama 2, Mistral, Mixtral, Gemma, Phi-3.
+
+SentencePiece knows its own pieces only; what Hugging Face adds around it is done here:
+- added and special tokens are cut out of the text first, the longest at each place, and never reach
+  SentencePiece;
+- `legacy: false` (and no `legacy` at all, as in transformers 5): the dummy prefix space stands before the
+  text's first piece only if no added token comes first, and nowhere else. `legacy: true`: before every
+  stretch of text between added tokens. `add_prefix_space: false`: nowhere;
+- `add_bos_token` (default true) and `add_eos_token` (default false);
+- decoding is what transformers' converted tokenizer does: pieces joined, U+2581 is a space, runs of byte
+  pieces are UTF-8, the dummy prefix is taken off once.
+
+Checked against LlamaTokenizer of transformers 4.45 (slow) and 5.23. A text that begins with a space keeps it
+beside the dummy prefix, as SentencePiece and the slow tokenizer do; 5.23's converted one merges the two.
+"""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ligermodels.errors import TokenizerError
+from ligermodels.text.files import AddedToken, TokenizerFiles, read_bytes
+from ligermodels.text.pieces import PieceStream
+
+SPACE = "\u2581"
+
+# ModelProto{normalizer_spec{add_dummy_prefix: false}}: appended to a serialised model, protobuf merges it in.
+_NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+
+
+def read_model(path: Path) -> Any:
+    """The SentencePieceProcessor of a tokenizer.model. Raises TokenizerError for any other kind of file."""
+    import sentencepiece
+
+    data = read_bytes(path)
+    if is_tiktoken(data):
+        raise TokenizerError(
+            f"{path} is a tiktoken file (base64), not a SentencePiece model. Next step: take tokenizer.json "
+            "from the Hugging Face version of this checkpoint; Meta's `original/` folder lacks it."
+        )
+    try:
+        return sentencepiece.SentencePieceProcessor(model_proto=data)
+    except Exception as error:
+        raise TokenizerError(
+            f"{path} is not a SentencePiece model ({error}). Likely cause: a truncated download."
+        ) from error
+
+
+def is_tiktoken(data: bytes) -> bool:
+    """A line of a tiktoken file is a base64 token and its rank."""
+    return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data) is not None
+
+
+class SentencePieceBackend:
+    """A SentencePieceProcessor and added tokens behind the four calls of `Tokenizer` and `StreamDecoder`."""
+
+    def __init__(self, path: Path, files: TokenizerFiles) -> None:
+        import sentencepiece
+
+        self._native = read_model(path)
+        normalized = self._native.normalize("a  b")
+        if normalized.endswith(SPACE):
+            raise TokenizerError(f"{path}: treat_whitespace_as_suffix is not supported.")
+        self._squeezes = f"a{SPACE}{SPACE}b" not in normalized
+        config = files.config
+        self._prefixes = normalized.startswith(SPACE) and config.get("add_prefix_space") is not False
+        self._legacy = bool(config.get("legacy", False))
+        self._bare = type(self._native)(model_proto=self._native.serialized_model_proto() + _NO_DUMMY_PREFIX)
+        self._added = self._collect_added(path, files)
+        self._added_ids = {token.content: token.id for token in self._added.values()}
+        self.special_ids = frozenset(token.id for token in self._added.values() if token.special)
+        bos, eos = files.named.get("bos_token", "<s>"), files.named.get("eos_token", "</s>")
+        self._before = self._edge(path, bos) if config.get("add_bos_token", True) else []
+        self._after = self._edge(path, eos) if config.get("add_eos_token", False) else []
+        # Two rounds: tokens looked for in the raw text, then those looked for in the normalised text.
+        normalizer = sentencepiece.SentencePieceNormalizer(
+            model_proto=self._native.serialized_model_proto(),
+            add_dummy_prefix=False,
+            escape_whitespaces=False,
+            remove_extra_whitespaces=False,
+        )
+        raw = {token.content: token for token in self._added.values() if not token.normalized}
+        cooked = {normalizer.normalize(t.content): t for t in self._added.values() if t.normalized}
+        self._rounds = [
+            (normalize, _pattern(tokens), tokens)
+            for normalize, tokens in ((str, raw), (normalizer.normalize, cooked))
+            if tokens
+        ]
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids = []
+        for position, stretch in enumerate(self._split(text)):
+            ids += (
+                [stretch.id]
+                if isinstance(stretch, AddedToken)
+                else self._encode_stretch(stretch, position == 0)
+            )
+        return self._before + ids + self._after if add_special_tokens else ids
+
+    def encode_many(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        return [self.encode(text, add_special_tokens) for text in texts]
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        stream = PieceStream(self.decoder)
+        pieces = (self.id_to_token(i) for i in ids if not (skip_special_tokens and i in self.special_ids))
+        return "".join([stream.put(piece) for piece in pieces if piece is not None] + [stream.flush()])
+
+    def token_to_id(self, token: str) -> int | None:
+        if token in self._added_ids:
+            return self._added_ids[token]
+        index = self._native.piece_to_id(token)
+        return index if self._native.id_to_piece(index) == token else None
+
+    def id_to_token(self, index: int) -> str | None:
+        if index in self._added:
+            return self._added[index].content
+        return self._native.id_to_piece(index) if index < self.base_vocab_size else None
+
+    @property
+    def base_vocab_size(self) -> int:
+        """Ids of the SentencePiece model: without added tokens."""
+        return self._native.get_piece_size()
+
+    @property
+    def vocab_size(self) -> int:
+        return max(self.base_vocab_size, 1 + max(self._added, default=-1))
+
+    @property
+    def decoder(self) -> Mapping[str, Any]:
+        """What tokenizer.json would say in `decoder`."""
+        steps: list[Mapping[str, Any]] = [
+            {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+        ]
+        strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if self._prefixes else []
+        return {"type": "Sequence", "decoders": steps + strip}
+
+    def _encode_stretch(self, text: str, first: bool) -> list[int]:
+        if self._prefixes and (first or self._legacy):
+            return self._native.encode(text)
+        # A model that squeezes white space would lose the stretch's own leading space; the dummy prefix is
+        # that space.
+        if self._squeezes and self._prefixes and text.startswith((" ", SPACE)):
+            return self._native.encode(text)
+        return self._bare.encode(text)
+
+    def _split(self, text: str) -> list[str | AddedToken]:
+        stretches: list[str | AddedToken] = [text]
+        for normalize, pattern, tokens in self._rounds:
+            parts: list[str | AddedToken] = []
+            for stretch in stretches:
+                if isinstance(stretch, AddedToken):
+                    parts.append(stretch)
+                else:
+                    parts += _cut(normalize(stretch), pattern, tokens)
+            stretches = parts
+        return stretches
+
+    def _edge(self, path: Path, content: str) -> list[int]:
+        index = self.token_to_id(content)
+        if index is None:
+            raise TokenizerError(
+                f"{path} has no token {content!r}, which the folder's other files add at the edge of every "
+                "text. Likely cause: added_tokens.json or tokenizer_config.json is missing."
+            )
+        return [index]
+
+    def _collect_added(self, path: Path, files: TokenizerFiles) -> dict[int, AddedToken]:
+        added = {token.id: token for token in files.added}
+        for token in files.added:
+            index = self._native.piece_to_id(token.content)
+            if index != token.id and self._native.id_to_piece(index) == token.content:
+                raise TokenizerError(
+                    f"{path} gives {token.content!r} the id {index}, the folder's other files say "
+                    f"{token.id}. Likely cause: files of two checkpoints mixed."
+                )
+        by_content = {token.content: token for token in files.added}
+        control = (self._native.unk_id(), self._native.bos_id(), self._native.eos_id(), self._native.pad_id())
+        own = [self._native.id_to_piece(index) for index in control if index >= 0]
+        for content in dict.fromkeys((*files.named.values(), *files.extra_special, *own)):
+            index = self._native.piece_to_id(content)
+            if content in by_content:
+                token = dataclasses.replace(by_content[content], special=True)
+                added[token.id] = token
+            elif self._native.id_to_piece(index) == content:
+                added.setdefault(index, AddedToken(id=index, content=content, special=True))
+            else:
+                warnings.warn(f"{path}: special token without an id, left out: {content!r}", stacklevel=6)
+        return added
+
+
+def _pattern(tokens: Mapping[str, AddedToken]) -> re.Pattern[str]:
+    """Any of `tokens`, the longest first."""
+    by_length = sorted(tokens.items(), key=lambda item: len(item[0]), reverse=True)
+    return re.compile(
+        "|".join(rf"(?<!\w){re.escape(c)}(?!\w)" if t.single_word else re.escape(c) for c, t in by_length)
+    )
+
+
+def _cut(text: str, pattern: re.Pattern[str], tokens: Mapping[str, AddedToken]) -> Iterator[str | AddedToken]:
+    start, strip_left = 0, False
+    for match in pattern.finditer(text):
+        token = tokens[match[0]]
+        before = text[start : match.start()]
+        before = before.lstrip() if strip_left else before
+        before = before.rstrip() if token.lstrip else before
+        if before:
+            yield before
+        yield token
+        start, strip_left = match.end(), token.rstrip
+    rest = text[start:].lstrip() if strip_left else text[start:]
+    if rest:
+        yield rest
+
+
+def check_agreement(path: Path, id_to_token: Callable[[int], str | None]) -> None:
+    """Compares a tokenizer.model with the tokenizer.json beside it, which is the one in use.
+
+    Sixty-four ordinary pieces must have the same ids; control and byte pieces may be renamed. A tiktoken file
+    is another format of the same vocabulary and is passed over. Raises TokenizerError.
+    """
+    if is_tiktoken(read_bytes(path)):
+        return
+    model = read_model(path)
+    size = model.get_piece_size()
+    for index in range(0, size, max(1, size // 64)):
+        ordinary = not (model.is_control(index) or model.is_byte(index) or model.is_unknown(index))
+        found = id_to_token(index)
+        if ordinary and not model.is_unused(index) and found != model.id_to_piece(index):
+            raise TokenizerError(
+                f"{path} and the tokenizer.json beside it disagree: id {index} is "
+                f"{model.id_to_piece(index)!r} in the one and {found!r} in the other. Likely cause: files of "
+                "two checkpoints in one folder. Next step: remove the one that does not belong to the "
+                "weights."
+            )

@@ -1,0 +1,259 @@
+"""Rotary tables: golden values, equality with transformers to the bit, and what may not disturb them."""
+
+import copy
+
+import pytest
+import torch
+
+from ligermodels.errors import ConfigError
+from ligermodels.layers import RotaryEmbedding
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0 + i / 7 for i in range(16)],
+    "long_factor": [1.5 + i * i / 3 for i in range(16)],
+    "original_max_position_embeddings": 16,
+}
+
+
+def frequencies(rotary, length=2):
+    """What one position turns by, read back from the tables: below pi, so the arctangent is unambiguous."""
+    cos, sin = rotary(torch.arange(length)[None])
+    return torch.atan2(sin[0, 1].double(), cos[0, 1].double())
+
+
+@pytest.mark.parametrize("scaling, theta, head_dim, length, golden", [
+    (LLAMA3, 5e5, 128, 2, {
+        1: 8.146172166e-01, 31: 8.567514597e-04, 32: 5.248460220e-04, 36: 7.784655463e-05,
+        56: 1.289173156e-06, 63: 3.068925878e-07,
+    }),
+    (LLAMA3 | {"factor": 32.0}, 5e5, 64, 2, {
+        1: 6.636012793e-01, 15: 1.290548011e-03, 16: 4.295567051e-04, 20: 8.570255886e-06,
+        24: 1.661967417e-06, 31: 9.418306490e-08,
+    }),
+    (YARN, 1e6, 128, 2, {
+        1: 8.058422208e-01, 20: 1.333521493e-02, 24: 5.375321489e-03, 30: 1.064360957e-03,
+        40: 4.445698505e-05, 63: 3.102344408e-07,
+    }),
+    (DYNAMIC, 1e4, 128, 4096, {1: 8.509942889e-01, 32: 5.723381881e-03, 63: 3.849273344e-05}),
+    (DYNAMIC, 1e4, 128, 2048, {1: 1e4 ** (-1 / 64), 63: 1e4 ** (-63 / 64)}),
+    ({"type": "linear", "factor": 4}, 1e4, 128, 2, {0: 0.25, 63: 1e4 ** (-63 / 64) / 4}),
+    (None, 1e4, 128, 2, {0: 1.0, 1: 1e4 ** (-1 / 64), 63: 1e4 ** (-63 / 64)}),
+])  # fmt: skip
+def test_golden_frequencies(scaling, theta, head_dim, length, golden):
+    rotary = RotaryEmbedding(head_dim, theta=theta, scaling=scaling, max_position_embeddings=2048)
+    actual = frequencies(rotary, length)[list(golden)]
+    torch.testing.assert_close(
+        actual, torch.tensor(list(golden.values()), dtype=torch.float64), rtol=3e-7, atol=0
+    )
+
+
+@pytest.mark.parametrize("scaling, max_length, expected", [
+    (YARN, None, 1.138629436111989),
+    (YARN | {"attention_factor": 1.25}, None, 1.25),
+    (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, None, 1.0),
+    (YARN | {"mscale": 2.0, "mscale_all_dim": 1.0}, None, 1.2772588722239782 / 1.138629436111989),
+    (YARN | {"mscale": 2.0, "mscale_all_dim": 0}, None, 1.138629436111989),
+    (YARN | {"factor": None}, 131072, 1.138629436111989),
+    (YARN | {"factor": 0.5}, None, 1.0),
+    (LONGROPE | {"original_max_position_embeddings": 4096}, 131072, 1.1902380714238083),
+    (LONGROPE | {"original_max_position_embeddings": 4096, "factor": 1.0}, 131072, 1.0),
+    (LONGROPE | {"attention_factor": 1.5}, None, 1.5),
+])  # fmt: skip
+def test_attention_scaling_multiplies_both(scaling, max_length, expected):
+    rotary = RotaryEmbedding(32, scaling=scaling, max_position_embeddings=max_length)
+    cos, sin = rotary(torch.arange(9)[None])
+    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, expected))
+
+
+TYPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": DYNAMIC,
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 64},
+    "yarn": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 64},
+    "yarn, options": YARN | {
+        "rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 2.0,
+        "truncate": False,
+    },
+    "yarn, one turn": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 6},
+    "longrope": LONGROPE,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TYPES)
+@pytest.mark.parametrize("length", [12, 300])
+def test_equals_transformers_to_the_bit(name, length):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    scaling = {key: value for key, value in TYPES[name].items() if key != "type"}
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        rope_parameters={"rope_theta": 5e5, **copy.deepcopy(scaling)},
+    )
+    positions = torch.stack([torch.arange(length), torch.arange(length).flip(0)])
+    theirs = LlamaRotaryEmbedding(config)(torch.zeros(1), positions)
+    rotary = RotaryEmbedding(32, theta=5e5, scaling=scaling, max_position_embeddings=128)
+    for ours, full in zip(rotary(positions), theirs, strict=True):
+        assert ours.shape == (2, length, 16) and ours.dtype == torch.float32
+        assert torch.equal(torch.cat([ours, ours], -1), full)
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_length_of_the_call_decides_and_leaves_nothing_behind(name):
+    """Short, long, short: the third call is the first again, and one row makes the whole call long."""
+    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
+    short, long = torch.arange(16)[None], torch.arange(17)[None]
+    first = rotary(short)
+    grown = rotary(long)
+    assert not torch.equal(grown[0][:, :16], first[0])
+    assert all(map(torch.equal, rotary(short), first))
+    both = rotary(torch.stack([torch.arange(16), torch.arange(1, 17)]))
+    assert torch.equal(both[0][:1], grown[0][:, :16])
+
+
+def test_partial_rotation():
+    rotary = RotaryEmbedding(128, partial_rotary_factor=0.75)
+    cos, _ = rotary(torch.arange(3)[None])
+    assert cos.shape == (1, 3, 48)
+    torch.testing.assert_close(frequencies(rotary)[47], torch.tensor(1e4 ** (-94 / 96), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("change", [
+    lambda module: module.to(torch.bfloat16),
+    lambda module: module.half(),
+    lambda module: module.double(),
+    copy.deepcopy,
+    lambda module: module.to("meta").to_empty(device="cpu"),
+], ids=["bf16", "half", "double", "deepcopy", "to_empty"])  # fmt: skip
+@pytest.mark.parametrize("name", TYPES)
+def test_tables_stay_fp32(name, change):
+    positions = torch.arange(20)[None]
+    module = torch.nn.ModuleDict(
+        {"rotary": RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)}
+    )
+    before = module["rotary"](positions)
+    after = change(module)["rotary"](positions)
+    assert all(map(torch.equal, before, after)) and after[0].dtype == torch.float32
+    assert module.state_dict() == {}
+
+
+def test_built_on_meta_and_under_another_default_dtype():
+    positions = torch.arange(20)[None]
+    expected = RotaryEmbedding(32, scaling=LONGROPE, max_position_embeddings=32)(positions)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            rotary = RotaryEmbedding(32, scaling=LONGROPE, max_position_embeddings=32)
+        assert all(map(torch.equal, rotary(positions), expected))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert rotary(positions.to("meta"))[0].shape == expected[0].shape
+
+
+def test_tables_made_under_inference_mode_serve_training():
+    rotary = RotaryEmbedding(32)
+    with torch.inference_mode():
+        rotary(torch.arange(3, device="meta")[None])
+    assert not rotary._inv_freq_on(torch.device("meta")).is_inference()
+
+
+@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
+def test_no_position(name):
+    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
+    assert rotary(torch.zeros(1, 0, dtype=torch.int64))[0].shape == (1, 0, 16)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_compiles_to_one_graph(name):
+    torch._dynamo.reset()
+    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
+    compiled = torch.compile(rotary, fullgraph=True, backend="aot_eager")
+    for length in (9, 20):
+        positions = torch.arange(length)[None]
+        torch.testing.assert_close(compiled(positions), rotary(positions), rtol=0, atol=0)
+
+
+def test_theta_in_the_dict_is_accepted_where_it_agrees():
+    scaling = {
+        "rope_type": "default",
+        "type": "stale",
+        "rope_theta": 5e5,
+        "partial_rotary_factor": 1.0,
+        "factor": None,
+    }
+    assert torch.equal(
+        frequencies(RotaryEmbedding(32, theta=5e5, scaling=scaling)),
+        frequencies(RotaryEmbedding(32, theta=5e5)),
+    )
+
+
+@pytest.mark.parametrize("scaling, message", [
+    ({"rope_type": "fancy"}, "rope_type='fancy' is not supported; supported: default, linear"),
+    ({"factor": 2.0}, "rope_type='default' has no factor"),
+    ({"type": "linear"}, "rope_type='linear' needs factor"),
+    ({"type": "linear", "factor": 2.0, "beta_fast": 3}, "rope_type='linear' has no beta_fast"),
+    ({"type": "linear", "factor": "2"}, "factor='2' must be a positive number"),
+    ({"type": "linear", "factor": -2}, "factor=-2 must be a positive number"),
+    ({"type": "linear", "factor": True}, "factor=True must be"),
+    ({"type": "linear", "factor": float("inf")}, "factor=inf must be"),
+    (DYNAMIC, "rope_type='dynamic' needs max_position_embeddings"),
+    (LLAMA3 | {"original_max_position_embeddings": None}, "needs max_position_embeddings, or original"),
+    (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below"),
+    ({key: LLAMA3[key] for key in LLAMA3 if key != "high_freq_factor"}, "needs high_freq_factor"),
+    (YARN | {"truncate": 1}, "truncate=1 must be true or false"),
+    (YARN | {"mscale": -1}, "mscale=-1 must be a number"),
+    (YARN | {"factor": None}, "takes it from max_position_embeddings"),
+    (LONGROPE | {"long_factor": [1.0]}, "long_factor must be a list of 16 positive numbers"),
+    (LONGROPE | {"short_factor": 2.0}, "short_factor must be a list of 16 positive numbers.*got 2.0"),
+    (LONGROPE | {"short_factor": [0.0] * 16}, "short_factor must be a list of 16 positive numbers"),
+    ({"rope_type": "default", "rope_theta": 5e5}, "rope_theta=500000.0 in the rope dict contradicts 10000.0"),
+    ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 in the rope dict"),
+])  # fmt: skip
+def test_bad_scaling_is_named(scaling, message):
+    with pytest.raises(ConfigError, match=message):
+        RotaryEmbedding(32, scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    "head_dim, options",
+    [
+        (33, {}),
+        (32, {"partial_rotary_factor": 0.1}),
+        (32, {"partial_rotary_factor": 2.0}),
+        (32, {"theta": 1.0}),
+    ],
+)
+def test_bad_sizes_are_named(head_dim, options):
+    with pytest.raises(ConfigError, match="rope: "):
+        RotaryEmbedding(head_dim, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", TYPES)
+def test_on_a_gpu(name):
+    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
+    positions = torch.arange(20)[None]
+    expected = rotary(positions)
+    there = positions.cuda()
+    rotary(there)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        actual = rotary(there)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    # Angles up to 20, and a base that "dynamic" raises on the device: a few ulp of each.
+    torch.testing.assert_close([x.cpu() for x in actual], list(expected), rtol=0, atol=1e-5)

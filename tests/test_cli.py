@@ -1,0 +1,320 @@
+"""The commands, run in this process on the checkpoint that the demo makes."""
+
+import json
+import shlex
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels import demo, generate, hub
+from ligermodels.checkpoint import SafetensorsReader
+from ligermodels.cli import main
+from ligermodels.text import Tokenizer
+
+PROMPT = "The Owl and the"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The demo's checkpoint before training, its weights enlarged so that its text does not repeat."""
+    folder = tmp_path_factory.mktemp("checkpoint") / "model"
+    demo.write_checkpoint(folder)
+    model = ligermodels.load(folder, progress=False)
+    for parameter in model.parameters():
+        parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def run(capsys, *argv) -> tuple[int, str, str]:
+    status = main([str(word) for word in argv])
+    return (status, *capsys.readouterr())
+
+
+def python(*argv, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *argv], capture_output=True, text=True, timeout=120, **options)
+
+
+# ---- usage ----
+
+
+def test_help_is_quick_because_it_imports_nothing_heavy():
+    code = (
+        "import sys\nfrom ligermodels.cli import main\n"
+        "try: main(['generate', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'tokenizers', 'huggingface_hub'} & set(sys.modules)"
+    )
+    done = python("-c", code)
+    assert done.returncode == 0 and "--temperature" in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize("argv", [[], ["nothing"], ["generate"], ["generate", "x", "--temperature", "warm"]])
+def test_wrong_usage_exits_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--version"])
+    assert stopped.value.code == 0 and capsys.readouterr().out == f"ligermodels {ligermodels.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["generate", "/nowhere/at/all", "--prompt", "x"], "/nowhere/at/all"),
+        (["generate", "MODEL", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
+        (["generate", "MODEL", "--prompt", "x", "--dtype", "int3"], "int3"),
+        (["generate", "MODEL", "--prompt", "x", "--device", "gpu7"], "--device gpu7"),
+        (["generate", "MODEL", "--prompt", "x", "--stop", ""], "stop strings"),
+        (["demo", "--seconds", "-1"], "--seconds"),
+        (["demo", "--keep", "MODEL"], "new or empty"),
+    ],
+)
+def test_errors_are_one_message_and_exit_with_3(options, words, folder, capsys):
+    status, out, err = run(capsys, *(str(folder) if word == "MODEL" else word for word in options))
+    assert status == 3 and out == ""
+    assert err.startswith("error: ") and words in err and "Traceback" not in err
+
+
+def test_the_reader_of_a_pipe_may_leave(folder):
+    code = "import sys\nfrom ligermodels.cli import main\nsys.exit(main(sys.argv[1:]))"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "generate",
+        str(folder),
+        "--prompt",
+        "x",
+        "--max-new-tokens",
+        "200",
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        err = process.stderr.read()
+    assert "Traceback" not in err and "Exception" not in err and process.returncode == 0
+
+
+# ---- generate ----
+
+
+def expected(folder, steps, **options) -> str:
+    tokenizer, model = Tokenizer.from_hub(folder), ligermodels.load(folder, progress=False)
+    ids = torch.tensor([tokenizer.encode(PROMPT)])
+    return tokenizer.decode(model.generate(ids, max_new_tokens=steps, **options)[0, ids.shape[1] :])
+
+
+def test_generate_prints_the_continuation_alone(folder, capsys):
+    status, out, err = run(capsys, "generate", folder, "--prompt", PROMPT, "--max-new-tokens", 12)
+    assert (status, out) == (0, expected(folder, 12) + "\n")
+    assert "tokens/s" in err and "12 tokens" in err
+
+
+def test_generate_reads_stdin_and_passes_every_option_on(folder, capsys, monkeypatch):
+    passed = {}
+
+    def spy(*args, original=generate.generate_iter, **kwargs):
+        passed.update(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(generate, "generate_iter", spy)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, read=lambda: PROMPT))
+    options = dict(temperature=1.5, top_k=40, top_p=0.9, min_p=0.001, repetition_penalty=1.2, seed=3)
+    words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    status, out, _ = run(capsys, "generate", folder, "--max-new-tokens", 20, "--dtype", "float32", *words)
+    assert (status, out) == (0, expected(folder, 20, **options) + "\n")
+    assert {**passed, **options, "max_new_tokens": 20} == passed
+
+
+def test_generate_without_a_prompt_at_a_terminal_is_wrong_usage(folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    status, out, err = run(capsys, "generate", folder)
+    assert (status, out) == (2, "") and "--prompt" in err
+
+
+def test_generate_ends_before_a_stop_string(folder, capsys):
+    text = expected(folder, 40, temperature=1.0, seed=0)
+    stop = text[20:24]
+    argv = ["generate", folder, "--prompt", PROMPT, "--max-new-tokens", 40, "--temperature", 1, "--seed", 0]
+    _, out, _ = run(capsys, *argv, "--stop", "not in there", "--stop", stop)
+    assert out == text[: text.index(stop)] + "\n"
+
+
+def test_generate_ends_at_a_stop_id(folder, capsys, tmp_path):
+    tokenizer = Tokenizer.from_hub(folder)
+    model = ligermodels.load(folder, progress=False)
+    ids = model.generate(torch.tensor([tokenizer.encode(PROMPT)]), max_new_tokens=30, temperature=1.0, seed=0)
+    new = ids[0, len(tokenizer.encode(PROMPT)) :].tolist()
+    model.generation_config["eos_token_id"] = [new[10]]
+    model.save_pretrained(tmp_path / "stops")
+    argv = ["--prompt", PROMPT, "--max-new-tokens", 30, "--temperature", 1, "--seed", 0]
+    _, out, _ = run(capsys, "generate", tmp_path / "stops", *argv)
+    assert out == tokenizer.decode(new[: new.index(new[10]) + 1]) + "\n"
+
+
+# ---- chat ----
+
+
+@pytest.fixture
+def talk(folder, capsys, monkeypatch):
+    """Types lines into `chat`; returns what it was shown and the conversations that it put to the model."""
+
+    def talk(text, *options):
+        conversations = []
+        original = Tokenizer.apply_chat_template
+
+        def remember(self, messages, **kwargs):
+            conversations.append([(message["role"], message["content"]) for message in messages])
+            return original(self, messages, **kwargs)
+
+        lines = iter(text.splitlines(keepends=True))
+        stdin = SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines, ""))
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(Tokenizer, "apply_chat_template", remember)
+        status, out, err = run(capsys, "chat", folder, "--max-new-tokens", 4, *options)
+        assert status == 0
+        return out, err, conversations
+
+    return talk
+
+
+def test_chat_keeps_the_conversation_until_reset(talk):
+    out, err, conversations = talk("Hello\n\nAgain\n/reset\nAnew\n/nonsense\n", "--system", "Be brief")
+    system, hello = ("system", "Be brief"), ("user", "Hello")
+    assert conversations[0] == [system, hello]
+    assert conversations[1][:2] == conversations[0]
+    role, answer = conversations[1][2]
+    assert (
+        role == "assistant" and out.startswith(answer + "\n") and conversations[1][3:] == [("user", "Again")]
+    )
+    assert conversations[2] == [system, ("user", "Anew")] and len(conversations) == 3
+    assert "/nonsense is not a command" in err and "tokens/s" in err
+
+
+def test_chat_exits_when_told_to(talk):
+    _, _, conversations = talk("Hello\n/exit\nNever said\n")
+    assert len(conversations) == 1
+
+
+# ---- inspect ----
+
+
+def test_inspect_reads_headers_only(folder, capsys, monkeypatch):
+    monkeypatch.setattr(SafetensorsReader, "read", None)
+    status, out, _ = run(capsys, "inspect", folder)
+    model = ligermodels.Llama.from_config(json.loads((folder / "config.json").read_text()), device="meta")
+    assert status == 0
+    for words in (
+        f"{model.num_parameters():,}", "ligermodels.Llama", "tied", "float32", "512 tokens", "default",
+        "model.safetensors", "tokenizer.json", "4 query and 2 key-value", "match",
+        f"embedding     {model.embed_tokens.weight.numel():,}",
+    ):  # fmt: skip
+        assert words in out, words
+
+
+def test_inspect_says_what_does_not_fit(folder, capsys, tmp_path):
+    config = json.loads((folder / "config.json").read_text())
+    for path in folder.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    status, out, err = run(capsys, "inspect", tmp_path)
+    assert status == 3 and "layers.3" in err and "match" not in out.replace("does not match", "")
+
+
+def test_inspect_asks_the_hub_for_headers_and_not_for_weights(folder, capsys, monkeypatch):
+    asked = []
+
+    def resolve(repo, *, local_files_only=False, weights=True, **_):
+        if local_files_only:
+            raise ligermodels.HubError("not in the cache")
+        assert not weights
+        return folder
+
+    def get_safetensors_metadata(self, repo, *, revision):
+        asked.append(repo)
+        with SafetensorsReader(folder) as reader:
+            tensors = {
+                name: SimpleNamespace(dtype="F32", shape=list(info.shape), data_offsets=(0, 1000))
+                for name, info in reader.headers.items()
+            }
+        return SimpleNamespace(
+            files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors, metadata={})}
+        )
+
+    monkeypatch.setattr(hub, "resolve", resolve)
+    monkeypatch.setattr("huggingface_hub.HfApi.get_safetensors_metadata", get_safetensors_metadata)
+    status, out, err = run(capsys, "inspect", "someone/something")
+    assert (status, asked) == (0, ["someone/something"]), err
+    assert "match" in out and "1 kB" in out
+
+
+# ---- doctor ----
+
+
+def test_doctor_has_a_line_for_everything_and_never_shows_the_token(capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
+    status, out, err = run(capsys, "doctor")
+    lines = {line[5:19].strip(): line for line in out.splitlines()}
+    assert {"ligermodels", "python", "torch", "triton", "GPU", "kernels", "HF token", "cache"} <= set(lines)
+    assert "verysecret" not in out + err and "present" in lines["HF token"]
+    assert str(tmp_path) in lines["cache"] and ("GB free" in lines["cache"])
+    assert status == any(line.startswith("FIX") for line in out.splitlines())
+
+
+def test_doctor_says_how_to_fix_what_is_off(capsys, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.4.0")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=5e9))
+    status, out, _ = run(capsys, "doctor")
+    assert (
+        status == 1 and "-> pip install -U 'torch>=2.11'" in out and "HF_HOME" in out and "5.0 GB free" in out
+    )
+
+
+@pytest.mark.gpu
+def test_doctor_tries_a_kernel_on_the_gpu():
+    done = python("-m", "ligermodels.cli", "doctor")
+    assert "tried on this GPU" in done.stdout, done.stdout + done.stderr
+
+
+# ---- demo ----
+
+
+def test_demo_proves_what_it_says_and_its_next_commands_work(tmp_path, capsys, monkeypatch):
+    status, out, _ = run(capsys, "demo", "--seconds", 3, "--keep", tmp_path / "kept")
+    assert status == 0 and "FAILED" not in out, out
+    for words in ("byte for byte the same", "bit for bit the same", "to the last bit", "tokens/s", "kernel"):
+        assert words in out, words
+    first, last = (float(out.split("loss ")[1].split()[i]) for i in (0, 2))
+    assert first > 6.5 and last < first - 1.5
+    for op in ("rms_norm", "rope", "glu", "cross_entropy", "linear_cross_entropy"):
+        line = next(line for line in out.splitlines() if line.startswith(f"{op} "))
+        kernel, eager, kernel_gradients, eager_gradients = map(float, line.split()[-4:])
+        assert 0 < max(kernel, eager, kernel_gradients, eager_gradients) < 1e-5, line
+    commands = out[out.index("Next") :].splitlines()[1:]
+    assert len(commands) == 3
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: ""))
+    for command in commands:
+        program, *argv = shlex.split(command, comments=True)
+        assert program == "ligermodels" and str(tmp_path / "kept") in argv
+        assert main(argv) == 0
+
+
+def test_fables_are_a_title_and_a_text_and_all_of_the_file():
+    fables = demo.fables()
+    assert len(fables) > 20 and "\n".join(fables).split() == demo.TEXT.read_text("utf-8").split()
+    for fable in fables:
+        title, text = fable.split("\n\n")
+        assert title.startswith("The ") and not title.endswith(".") and len(text) > 200

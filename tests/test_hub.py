@@ -1,0 +1,582 @@
+"""Where a checkpoint is found: folders, the cache as huggingface_hub lays it out, every way to be refused."""
+
+import errno
+import hashlib
+import http.server
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import urllib.parse
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants, errors
+from huggingface_hub.utils import filter_repo_objects
+from safetensors.torch import save_file
+
+from ligermodels import hub
+from ligermodels.checkpoint import open_checkpoint, read_json
+from ligermodels.errors import CheckpointError, HubError
+
+ROOT = Path(__file__).parents[1]
+REPO = "owner/name"
+OLD, NEW = "1" * 40, "2" * 40
+SECRET = "hf_NeverToBeShown"
+
+
+def shard(k: int, n: int = 2) -> str:
+    return f"model-{k:05}-of-{n:05}.safetensors"
+
+
+def a_checkpoint(folder: Path, prefix: str = "") -> Path:
+    """Two shards with their index, companions, and what a repository also holds and nobody needs."""
+    (folder / prefix).mkdir(parents=True)
+    for k in (1, 2):
+        save_file({f"x{k}": torch.full((2,), float(k))}, folder / prefix / shard(k))
+    index = {"weight_map": {f"x{k}": shard(k) for k in (1, 2)}}
+    (folder / prefix / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in ("config.json", "tokenizer.json", "chat_template.jinja", "consolidated.safetensors", "x.gguf",
+                 "pytorch_model.bin", "original/consolidated.00.pth", "additional_chat_templates/tool.jinja",
+                 "modeling_custom.py", "onnx/model.onnx", shard(1, 3), "README.md"):  # fmt: skip
+        (folder / prefix / file).parent.mkdir(exist_ok=True)
+        (folder / prefix / file).write_text("{}")
+    return folder
+
+
+NEEDED = ["additional_chat_templates/tool.jinja", "chat_template.jinja", "config.json", shard(1), shard(2),
+          "model.safetensors.index.json", "tokenizer.json"]  # fmt: skip
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+class Hub:
+    """A Hub and its cache on disk; `download` stands in for huggingface_hub.snapshot_download."""
+
+    def __init__(self, root: Path):
+        self.remote, self.cache = root / "remote", root / "cache"
+        self.storage = self.cache / f"models--{REPO.replace('/', '--')}"
+        self.refs = {"main": OLD}
+        self.calls: list[dict] = []
+        self.failure: Exception | None = None
+
+    def download(self, repo, *, revision, token, cache_dir, allow_patterns):
+        assert repo == REPO
+        self.calls.append({"revision": revision, "token": token, "patterns": allow_patterns})
+        if self.failure:
+            raise self.failure
+        commit = self.refs.get(revision or "main", revision)
+        self.store(commit, filter_repo_objects(files_in(self.remote), allow_patterns=allow_patterns))
+        (self.storage / "refs").mkdir(exist_ok=True)
+        (self.storage / "refs" / (revision or "main")).write_text(commit)
+        return str(self.storage / "snapshots" / commit)
+
+    def store(self, commit, files):
+        """Files are links to blobs named by their hash, as in the real cache."""
+        (self.storage / "blobs").mkdir(parents=True, exist_ok=True)
+        snapshot = self.storage / "snapshots" / commit
+        snapshot.mkdir(parents=True, exist_ok=True)
+        for file in files:
+            blob = self.storage / "blobs" / f"{abs(hash((commit, file))):x}"
+            shutil.copyfile(self.remote / file, blob)
+            (snapshot / file).parent.mkdir(parents=True, exist_ok=True)
+            if not (snapshot / file).exists():
+                (snapshot / file).symlink_to(os.path.relpath(blob, (snapshot / file).parent))
+
+    @property
+    def snapshot(self) -> Path:
+        return self.storage / "snapshots" / OLD
+
+
+@pytest.fixture
+def online(tmp_path, monkeypatch):
+    the_hub = Hub(tmp_path)
+    a_checkpoint(the_hub.remote)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", the_hub.download)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(the_hub.cache))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    for variable in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(variable, raising=False)
+    return the_hub
+
+
+@pytest.fixture
+def cached(online):
+    hub.resolve(REPO)
+    online.calls.clear()
+    return online
+
+
+# Folders
+
+
+def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    folder = a_checkpoint(tmp_path / "owner" / "name", "sub/dir")
+    assert hub.resolve(folder) == folder
+    assert hub.resolve(str(folder), subfolder="sub/dir") == folder / "sub" / "dir"
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve(REPO) == Path(REPO), "an existing folder goes before a repository of that name"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve("~/owner/name") == folder
+
+
+@pytest.mark.parametrize(
+    "given", ["./x", "/no/such/folder", "~/x", "a/b/c", "a b/c", "C:\\x", ".x/y", Path("x/y")]
+)
+def test_what_is_neither_folder_nor_repository(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HubError, match=r"(?s)is not there\. Give the folder.*owner/name"):
+        hub.resolve(given)
+
+
+def test_a_file_is_not_a_folder(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(HubError, match="is a file"):
+        hub.resolve(tmp_path / "model.safetensors")
+    with pytest.raises(HubError, match="sub is not there"):
+        hub.resolve(tmp_path, subfolder="sub")
+
+
+@pytest.mark.parametrize("subfolder", ["../x", "/etc", "a/../../b"])
+def test_a_subfolder_stays_inside(tmp_path, subfolder):
+    with pytest.raises(HubError, match="must be a path inside"):
+        hub.resolve(tmp_path, subfolder=subfolder)
+
+
+# Downloading
+
+
+def test_only_what_is_needed_is_fetched_from_one_commit(online):
+    folder = hub.resolve(REPO, token=SECRET)
+    assert folder == online.snapshot and files_in(folder) == NEEDED
+    assert [call["revision"] for call in online.calls] == [None, OLD]
+    assert {call["token"] for call in online.calls} == {SECRET}
+    with open_checkpoint(folder) as reader:
+        assert float(reader.read("x2")[0]) == 2.0
+
+
+def test_a_single_file(online):
+    for k in (1, 2):
+        (online.remote / shard(k)).unlink()
+    (online.remote / "model.safetensors.index.json").unlink()
+    save_file({"x": torch.ones(1)}, online.remote / "model.safetensors")
+    assert "model.safetensors" in files_in(hub.resolve(REPO))
+
+
+def test_a_subfolder(online):
+    a_checkpoint(online.remote, "sub/dir")
+    folder = hub.resolve(REPO, subfolder="sub/dir")
+    assert folder == online.snapshot / "sub" / "dir"
+    assert files_in(online.snapshot) == sorted(f"sub/dir/{file}" for file in NEEDED)
+
+
+def test_without_weights(online):
+    assert files_in(hub.resolve(REPO, weights=False)) == [
+        file for file in NEEDED if not file.startswith("model")
+    ]  # fmt: skip
+    assert len(online.calls) == 1
+
+
+def test_pickles_are_fetched_only_when_allowed_and_needed(online):
+    assert "pytorch_model.bin" not in files_in(hub.resolve(REPO, allow_pickle=True))
+    for file in [shard(1), shard(2), "model.safetensors.index.json"]:
+        (online.remote / file).unlink()
+    shutil.rmtree(online.cache)
+    with pytest.raises(HubError, match=r"(?s)has no model\.safetensors.*allow_pickle=True"):
+        hub.resolve(REPO)
+    assert "pytorch_model.bin" in files_in(hub.resolve(REPO, allow_pickle=True))
+
+
+def test_a_repository_without_a_model(online):
+    (online.remote / "config.json").unlink()
+    with pytest.raises(HubError, match=r"has no config\.json"):
+        hub.resolve(REPO)
+    with pytest.raises(
+        HubError, match=r"(?s)has no config\.json, model\.safetensors in other.*another subfolder"
+    ):
+        hub.resolve(REPO, subfolder="other")
+
+
+def test_a_moved_branch_is_seen(cached):
+    cached.refs["main"] = NEW
+    (cached.remote / "config.json").write_text('{"new": 1}')
+    folder = hub.resolve(REPO)
+    assert folder.name == NEW and read_json(folder / "config.json") == {"new": 1}
+
+
+def test_an_index_that_points_elsewhere_fetches_nothing(online):
+    (online.remote / "model.safetensors.index.json").write_text(
+        '{"weight_map": {"x": "../../secret.safetensors"}}'
+    )
+    with pytest.raises(CheckpointError, match=r"names '\.\./\.\./secret"):
+        hub.resolve(REPO)
+    assert len(online.calls) == 1
+
+
+# The cache
+
+
+def offline_options(how: str, monkeypatch) -> dict:
+    if how == "local_files_only":
+        return {"local_files_only": True}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return {}
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
+def test_a_complete_copy_needs_no_network(cached, monkeypatch, how):
+    options = offline_options(how, monkeypatch)
+    for revision in (None, "main", OLD):
+        assert hub.resolve(REPO, revision=revision, **options) == cached.snapshot
+    assert hub.resolve(REPO, weights=False, **options) == cached.snapshot
+    elsewhere = cached.cache.rename(cached.cache.with_name("elsewhere"))
+    assert hub.resolve(REPO, cache_dir=elsewhere, **options).is_relative_to(elsewhere)
+    assert cached.calls == []
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize("lost", [shard(2), "config.json", "model.safetensors.index.json", "everything"])
+def test_an_incomplete_copy_says_what_is_missing(cached, monkeypatch, how, lost):
+    if lost == "everything":
+        shutil.rmtree(cached.cache)
+        words = "the cache lacks any snapshot"
+    else:
+        (cached.snapshot / lost).unlink()
+        words = f"the cache lacks {'model.safetensors' if 'index' in lost else lost}"
+    with pytest.raises(HubError, match=f"(?s){words}.*network.*{how}.*hf download {REPO}"):
+        hub.resolve(REPO, **offline_options(how, monkeypatch))
+    assert cached.calls == []
+
+
+def test_a_link_to_a_lost_blob_is_missing(cached):
+    (cached.snapshot / shard(1)).resolve().unlink()
+    with pytest.raises(HubError, match=f"lacks {shard(1)}"):
+        hub.resolve(REPO, local_files_only=True)
+
+
+def test_unknown_revisions_offline(cached):
+    for revision in ("dev", NEW, "../main"):
+        with pytest.raises(HubError, match=f"{REPO} at revision {revision}: the cache lacks any snapshot"):
+            hub.resolve(REPO, revision=revision, local_files_only=True)
+
+
+def test_a_commit_in_the_cache_is_not_asked_for_again(cached):
+    assert hub.resolve(REPO, revision=OLD) == cached.snapshot
+    assert cached.calls == []
+    (cached.snapshot / shard(1)).unlink()
+    hub.resolve(REPO, revision=OLD)
+    assert len(cached.calls) == 2 and (cached.snapshot / shard(1)).is_file()
+
+
+def test_the_real_library_offline(cached):
+    """HF_HUB_OFFLINE=1 in a process of its own, on the same folders, with nothing replaced."""
+    code = f"from ligermodels import hub; print(hub.resolve({REPO!r})); hub.resolve('owner/other')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cached.cache)}
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=ROOT,
+    )
+    assert result.stdout.strip() == str(cached.snapshot)
+    assert "HubError: owner/other: the cache lacks any snapshot" in result.stderr
+
+
+# The real client against a server of our own
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """The few addresses of the Hub that a download asks for."""
+
+    remote: Path
+    refuse: tuple[int, str] | None = None
+    asked: list[str] = []  # noqa: RUF012
+
+    def do_GET(self):
+        path = urllib.parse.urlsplit(self.path).path
+        self.asked.append(f"{self.command} {path}")
+        if self.refuse and "/resolve/" in path:
+            return self.answer(self.refuse[0], b"", {"X-Error-Code": self.refuse[1], "X-Error-Message": "no"})
+        if path in (
+            f"/api/models/{REPO}",
+            f"/api/models/{REPO}/revision/main",
+            f"/api/models/{REPO}/revision/{OLD}",
+        ):
+            siblings = [{"rfilename": file} for file in files_in(self.remote)]
+            return self.json({"_id": "1", "id": REPO, "modelId": REPO, "sha": OLD, "siblings": siblings})
+        if path.startswith(f"/api/models/{REPO}/tree/{OLD}"):
+            sizes = {file: (self.remote / file).stat().st_size for file in files_in(self.remote)}
+            return self.json(
+                [{"type": "file", "path": f, "size": n, "oid": f"{n:040x}"} for f, n in sizes.items()]
+            )
+        if path.startswith(f"/{REPO}/resolve/{OLD}/"):
+            content = (self.remote / urllib.parse.unquote(path).split(f"{OLD}/")[1]).read_bytes()
+            etag = hashlib.sha1(path.encode() + content).hexdigest()
+            return self.answer(200, content, {"X-Repo-Commit": OLD, "ETag": f'"{etag}"'})
+        code = "RevisionNotFound" if path.startswith(f"/api/models/{REPO}/") else "RepoNotFound"
+        return self.answer(404, b"", {"X-Error-Code": code})
+
+    do_HEAD = do_GET
+
+    def json(self, value):
+        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def answer(self, status, content, headers):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path):
+    handler = type("Handler", (Server,), {"remote": a_checkpoint(tmp_path / "served"), "asked": []})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, daemon=True)
+        thread.start()
+        handler.address = f"http://127.0.0.1:{running.server_address[1]}"
+        handler.stop = running.shutdown
+        yield handler
+        running.shutdown()
+        thread.join()
+
+
+def ask(server, cache: Path, *calls: str) -> list[str]:
+    """What `hub.resolve` returns with these arguments, or its error, call by call in a new process."""
+    code = f"""if True:
+        import warnings
+        from ligermodels import hub
+        from ligermodels.errors import HubError
+        warnings.simplefilter("ignore")
+        for options in [{", ".join(f"dict({call})" for call in calls)}]:
+            repo = options.pop("repo", {REPO!r})
+            try:
+                print(hub.resolve(repo, **options))
+            except HubError as error:
+                print(str(error).replace(chr(10), " "))
+    """
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "0",
+        "HF_HUB_CACHE": str(cache),
+        "HF_ENDPOINT": server.address,
+    }
+    environment |= {
+        "HF_HOME": str(cache),
+        "HF_TOKEN": SECRET,
+        "HF_HUB_DISABLE_XET": "1",
+        "NO_PROXY": "127.0.0.1",
+    }
+    command = [sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)
+    assert SECRET not in result.stdout + result.stderr
+    return result.stdout.splitlines()
+
+
+def test_the_real_client(server, tmp_path):
+    cache = tmp_path / "cache"
+    unknown, revision, folder, again = ask(
+        server, cache, "repo='a/b'", "revision='dev'", "", f"revision='{OLD}'"
+    )
+    assert unknown.startswith("a/b does not exist, or is private")
+    assert revision.startswith(f"{REPO} at revision dev does not exist, though the repository does")
+    assert folder == again and files_in(Path(folder)) == NEEDED
+    fetched = [
+        asked.split(f"{OLD}/")[1] for asked in server.asked if asked.startswith(f"GET /{REPO}/resolve")
+    ]
+    assert sorted(fetched) == NEEDED
+
+
+def test_the_real_client_is_refused(server, tmp_path):
+    server.refuse = (403, "GatedRepo")
+    [gated] = ask(server, tmp_path / "cache", "")
+    assert gated.startswith(f"{REPO} is gated") and f"{server.address}/{REPO}" in gated
+    assert "Token: the environment variable HF_TOKEN." in gated
+
+
+def test_the_real_client_without_a_server(server, tmp_path):
+    [folder] = ask(server, tmp_path / "cache", "")
+    server.stop()
+    server.address = "http://127.0.0.1:9"
+    again, unknown = ask(server, tmp_path / "cache", "", "repo='owner/other'")
+    assert again == folder
+    assert unknown.startswith("owner/other could not be fetched from http://127.0.0.1:9")
+
+
+# Refusals
+
+
+def http_error(kind: type, status: int, words: str = "server says no") -> Exception:
+    request = SimpleNamespace(method="GET", url="https://huggingface.co/api")
+    return kind(words, response=SimpleNamespace(status_code=status, headers={}, request=request))
+
+
+def failures() -> dict[str, tuple[Exception, list[str]]]:
+    return {
+        "gated": (
+            http_error(errors.GatedRepoError, 403),
+            ["is gated", "accept its terms at", f"/{REPO}", "hf auth login"],
+        ),
+        "absent": (
+            http_error(errors.RepositoryNotFoundError, 401),
+            ["does not exist, or is private", "hf auth login"],
+        ),
+        "revision": (http_error(errors.RevisionNotFoundError, 404), ["at revision dev", "/commits/main"]),
+        "expired": (http_error(errors.HfHubHTTPError, 401), ["refused access (401)", "renew the token"]),
+        "down": (http_error(errors.HfHubHTTPError, 503), ["could not be fetched", "try again"]),
+        "incomplete": (
+            errors.LocalEntryNotFoundError("no network"),
+            ["could not be fetched", "check network"],
+        ),
+        "offline": (errors.OfflineModeIsEnabled("off"), ["HF_HUB_OFFLINE=1 forbids", "unset HF_HUB_OFFLINE"]),
+        "connection": (ConnectionError("reset"), ["could not be fetched", "ConnectionError", "proxy"]),
+        "transport": (errors.HTTPError("broken"), ["could not be fetched", "check network"]),
+        "id": (errors.HFValidationError("bad name"), ["not a valid repository id", "owner/name"]),
+        "full": (
+            OSError(errno.ENOSPC, "No space left on device", "/cache"),
+            ["could not be stored", "HF_HOME"],
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", list(failures()))
+def test_every_refusal_is_a_huberror_with_a_next_step(online, name):
+    online.failure, words = failures()[name]
+    with pytest.raises(HubError) as caught:
+        hub.resolve(REPO, revision="dev", token=SECRET)
+    message = str(caught.value)
+    assert message.startswith(f"{REPO} at revision dev ") and "\n  Next: " in message
+    assert [word for word in words if word not in message] == []
+    assert SECRET not in message and caught.value.__cause__ is online.failure
+    if name == "full":
+        assert caught.value.errno == errno.ENOSPC
+
+
+@pytest.mark.parametrize("name", list(failures()))
+def test_a_complete_copy_stands_in_with_a_warning(cached, name):
+    cached.failure, words = failures()[name]
+    (cached.storage / "refs" / "dev").write_text(OLD)
+    if name == "revision":  # the Hub knows better than the cache
+        with pytest.raises(HubError):
+            hub.resolve(REPO, revision="dev")
+        return
+    with pytest.warns(UserWarning) as caught:
+        assert hub.resolve(REPO, revision="dev") == cached.snapshot
+    [warning] = caught
+    assert words[0] in str(warning.message) and f"copy in the cache, commit {OLD}" in str(warning.message)
+    (cached.snapshot / shard(2)).unlink()
+    with pytest.raises(HubError):
+        hub.resolve(REPO, revision="dev")
+
+
+@pytest.mark.parametrize(
+    "token, environment, login, source",
+    [
+        (SECRET, {"HF_TOKEN": SECRET}, SECRET, "the argument `token`"),
+        (None, {"HF_TOKEN": SECRET}, SECRET, "the environment variable HF_TOKEN"),
+        (True, {"HUGGING_FACE_HUB_TOKEN": SECRET}, SECRET, "the environment variable HUGGING_FACE_HUB_TOKEN"),
+        (None, {}, SECRET, "the login saved by `hf auth login`"),
+        (None, {}, None, "none"),
+        (False, {"HF_TOKEN": SECRET}, SECRET, "none, as asked"),
+    ],
+)
+def test_the_source_of_the_token_is_told_and_never_the_token(
+    online, monkeypatch, token, environment, login, source
+):
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: login)
+    online.failure = failures()["gated"][0]
+    with pytest.raises(HubError) as caught:
+        hub.resolve(REPO, token=token)
+    assert f"Token: {source}.\n" in str(caught.value) and SECRET not in str(caught.value)
+
+
+def test_the_endpoint_is_honoured(online, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "https://mirror.example")
+    online.failure = failures()["gated"][0]
+    with pytest.raises(HubError, match=f"https://mirror.example/{REPO}"):
+        hub.resolve(REPO)
+
+
+# Uploading
+
+
+class Api:
+    calls: list[tuple] = []  # noqa: RUF012
+
+    def __init__(self, token=None):
+        self.calls.append(("token", token))
+
+    def create_repo(self, repo, **options):
+        self.calls.append(("create_repo", repo, options))
+        return SimpleNamespace(repo_id=repo)
+
+    def create_branch(self, repo, **options):
+        self.calls.append(("create_branch", repo, options))
+
+    def upload_folder(self, **options):
+        self.calls.append(("upload_folder", options))
+        pr = "https://huggingface.co/pr/1" if options["create_pr"] else None
+        return SimpleNamespace(commit_url="https://huggingface.co/commit/1", pr_url=pr)
+
+
+def test_push(tmp_path, monkeypatch):
+    monkeypatch.setattr(Api, "calls", [])
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    url = hub.push(tmp_path, REPO, private=True, revision="dev", commit_message="words", token=SECRET)
+    assert url == "https://huggingface.co/commit/1"
+    upload = {
+        "folder_path": tmp_path,
+        "repo_id": REPO,
+        "revision": "dev",
+        "create_pr": False,
+        "commit_message": "words",
+    }
+    assert Api.calls == [
+        ("token", SECRET),
+        ("create_repo", REPO, {"private": True, "exist_ok": True}),
+        ("create_branch", REPO, {"branch": "dev", "exist_ok": True}),
+        ("upload_folder", upload),
+    ]
+    assert hub.push(tmp_path, REPO, create_pr=True, revision="dev") == "https://huggingface.co/pr/1"
+    assert [call[0] for call in Api.calls[4:]] == ["token", "create_repo", "upload_folder"]
+
+
+def test_push_refused(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise http_error(errors.HfHubHTTPError, 403)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(Api, "create_repo", refuse)
+    with pytest.raises(HubError, match=r"refused access \(403\)"):
+        hub.push(tmp_path, REPO)
+
+
+def test_importing_it_loads_neither_huggingface_hub_nor_transformers():
+    code = (
+        "import sys, ligermodels.hub; print({'huggingface_hub', 'transformers', 'triton'} & set(sys.modules))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=True,
+    )
+    assert result.stdout.strip() == "set()"

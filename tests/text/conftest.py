@@ -1,0 +1,24 @@
+import pytest
+
+from tests.text import folders
+
+
+@pytest.fixture(scope="session")
+def byte_level_folder(tmp_path_factory):
+    return folders.byte_level(tmp_path_factory.mktemp("byte_level"))
+
+
+@pytest.fixture(scope="session")
+def byte_fallback_folder(tmp_path_factory):
+    return folders.byte_fallback(tmp_path_factory.mktemp("byte_fallback"))
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_model():
+    return folders.sentencepiece_model()
+
+
+@pytest.fixture
+def sentencepiece_folder(tmp_path, sentencepiece_model):
+    """write(**config): a folder with tokenizer.model and a tokenizer_config.json with these entries."""
+    return lambda model=sentencepiece_model, **config: folders.sentencepiece_folder(tmp_path, model, **config)

@@ -1,0 +1,201 @@
+"""Small tokenizers of every kind in the zoo, trained here and written as Hugging Face folders."""
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+WORDS = (
+    "the cat sat on the mat and the dog ran under the old tree while rain fell softly over green hills",
+    "numbers like 3, 14 and 1592 or 2.71828 are written plainly; code such as x = y.z(a, b) is too",
+    "Ein größerer Bär überquert die Straße, déjà vu à la façon de naïve café",
+    "日本語の文章と한국어 문장 и немного русского текста",
+    "line one\nline two\n\n    indented\ttabbed   spaces",
+)
+CORPUS = WORDS * 20
+
+# What a user may type: every case that tokenizers get wrong in their own way.
+TEXTS = (
+    *WORDS,
+    "",
+    "a",
+    "Hello, world!",
+    "emoji 🦊👩‍👩‍👧‍👦🏳️‍🌈 and ﬁ ligature",
+    "a  b   c",
+    "trailing space ",
+    "\n",
+    "\n\n \t x",
+    "é e\u0301 \u00a0 \u200b \ufeff",
+    "\x00\x01 control",
+    "▁already▁there",
+    "<0x41> not a byte",
+    "مرحبا שלום हिन्दी ไทย",
+    "𝕳𝖊𝖑𝖑𝖔",
+)
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA2 = """{% if messages[0]['role'] == 'system' %}
+    {%- set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
+    {%- set turns = messages[1:] %}
+{%- else %}
+    {%- set system = '' %}
+    {%- set turns = messages %}
+{%- endif %}
+{%- for turn in turns %}
+    {%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}
+        {{- raise_exception('user and assistant must take turns') }}
+    {%- endif %}
+    {%- if turn['role'] == 'user' %}
+        {{- bos_token + '[INST] ' + (system if loop.first else '') + turn['content'].strip() + ' [/INST]' }}
+    {%- else %}
+        {{- ' ' + turn['content'].strip() + ' ' + eos_token }}
+    {%- endif %}
+{%- endfor %}"""
+LLAMA3 = """{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
+    {{- message['content'] | trim + '<|eot_id|>' }}
+{%- endfor %}
+{%- if tools is not none %}
+    {{- '<|start_header_id|>tools<|end_header_id|>\\n\\n' + (tools | tojson(indent=2)) + '<|eot_id|>' }}
+{%- endif %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}"""
+GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
+{{ raise_exception('System role not supported') }}
+{% endif %}
+{% for message in messages %}
+{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
+{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
+
+
+def write(folder: Path, name: str, value: Any) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+def added(content: str, **flags: bool) -> dict[str, Any]:
+    base = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False, "special": True}
+    return {"content": content, **base, **flags}
+
+
+def byte_level(folder: Path) -> Path:
+    """In the manner of Llama 3: byte-level BPE, BOS from a TemplateProcessing, ids of special tokens at the end."""
+    native = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
+    split = pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"), "isolated")
+    byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    native.pre_tokenizer = pre_tokenizers.Sequence([split, byte])
+    native.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    native.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False)
+    )
+    special = ["<|begin|>", "<|end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
+    special += ["<|im_start|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>"]
+    native.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    # A token with characters beyond the byte alphabet, and one within it that stands for itself.
+    native.add_tokens([AddedToken("<tool call>", normalized=False), AddedToken("été", normalized=False)])
+    bos = native.token_to_id("<|begin|>")
+    native.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=False),
+            processors.TemplateProcessing(single="<|begin|> $A", special_tokens=[("<|begin|>", bos)]),
+        ]
+    )
+    write(folder, "tokenizer.json", native.to_str())
+    write(
+        folder,
+        "tokenizer_config.json",
+        {
+            "bos_token": "<|begin|>",
+            "eos_token": "<|eot_id|>",
+            "added_tokens_decoder": {
+                str(index): token.__getstate__() for index, token in native.get_added_tokens_decoder().items()
+            },
+            "clean_up_tokenization_spaces": True,
+            "model_max_length": 4096,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "chat_template": LLAMA3,
+        },
+    )
+    end = native.token_to_id("<|end|>")
+    eot = native.token_to_id("<|eot_id|>")
+    write(folder, "generation_config.json", {"eos_token_id": [end, eot]})
+    return folder
+
+
+def byte_fallback(folder: Path, *, legacy: bool = True, prefix: bool = True) -> Path:
+    """In the manner of Llama 2's tokenizer.json (legacy), of Gemma's (no prefix) and of a re-saved one."""
+    native = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    space = normalizers.Replace(" ", "▁")
+    native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if legacy and prefix else space
+    special = [AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")]
+    trainer = trainers.BpeTrainer(
+        vocab_size=600,
+        special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(256))],
+        show_progress=False,
+        limit_alphabet=60,
+    )
+    native.train_from_iterator([part for text in CORPUS for part in text.split()], trainer)
+    if prefix and not legacy:
+        native.normalizer = None
+        native.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    native.decoder = decoders.Sequence(steps + ([decoders.Strip(" ", 1, 0)] if prefix else []))
+    native.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    # The trainer marks the byte tokens special; a published file has them as plain vocabulary.
+    state = json.loads(native.to_str())
+    state["added_tokens"] = [token for token in state["added_tokens"] if token["id"] < 3]
+    write(folder, "tokenizer.json", state)
+    write(
+        folder,
+        "tokenizer_config.json",
+        {
+            "bos_token": "<s>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+            "added_tokens_decoder": {str(i): added(t) for i, t in enumerate(("<unk>", "<s>", "</s>"))},
+            "legacy": legacy,
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "chat_template": LLAMA2,
+        },
+    )
+    return folder
+
+
+def sentencepiece_model(**options: Any) -> bytes:
+    """A trained .model. By default as Llama 2's: BPE, byte fallback, dummy prefix, the text otherwise as it is."""
+    writer = io.BytesIO()
+    defaults = {
+        "vocab_size": 420,
+        "model_type": "bpe",
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "character_coverage": 0.98,
+        "hard_vocab_limit": False,
+        "minloglevel": 2,
+    }
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(CORPUS), model_writer=writer, **(defaults | options)
+    )
+    return writer.getvalue()
+
+
+def sentencepiece_folder(folder: Path, model: bytes | None = None, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.model").write_bytes(sentencepiece_model() if model is None else model)
+    base = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "chat_template": LLAMA2}
+    write(folder, "tokenizer_config.json", base | config)
+    return folder

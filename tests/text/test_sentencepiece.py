@@ -1,0 +1,225 @@
+"""tokenizer.model folders, judged by SentencePiece itself and by both generations of transformers' LlamaTokenizer."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import sentencepiece
+from transformers import AddedToken, LlamaTokenizer, tokenization_utils_sentencepiece
+
+from ligermodels.text import Tokenizer
+from tests.text import folders
+
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+# Texts with special tokens at the beginning, in a row, and with and without white space beside them.
+MIXED = (
+    "<s>the cat",
+    "<s> the cat",
+    "the cat</s>",
+    "the cat </s> the dog",
+    "the cat</s>the dog</s></s>",
+    "<s>[INST] the cat [/INST] the dog </s><s>[INST] more [/INST]",
+    "</s>\nthe cat",
+    "x<unk>y",
+)
+
+
+def converted(model: bytes, tmp_path, *, legacy: bool) -> LlamaTokenizer:
+    """LlamaTokenizer of transformers 5 from the pieces and scores of the model."""
+    (tmp_path / "oracle.model").write_bytes(model)
+    extractor = tokenization_utils_sentencepiece.SentencePieceExtractor(str(tmp_path / "oracle.model"))
+    vocab, scores, merges = extractor.extract(vocab_scores=True)
+    return LlamaTokenizer(vocab=vocab, merges=merges, legacy=legacy, add_bos_token=True, **SPECIAL)
+
+
+class _Proto(SimpleNamespace):
+    """sentencepiece_model_pb2.ModelProto without protobuf: a model that can lose its dummy prefix."""
+
+    @classmethod
+    def FromString(cls, data):
+        return cls(data=data, normalizer_spec=SimpleNamespace(add_dummy_prefix=True))
+
+    def SerializeToString(self):
+        assert self.normalizer_spec.add_dummy_prefix is False
+        return self.data + b"\x1a\x02\x18\x00"
+
+
+@pytest.fixture
+def slow(monkeypatch, tmp_path):
+    """make(model, legacy, added): transformers' tokenizer around the SentencePiece library itself."""
+    protobuf = SimpleNamespace(ModelProto=_Proto)
+    monkeypatch.setattr(tokenization_utils_sentencepiece, "import_protobuf", lambda: protobuf)
+
+    def make(model, legacy, added=()):
+        (tmp_path / "slow.model").write_bytes(model)
+        return tokenization_utils_sentencepiece.SentencePieceBackend(
+            vocab_file=str(tmp_path / "slow.model"), legacy=legacy, added_tokens_decoder=dict(added), **SPECIAL
+        )
+
+    return make
+
+
+@pytest.mark.parametrize("text", folders.TEXTS)
+def test_plain_text_is_sentencepiece_itself(sentencepiece_folder, sentencepiece_model, text):
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder())
+    native = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
+    assert tokenizer.encode(text) == [1, *native.encode(text)]
+    assert tokenizer.encode(text, add_special_tokens=False) == native.encode(text)
+    assert tokenizer.decode(tokenizer.encode(text)) == native.decode(native.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_agrees_with_the_converted_llama_tokenizer(sentencepiece_folder, sentencepiece_model, tmp_path, legacy):
+    """5.23 merges a stretch's own leading space with the dummy prefix, SentencePiece does not: not compared here."""
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder(legacy=legacy))
+    oracle = converted(sentencepiece_model, tmp_path, legacy=legacy)
+    for text in (*folders.TEXTS, *MIXED):
+        if legacy and any(f"{token} " in text for token in ("<s>", "</s>")):
+            continue
+        expected = oracle.encode(text, add_special_tokens=False)
+        assert tokenizer.encode(text, add_special_tokens=False) == expected, text
+        for skip in (False, True):
+            assert tokenizer.decode(expected, skip) == oracle.decode(expected, skip_special_tokens=skip), text
+    generator = random.Random(0)
+    for _ in range(300):
+        ids = [generator.randrange(tokenizer.vocab_size) for _ in range(generator.randrange(12))]
+        for skip in (False, True):
+            assert tokenizer.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip), ids
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_stretches_agree_with_the_slow_tokenizer(sentencepiece_folder, sentencepiece_model, slow, legacy):
+    """After a special token. Before it, 5.23's class leaves the prefix out: Llama's put it there (4.45)."""
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder(legacy=legacy))
+    oracle = slow(sentencepiece_model, legacy)
+    for text in MIXED:
+        text = f"<s>{text}"
+        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
+
+
+def test_legacy_changes_what_follows_a_special_token(sentencepiece_folder):
+    modern = Tokenizer.from_folder(sentencepiece_folder(legacy=False)).encode("a</s>the")
+    default = Tokenizer.from_folder(sentencepiece_folder()).encode("a</s>the")
+    legacy = Tokenizer.from_folder(sentencepiece_folder(legacy=True)).encode("a</s>the")
+    assert modern == default != legacy
+
+
+@pytest.mark.parametrize("squeeze", [False, True])
+def test_a_model_that_squeezes_white_space(tmp_path, slow, squeeze):
+    model = folders.sentencepiece_model(remove_extra_whitespaces=squeeze, normalization_rule_name="nmt_nfkc")
+    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
+    oracle = slow(model, legacy=False)
+    for text in (*MIXED, "  the   cat  </s>  the   dog  ", "ﬁ</s> ﬁ"):
+        text = f"<s>{text}"
+        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
+
+
+def test_prefix_space_off(sentencepiece_folder, tmp_path):
+    by_flag = Tokenizer.from_folder(sentencepiece_folder(add_prefix_space=False))
+    gemma = folders.sentencepiece_model(add_dummy_prefix=False)
+    by_model = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path / "gemma", gemma))
+    for tokenizer in (by_flag, by_model):
+        pieces = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("the cat", add_special_tokens=False)]
+        assert "".join(pieces) == "the▁cat"
+        assert tokenizer.decode(tokenizer.encode(" the")) == " the"
+
+
+def test_bos_and_eos_flags(sentencepiece_folder):
+    def edges(**config):
+        ids = Tokenizer.from_folder(sentencepiece_folder(**config)).encode("the")
+        return ids[0] == 1, ids[-1] == 2
+
+    assert edges() == (True, False)
+    assert edges(add_bos_token=False) == (False, False)
+    assert edges(add_bos_token=True, add_eos_token=True) == (True, True)
+
+
+def test_a_model_without_any_other_file(tmp_path, sentencepiece_model):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("the</s>", add_special_tokens=False)[-1] == 2
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+
+
+def tokens(base: int, *contents: tuple[str, dict]) -> dict[str, dict]:
+    return {str(base + at): folders.added(content, **flags) for at, (content, flags) in enumerate(contents)}
+
+
+def test_added_tokens_and_their_flags(sentencepiece_folder, sentencepiece_model, slow):
+    size = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model).get_piece_size()
+    decoder = tokens(
+        size,
+        ("<|user|>", {"rstrip": True}),
+        ("<|end|>", {"lstrip": True}),
+        ("<|both|>", {"lstrip": True, "rstrip": True}),
+        ("<|user|>x", {}),
+        ("the mat", {"special": False}),
+    )
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder(added_tokens_decoder=decoder, legacy=False))
+    added = {int(i): AddedToken(**token) for i, token in decoder.items()}
+    oracle = slow(sentencepiece_model, False, added)
+    assert tokenizer.vocab_size == size + 5
+    for text in (
+        "<|user|>\n the cat <|end|>\n<|both|>  x",
+        "<|both|> <|both|><|end|> <|user|>",
+        "<|user|>xy <|user|> xy",
+        "sat on the mat and the mats",
+        "<|user|> \n",
+    ):
+        text = f"<s>{text}"
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        assert ids == oracle.encode(text, add_special_tokens=False), text
+    ids = tokenizer.encode("<|user|> the mat<|end|>")
+    assert tokenizer.decode(ids) == "the mat"
+    assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|user|>the mat<|end|>"
+
+
+def test_single_word_and_normalized_flags(tmp_path):
+    model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
+    size = sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
+    decoder = tokens(
+        size,
+        ("fin", {"single_word": True}),
+        ("ofﬁce", {"normalized": True}),
+        ("raﬀ", {"normalized": False}),
+    )
+    folder = folders.sentencepiece_folder(tmp_path, model, added_tokens_decoder=decoder)
+    tokenizer = Tokenizer.from_folder(folder)
+
+    def found(text):
+        return [index - size for index in tokenizer.encode(text) if index >= size]
+
+    assert found("fin. finish, a fin") == [0, 0]
+    assert found("office ofﬁce") == [1, 1]
+    assert found("raff raﬀ") == [2]
+
+
+def test_old_folders_name_added_tokens_elsewhere(tmp_path, sentencepiece_model):
+    size = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model).get_piece_size()
+    folders.sentencepiece_folder(tmp_path, sentencepiece_model, eos_token="</s>")
+    folders.write(tmp_path, "added_tokens.json", {"<|im_end|>": size, "<tool>": size + 1})
+    folders.write(tmp_path, "special_tokens_map.json", {"eos_token": {"content": "<|im_end|>", "lstrip": False}})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.eos_token_id == size
+    assert tokenizer.encode("a<|im_end|><tool>")[-2:] == [size, size + 1]
+    assert tokenizer.decode([size, size + 1]) == "<tool>"
+
+
+def test_tokenizer_json_wins(byte_fallback_folder, tmp_path):
+    (tmp_path / "tokenizer.json").write_bytes((byte_fallback_folder / "tokenizer.json").read_bytes())
+    state = (tmp_path / "tokenizer.json").read_text()
+    assert '"tokenizer.model"' not in state
+    (tmp_path / "tokenizer.model").write_bytes(b"dGhl 0\nY2F0 1\n")
+    assert Tokenizer.from_folder(tmp_path).encode("the cat") == Tokenizer.from_folder(byte_fallback_folder).encode(
+        "the cat"
+    )
+
+
+@pytest.mark.parametrize("model_type", ["unigram", "word", "char"])
+def test_other_kinds_of_models(tmp_path, model_type):
+    model = folders.sentencepiece_model(model_type=model_type, byte_fallback=False, vocab_size=150)
+    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
+    native = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert tokenizer.encode("the cat sat", add_special_tokens=False) == native.encode("the cat sat")
