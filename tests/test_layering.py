@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).parents[1] / "ligermodels"
 MAY_IMPORT = {
     "errors": set(),
     "kernels": {"errors"},
-    "layers": {"kernels", "errors"},
+    "layers": {"kernels", "cache", "errors"},
     "cache": {"errors"},
     "weights": {"errors"},
     "checkpoint": {"errors", "weights"},

@@ -10,8 +10,8 @@ SentencePiece knows its own pieces only; what Hugging Face adds around it is don
 - decoding is what transformers' converted tokenizer does: pieces joined, U+2581 is a space, runs of byte
   pieces are UTF-8, the dummy prefix is taken off once.
 
-Checked against LlamaTokenizer of transformers 4.45 (slow) and 5.23. A text that begins with a space keeps it
-beside the dummy prefix, as SentencePiece and the slow tokenizer do; 5.23's converted one merges the two.
+Checked against transformers 5.23: LlamaTokenizer (converted) and SentencePieceBackend (slow). A text that begins
+with a space keeps it beside the dummy prefix, as in SentencePiece itself; the converted one merges the two.
 """
 
 import dataclasses

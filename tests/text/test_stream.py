@@ -1,0 +1,192 @@
+"""A stream says what the whole says, at once, and never half a character."""
+
+import time
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+
+from ligermodels.errors import InputError, TokenizerError
+from ligermodels.text import StopStrings, StreamDecoder, Tokenizer
+from ligermodels.text.pieces import PieceStream
+from tests.text import folders
+
+
+@pytest.fixture(scope="module", params=["byte level", "byte fallback", "first", "no prefix", "sentencepiece"])
+def tokenizer(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stream")
+    match request.param:
+        case "byte level":
+            folders.byte_level(folder)
+        case "byte fallback":
+            folders.byte_fallback(folder)
+        case "first":
+            folders.byte_fallback(folder, legacy=False)
+        case "no prefix":
+            folders.byte_fallback(folder, prefix=False)
+        case "sentencepiece":
+            decoder = {"500": folders.added("<|user|>"), "501": folders.added("a b é", special=False)}
+            folders.sentencepiece_folder(folder, added_tokens_decoder=decoder)
+    return Tokenizer.from_folder(folder)
+
+
+def parts_of(tokenizer, ids, skip=True):
+    stream = StreamDecoder(tokenizer, skip_special_tokens=skip)
+    return [stream.put(index) for index in ids] + [stream.flush()]
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_any_ids(tokenizer, data, skip):
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size + 2), max_size=24))
+    assert "".join(parts_of(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data(), skip=st.booleans())
+def test_any_bytes(tokenizer, data, skip):
+    """Bytes of whole, broken and overlong characters, spelled as the tokenizer spells bytes, among other tokens."""
+    backend = tokenizer.backend
+    names = [f"<0x{byte:02X}>" for byte in range(256)]
+    if backend.token_to_id(names[0]) is None:
+        names = list(PIECES_OF_BYTES)
+    chunks = st.one_of(
+        st.text(max_size=3).map(lambda text: text.encode("utf-8", "surrogatepass")),
+        st.binary(max_size=3),
+        st.sampled_from([b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xc0\xaf", b"\xf0\x9f\xa6", "👩‍👩‍👧".encode()]),
+        st.integers(0, tokenizer.vocab_size - 1),
+    )
+    ids = []
+    for chunk in data.draw(st.lists(chunks, max_size=8)):
+        ids += [chunk] if isinstance(chunk, int) else [backend.token_to_id(names[byte]) for byte in chunk]
+    assert None not in ids
+    parts = parts_of(tokenizer, ids, skip)
+    assert "".join(parts) == tokenizer.decode(ids, skip)
+
+
+def _byte_pieces():
+    native = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    low = [native.pre_tokenize_str(chr(byte))[0][0] for byte in range(128)]
+    # Every byte of 0x80 to 0xFF stands for itself or, shifted, for one of the 68 that are left.
+    spelled = [native.pre_tokenize_str(chr(point))[0][0] for point in range(0x80, 0x100)]
+    lead = {0xC2: spelled[0][0], 0xC3: spelled[0x40][0]}
+    tail = {0x80 + at: spelled[at][1] for at in range(64)}
+    others = {byte: chr(byte) for byte in range(0xC0, 0x100)}
+    return low + [{**others, **tail, **lead}[byte] for byte in range(0x80, 0x100)]
+
+
+PIECES_OF_BYTES = _byte_pieces()
+
+
+def test_text_comes_at_once(tokenizer):
+    text = "the cat 🦊 日本語 sat\nпривет"
+    ids = tokenizer.encode(text)
+    parts = parts_of(tokenizer, ids)
+    assert "".join(parts) == tokenizer.decode(ids) == text
+    assert not any("\ufffd" in part for part in parts)
+    assert sum(bool(part) for part in parts) > 10
+    so_far = ""
+    for count, part in enumerate(parts[:-1], 1):
+        so_far += part
+        whole = tokenizer.decode(ids[:count])
+        # What is not shown yet is an unfinished character (or a run of byte tokens), nothing else.
+        assert whole.startswith(so_far) or "\ufffd" in whole
+    assert parts_of(tokenizer, tokenizer.encode("the cat sat"))[-1] == ""
+
+
+def test_cost_does_not_grow(tokenizer):
+    ids = tokenizer.encode("the cat sat on the mat 🦊 ") * 2000
+    stream = StreamDecoder(tokenizer)
+    start = time.perf_counter()
+    for index in ids:
+        stream.put(index)
+    # 30,000 tokens at 5 us each; decoding everything again for each of them takes minutes.
+    assert time.perf_counter() - start < 10
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        None,
+        decoders.Metaspace(),
+        decoders.Metaspace(prepend_scheme="never"),
+        decoders.Metaspace("_", prepend_scheme="first"),
+        decoders.Fuse(),
+        decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "zz"), decoders.Strip(" ", 2, 0)]),
+        decoders.Sequence([decoders.Sequence([decoders.Replace("ab", ""), decoders.ByteLevel()])]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]),
+    ],
+)
+@settings(max_examples=150, deadline=None)
+@given(tokens=st.lists(st.sampled_from(["a", "ab", " ", "  ", "▁", "▁▁a", "_b", "é", "Ã", "©", "<0xC3>", "<0xa9>", "b a"])))
+def test_every_decoder_agrees_with_tokenizers(decoder, tokens):
+    import json
+
+    stream = PieceStream(json.loads(decoder.__getstate__()) if decoder else None)
+    text = "".join([stream.put(token) for token in tokens] + [stream.flush()])
+    assert text == (decoder.decode(tokens) if decoder else " ".join(tokens))
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"type": "WordPiece", "prefix": "##", "cleanup": True},
+        {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"},
+        {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]},
+        {"type": "Sequence", "decoders": [{"type": "Fuse"}, {"type": "ByteLevel"}]},
+    ],
+)
+def test_other_decoders_are_refused(state):
+    with pytest.raises(TokenizerError, match="cannot be streamed"):
+        PieceStream(state)
+
+
+def test_a_negative_id_is_refused(tokenizer):
+    with pytest.raises(InputError, match="-100 is not a token id"):
+        StreamDecoder(tokenizer).put(-100)
+
+
+def run(strings, parts):
+    stop = StopStrings(strings)
+    out, stopped = "", False
+    for part in parts:
+        emitted, stopped = stop.put(part)
+        out += emitted
+        assert stopped is stop.stopped
+        if not stopped:
+            # Nothing that came out may turn out to be the beginning of a stop string.
+            shown = out
+            assert not any(shown.endswith(s[:n]) for s in stop._strings for n in range(1, len(s) + 1))
+    return out + stop.flush(), stopped
+
+
+@settings(max_examples=800, deadline=None)
+@given(
+    strings=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3),
+    parts=st.lists(st.text("abc", max_size=4), max_size=8),
+)
+def test_stop_strings(strings, parts):
+    text = "".join(parts)
+    ends = [end for end in range(1, len(text) + 1) if any(text[:end].endswith(s) for s in strings)]
+    if ends:
+        longest = max(len(s) for s in strings if text[: ends[0]].endswith(s))
+        assert run(strings, parts) == (text[: ends[0] - longest], True)
+    else:
+        assert run(strings, parts) == (text, False)
+
+
+def test_stop_strings_by_hand():
+    stop = StopStrings(["</s>", "\nUser:"])
+    assert stop.put("Hi <") == ("Hi ", False)
+    assert stop.put("b>\nUs") == ("<b>", False)
+    assert stop.put("er: more") == ("", True)
+    assert stop.put("after") == ("", True)
+    assert stop.flush() == ""
+    assert StopStrings("end").put("the end") == ("the ", True)
+    assert StopStrings([]).put("the end") == ("the end", False)
+    with pytest.raises(InputError, match="non-empty strings"):
+        StopStrings(["a", ""])
+    with pytest.raises(InputError, match="non-empty strings"):
+        StopStrings([5])
