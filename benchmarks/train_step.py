@@ -276,13 +276,17 @@ def run(options: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _child(options: argparse.Namespace, folder: Path, what: str) -> str:
-    """Runs this file once more for one provider (or to prepare). Returns why it failed, or ""."""
-    command = [sys.executable, "-m", "benchmarks.train_step", "--child", what, "--folder", str(folder)]
+def _arguments(options: argparse.Namespace, folder: Path, what: str) -> list[str]:
+    """What `main` is called with in the process of one provider, or of "prepare"."""
+    arguments = ["--child", what, "--folder", str(folder)]
     for name in ("case", "batch", "seq", "steps", "warmup", "seed", "checkpointing"):
-        command += [f"--{name}", str(getattr(options, name))]
-    if options.dry:
-        command.append("--dry")
+        arguments += [f"--{name}", str(getattr(options, name))]
+    return [*arguments, "--dry"] if options.dry else arguments
+
+
+def _child(options: argparse.Namespace, folder: Path, what: str) -> str:
+    """Runs this file once more, for one provider or to prepare. Returns why that failed, or ""."""
+    command = [sys.executable, "-m", "benchmarks.train_step", *_arguments(options, folder, what)]
     try:
         done = subprocess.run(
             command,

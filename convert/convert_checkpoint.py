@@ -3,12 +3,11 @@
     python convert/convert_checkpoint.py SRC DST [--to native] [--dtype bf16] [--max-shard-size 2GB]
     python convert/convert_checkpoint.py SRC --check
 
-SRC is a folder or a repository of the Hub, in either layout; DST is a folder that appears when it is complete.
-Tensors pass through one by one: memory holds the largest packed tensor and one shard.
-The result goes to stdout, progress and errors go to stderr.
+SRC is a folder or a repository of the Hub, in either layout; DST appears when it is complete.
+Memory holds one packed tensor and one shard. The result goes to stdout, progress and errors to stderr.
 
-Exit codes: 0 done; 1 the weights do not match the model (nothing is written); 2 wrong arguments; 3 a config or file
-that cannot be used; 4 no space left; 5 the Hub, the network or the file system refused.
+Exit codes: 0 done; 1 the weights do not match the model, nothing is written; 2 wrong arguments; 3 a config or
+file that cannot be used; 4 no space left; 5 the Hub, the network or the file system refused.
 """
 
 import argparse
@@ -68,7 +67,8 @@ def run(args: argparse.Namespace) -> int:
         if args.check:
             print(f"{args.src} matches {arch.__name__}: {len(infos)} tensors, {size / 1e9:.2f} GB")
             return 0
-        files = checkpoint.companion_files(folder) | {"config.json": folder / "config.json"}
+        files: dict[str, bytes | Path] = {**checkpoint.companion_files(folder)}
+        files["config.json"] = folder / "config.json"
         if (folder / "generation_config.json").is_file():
             files["generation_config.json"] = folder / "generation_config.json"
         if dtype:

@@ -14,9 +14,7 @@ class Block(torch.nn.Module):
         super().__init__()
         self.norm = L.RMSNorm(size)
         head_dim = size // heads
-        self.attn = L.Attention(
-            size, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window
-        )
+        self.attn = L.Attention(size, num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, window=window)
         self.mlp = L.GatedMLP(size, 4 * size, activation="gelu_tanh")
 
     def forward(self, x, residual, batch):

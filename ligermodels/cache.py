@@ -29,8 +29,9 @@ class LayerCache:
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v [B, S, HK, D] and returns all keys and values so far, each [B, length, HK, D].
 
-        Without gradients these are views of the buffers, good until the next update. With gradients the new
-        tokens keep theirs and the past is constant: the buffers hold values only.
+        Without gradients these are views of the buffers, good until the next update, and k and v themselves
+        where there is no past. With gradients the new tokens keep theirs and the past is constant: the
+        buffers hold values only.
         Raises InputError if batch size, heads or dtype are not those of the cache.
         """
         self._check(k, v)

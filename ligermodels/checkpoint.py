@@ -291,7 +291,10 @@ def write_checkpoint(
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        (_move_in if fixed else _swap)(staging, target)
+        if fixed:
+            _move_in(staging, target)
+        else:
+            _swap(staging, target)
         _sync(home)
     return target
 
@@ -305,7 +308,8 @@ def _check_target(target: Path, overwrite: bool) -> bool:
     contents = os.listdir(target)
     if contents and not overwrite:
         raise CheckpointError(f"{target} is not empty. Pass overwrite=True (--overwrite) to save over it.")
-    fixed = os.path.ismount(target) or target == Path.cwd() or not os.access(target.parent, os.W_OK)
+    here = os.path.samefile(target, os.curdir)
+    fixed = here or os.path.ismount(target) or not os.access(target.parent, os.W_OK)
     if fixed and any(map(_is_weights, contents)):
         raise CheckpointError(
             f"{target} holds a checkpoint and cannot be swapped for another: it is a mount point or the "
@@ -391,25 +395,35 @@ def _swap(staging: Path, target: Path) -> None:
     """Puts `staging` in the place of `target`. What else was there, neither weights nor new, moves over."""
     if target.is_dir():
         shutil.copymode(target, staging)
-    old = None
-    while True:
-        try:
-            os.rename(staging, target)  # to nothing, or to an empty folder
-            break
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES):
-                raise
-        if _exchange(staging, target):
-            old = staging
-            break
-        old = staging.with_name(f"{staging.name}-old")
-        with contextlib.suppress(FileNotFoundError):
-            os.rename(target, old)
-    if old is not None:
+    old = staging.with_name(f"{staging.name}-old")
+    try:
+        while not _rename(staging, target):
+            if _exchange(staging, target):
+                old = staging
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(target, old)
+    except OSError:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    if old.exists():
         for path in old.iterdir():
             if not _is_weights(path.name) and not (target / path.name).exists():
                 os.rename(path, target / path.name)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _rename(a: Path, b: Path) -> bool:
+    """Renames a folder to a name that is free or an empty folder's; False where `b` has contents."""
+    try:
+        os.rename(a, b)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES):
+            raise
+        return False
+    return True
 
 
 def _exchange(a: Path, b: Path) -> bool:

@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from ligermodels.kernels._triton import HAS_TRITON
 
 TEXT = Path(__file__).with_name("demo_text.txt")
 END = "<|end|>"  # stands before the first fable, between fables, and stops generation
-PROMPT = "The Owl and the Fox\n\n"
+PROMPT = "The Crow and the"
 BATCH, LENGTH = 4, 128  # small steps and many: on a CPU that learns most in a minute
 
 CONFIG = {
@@ -81,9 +82,7 @@ def run(*, seconds: float, keep: str | Path | None) -> bool:
         )
         model.save_pretrained(again)
         same = digest(made) == digest(again)
-        good &= report(
-            same, f"loaded and saved again: model.safetensors byte for byte the same ({digest(again)[:12]})"
-        )
+        good &= report(same, f"loaded and saved again: model.safetensors byte for byte the same ({digest(again)[:12]})")
 
         heading(f"Training on {TEXT.stat().st_size / 1000:.0f} kB of fables, {seconds:g} s")
         losses, speed = train(model, tokenizer, seconds)
@@ -97,17 +96,16 @@ def run(*, seconds: float, keep: str | Path | None) -> bool:
     trained = ligermodels.load(folder, device=device, progress=False)
     pairs = list(zip(model.eval().state_dict().items(), trained.state_dict().items(), strict=True))
     same = all(a == b and torch.equal(x, y) for (a, x), (b, y) in pairs)
-    good &= report(
-        same, f"saved, loaded again: all {model.num_parameters():,} parameters bit for bit the same"
-    )
+    good &= report(same, f"saved, loaded again: all {model.num_parameters():,} parameters bit for bit the same")
     ids = torch.tensor([tokenizer.encode(PROMPT)], device=device)
     with torch.no_grad():
         same = torch.equal(model(ids).logits, trained(ids).logits)
     good &= report(same, "and the same logits, to the last bit")
 
-    heading("What it writes now (a title that is not in the text; temperature 0.6, seed 0)")
+    passes = len(losses) * BATCH * LENGTH / len(text_ids(tokenizer))
+    heading(f"What it writes now, after {passes:.0f} passes over the text (temperature 0.5, seed 0)")
     start = time.perf_counter()
-    out = trained.generate(ids, max_new_tokens=240, temperature=0.6, seed=0)
+    out = trained.generate(ids, max_new_tokens=240, temperature=0.5, seed=0)
     speed = (out.shape[1] - ids.shape[1]) / (time.perf_counter() - start)
     for paragraph in tokenizer.decode(out[0].tolist(), skip_special_tokens=True).strip().split("\n"):
         print(textwrap.fill(paragraph, 100, initial_indent="  | ", subsequent_indent="  | ") or "  |")
@@ -118,9 +116,10 @@ def run(*, seconds: float, keep: str | Path | None) -> bool:
         print_training_steps()
 
     heading("Next")
-    print(f"ligermodels chat {folder}                    # type a title")
-    print(f"ligermodels generate {folder} --prompt 'Once a lion' --temperature 0.6")
-    print(f"ligermodels inspect {folder}")
+    quoted = shlex.quote(str(folder))
+    print(f"ligermodels generate {quoted} --prompt 'The Wolf Who' --temperature 0.5")
+    print(f"ligermodels chat {quoted}    # type a title, such as The Snail and the Race")
+    print(f"ligermodels inspect {quoted}")
     return good
 
 
@@ -138,9 +137,7 @@ def write_checkpoint(folder: Path) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe.train_from_iterator(
         [TEXT.read_text("utf-8")],
-        trainers.BpeTrainer(
-            vocab_size=1024, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-        ),
+        trainers.BpeTrainer(vocab_size=1024, special_tokens=[END], initial_alphabet=alphabet, show_progress=False),
     )
     end = bpe.token_to_id(END)
     bpe.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, end)])
@@ -174,15 +171,18 @@ def digest(folder: Path) -> str:
 def fables() -> list[str]:
     """The bundled text, cut before every title: a line with an empty line behind it."""
     lines = TEXT.read_text("utf-8").split("\n")
-    starts = [
-        i for i in range(len(lines) - 1) if lines[i] and not lines[i + 1] and not lines[i].endswith(".")
-    ]
+    starts = [i for i in range(len(lines) - 1) if lines[i] and not lines[i + 1] and not lines[i].endswith(".")]
     return ["\n".join(lines[a:b]).strip() for a, b in zip(starts, [*starts[1:], len(lines)], strict=True)]
+
+
+def text_ids(tokenizer: Any) -> list[int]:
+    """The fables one behind the other, the end token before each."""
+    return [i for fable in fables() for i in tokenizer.encode(fable + "\n")]
 
 
 def train(model: Any, tokenizer: Any, seconds: float) -> tuple[list[float], float]:
     """AdamW on random windows of the text for `seconds`: the loss of each step, and tokens per second."""
-    ids = torch.tensor([i for fable in fables() for i in tokenizer.encode(fable + "\n")], device=model.device)
+    ids = torch.tensor(text_ids(tokenizer), device=model.device)
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -249,9 +249,7 @@ def kernel_errors() -> list[dict[str, Any]]:
     ]
 
 
-def kernel_cases(
-    *, large: bool
-) -> Iterator[tuple[str, Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]]:
+def kernel_cases(*, large: bool) -> Iterator[tuple[str, Callable[..., Tensor], Callable[..., Tensor], list[Tensor]]]:
     """(op, through the kernel, in PyTorch's own ops, inputs in fp64)."""
     from ligermodels import kernels
 
@@ -317,9 +315,7 @@ def outcome(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[list
     inputs = [x.detach().requires_grad_() for x in inputs]
     y = function(*inputs)
     upstream = (
-        torch.randint(-8, 9, y.shape, generator=torch.Generator().manual_seed(1)) / 8
-        if y.dim()
-        else torch.ones(())
+        torch.randint(-8, 9, y.shape, generator=torch.Generator().manual_seed(1)) / 8 if y.dim() else torch.ones(())
     )
     return [y.detach()], list(torch.autograd.grad(y, inputs, upstream.to(y)))
 

@@ -148,9 +148,8 @@ def keep_top_p(logits: Tensor, p: float) -> Tensor:
     """Logits [B, V] with all but the fewest largest whose probabilities sum to p or more at -inf."""
     ordered, order = logits.sort(dim=-1, descending=True)
     probabilities = ordered.softmax(-1)
-    # a token goes if the likelier ones reach p without it; the first has none before it and always stays
+    # a token goes if the likelier ones reach p without it: never the first, which has exactly 0 before it
     drop = probabilities.cumsum(-1) - probabilities >= p
-    drop[..., 0] = False
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
 
 

@@ -1,5 +1,6 @@
 """Where a checkpoint comes from and goes to: a folder on disk, or a repository of the Hugging Face Hub."""
 
+import contextlib
 import errno
 import os
 import re
@@ -90,13 +91,10 @@ def _cached(repo: str, revision: str | None, cache: Path) -> Path | None:
     """The snapshot that the cache holds of a revision, complete or not."""
     root = cache / f"models--{repo.replace('/', '--')}"
     commit = revision or "main"
-    if not re.fullmatch("[0-9a-f]{40}", commit):
-        try:
-            commit = (root / "refs" / commit).read_text().strip()
-        except OSError:
-            return None
+    with contextlib.suppress(OSError):
+        commit = (root / "refs" / commit).read_text().strip()
     snapshot = root / "snapshots" / commit
-    return snapshot if commit and snapshot.is_dir() else None
+    return snapshot if re.fullmatch("[0-9a-f]{40}", commit) and snapshot.is_dir() else None
 
 
 def _lacking(folder: Path, weights: bool, allow_pickle: bool) -> list[str]:
@@ -105,9 +103,9 @@ def _lacking(folder: Path, weights: bool, allow_pickle: bool) -> list[str]:
         return [] if folder.is_dir() and any(folder.iterdir()) else ["any file"]
     lacking = [] if (folder / "config.json").is_file() else ["config.json"]
     for single in (SAFETENSORS, PICKLES)[: 1 + allow_pickle]:
-        files, _ = weight_files(folder, single)
+        files, weight_map = weight_files(folder, single)
         absent = [file for file in files if not (folder / file).is_file()]
-        if len(files) > 1 or not absent:
+        if weight_map or not absent:
             return lacking + absent
     return [*lacking, SAFETENSORS]
 

@@ -43,12 +43,17 @@ class TensorInfo:
 class Reader(Protocol):
     """An open checkpoint; `checkpoint.open_checkpoint` makes one."""
 
-    source: str
-    """Where it was read from, for messages."""
-    headers: Mapping[str, TensorInfo]
-    """Every tensor, in the order in which the files hold them."""
-    native: bool
-    """Whether the names are ours rather than Hugging Face's."""
+    @property
+    def source(self) -> str:
+        """Where it was read from, for messages."""
+
+    @property
+    def headers(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, in the order in which the files hold them."""
+
+    @property
+    def native(self) -> bool:
+        """Whether the names are ours rather than Hugging Face's."""
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
@@ -132,9 +137,9 @@ def check(
         f"quantised ({len(coded)})": [f"{name} is {headers[name].dtype}" for name in coded],
     }
     lines = [
-        f"{what}: {', '.join(list_[:3])}{', ...' * (len(list_) > 3)}"
-        for what, list_ in lists.items()
-        if list_
+        f"{what}: {', '.join(which[:3])}{', ...' * (len(which) > 3)}"
+        for what, which in lists.items()
+        if which
     ]
     if lines:
         guess = _guess(expected, headers, missing, unexpected, misshapen)
@@ -265,10 +270,8 @@ def _check_tied(reader: Reader, found: Iterable[Region], tied: Mapping[str, str]
 
 def _allocate(model: nn.Module, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:
     for name, module in model.named_modules():
-        rebuilds = type(module)._apply is not nn.Module._apply
-        assert rebuilds or not list(module.buffers(recurse=False)), (
-            f"{name} has buffers but no _apply of its own"
-        )
+        rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
+        assert rebuilds, f"{name} has buffers but no _apply of its own"
     for name, param in model.named_parameters():
         assert param.is_meta, f"load() fills models on the meta device; {name} is on {param.device}"
         param.data = param.data.to(dtypes[name])
@@ -282,36 +285,19 @@ def _bar(total: int, progress: bool | Literal["force"]) -> Any:
 
     # tqdm reads disable=None as: unless stderr is a terminal.
     disable = None if progress is True else not progress
-    return tqdm(
-        desc="Loading weights", total=total, unit="B", unit_scale=True, unit_divisor=1024, disable=disable
-    )
+    return tqdm(desc="Loading weights", total=total, unit="B", unit_scale=True, disable=disable)
 
 
 # (a name among the unexpected ones, what it means)
 _SIGNS = (
-    (
-        r"\.(qweight|qzeros|scales|g_idx)$",
-        "a GPTQ or AWQ checkpoint; use the one that it was quantised from.",
-    ),
-    (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use the one that it was quantised from."),
-    (
-        r"weight_(scale|scale_inv|packed)$",
-        "an FP8 or compressed checkpoint; use the one it was quantised from.",
-    ),
+    (r"\.(qweight|qzeros|scales|g_idx)$", "a GPTQ or AWQ checkpoint; use what it was quantised from."),
+    (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
+    (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.", "an adapter, not a whole model; merge it into its base model first."),
-    (
-        r"\.attention\.w[qkvo]\.|^tok_embeddings\.",
-        "Meta's or Mistral's own layout; use the transformers one.",
-    ),
-    (
-        r"\.experts\.(gate_up_proj|down_proj)$",
-        "experts stacked as transformers 5 has them in memory, not on disk.",
-    ),
-    (
-        r"\b(qkv_proj|gate_up_proj)\.",
-        "projections packed on disk, as in Phi-3: another model_type's weights.",
-    ),
-)
+    (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
+    (r"\.experts\.(gate_up_proj|down_proj)$", "experts stacked, as transformers 5 has them in memory."),
+    (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
+)  # fmt: skip
 
 
 def _guess(
@@ -336,13 +322,9 @@ def _guess(
     if layers != wanted:
         return f"Likely: a partial copy, or another config.json: {layers} layers on disk, {wanted} expected."
     if "lm_head.weight" in missing:
-        return (
-            "Likely: the head was not saved. If it is the embedding, set tie_word_embeddings in config.json."
-        )
+        return "Likely: the head is the embedding; then set tie_word_embeddings to true in config.json."
     if embedding in misshapen:
-        return (
-            "Likely: the vocabulary was resized; vocab_size in config.json must be the embedding's row count."
-        )
+        return "Likely: the vocabulary was resized; set vocab_size in config.json to the embedding's rows."
     if misshapen:
         return "Likely: config.json is another model's; its hidden_size, heads or intermediate_size differ."
     return "Likely: a partial copy, or another architecture's weights; fetch it again, or correct model_type."

@@ -18,7 +18,7 @@ class NoTimer(Timer):
     def time(self, call, prepare=lambda: None):
         raise AssertionError("timed although parity is red")
 
-    def host_us(self, call, **options):
+    def host_us(self, call):
         raise AssertionError("timed although parity is red")
 
 
@@ -244,8 +244,14 @@ def test_the_configs_are_the_models_they_name(monkeypatch):
         )
 
 
-def test_a_training_step_runs_in_processes_of_its_own(tmp_path, capsys):
+def test_a_training_step_is_measured_and_written(tmp_path, capsys, monkeypatch):
     pytest.importorskip("transformers")
+
+    def in_this_process(options, folder, what):
+        assert train_step.main(train_step._arguments(options, folder, what)) == 0
+        return ""
+
+    monkeypatch.setattr(train_step, "_child", in_this_process)
     out = tmp_path / "result.json"
     code = train_step.main(["--dry", "--providers", "ligermodels,hf", "--markdown", "--out", str(out)])
     rows = {row["provider"]: row for row in json.loads(out.read_text())["rows"]}
@@ -255,3 +261,24 @@ def test_a_training_step_runs_in_processes_of_its_own(tmp_path, capsys):
         assert row["parity"]["red"] == [] and row["tokens_per_s"] > 0
     assert rows["ligermodels"]["losses"] == pytest.approx(rows["hf"]["losses"], rel=train_step.RELATIVE)
     assert "| ligermodels |" in capsys.readouterr().out
+
+
+def test_a_provider_whose_process_fails_gets_a_note(tmp_path, monkeypatch, capsys):
+    real = train_step._child
+    monkeypatch.setattr(
+        train_step, "_child", lambda o, folder, what: "" if what == "prepare" else real(o, folder, what)
+    )
+    out = tmp_path / "result.json"
+    assert train_step.main(["--dry", "--providers", "ligermodels", "--out", str(out)]) == 1
+    (row,) = json.loads(out.read_text())["rows"]
+    assert "config.json" in row["note"]
+    assert row["note"] in capsys.readouterr().out
+
+
+def test_the_first_step_is_compared_too():
+    def row(provider, loss, norm):
+        return {"provider": provider, "losses": [loss], "first_gradient_norm": norm, "parity": {"red": []}}
+
+    rows = [row("ligermodels", 6.0, 2.1), row("hf", 6.0, 2.0), row("hf+liger", 6.01, 2.0)]
+    train_step._compare_first_steps(rows)
+    assert [len(r["parity"]["red"]) for r in rows] == [1, 0, 0]

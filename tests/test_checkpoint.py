@@ -400,6 +400,26 @@ def test_saving_where_renameat2_is_missing(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("atomic", [True, False])
+def test_a_swap_that_fails(tmp_path, monkeypatch, atomic):
+    """In one step, or in the second of two: the old checkpoint is back and nothing is left behind."""
+    folder = save(tmp_path / "out", 1.0)
+    steps = iter([False, OSError(errno.EIO, "broken")])
+
+    def fail(a, b):
+        step = OSError(errno.EBUSY, "busy") if atomic else next(steps)
+        if isinstance(step, OSError):
+            raise step
+        return step
+
+    monkeypatch.setattr(checkpoint, "_exchange", fail if atomic else lambda a, b: False)
+    if not atomic:
+        monkeypatch.setattr(checkpoint, "_rename", fail)
+    with pytest.raises(HubError, match="out cannot be written"):
+        save(folder, 2.0)
+    untouched(folder)
+
+
 def test_refusing_to_overwrite(tmp_path):
     folder = save(tmp_path / "out", 1.0, overwrite=False)
     with pytest.raises(CheckpointError, match=r"(?s)is not empty.*overwrite=True"):

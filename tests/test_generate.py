@@ -140,6 +140,16 @@ def test_stop_ids_are_the_union_of_both_configs(model):
     assert generate(model, prompt, max_new_tokens=16, eos_token_id=()).shape[1] == 5 + 16
 
 
+@pytest.mark.parametrize("saved", [None, -1, 7])
+def test_pads_with_the_saved_pad_id_or_else_the_first_stop_id(model, saved):
+    model.generation_config["pad_token_id"] = saved
+    prompt = _prompt(rows=2)
+    first, second = generate(model, prompt, max_new_tokens=6)[:, 5:].tolist()
+    stop = next(i for i in first[:-1] if i not in second)
+    ids = generate(model, prompt, max_new_tokens=6, eos_token_id=[stop])[:, 5:]
+    assert ids[1].tolist() == second and ids[0, -1] == (saved if saved == 7 else stop)
+
+
 def test_generation_config_samples_nothing_silently(model):
     prompt = _prompt()
     model.generation_config.update(temperature=5.0, do_sample=True, repetition_penalty=9.0, max_new_tokens=2)
@@ -169,8 +179,12 @@ def test_stream_and_streamer_say_what_generate_returns(model):
     assert len(list(itertools.islice(generate_iter(model, prompt, max_new_tokens=9), 2))) == 2
 
 
-def test_leaves_gradients_on_for_the_caller_of_a_stream(model):
-    stream = generate_iter(model, _prompt(), max_new_tokens=3)
+def test_records_no_gradients_and_leaves_them_on_for_the_caller_of_a_stream():
+    def check(ids, logits):
+        assert not logits.requires_grad
+        return logits
+
+    stream = generate_iter(Tiny(), _prompt(), max_new_tokens=3, logits_processor=check)
     next(stream)
     assert torch.is_grad_enabled()
 
@@ -268,10 +282,10 @@ def test_repetition_penalty_is_transformers(penalty):
 
 OPTIONS = [
     dict(temperature=1.0),
-    dict(temperature=0.7, top_k=7),
+    dict(temperature=2.0, top_k=3),
     dict(temperature=1.5, top_p=0.8),
-    dict(temperature=1.2, min_p=0.05),
-    dict(temperature=0.9, top_k=12, top_p=0.95, min_p=0.02, repetition_penalty=1.4),
+    dict(temperature=2.5, min_p=0.3),
+    dict(temperature=3.0, top_k=6, top_p=0.8, min_p=0.1, repetition_penalty=1.4),
     dict(temperature=0.0, repetition_penalty=1.8),
 ]
 

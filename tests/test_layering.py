@@ -19,8 +19,31 @@ MAY_IMPORT = {
     "text": {"checkpoint", "hub", "errors"},
     "generate": {"cache", "text", "errors"},
     "arch": {"layers", "kernels", "cache", "weights", "checkpoint", "hub", "generate", "errors"},
-    "demo": {"arch", "layers", "kernels", "cache", "weights", "checkpoint", "hub", "generate", "text", "errors"},
-    "cli": {"arch", "layers", "kernels", "cache", "weights", "checkpoint", "hub", "generate", "text", "demo", "errors"},
+    "demo": {
+        "arch",
+        "layers",
+        "kernels",
+        "cache",
+        "weights",
+        "checkpoint",
+        "hub",
+        "generate",
+        "text",
+        "errors",
+    },
+    "cli": {
+        "arch",
+        "layers",
+        "kernels",
+        "cache",
+        "weights",
+        "checkpoint",
+        "hub",
+        "generate",
+        "text",
+        "demo",
+        "errors",
+    },
 }
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 

@@ -19,9 +19,7 @@ def arch_of(folder: Path) -> type[CausalLM]:
     """The class for the checkpoint in `folder`. Raises ConfigError for a model_type that is not in the zoo."""
     model_type = checkpoint.read_json(folder / "config.json").get("model_type")
     if model_type not in ARCHS:
-        raise ConfigError(
-            f"{folder}: config.json has model_type {model_type!r}, which is not in the zoo; it holds: {', '.join(ARCHS)}"
-        )
+        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
     return ARCHS[model_type]
 
 

@@ -6,6 +6,7 @@ things are kept here, and none of them is imported.
 """
 
 import functools
+import itertools
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,8 +99,6 @@ class CausalLM(nn.Module):
         self._checkpoint_options: dict[str, Any] = {}
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
-
-    # ---- making, loading, saving ----
 
     @classmethod
     def from_config(
@@ -231,8 +230,6 @@ class CausalLM(nn.Module):
             saved = self.save_pretrained(Path(folder) / "model", max_shard_size=max_shard_size)
             return hub.push(saved, repo, **options)
 
-    # ---- computing ----
-
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -284,14 +281,15 @@ class CausalLM(nn.Module):
             raise InputError(f"ids have shape {tuple(x.shape[:-1])}, expected [batch, sequence]")
         batch_size, length = x.shape[:2]
         if labels is not None and labels.shape != (batch_size, length):
-            raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {(batch_size, length)}")
+            raise InputError(
+                f"labels have shape {tuple(labels.shape)}, expected that of the ids, {(batch_size, length)}"
+            )
         if position_ids is not None and position_ids.shape not in ((1, length), (batch_size, length)):
             raise InputError(
                 f"position_ids have shape {tuple(position_ids.shape)}, expected {(batch_size, length)} or {(1, length)}"
             )
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache(batch_size, length)
-        counting = _ValidLabels(labels) if labels is not None else None
         if cu_seqlens is None and position_ids is not None and attention_mask is None and past_key_values is None:
             cu_seqlens, max_seqlen = packed_sequences(position_ids.expand(batch_size, length))
         if cu_seqlens is not None:
@@ -301,22 +299,20 @@ class CausalLM(nn.Module):
             if position_ids is not None:
                 position_ids = position_ids.expand(batch_size, length).reshape(1, -1)
         batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, past_key_values)
+        targets = None if labels is None else _Targets(labels, cu_seqlens)
 
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
         x = self.hidden(x, batch, past_key_values, hidden_states).reshape(batch_size, length, -1)
         output = CausalLMOutput()
-        if labels is not None:
-            targets = _shifted(labels, cu_seqlens)
+        if targets is not None:
             if self._fused_head and not return_logits:
                 output["loss"] = self.lm_head(
-                    x, labels=targets, num_items_in_batch=num_items_in_batch, num_valid=counting.count()
+                    x, labels=targets.labels, num_items_in_batch=num_items_in_batch, num_valid=targets.count()
                 )
             else:
                 # An adapter around the head must not be passed by: its logits are made in full.
                 logits = self.lm_head(x)
-                output["loss"] = cross_entropy(
-                    logits.flatten(0, 1), targets.flatten(), num_items_in_batch=num_items_in_batch
-                )
+                output["loss"] = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
                 if return_logits:
                     output["logits"] = logits
         elif return_logits is not False:
@@ -397,8 +393,6 @@ class CausalLM(nn.Module):
 
     generate = generate
 
-    # ---- what trainers look for ----
-
     @property
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
@@ -446,7 +440,9 @@ class CausalLM(nn.Module):
     ) -> None:
         """`gradient_checkpointing_enable` under its newer name."""
         if every_n_layers != 1 or offload:
-            raise InputError("activation checkpointing covers every layer, on the device: every_n_layers=1, offload=False")
+            raise InputError(
+                "activation checkpointing covers every layer, on the device: every_n_layers=1, offload=False"
+            )
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -478,16 +474,8 @@ def packed_sequences(position_ids: Tensor) -> tuple[Tensor | None, int | None]:
     if len(bounds) == len(position_ids):
         return None, None
     bounds.append(position_ids.numel())
-    longest = max(end - start for start, end in zip(bounds, bounds[1:], strict=False))
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
     return torch.tensor(bounds, dtype=torch.int32, device=position_ids.device), longest
-
-
-def _shifted(labels: Tensor, cu_seqlens: Tensor | None) -> Tensor:
-    """The label of the next token at each position; nothing to predict at the end of a row or a sequence."""
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-    if cu_seqlens is not None:
-        targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(targets)
-    return targets
 
 
 def _pads_only_behind(mask: Tensor) -> bool:
@@ -495,29 +483,33 @@ def _pads_only_behind(mask: Tensor) -> bool:
     return bool((mask[:, 1:] <= mask[:, :-1]).all())
 
 
-class _ValidLabels:
-    """How many labels count, on its way to the host while the forward runs.
+class _Targets:
+    """`labels` [B, S], the label of the next token at each position, and how many of them count.
 
-    The loss leaves out the rows without a label, and a matrix product needs its size on the host. The copy is queued
-    before the first block, so that the wait for it, at the loss, ends long before the device runs out of work.
+    Nothing is to be predicted at the end of a row or of a packed sequence. The loss leaves out the rows without a
+    label, and a matrix product needs its size on the host: the number is on its way there while the forward runs.
+    The copy is queued before the first block, so that the wait for it ends long before the device runs out of work.
     """
 
-    def __init__(self, labels: Tensor):
-        self._count: Tensor | None = (labels[:, 1:] != IGNORE_INDEX).sum()
-        self._copied = None
-        if labels.is_cuda:
-            if torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
-                self._count = None  # neither a traced nor a captured step can wait for the host: all rows are computed
-                return
-            on_host = torch.empty_like(self._count, device="cpu", pin_memory=True)
-            on_host.copy_(self._count, non_blocking=True)
-            self._count, self._copied = on_host, torch.cuda.Event()
-            self._copied.record()
-        elif torch.compiler.is_compiling():
-            self._count = None
+    def __init__(self, labels: Tensor, cu_seqlens: Tensor | None):
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if cu_seqlens is not None:
+            targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
+        self.labels = targets
+        self._count: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        # Neither a traced nor a captured step can wait for the host: all rows are computed then.
+        if not targets.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+            return
+        count = (targets != IGNORE_INDEX).sum()
+        self._count = torch.empty_like(count, device="cpu", pin_memory=True)
+        self._count.copy_(count, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
 
     def count(self) -> int | None:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return None if self._count is None else int(self._count)
-
+        """How many labels count; None where that is not known, or cheaply found out by who asks (on the CPU)."""
+        if self._count is None or self._copied is None:
+            return None
+        self._copied.synchronize()
+        return int(self._count)

@@ -29,17 +29,34 @@ ACTIVATIONS = {
 }
 """config.json's word for an activation -> ours."""
 
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "float64": torch.float64}
+DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
 # Carried by files but without a say in what is computed; not written back.
 _DROPPED = {"auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta"}
-_DROPPED |= {"rope_scaling", "original_max_position_embeddings", "_name_or_path", "_attn_implementation_autoset"}
+_DROPPED |= {
+    "rope_scaling",
+    "original_max_position_embeddings",
+    "_name_or_path",
+    "_attn_implementation_autoset",
+}
 # Known to transformers, of no consequence here; written back as found.
 _KEPT = {"pretraining_tp", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states"}
-_KEPT |= {"id2label", "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "task_specific_params"}
+_KEPT |= {
+    "id2label",
+    "label2id",
+    "problem_type",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder",
+    "task_specific_params",
+}
 
 
 @dataclass(kw_only=True)
@@ -138,7 +155,9 @@ class ModelConfig:
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{cls.model_type}: {name} is {value!r}, expected an object or null")
         rope = {key: value for key, value in {**new, **old}.items() if key != "type"}
-        rope["rope_type"] = old.get("rope_type") or old.get("type") or new.get("rope_type") or new.get("type") or "default"
+        rope["rope_type"] = (
+            old.get("rope_type") or old.get("type") or new.get("rope_type") or new.get("type") or "default"
+        )
         top_level = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
         for key, value in {**new, **top_level}.items():
             if key in rope and key != "type" and rope[key] != value:
@@ -164,7 +183,9 @@ class ModelConfig:
         heads = self.num_attention_heads
         if self.head_dim is None:
             if self.hidden_size % heads:
-                raise self._error("num_attention_heads", f"must divide hidden_size {self.hidden_size}; or give head_dim")
+                raise self._error(
+                    "num_attention_heads", f"must divide hidden_size {self.hidden_size}; or give head_dim"
+                )
             self.head_dim = self.hidden_size // heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = heads
@@ -180,7 +201,9 @@ class ModelConfig:
             raise self._error("dtype", f"is not supported; supported: {', '.join(DTYPES)}")
         rope_type, theta = self.rope_parameters.get("rope_type"), self.rope_parameters.get("rope_theta")
         if rope_type not in ROPE_TYPES:
-            raise ConfigError(f"{self.model_type}: rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}")
+            raise ConfigError(
+                f"{self.model_type}: rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+            )
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
             raise ConfigError(f"{self.model_type}: rope_theta is {theta!r}, expected a positive number")
         partial = self.rope_parameters.get("partial_rotary_factor", 1.0)
@@ -234,7 +257,10 @@ class ModelConfig:
 
 def _one_spelling(cls: type[ModelConfig], config: Mapping[str, Any], new: str, old: str) -> Any:
     """The value of a field with two names, which must not contradict each other."""
-    a, b = (value.removeprefix("torch.") if isinstance(value, str) else value for value in (config.get(new), config.get(old)))
+    a, b = (
+        value.removeprefix("torch.") if isinstance(value, str) else value
+        for value in (config.get(new), config.get(old))
+    )
     if a is not None and b is not None and a != b:
         raise ConfigError(f"{cls.model_type}: config.json has {new}={a!r} and {old}={b!r}; remove the wrong one")
     return b if a is None else a

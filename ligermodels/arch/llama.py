@@ -18,7 +18,16 @@ from torch import Tensor, nn
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.cache import LayerCache
-from ligermodels.layers import Attention, Batch, Embedding, GatedMLP, LMHead, RMSNorm, RotaryEmbedding, TiedLMHead
+from ligermodels.layers import (
+    Attention,
+    Batch,
+    Embedding,
+    GatedMLP,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    TiedLMHead,
+)
 
 
 @dataclass(kw_only=True)

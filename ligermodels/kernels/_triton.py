@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 from typing import Any
 
 import torch
@@ -57,6 +58,11 @@ def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
 @torch.compiler.assume_constant_result
 def num_sms(index: int | None) -> int:
     """Multiprocessors of CUDA device `index`; a small number where there are none (CPU, interpreter)."""
+    return _num_sms(index)
+
+
+@functools.cache
+def _num_sms(index: int | None) -> int:
     if index is None or not torch.cuda.is_available():
         return 4
     return torch.cuda.get_device_properties(index).multi_processor_count

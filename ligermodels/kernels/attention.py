@@ -59,9 +59,8 @@ def attention_reference(
     """The specification of `attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, groups = accumulator(q.dtype), q.shape[2] // k.shape[2]
     k, v = k.to(dtype).repeat_interleave(groups, dim=2), v.to(dtype).repeat_interleave(groups, dim=2)
-    scores = torch.einsum("bshd,bkhd->bhsk", q.to(dtype), k) * (
-        q.shape[-1] ** -0.5 if scale is None else scale
-    )
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = torch.einsum("bshd,bkhd->bhsk", q.to(dtype), k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     visible = _visible(q, k, causal, window, key_mask, cu_seqlens)
@@ -87,8 +86,7 @@ def _visible(
     visible = visible[None, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None, None]
-        # A row of padding sees nothing, and the softmax of nothing is NaN, forward and backward: let it see
-        # itself.
+        # A row of padding sees nothing, and the softmax of nothing is NaN both ways: let it see itself.
         itself = keys == aligned.clamp(min=0)
         visible = visible | (itself & ~visible.any(-1, keepdim=True))
     return visible
@@ -109,12 +107,10 @@ def attention(
 ) -> Tensor:
     """Each query's mean of the values it may see, weighted by softmax(scale * q k^T): [B, S, HQ, D].
 
-    q: [B, S, HQ, D]. k, v: [B, K, HK, D]; query head h reads key head h // (HQ / HK). Strided views go in as
-    they are.
+    q: [B, S, HQ, D]. k, v: [B, K, HK, D]; query head h reads key head h // (HQ / HK). Strided views are fine.
     causal: aligned to the last key: query i sees key j only if j <= i + K - S. Needs K >= S.
     window: tokens, counting itself: j > i + K - S - window.
-    softcap: scores become softcap * tanh(scores / softcap) before masking. Holds the scores in memory, see
-    above.
+    softcap: scores become softcap * tanh(scores / softcap) before masking, and are held in memory.
     scale: multiplies q k^T; default D ** -0.5.
     key_mask: bool [B, K], False where a key is padding that nobody sees. A query left without a key sees its
         own, so that the output of padding is finite; nothing else may be read into it.
@@ -132,12 +128,7 @@ def attention(
         key_mask = key_mask if key_mask is None else key_mask[:, start:]
     if window is not None and window >= num_keys:
         window = None
-    options: dict[str, Any] = {
-        "causal": causal,
-        "window": window,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-    }
+    options: dict[str, Any] = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens)
     if softcap is not None or q.numel() == 0:
         return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -156,13 +147,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
     groups = q.shape[2] // k.shape[2]
     half = q.dtype in (torch.bfloat16, torch.float16)
     if groups > 1 and q.device.type == "cuda" and (mask is not None or not half or q.shape[-1] > 256):
-        # The engine for these knows no grouped heads, and what torch takes in its place holds the scores in
-        # memory.
+        # The engine for these knows no grouped heads; what torch takes in its place materialises the scores.
         k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1
-    )
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=groups > 1)
     return out.transpose(1, 2)
 
 
@@ -200,7 +188,7 @@ def _flash(
     else:
         cu_queries = cu_keys = cu_seqlens
         max_queries = max_keys = length if max_seqlen is None else max_seqlen
-    out = varlen_attn(
+    out: Any = varlen_attn(
         q.flatten(0, 1),
         k.flatten(0, 1),
         v.flatten(0, 1),
@@ -243,13 +231,7 @@ def _check(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> None:
-    if (
-        q.dim() != 4
-        or k.dim() != 4
-        or k.shape != v.shape
-        or q.shape[0] != k.shape[0]
-        or q.shape[3] != k.shape[3]
-    ):
+    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise InputError(
             f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together; "
             "expected q [B, S, HQ, D] and k, v [B, K, HK, D]"
@@ -272,9 +254,7 @@ def _check(
     if k.shape[1] == 0 and q.shape[1]:
         raise InputError(f"attention: {q.shape[1]} queries but no key")
     if window is not None and window < 1:
-        raise InputError(
-            f"attention: window={window} hides even the query's own key; give 1 or more tokens, or None"
-        )
+        raise InputError(f"attention: window={window} hides even the query's own key; give 1 or more tokens, or None")
     if softcap is not None and not softcap > 0:
         raise InputError(f"attention: softcap={softcap} must be positive; None turns it off")
     if key_mask is not None and (key_mask.shape != k.shape[:2] or key_mask.dtype != torch.bool):

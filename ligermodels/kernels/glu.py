@@ -45,21 +45,27 @@ def glu_linear_reference(
 
 @triton.jit
 def _activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) and its derivative. EXACT: the result is not rounded to fewer bits, so division must be right."""
+    """act(x) and its derivative. EXACT: no fewer bits are kept of the result, so that division must be right."""
     if NAME == "gelu":
         cdf = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
         return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
     else:
-        # gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u), which neither cancels nor overflows.
+        # gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u).
         z, dz = x, 1.0
         if NAME == "gelu_tanh":
             z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
             dz = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+        # sigmoid(z) = one / (1 + t) and 1 - sigmoid(z) = other / (1 + t): neither overflows nor cancels.
+        t = tl.exp(-tl.abs(z))
+        one = tl.where(z >= 0, 1.0, t)
+        other = tl.where(z >= 0, t, 1.0)
         if EXACT:
-            sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-z))
+            r = tl.div_rn(1.0, 1.0 + t)
+            act = tl.div_rn(x * one, 1.0 + t)
         else:
-            sigmoid = 1.0 / (1.0 + tl.exp(-z))
-        return x * sigmoid, sigmoid + (x * sigmoid) * (1.0 - sigmoid) * dz
+            r = 1.0 / (1.0 + t)
+            act = x * one * r
+        return act, one * r + act * (other * r) * dz
 
 
 @triton.jit

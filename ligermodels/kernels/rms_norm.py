@@ -53,12 +53,14 @@ def add_rms_norm_reference(
 
 
 @triton.jit
-def _rstd(mean_square, eps: tl.constexpr):
-    # Correctly rounded: the hardware's rsqrt is off by up to 2 ulp, which the whole row would inherit.
-    if mean_square.dtype == tl.float64:
-        return 1.0 / tl.sqrt(mean_square + eps)
+def _rstd(total, N: tl.constexpr, eps: tl.constexpr, IN: tl.constexpr):
+    """rsqrt(total / N + eps), one number per row, whose error the whole row inherits."""
+    if IN == tl.float32:  # nothing rounds it away: rounded once, where fp32 operations would do so four times
+        return (1.0 / tl.sqrt(total.to(tl.float64) * (1.0 / N) + eps)).to(tl.float32)
+    elif IN == tl.float64:
+        return 1.0 / tl.sqrt(total * (1.0 / N) + eps)
     else:
-        return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
+        return tl.rsqrt(total * (1.0 / N) + eps)
 
 
 @triton.jit
@@ -110,7 +112,7 @@ def _forward_kernel(
             x_ptr + offset_x + cols, residual_ptr + offset_residual + cols, total_ptr + offset_y + cols,
             mask, ADD, ACC,
         )  # fmt: skip
-        rstd = _rstd(tl.sum(x * x, 1) * (1.0 / N), eps)
+        rstd = _rstd(tl.sum(x * x, 1), N, eps, OUT)
         y = _scaled(x * rstd[:, None], w[None, :], HAS_WEIGHT, GEMMA, OUT)
         tl.store(y_ptr + offset_y + cols, y, mask=mask)
     else:
@@ -122,7 +124,7 @@ def _forward_kernel(
                 row_mask[:, None] & (at < N)[None, :], ADD, ACC,
             )  # fmt: skip
             square += x * x
-        rstd = _rstd(tl.sum(square, 1) * (1.0 / N), eps)
+        rstd = _rstd(tl.sum(square, 1), N, eps, OUT)
         tl.debug_barrier()  # the sum is read back below, maybe by other threads
         for start in range(0, N, BLOCK):
             at = start + cols
@@ -223,6 +225,7 @@ def _sum_partials_kernel(
 
 
 _WIDEST = 16384  # columns of a row that one program holds in registers: 32 fp32 values per thread of 16 warps
+_WIDE = 8192, 4096  # columns that a program takes at a time where rows are wider: forward, backward
 _PIPELINE_BYTES = 48 * 1024 if torch.version.hip else 96 * 1024  # shared memory for loads in flight
 
 
@@ -250,7 +253,7 @@ def _forward(
     total = torch.empty_like(y) if add else x
     rstd = torch.empty(n_rows, dtype=accumulator(dtype), device=x.device)
     if n_rows:
-        block, rows, warps = _tile(width) if width <= _WIDEST else (8192, 1, 16)
+        block, rows, warps = _tile(width) if width <= _WIDEST else (_WIDE[0], 1, 16)
         with device_guard(x):
             _forward_kernel[(triton.cdiv(n_rows, rows),)](
                 y, total, rstd, x, other, x if weight is None else weight.contiguous(),
@@ -279,7 +282,7 @@ def _backward(
     kernel, stage = _backward_kernel, rows * block * loads
     if width > _WIDEST or stage > _PIPELINE_BYTES:
         # Two rows share each update of dw. Their second reading should find the rows of all programs in L2.
-        block, rows, warps = 4096, 2 if width <= 32768 else 1, 16
+        block, rows, warps = _WIDE[1], 2 if width <= 32768 else 1, 16
         kernel, stage = _backward_wide_kernel, block * (rows * loads + 8 + rstd.element_size())
     programs = min(num_sms(x.device.index) * (16 // warps), triton.cdiv(n_rows, 4 * rows))
     partial = rstd

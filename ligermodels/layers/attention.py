@@ -18,9 +18,8 @@ class Attention(nn.Module):
     is copied.
 
     num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: tokens that a query sees,
-    counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale multiplies q
-    k^T; default head_dim ** -0.5. The rotation's size comes with the tables: the first R of head_dim dims
-    turn.
+    counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies
+    them, default head_dim ** -0.5. How many dims of a head rotate is for the tables of the batch to say.
     """
 
     def __init__(

@@ -63,15 +63,13 @@ class _Head(nn.Module):
         )
 
 
-class LMHead(_Head, nn.Linear):
+class LMHead(_Head, nn.Linear):  # type: ignore[misc]
     """A linear head with its own weight [vocab_size, hidden_size].
 
     softcap: logits become softcap * tanh(logits / softcap), in the loss too.
     """
 
-    def __init__(
-        self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None
-    ):
+    def __init__(self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None):
         nn.Linear.__init__(self, hidden_size, vocab_size, bias=bias)
         self.softcap = softcap
 
@@ -83,17 +81,19 @@ class TiedLMHead(_Head):
     and is materialised with the embedding, and stays shared when a model that holds both is copied.
     """
 
+    embedding: nn.Embedding
+
     def __init__(self, embedding: nn.Embedding, *, softcap: float | None = None):
         super().__init__()
         object.__setattr__(self, "embedding", embedding)  # past nn.Module, which would register it
         self.softcap = softcap
 
     @property
-    def weight(self) -> Tensor:
+    def weight(self) -> Tensor:  # type: ignore[override]
         return self.embedding.weight
 
     @property
-    def bias(self) -> None:
+    def bias(self) -> None:  # type: ignore[override]
         return None
 
     def extra_repr(self) -> str:

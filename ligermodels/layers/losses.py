@@ -1,5 +1,7 @@
 """The losses as modules: options once, at construction."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +28,7 @@ class _Loss(nn.Module):
     ):
         super().__init__()
         self.register_buffer("class_weight", class_weight, persistent=False)
-        self._options = {
+        self._options: dict[str, Any] = {
             "ignore_index": ignore_index,
             "label_smoothing": label_smoothing,
             "z_loss": z_loss,

@@ -1,7 +1,5 @@
 """The gated feed-forward unit."""
 
-from typing import Literal
-
 from torch import Tensor, nn
 
 from ligermodels.kernels.glu import glu, glu_linear
@@ -20,14 +18,12 @@ class GatedMLP(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
-        activation: Literal["silu", "gelu_tanh", "gelu"] = "silu",
+        activation: str = "silu",
         bias: bool = False,
     ):
         super().__init__()
         self.activation = activation
-        self.gate_up_proj = PackedLinear(
-            hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias
-        )
+        self.gate_up_proj = PackedLinear(hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias)
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """RMSNorm with the residual add before it in the same kernel."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +23,7 @@ class RMSNorm(nn.Module):
         *,
         eps: float = 1e-6,
         offset: float = 0.0,
-        casting: Literal["llama", "gemma"] = "llama",
+        casting: str = "llama",
         elementwise_affine: bool = True,
     ):
         super().__init__()

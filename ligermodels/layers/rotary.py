@@ -94,19 +94,20 @@ class RotaryEmbedding(nn.Module):
         if not theta > 1:
             raise ConfigError(f"rope: theta={theta} must be above 1")
         self.theta = theta
-        self.scaling = _read(scaling, theta, partial_rotary_factor, self.dim // 2)
+        self.scaling = _read(scaling or {}, theta, partial_rotary_factor, self.dim // 2)
         self.rope_type = self.scaling["rope_type"]
         self.max_position_embeddings = max_position_embeddings
-        self.original_length = self.scaling.get("original_max_position_embeddings") or max_position_embeddings
+        original_length = self.scaling.get("original_max_position_embeddings")
+        self.original_length: Any = original_length or max_position_embeddings
         if self.original_length is None and self.rope_type not in ("default", "linear"):
-            beside = (
-                "" if self.rope_type == "dynamic" else ", or original_max_position_embeddings in its dict"
+            instead = ", or original_max_position_embeddings in its dict"
+            raise ConfigError(
+                f"rope_type={self.rope_type!r} needs max_position_embeddings"
+                f"{'' if self.rope_type == 'dynamic' else instead}"
             )
-            raise ConfigError(f"rope_type={self.rope_type!r} needs max_position_embeddings{beside}")
         if self.rope_type == "dynamic" and self.dim == 2:
             raise ConfigError("rope_type='dynamic' needs 4 or more rotated dims, and this rotates 2")
-        # [1 or 2, R/2]; two for longrope, short and long. Made on the CPU: other devices round powers
-        # differently.
+        # [1 or 2, R/2]; two for longrope, short and long. On the CPU: other devices round powers otherwise.
         frequencies, self.attention_scaling = self._frequencies()
         self._inv_freq = self._inv_freq_there = torch.stack(frequencies)
 
@@ -196,9 +197,9 @@ class RotaryEmbedding(nn.Module):
         if "attention_factor" in options:
             return inv_freq, options["attention_factor"]
         factor = options.get("factor") or self._length_ratio()
-        return inv_freq, math.sqrt(
-            1 + math.log(factor) / math.log(self.original_length)
-        ) if factor > 1 else 1.0
+        if factor <= 1:
+            return inv_freq, 1.0
+        return inv_freq, math.sqrt(1 + math.log(factor) / math.log(self.original_length))
 
     def _length_ratio(self) -> float:
         if self.max_position_embeddings is None:
@@ -219,10 +220,10 @@ def _yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
 
 
 def _read(
-    scaling: Mapping[str, Any] | None, theta: float, partial_rotary_factor: float, num_frequencies: int
+    scaling: Mapping[str, Any], theta: float, partial_rotary_factor: float, num_frequencies: int
 ) -> dict[str, Any]:
     """The rope dict with `rope_type` settled and every value checked; keys that are null are left out."""
-    options = {name: value for name, value in (scaling or {}).items() if value is not None}
+    options = {name: value for name, value in scaling.items() if value is not None}
     old_name = options.pop("type", "default")  # transformers 5 leaves a stale `type` beside `rope_type`
     rope_type = options.setdefault("rope_type", old_name)
     for name, value in (("rope_theta", theta), ("partial_rotary_factor", partial_rotary_factor)):
@@ -233,9 +234,7 @@ def _read(
     needed, allowed = _KEYS[rope_type]
     given = options.keys() - {"rope_type"}
     if missing := sorted(needed - given):
-        raise ConfigError(
-            f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: {dict(scaling)}"
-        )
+        raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: {dict(scaling)}")
     if unknown := sorted(given - needed - allowed):
         raise ConfigError(
             f"rope_type={rope_type!r} has no {', '.join(unknown)}; "
@@ -256,11 +255,7 @@ def _check_value(name: str, value: Any, num_frequencies: int) -> None:
         if not isinstance(value, bool):
             raise ConfigError(f"rope: truncate={value!r} must be true or false")
     elif name in ("short_factor", "long_factor"):
-        if (
-            not isinstance(value, list | tuple)
-            or len(value) != num_frequencies
-            or not all(map(_positive, value))
-        ):
+        if not isinstance(value, list | tuple) or len(value) != num_frequencies or not all(map(_positive, value)):
             size = len(value) if isinstance(value, list | tuple) else value
             raise ConfigError(
                 f"rope: {name} must be a list of {num_frequencies} positive numbers, one per pair of "

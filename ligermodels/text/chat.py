@@ -47,11 +47,7 @@ class ChatTemplates:
                 "the last message, the other begins a new one."
             )
         for label, items in (("messages", messages), ("tools", tools or ()), ("documents", documents or ())):
-            wrong = (
-                items
-                if not isinstance(items, list | tuple)
-                else [i for i in items if not isinstance(i, Mapping)]
-            )
+            wrong = items if not isinstance(items, list | tuple) else [i for i in items if not isinstance(i, Mapping)]
             if wrong:
                 raise TokenizerError(f"{label} must be a list of dicts; got {str(wrong)[:80]!r}.")
         chat = _plain(list(messages))
@@ -75,9 +71,7 @@ class ChatTemplates:
         if template is not None and template not in self.templates:
             if "{" in template:
                 return template
-            raise TokenizerError(
-                f"there is no chat template {template!r}; {self._folder} has {list(self.templates)}."
-            )
+            raise TokenizerError(f"there is no chat template {template!r}; {self._folder} has {list(self.templates)}.")
         if not self.templates:
             raise TokenizerError(
                 f"{self._folder} has no chat template. Likely cause: a base model, not an instruct model. "
@@ -86,8 +80,7 @@ class ChatTemplates:
         name = template or ("tool_use" if has_tools and "tool_use" in self.templates else "default")
         if name not in self.templates:
             raise TokenizerError(
-                f"{self._folder} has no default chat template. Next step: pass template= one of "
-                f"{list(self.templates)}."
+                f"{self._folder} has no default chat template. Next step: pass template= one of {list(self.templates)}."
             )
         return self.templates[name]
 
@@ -98,9 +91,7 @@ class ChatTemplates:
                 if len(source) > MAX_TEMPLATE_CHARS:
                     raise sandbox.TooMuch(f"a template of more than {MAX_TEMPLATE_CHARS:,} characters")
                 self._compiled[source] = environment.compile(source)
-            program = jinja2.Template.from_code(
-                environment, self._compiled[source], environment.make_globals(None)
-            )
+            program = jinja2.Template.from_code(environment, self._compiled[source], environment.make_globals(None))
             size, parts = 0, []
             for part in program.generate(variables):
                 size += len(part)
@@ -109,9 +100,7 @@ class ChatTemplates:
                 parts.append(part)
             return "".join(parts)
         except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(
-                f"chat template, line {error.lineno}: syntax error: {error.message}"
-            ) from error
+            raise TokenizerError(f"chat template, line {error.lineno}: syntax error: {error.message}") from error
         except sandbox.SecurityError as error:
             raise TokenizerError(f"chat template{_line(error)}: blocked by the sandbox: {error}") from error
         except sandbox.TooMuch as error:

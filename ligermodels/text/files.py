@@ -77,21 +77,21 @@ def read_files(folder: str | Path) -> TokenizerFiles:
     """Reads everything but the vocabulary. Raises TokenizerError for a file that is damaged."""
     folder = Path(folder)
     if not folder.is_dir():
-        raise TokenizerError(
-            f"{folder} is not a folder. Next step: pass the folder that holds tokenizer.json."
-        )
+        raise TokenizerError(f"{folder} is not a folder. Next step: pass the folder that holds tokenizer.json.")
     config = _read_object(folder, "tokenizer_config.json")
     names = dict(config)
     if "added_tokens_decoder" not in config:
         names |= _read_object(folder, "special_tokens_map.json")
-    named = {
-        key: text for key, value in names.items() if key.endswith("_token") and (text := _content(value))
-    }
+    named = {key: text for key, value in names.items() if key.endswith("_token") and (text := _content(value))}
     extra = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
-    extra = extra.values() if isinstance(extra, Mapping) else extra
+    extra = list(extra.values()) if isinstance(extra, Mapping) else extra
+    if not isinstance(extra, list):
+        raise TokenizerError(f"{folder}: the extra special tokens must be a list, not {extra!r}.")
     extra_special = tuple(text for value in extra if (text := _content(value)))
     model, generation = _read_object(folder, "config.json"), _read_object(folder, "generation_config.json")
-    text_model = model.get("text_config") or {}
+    text_model = model.get("text_config")
+    text_model = text_model if isinstance(text_model, dict) else {}
+    sizes = (model.get("vocab_size"), text_model.get("vocab_size"))
     return TokenizerFiles(
         folder=folder,
         config=config,
@@ -110,7 +110,7 @@ def read_files(folder: str | Path) -> TokenizerFiles:
             (i for source in (generation, model, text_model) for i in _ids(source, "pad_token_id", folder)),
             None,
         ),
-        model_vocab_size=model.get("vocab_size") or text_model.get("vocab_size"),
+        model_vocab_size=next((size for size in sizes if isinstance(size, int)), None),
         copied=tuple(path for name in COPIED_FILES if (path := _existing(folder, name)))
         + tuple(sorted((folder / "additional_chat_templates").glob("*.jinja"))),
     )
@@ -129,13 +129,9 @@ def read_bytes(path: Path) -> bytes:
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}.") from error
     if data.startswith(b"version https://git-lfs"):
-        raise TokenizerError(
-            f"{path} is a git-lfs pointer, not the file itself. Next step: run `git lfs pull`."
-        )
+        raise TokenizerError(f"{path} is a git-lfs pointer, not the file itself. Next step: run `git lfs pull`.")
     if data.lstrip()[:9].lower().startswith((b"<!doctype", b"<html")):
-        raise TokenizerError(
-            f"{path} is an HTML page. Likely cause: a download link saved in place of the file."
-        )
+        raise TokenizerError(f"{path} is an HTML page. Likely cause: a download link saved in place of the file.")
     return data
 
 
@@ -143,17 +139,13 @@ def read_text(path: Path) -> str:
     try:
         return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise TokenizerError(
-            f"{path} is not UTF-8: {error}. Likely cause: a damaged or converted file."
-        ) from error
+        raise TokenizerError(f"{path} is not UTF-8: {error}. Likely cause: a damaged or converted file.") from error
 
 
 def _existing(folder: Path, name: str) -> Path | None:
     path = folder / name
     if path.exists() and not path.is_file():
-        raise TokenizerError(
-            f"{path} is not a regular file. Next step: put the tokenizer's {name} in its place."
-        )
+        raise TokenizerError(f"{path} is not a regular file. Next step: put the tokenizer's {name} in its place.")
     return path if path.is_file() else None
 
 
@@ -170,6 +162,10 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
         ) from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} must hold a JSON object; it holds a {type(value).__name__}.")
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise TokenizerError(f"{path} holds a lone surrogate, which has no UTF-8: {error}.") from error
     return value
 
 
@@ -212,9 +208,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
         else:
             for content, index in _read_object(folder, "added_tokens.json").items():
                 is_special = content in special
-                tokens.append(
-                    AddedToken(id=int(index), content=content, special=is_special, normalized=not is_special)
-                )
+                tokens.append(AddedToken(id=int(index), content=content, special=is_special, normalized=not is_special))
         assert all(isinstance(token.content, str) and token.content and token.id >= 0 for token in tokens)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerError(
@@ -226,9 +220,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    found = {
-        path.stem: read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    }
+    found = {path.stem: read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     if path := _existing(folder, "chat_template.jinja"):
         found["default"] = read_text(path)
     if found:
@@ -239,11 +231,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     if isinstance(declared, str):
         return {"default": declared}
     try:
-        pairs = (
-            declared.items()
-            if isinstance(declared, Mapping)
-            else [(t["name"], t["template"]) for t in declared]
-        )
+        pairs = declared.items() if isinstance(declared, Mapping) else [(t["name"], t["template"]) for t in declared]
         found = dict(pairs)
         assert all(isinstance(text, str) for pair in found.items() for text in pair)
     except (AssertionError, KeyError, TypeError) as error:

@@ -7,7 +7,6 @@ of tokenizer_config.json are merged into those of the file.
 
 import contextlib
 import json
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,15 +31,11 @@ class JsonBackend:
         self._native.no_padding()
         self._merge_added(path, files)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        # The fast one leaves out the offsets: half the time of encode(), for one long text as well.
         with _native_errors("encode"):
-            return self._native.encode(text, add_special_tokens=add_special_tokens).ids
-
-    def encode_many(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        with _native_errors("encode"):
-            return [
-                e.ids for e in self._native.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-            ]
+            found = self._native.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
+        return [encoding.ids for encoding in found]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         with _native_errors("decode"):
@@ -98,17 +93,11 @@ class JsonBackend:
                     f"{token.id}. Likely cause: files of two checkpoints mixed."
                 )
         by_content = {token.content: token for token in self._native.get_added_tokens_decoder().values()}
-        missing = []
         for content in dict.fromkeys((*files.named.values(), *files.extra_special)):
-            if self._native.token_to_id(content) is None:
-                missing.append(content)
-                continue
             native = by_content.get(content, tokenizers.AddedToken(content, normalized=False))
-            if not native.special:
+            if not native.special and self._native.token_to_id(content) is not None:
                 native.special = True
                 self._native.add_special_tokens([native])
-        if missing:
-            warnings.warn(f"{path}: special tokens without an id, left out: {missing}", stacklevel=5)
 
 
 @contextlib.contextmanager

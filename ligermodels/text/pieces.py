@@ -70,8 +70,7 @@ class PieceStream:
             case {"type": "Join"}:
                 return _Map(lambda piece, first: piece if first else f" {piece}")
         raise TokenizerError(
-            f"the decoder {dict(state)} cannot be streamed. Next step: collect the ids and call decode() "
-            "once."
+            f"the decoder {dict(state)} cannot be streamed. Next step: collect the ids and call decode() once."
         )
 
 

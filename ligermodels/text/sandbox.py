@@ -200,9 +200,7 @@ def _printable(value: Any) -> Any:
             elif isinstance(item, list | tuple):
                 stack += item
             if items > MAX_WIDTH or chars > MAX_CHARS:
-                raise TooMuch(
-                    f"a printed structure of more than {MAX_WIDTH:,} items or {MAX_CHARS:,} characters"
-                )
+                raise TooMuch(f"a printed structure of more than {MAX_WIDTH:,} items or {MAX_CHARS:,} characters")
     return value
 
 

@@ -10,13 +10,12 @@ SentencePiece knows its own pieces only; what Hugging Face adds around it is don
 - decoding is what transformers' converted tokenizer does: pieces joined, U+2581 is a space, runs of byte
   pieces are UTF-8, the dummy prefix is taken off once.
 
-Checked against transformers 5.23: LlamaTokenizer (converted) and SentencePieceBackend (slow). A text that begins
-with a space keeps it beside the dummy prefix, as in SentencePiece itself; the converted one merges the two.
+Checked against transformers 5.23: LlamaTokenizer (converted) and SentencePieceBackend (slow). A text that
+begins with a space keeps it beside the dummy prefix, as in SentencePiece; the converted one merges the two.
 """
 
 import dataclasses
 import re
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,9 @@ def read_model(path: Path) -> Any:
             "from the Hugging Face version of this checkpoint; Meta's `original/` folder lacks it."
         )
     try:
-        return sentencepiece.SentencePieceProcessor(model_proto=data)
+        model = sentencepiece.SentencePieceProcessor()
+        model.LoadFromSerializedProto(data)
+        return model
     except Exception as error:
         raise TokenizerError(
             f"{path} is not a SentencePiece model ({error}). Likely cause: a truncated download."
@@ -90,18 +91,9 @@ class SentencePieceBackend:
             if tokens
         ]
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids = []
-        for position, stretch in enumerate(self._split(text)):
-            ids += (
-                [stretch.id]
-                if isinstance(stretch, AddedToken)
-                else self._encode_stretch(stretch, position == 0)
-            )
-        return self._before + ids + self._after if add_special_tokens else ids
-
-    def encode_many(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [self.encode(text, add_special_tokens) for text in texts]
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        before, after = (self._before, self._after) if add_special_tokens else ([], [])
+        return [before + self._encode_text(text) + after for text in texts]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         stream = PieceStream(self.decoder)
@@ -138,6 +130,12 @@ class SentencePieceBackend:
         ]
         strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if self._prefixes else []
         return {"type": "Sequence", "decoders": steps + strip}
+
+    def _encode_text(self, text: str) -> list[int]:
+        ids = []
+        for place, stretch in enumerate(self._split(text)):
+            ids += [stretch.id] if isinstance(stretch, AddedToken) else self._encode_stretch(stretch, place == 0)
+        return ids
 
     def _encode_stretch(self, text: str, first: bool) -> list[int]:
         if self._prefixes and (first or self._legacy):
@@ -188,8 +186,6 @@ class SentencePieceBackend:
                 added[token.id] = token
             elif self._native.id_to_piece(index) == content:
                 added.setdefault(index, AddedToken(id=index, content=content, special=True))
-            else:
-                warnings.warn(f"{path}: special token without an id, left out: {content!r}", stacklevel=6)
         return added
 
 

@@ -65,9 +65,7 @@ class StopStrings:
         if ends:
             self._held, self.stopped = "", True
             return text[: min(ends)[1]], True
-        keep = next(
-            (n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._may_begin(text[-n:])), 0
-        )
+        keep = next((n for n in range(min(self._longest - 1, len(text)), 0, -1) if self._may_begin(text[-n:])), 0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep], False
 

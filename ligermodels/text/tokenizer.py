@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,8 +28,7 @@ class Backend(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def decoder(self) -> Mapping[str, Any] | None: ...
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
-    def encode_many(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
     def token_to_id(self, token: str) -> int | None: ...
     def id_to_token(self, index: int) -> str | None: ...
@@ -58,13 +58,18 @@ class Tokenizer:
                     f"{files.folder}: {name} is {files.named[name]!r}, which has no id. Likely cause: an "
                     "added token is missing from tokenizer.json or added_tokens.json."
                 )
+        missing = {*files.named.values(), *files.extra_special}
+        missing -= {token for token in missing if backend.token_to_id(token) is not None}
+        if missing:
+            text = f"{files.folder}: special tokens without an id, left out: {sorted(missing)}"
+            warnings.warn(text, stacklevel=3)
         self.bos_token_id = ids.get("bos_token")
         own = [index for index in (ids.get("eos_token"),) if index is not None]
         self.eos_token_ids = tuple(dict.fromkeys((*files.eos_token_ids, *own)))
         self.eos_token_id = next(iter(own or self.eos_token_ids), None)
         pads = (ids.get("pad_token"), files.pad_token_id, *self.eos_token_ids, 0)
         self.pad_token_id = next(index for index in pads if index is not None)
-        self._adds_bos = self.bos_token_id is not None and backend.encode("", True)[:1] == [self.bos_token_id]
+        self._adds_bos = self.bos_token_id in backend.encode([""], True)[0][:1]
         variables = {name: token for name, token in files.named.items() if ids[name] is not None}
         extra = {"additional_special_tokens": list(files.extra_special)} if files.extra_special else {}
         self._chat = ChatTemplates(files.templates, variables | extra, files.folder)
@@ -136,8 +141,7 @@ class Tokenizer:
         """(input_ids, attention_mask), both int64 [B, S], S the longest; the mask is 1 on real tokens."""
         if isinstance(texts, str) or padding_side not in ("left", "right"):
             raise InputError(
-                "encode_batch takes a list of texts and padding_side 'left' or 'right', not "
-                f"{padding_side!r}."
+                f"encode_batch takes a list of texts and padding_side 'left' or 'right', not {padding_side!r}."
             )
         rows = self._encode_many(list(texts), add_special_tokens)
         width = max(map(len, rows), default=0)
@@ -214,9 +218,7 @@ class Tokenizer:
     def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
         for text in texts:
             if not isinstance(text, str):
-                raise TokenizerError(
-                    f"text must be a str, not {type(text).__name__}. Next step: decode bytes first."
-                )
+                raise TokenizerError(f"text must be a str, not {type(text).__name__}. Next step: decode bytes first.")
             try:
                 text.encode()
             except UnicodeEncodeError as error:
@@ -225,11 +227,7 @@ class Tokenizer:
                     "has no UTF-8. Likely cause: half of a pair from JSON or UTF-16; errors='replace' mends "
                     "it."
                 ) from error
-        rows = (
-            [self.backend.encode(texts[0], add_special_tokens)]
-            if len(texts) == 1
-            else self.backend.encode_many(texts, add_special_tokens)
-        )
+        rows = self.backend.encode(texts, add_special_tokens)
         if add_special_tokens and self._adds_bos:
             rows = [ids[1:] if ids[1:2] == [self.bos_token_id] else ids for ids in rows]
         return rows

@@ -121,7 +121,10 @@ class Suite:
         left = torch.cat([ids[1:, :9], ids[1:, :15]], dim=1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         batch = torch.cat([ids[:1], left])
-        if model.config.rope_parameters["rope_type"] not in ("dynamic", "longrope"):  # those look at the whole batch
+        if model.config.rope_parameters["rope_type"] not in (
+            "dynamic",
+            "longrope",
+        ):  # those look at the whole batch
             assert relative(model(batch, mask, positions).logits[1:, 9:], alone) < LOGITS
             assert relative(model(batch, mask.flip(1), None).logits[1:, :15], model(batch).logits[1:, :15]) < LOGITS
         expected = theirs_logits(hf, batch, attention_mask=mask, position_ids=positions)

@@ -31,7 +31,10 @@ def test_defaults_are_those_of_transformers():
     [
         (dict(rope_theta=5e5), dict(rope_type="default", rope_theta=5e5)),
         (dict(rope_theta=5e5, rope_scaling=None), dict(rope_type="default", rope_theta=5e5)),
-        (dict(rope_scaling=dict(type="linear", factor=2.0)), dict(rope_type="linear", rope_theta=1e4, factor=2.0)),
+        (
+            dict(rope_scaling=dict(type="linear", factor=2.0)),
+            dict(rope_type="linear", rope_theta=1e4, factor=2.0),
+        ),
         (
             dict(rope_parameters=dict(rope_type="linear", type="linear", rope_theta=7.0, factor=2.0)),
             dict(rope_type="linear", rope_theta=7.0, factor=2.0),
@@ -77,9 +80,15 @@ def test_rotary_parameters_of_either_generation(rope, expected):
         (dict(rope_scaling=dict(type="sideways")), ["sideways", "llama3"]),
         (dict(rope_scaling=[1]), ["rope_scaling", "object"]),
         (dict(rope_theta=-1.0), ["rope_theta", "positive"]),
-        (dict(rope_theta=1e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)), ["rope_theta", "twice"]),
         (
-            dict(rope_scaling=dict(rope_type="linear", factor=2.0), rope_parameters=dict(rope_type="linear", factor=4.0)),
+            dict(rope_theta=1e4, rope_parameters=dict(rope_type="default", rope_theta=5e5)),
+            ["rope_theta", "twice"],
+        ),
+        (
+            dict(
+                rope_scaling=dict(rope_type="linear", factor=2.0),
+                rope_parameters=dict(rope_type="linear", factor=4.0),
+            ),
             ["factor", "twice"],
         ),
         (dict(partial_rotary_factor=0.5), ["partial_rotary_factor", "0.5"]),
@@ -92,7 +101,9 @@ def test_what_cannot_work_is_refused(changes, words):
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-@pytest.mark.parametrize("field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"])
+@pytest.mark.parametrize(
+    "field", ["vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+)
 def test_a_missing_field_is_named(field):
     with pytest.raises(ConfigError, match=f"lacks {field}"):
         LlamaConfig.from_hf({key: value for key, value in GOOD.items() if key != field})

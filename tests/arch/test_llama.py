@@ -113,9 +113,15 @@ def test_an_adapter_around_the_head_is_not_passed_by(model):
     [
         (dict(), "either input_ids or inputs_embeds"),
         (dict(input_ids=torch.zeros(5, dtype=torch.long)), "expected [batch, sequence]"),
-        (dict(input_ids=torch.zeros(2, 5, dtype=torch.long), labels=torch.zeros(2, 4, dtype=torch.long)), "labels"),
+        (
+            dict(input_ids=torch.zeros(2, 5, dtype=torch.long), labels=torch.zeros(2, 4, dtype=torch.long)),
+            "labels",
+        ),
         (dict(input_ids=torch.zeros(2, 5, dtype=torch.long), attention_mask=torch.ones(2, 4)), "[2, 5]"),
-        (dict(input_ids=torch.zeros(2, 5, dtype=torch.long), position_ids=torch.zeros(3, 5).long()), "position_ids"),
+        (
+            dict(input_ids=torch.zeros(2, 5, dtype=torch.long), position_ids=torch.zeros(3, 5).long()),
+            "position_ids",
+        ),
         (dict(input_ids=torch.zeros(2, 5, dtype=torch.long), output_attentions=True), "never in memory"),
         (
             dict(
@@ -136,9 +142,7 @@ def test_arguments_that_do_not_fit(model, arguments, words):
 
 def test_random_weights_follow_the_seed_and_the_table(model):
     config = {key: value for key, value in tiny(attention_bias=True).items() if key != "rope_parameters"}
-    one, same, other = (
-        ligermodels.Llama.from_config(config, seed=seed).state_dict() for seed in (1, 1, 2)
-    )
+    one, same, other = (ligermodels.Llama.from_config(config, seed=seed).state_dict() for seed in (1, 1, 2))
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["embed_tokens.weight"], other["embed_tokens.weight"])
     assert abs(one["lm_head.weight"].std() - 0.02) < 2e-3

@@ -13,10 +13,8 @@ from tests.kernels.oracle import dtypes
 # Every one of these reaches a different combination of engine, mask and alignment.
 OPTIONS = [
     {"causal": causal, "window": window, "softcap": softcap, "key_mask": padded}
-    for causal, window, softcap, padded in itertools.product(
-        [True, False], [None, 1, 3, 64], [None, 2.0], [False, True]
-    )
-] + [{"scale": 0.3, "key_mask": False}, {"scale": 0.3, "key_mask": True}]
+    for causal, window, softcap, padded in itertools.product([True, False], [None, 1, 3, 6], [None, 2.0], [False, True])
+] + [{"window": 64, "key_mask": False}, {"scale": 0.3, "key_mask": False}, {"scale": 0.3, "key_mask": True}]
 SHAPES = [(7, 7), (5, 9), (1, 6), (1, 1)]  # S, K
 
 
@@ -86,7 +84,7 @@ def test_reference_is_the_definition(length, num_keys):
         torch.testing.assert_close(attention_reference(q, k, v, **options), by_hand(q, k, v, **options))
 
 
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize("heads", [(2, 2), (6, 2)])
 @pytest.mark.parametrize("length, num_keys", SHAPES)
 def test_matches_reference(length, num_keys, heads, device, poison):
     for options in OPTIONS:
@@ -94,9 +92,7 @@ def test_matches_reference(length, num_keys, heads, device, poison):
         actual = run(attention, length, num_keys, options, heads=heads, device=device)
         exact = run(attention_reference, length, num_keys, options, heads=heads, device=device)
         # fp64 on both sides: what differs is the order of the sums.
-        torch.testing.assert_close(
-            actual, exact, rtol=1e-9, atol=1e-11, msg=lambda text, o=options: f"{o}: {text}"
-        )
+        torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-11, msg=lambda text, o=options: f"{o}: {text}")
 
 
 def eager(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None):
@@ -129,9 +125,7 @@ def assert_error(actual, plain, exact, name):
     rms, rms_allowed, rms_ulp = (x.square().mean().sqrt() for x in (error, allowed, ulp))
     assert rms <= 2 * rms_allowed + rms_ulp, f"{name}: rms error {rms:.2e}, eager's {rms_allowed:.2e}"
     worst, worst_allowed = error.max(), allowed.max()
-    assert worst <= 4 * worst_allowed + ulp.max(), (
-        f"{name}: max error {worst:.2e}, eager's {worst_allowed:.2e}"
-    )
+    assert worst <= 4 * worst_allowed + ulp.max(), f"{name}: max error {worst:.2e}, eager's {worst_allowed:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in dtypes() if dtype != torch.float64])
@@ -221,18 +215,14 @@ def test_rows_that_see_nothing_are_finite(length, num_keys, options, device):
     """A row of padding alone, as an empty prompt in a batch makes one: no NaN, forward or backward."""
     mask = torch.ones(2, num_keys, dtype=torch.bool, device=device)
     mask[0] = False
-    out, grad = run(
-        attention, length, num_keys, {**options, "key_mask": mask}, dtype=torch.float32, device=device
-    )
+    out, grad = run(attention, length, num_keys, {**options, "key_mask": mask}, dtype=torch.float32, device=device)
     assert out.isfinite().all() and grad.isfinite().all()
 
 
 def test_decode_is_the_last_row_of_prefill(device):
     for options in ({}, {"window": 4}, {"key_mask": padding(9, device=device)}):
         _, q, k, v = inputs(9, 9, device=device)
-        torch.testing.assert_close(
-            attention(q[:, -1:], k, v, **options), attention(q, k, v, **options)[:, -1:]
-        )
+        torch.testing.assert_close(attention(q[:, -1:], k, v, **options), attention(q, k, v, **options)[:, -1:])
 
 
 @pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 0), (2, 0, 3)])
@@ -308,9 +298,7 @@ def on_gpu(options, length, num_keys, dtype, size=128):
         options["max_seqlen"] = length
     if options.pop("key_mask", False):
         options["key_mask"] = padding(num_keys, batch_size, "cuda")
-    packed = torch.randn(
-        batch_size, num_keys, (8 + 2 * 2) * size, device="cuda", dtype=dtype, requires_grad=True
-    )
+    packed = torch.randn(batch_size, num_keys, (8 + 2 * 2) * size, device="cuda", dtype=dtype, requires_grad=True)
     weights = torch.randn(batch_size, length, 8, size, device="cuda", dtype=dtype)
 
     def step():

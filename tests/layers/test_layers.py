@@ -26,11 +26,7 @@ def batch_of(length, head_dim=8, start=0, **options):
 
 
 def gradients(module, loss):
-    return dict(
-        zip(
-            dict(module.named_parameters()), torch.autograd.grad(loss, list(module.parameters())), strict=True
-        )
-    )
+    return dict(zip(dict(module.named_parameters()), torch.autograd.grad(loss, list(module.parameters())), strict=True))
 
 
 def assert_same(module, actual, expected):
@@ -215,9 +211,7 @@ def parametrize(linear):
 
 
 def replace_class(linear):
-    linear.__class__ = type(
-        "Sharded", (type(linear),), {"forward": lambda self, x: F.linear(x, self.weight) / 2}
-    )
+    linear.__class__ = type("Sharded", (type(linear),), {"forward": lambda self, x: F.linear(x, self.weight) / 2})
 
 
 WRAPPINGS = [add_forward_hook, add_forward_pre_hook, replace_forward, parametrize, replace_class]
@@ -233,11 +227,7 @@ def test_whatever_halves_down_proj_halves_the_output(wrap):
 
 @pytest.mark.parametrize("wrap", WRAPPINGS)
 def test_is_plain(wrap):
-    assert (
-        is_plain(nn.Linear(2, 3))
-        and is_plain(L.Linear(2, 3))
-        and is_plain(L.PackedLinear(2, {"a": 1, "b": 2}))
-    )
+    assert is_plain(nn.Linear(2, 3)) and is_plain(L.Linear(2, 3)) and is_plain(L.PackedLinear(2, {"a": 1, "b": 2}))
     linear = L.Linear(2, 3)
     wrap(linear)
     assert not is_plain(linear)
@@ -262,9 +252,7 @@ def test_is_plain_sees_backward_hooks_tensor_subclasses_and_global_hooks():
 def test_the_fused_product_runs_when_down_proj_is_plain(monkeypatch):
     calls = []
     fused = mlp.glu_linear
-    monkeypatch.setattr(
-        mlp, "glu_linear", lambda *args, **options: calls.append(1) or fused(*args, **options)
-    )
+    monkeypatch.setattr(mlp, "glu_linear", lambda *args, **options: calls.append(1) or fused(*args, **options))
     layer = L.GatedMLP(6, 10)
     layer(torch.randn(2, 6))
     assert calls == [1]
@@ -393,9 +381,7 @@ def test_loss_modules():
     torch.testing.assert_close(L.LinearCrossEntropyLoss(**options)(x, weight, labels), expected)
     module = L.CrossEntropyLoss(**options, return_token_accuracy=True)
     assert module.state_dict() == {} and module.double().class_weight.dtype == torch.float64
-    assert isinstance(
-        L.CrossEntropyLoss(return_token_accuracy=True)(x @ weight.T, labels), CrossEntropyOutput
-    )
+    assert isinstance(L.CrossEntropyLoss(return_token_accuracy=True)(x @ weight.T, labels), CrossEntropyOutput)
 
 
 class Tied(nn.Module):
@@ -424,9 +410,7 @@ def through_a_file(model):
 ], ids=["as built", "deepcopy", "pickle", "cast", "to_empty"])  # fmt: skip
 def test_a_tie_holds(change):
     model = change(Tied())
-    assert (
-        list(model.state_dict()) == ["embed_tokens.weight"] == [name for name, _ in model.named_parameters()]
-    )
+    assert list(model.state_dict()) == ["embed_tokens.weight"] == [name for name, _ in model.named_parameters()]
     assert [name for name, _ in model.named_modules()] == ["", "embed_tokens", "lm_head"]
     assert model.lm_head.weight is model.embed_tokens.weight and model.lm_head.bias is None
     nn.init.normal_(model.embed_tokens.weight)
@@ -526,18 +510,20 @@ def test_a_block_on_a_gpu(options):
     block.to("cuda", torch.bfloat16)
     there = L.Batch(cos=batch.cos.cuda(), sin=batch.sin.cuda())
     inputs = (x.to("cuda", torch.bfloat16), residual.to("cuda", torch.bfloat16), there)
-    sum(block(*inputs)).sum().backward()
+    weights = torch.randn(x.shape).bfloat16()
+    weights_there = weights.cuda()
+    (sum(block(*inputs)) * weights_there).sum().backward()
     block.zero_grad()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         out = sum(block(*inputs))
-        out.sum().backward()
+        (out * weights_there).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    exact.sum().backward()
+    (exact * weights.double()).sum().backward()
     # A dozen bf16 roundings in a row, each half of 2 ** -8.
     torch.testing.assert_close(out.double().cpu(), exact, rtol=5e-2, atol=5e-2)
     for ours, theirs in zip(block.parameters(), exact_block.parameters(), strict=True):
         error = (ours.grad.double().cpu() - theirs.grad).norm() / theirs.grad.norm()
-        assert error < 5e-2
+        assert error < 2e-2

@@ -52,9 +52,7 @@ def frequencies(rotary, length=2):
 def test_golden_frequencies(scaling, theta, head_dim, length, golden):
     rotary = RotaryEmbedding(head_dim, theta=theta, scaling=scaling, max_position_embeddings=2048)
     actual = frequencies(rotary, length)[list(golden)]
-    torch.testing.assert_close(
-        actual, torch.tensor(list(golden.values()), dtype=torch.float64), rtol=3e-7, atol=0
-    )
+    torch.testing.assert_close(actual, torch.tensor(list(golden.values()), dtype=torch.float64), rtol=3e-7, atol=0)
 
 
 @pytest.mark.parametrize("scaling, max_length, expected", [
@@ -85,7 +83,9 @@ TYPES = {
         "rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 2.0,
         "truncate": False,
     },
-    "yarn, one turn": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 6},
+    "yarn, ramp to the end": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 10**7},
+    "yarn, ramp beyond": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 10**14},
+    "yarn, no ramp": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 6},
     "longrope": LONGROPE,
 }  # fmt: skip
 
@@ -141,9 +141,7 @@ def test_partial_rotation():
 @pytest.mark.parametrize("name", TYPES)
 def test_tables_stay_fp32(name, change):
     positions = torch.arange(20)[None]
-    module = torch.nn.ModuleDict(
-        {"rotary": RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)}
-    )
+    module = torch.nn.ModuleDict({"rotary": RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)})
     before = module["rotary"](positions)
     after = change(module)["rotary"](positions)
     assert all(map(torch.equal, before, after)) and after[0].dtype == torch.float32

@@ -34,12 +34,14 @@ TEXTS = (
     "▁already▁there",
     "<0x41> not a byte",
     "مرحبا שלום हिन्दी ไทย",
-    "𝕳𝖊𝖑𝖑𝖔",
+    "\U0001d573\U0001d58a",
 )
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + "
-    "'<|im_end|>' + '\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA2 = """{% if messages[0]['role'] == 'system' %}
     {%- set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
@@ -91,7 +93,7 @@ def added(content: str, **flags: bool) -> dict[str, Any]:
 
 
 def byte_level(folder: Path) -> Path:
-    """In the manner of Llama 3: byte-level BPE, BOS from a TemplateProcessing, ids of special tokens at the end."""
+    """In the manner of Llama 3: byte-level BPE, BOS from a TemplateProcessing, special tokens at the end."""
     native = tokenizers.Tokenizer(models.BPE(ignore_merges=True))
     split = pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"), "isolated")
     byte = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -138,16 +140,17 @@ def byte_level(folder: Path) -> Path:
 def byte_fallback(folder: Path, *, legacy: bool = True, prefix: bool = True) -> Path:
     """In the manner of Llama 2's tokenizer.json (legacy), of Gemma's (no prefix) and of a re-saved one."""
     native = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    space = normalizers.Replace(" ", "▁")
-    native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space]) if legacy and prefix else space
+    native.normalizer = space = normalizers.Replace(" ", "▁")
     special = [AddedToken(token, normalized=False) for token in ("<unk>", "<s>", "</s>")]
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
+        vocab_size=400,
         special_tokens=[*special, *(f"<0x{byte:02X}>" for byte in range(256))],
         show_progress=False,
-        limit_alphabet=60,
     )
-    native.train_from_iterator([part for text in CORPUS for part in text.split()], trainer)
+    # English only: every other script is spelled in bytes.
+    native.train_from_iterator([f" {word}" for text in CORPUS[:2] for word in text.split()], trainer)
+    if prefix and legacy:
+        native.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), space])
     if prefix and not legacy:
         native.normalizer = None
         native.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first", split=False)
@@ -175,7 +178,7 @@ def byte_fallback(folder: Path, *, legacy: bool = True, prefix: bool = True) -> 
 
 
 def sentencepiece_model(**options: Any) -> bytes:
-    """A trained .model. By default as Llama 2's: BPE, byte fallback, dummy prefix, the text otherwise as it is."""
+    """A trained .model, by default as Llama 2's: BPE, byte fallback, dummy prefix, no normalisation."""
     writer = io.BytesIO()
     defaults = {
         "vocab_size": 420,

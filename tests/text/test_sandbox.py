@@ -1,4 +1,4 @@
-"""Templates that attack: each must end soon, in a TokenizerError that says why; and none may be refused wrongly."""
+"""Templates that attack end soon, in a TokenizerError that says why; ordinary ones are not refused."""
 
 import time
 
@@ -100,9 +100,10 @@ BLOCKED = {
 }
 
 
-@pytest.mark.parametrize(
-    ("template", "words"), [pytest.param(*v, id=k) for part in (ENDLESS, LARGE, BLOCKED) for k, v in part.items()]
-)
+ATTACKS = ENDLESS | LARGE | BLOCKED
+
+
+@pytest.mark.parametrize(("template", "words"), ATTACKS.values(), ids=ATTACKS)
 def test_attack_is_stopped(template, words):
     start = time.perf_counter()
     with pytest.raises(TokenizerError) as caught:
@@ -123,7 +124,7 @@ def test_messages_are_not_changed_and_objects_not_reached():
 @pytest.mark.parametrize(
     ("template", "text"),
     [
-        ("{% for m in messages %}{{ m.role ~ ':' ~ m['content'] }}{{ loop.last }}{{ loop.length }}{% endfor %}", "user:hiTrue1"),
+        ("{% for m in messages %}{{ m.role ~ m['content'] ~ loop.last ~ loop.length }}{% endfor %}", "userhiTrue1"),
         ("{% for i in [1, 2]|reverse %}{{ loop.revindex }}{{ loop.nextitem }}{% endfor %}", "211"),
         ("{% for i in range(4) if i %}{{ i }}{{ loop.length }}{% endfor %}", "132333"),
         ("{% for a in [1, 2, 3] %}{% if a == 2 %}{% continue %}{% endif %}{{ a }}{% endfor %}", "13"),
@@ -132,7 +133,8 @@ def test_messages_are_not_changed_and_objects_not_reached():
         ("{% for k, v in {'a': 1}.items() %}{{ k }}{{ v }}{% endfor %}", "a1"),
         ("{{ {'é<': [1, '>']}|tojson }}", '{"é<": [1, ">"]}'),
         ("{{ {'é': 1}|tojson(ensure_ascii=True) }}", '{"\\u00e9": 1}'),
-        ("{{ {'b': 1, 'a': 2}|tojson(indent=1, separators=(',', '='), sort_keys=True) }}", '{\n "a"=2,\n "b"=1\n}'),
+        ("{{ {'b': 1, 'a': 2}|tojson(separators=(',', '='), sort_keys=True) }}", '{"a"=2,"b"=1}'),
+        ("{{ [1]|tojson(indent=1) }}", "[\n 1\n]"),
         ("{{ strftime_now('%Y')|length }}", "4"),
         ("{{ dict(a=1).a }}{{ cycler('a', 'b').next() }}{{ 'a b'.split(' ')|join('-') }}", "1aa-b"),
         ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),

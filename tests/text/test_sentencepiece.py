@@ -1,4 +1,4 @@
-"""tokenizer.model folders, judged by SentencePiece itself and by both generations of transformers' LlamaTokenizer."""
+"""tokenizer.model folders, judged by SentencePiece itself and by both of transformers' ways to read them."""
 
 import random
 from types import SimpleNamespace
@@ -28,7 +28,7 @@ def converted(model: bytes, tmp_path, *, legacy: bool) -> LlamaTokenizer:
     """LlamaTokenizer of transformers 5 from the pieces and scores of the model."""
     (tmp_path / "oracle.model").write_bytes(model)
     extractor = tokenization_utils_sentencepiece.SentencePieceExtractor(str(tmp_path / "oracle.model"))
-    vocab, scores, merges = extractor.extract(vocab_scores=True)
+    vocab, _, merges = extractor.extract(vocab_scores=True)
     return LlamaTokenizer(vocab=vocab, merges=merges, legacy=legacy, add_bos_token=True, **SPECIAL)
 
 
@@ -53,7 +53,10 @@ def slow(monkeypatch, tmp_path):
     def make(model, legacy, added=()):
         (tmp_path / "slow.model").write_bytes(model)
         return tokenization_utils_sentencepiece.SentencePieceBackend(
-            vocab_file=str(tmp_path / "slow.model"), legacy=legacy, added_tokens_decoder=dict(added), **SPECIAL
+            vocab_file=str(tmp_path / "slow.model"),
+            legacy=legacy,
+            added_tokens_decoder=dict(added),
+            **SPECIAL,
         )
 
     return make
@@ -70,12 +73,12 @@ def test_plain_text_is_sentencepiece_itself(sentencepiece_folder, sentencepiece_
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_agrees_with_the_converted_llama_tokenizer(sentencepiece_folder, sentencepiece_model, tmp_path, legacy):
-    """5.23 merges a stretch's own leading space with the dummy prefix, SentencePiece does not: not compared here."""
+def test_agrees_with_the_converted_tokenizer(sentencepiece_folder, sentencepiece_model, tmp_path, legacy):
+    """Not compared: a leading space, which 5.23 merges with the dummy prefix and SentencePiece does not."""
     tokenizer = Tokenizer.from_folder(sentencepiece_folder(legacy=legacy))
     oracle = converted(sentencepiece_model, tmp_path, legacy=legacy)
     for text in (*folders.TEXTS, *MIXED):
-        if text.startswith(("▁", " ")) or legacy and any(f"{token} " in text for token in ("<s>", "</s>")):
+        if text.startswith(("▁", " ")) or (legacy and any(f"{token} " in text for token in ("<s>", "</s>"))):
             continue
         expected = oracle.encode(text, add_special_tokens=False)
         assert tokenizer.encode(text, add_special_tokens=False) == expected, text
@@ -213,6 +216,16 @@ def test_tokenizer_json_wins(byte_fallback_folder, tmp_path):
     assert Tokenizer.from_folder(tmp_path).encode("the cat") == Tokenizer.from_folder(byte_fallback_folder).encode(
         "the cat"
     )
+
+
+def test_ten_megabytes(sentencepiece_folder):
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder(legacy=False))
+    line = "the cat sat on the mat and the dog ran.</s>"
+    first = tokenizer.encode(line)
+    later = tokenizer.encode(f"</s>{line}", add_special_tokens=False)[1:]
+    assert tokenizer.encode(line * 240_000) == first + later * 239_999
+    # White space beside added tokens must not cost its square.
+    assert tokenizer.encode(" " * 10_000_000 + "</s>")[-1] == 2
 
 
 @pytest.mark.parametrize("model_type", ["unigram", "word", "char"])

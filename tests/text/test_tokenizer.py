@@ -133,7 +133,11 @@ def copy(source, target, **config):
 def test_eos_ids_are_a_union(byte_fallback_folder, tmp_path):
     folder = copy(byte_fallback_folder, tmp_path)
     assert Tokenizer.from_folder(folder).eos_token_ids == (2,)
-    folders.write(folder, "config.json", {"vocab_size": 1000, "eos_token_id": 7, "text_config": {"eos_token_id": [8, 2]}})
+    folders.write(
+        folder,
+        "config.json",
+        {"vocab_size": 1000, "eos_token_id": 7, "text_config": {"eos_token_id": [8, 2]}},
+    )
     assert Tokenizer.from_folder(folder).eos_token_ids == (7, 8, 2)
     folders.write(folder, "generation_config.json", {"eos_token_id": [9, 7]})
     tokenizer = Tokenizer.from_folder(folder)
@@ -207,7 +211,7 @@ def test_special_tokens_without_an_id_are_named_once(byte_fallback_folder, tmp_p
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tokenizer = Tokenizer.from_folder(folder)
-    assert [str(w.message) for w in caught if "<|nowhere|>" in str(w.message) and "</s>" not in str(w.message)]
+    assert [str(w.message).rpartition(": ")[2] for w in caught] == ["['<|nowhere|>']"]
     assert tokenizer.vocab_size == Tokenizer.from_folder(byte_fallback_folder).vocab_size
 
 
@@ -217,16 +221,21 @@ def test_from_hub_resolves_without_weights(byte_level_folder, monkeypatch):
     calls = []
     monkeypatch.setattr(hub, "resolve", lambda *args, **kwargs: calls.append((args, kwargs)) or byte_level_folder)
     tokenizer = Tokenizer.from_hub("some/model", revision="main", subfolder="text", token="t", local_files_only=True)
-    options = {"revision": "main", "subfolder": "text", "token": "t", "cache_dir": None, "local_files_only": True}
+    options = {
+        "revision": "main",
+        "subfolder": "text",
+        "token": "t",
+        "cache_dir": None,
+        "local_files_only": True,
+    }
     assert calls == [(("some/model",), options | {"weights": False})]
     assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
 
 
-def test_ten_megabytes(pair):
+def test_a_long_text(pair):
     ours, _ = pair
     text = "the cat sat on the mat and the dog ran. " * 25_000
-    ids = ours.encode(text)
-    assert ours.decode(ids) == text
+    assert ours.decode(ours.encode(text)) == text
 
 
 def test_imports_stay_out():
