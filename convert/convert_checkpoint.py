@@ -38,9 +38,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="per file (default: 5GB)")
     parser.add_argument("--revision", help="branch, tag or commit of SRC")
     parser.add_argument("--allow-pickle", action="store_true", help="read pytorch_model.bin if need be")
-    parser.add_argument(
-        "--check", action="store_true", help="compare names and shapes only, from the headers"
-    )
+    parser.add_argument("--check", action="store_true", help="compare names and shapes only, from the headers")
     parser.add_argument("--overwrite", action="store_true", help="save over what is in DST")
     args = parser.parse_args(argv)
     if (args.dst is None) != args.check:

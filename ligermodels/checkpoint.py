@@ -98,9 +98,7 @@ def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] |
     files = sorted({file for file in weight_map.values() if isinstance(file, str)})
     odd += [file for file in files if not file.endswith(Path(single).suffix) or not _stays_inside(file)]
     if odd:
-        raise CheckpointError(
-            f"{index} names {odd[0]!r}; expected a {Path(single).suffix} file in its folder"
-        )
+        raise CheckpointError(f"{index} names {odd[0]!r}; expected a {Path(single).suffix} file in its folder")
     return files, weight_map
 
 
@@ -141,9 +139,7 @@ class SafetensorsReader:
                 self.metadata: dict[str, str] = opened.metadata() or {}
         for name, file in (weight_map or {}).items():
             if name not in self.headers:
-                raise CheckpointError(
-                    f"{self.folder / file} lacks {name}, against its index; fetch both again"
-                )
+                raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
         for name, file, opened in twice:
             if not same_bits(self.read(name), opened.get_tensor(name)):
                 raise CheckpointError(
@@ -171,9 +167,7 @@ class SafetensorsReader:
 def _open(path: Path) -> Any:
     if not path.is_file():
         state = "is not a regular file" if path.exists() else "is not there"
-        raise CheckpointError(
-            f"{path} {state}. A download or copy that did not finish? Fetch the checkpoint again."
-        )
+        raise CheckpointError(f"{path} {state}. A download or copy that did not finish? Fetch the checkpoint again.")
     try:
         with path.open("rb") as file:
             start = file.read(64)
@@ -202,9 +196,7 @@ class PickleReader:
             except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
                 raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {error}") from error
             if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-                raise CheckpointError(
-                    f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps"
-                )
+                raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
             self._tensors |= state
         self.headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in self._tensors.items()}
 
@@ -242,9 +234,7 @@ def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> Safete
 
 def _num_bytes(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?)B)?", str(size).upper())
-    count = (
-        int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
-    )
+    count = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
     if not count:
         raise InputError(f"max_shard_size={size!r}: expected a number of bytes, or such as '5GB' or '500MiB'")
     return count
@@ -343,9 +333,7 @@ def _write_files(staging: Path, files: Mapping[str, bytes | Path]) -> None:
             (staging / name).write_bytes(content)
 
 
-def _write_shards(
-    staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, metadata: dict[str, str]
-) -> None:
+def _write_shards(staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, metadata: dict[str, str]) -> None:
     """The weights and, if they come to more than one file, the index. Holds one shard in memory."""
     shards: list[tuple[Path, list[str]]] = []
     total = 0

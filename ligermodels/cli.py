@@ -55,25 +55,19 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ligermodels", description="Language models built from fused Triton layers."
-    )
+    parser = argparse.ArgumentParser(prog="ligermodels", description="Language models built from fused Triton layers.")
     parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
     demo.add_argument("--seconds", type=float, default=20.0, help="time for training (default 20)")
-    demo.add_argument(
-        "--keep", metavar="DIR", help="folder for the trained checkpoint (default: a temporary one)"
-    )
+    demo.add_argument("--keep", metavar="DIR", help="folder for the trained checkpoint (default: a temporary one)")
     demo.set_defaults(run=_demo)
 
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("model", metavar="MODEL", help="repository on the Hub, or folder of a checkpoint")
     model.add_argument("--revision", help="branch, tag or commit")
-    model.add_argument(
-        "--local-files-only", action="store_true", help="use what is cached, never the network"
-    )
+    model.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
     model.add_argument(
         "--allow-pickle",
         action="store_true",
@@ -81,19 +75,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sampling = argparse.ArgumentParser(add_help=False)
-    sampling.add_argument(
-        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token"
-    )
+    sampling.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     sampling.add_argument("--top-k", type=int, help="draw among the TOP_K likeliest tokens")
     sampling.add_argument("--top-p", type=float, help="draw among the likeliest tokens that make up TOP_P")
-    sampling.add_argument(
-        "--min-p", type=float, help="draw among tokens at least MIN_P times as likely as the first"
-    )
+    sampling.add_argument("--min-p", type=float, help="draw among tokens at least MIN_P times as likely as the first")
     sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less")
     sampling.add_argument("--seed", type=int, help="makes draws repeatable")
-    sampling.add_argument(
-        "--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable"
-    )
+    sampling.add_argument("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable")
     sampling.add_argument(
         "--dtype",
         default="auto",
@@ -103,15 +91,13 @@ def _parser() -> argparse.ArgumentParser:
 
     generate = commands.add_parser("generate", parents=[model, sampling], help="continue a text")
     generate.add_argument("--prompt", help="the text (default: what stdin holds)")
-    generate.add_argument("--max-new-tokens", type=int, default=256, help="default 256")
-    generate.set_defaults(run=_generate)
+    generate.add_argument("--max-new-tokens", type=int, help="default 256, or what the context leaves")
+    generate.set_defaults(run=_generate, usual_length=256)
 
-    chat = commands.add_parser(
-        "chat", parents=[model, sampling], help="talk to a model, with its chat template"
-    )
+    chat = commands.add_parser("chat", parents=[model, sampling], help="talk to a model, with its chat template")
     chat.add_argument("--system", metavar="TEXT", help="system prompt")
-    chat.add_argument("--max-new-tokens", type=int, default=1024, help="per answer, default 1024")
-    chat.set_defaults(run=_chat)
+    chat.add_argument("--max-new-tokens", type=int, help="per answer; default 1024, or what the context leaves")
+    chat.set_defaults(run=_chat, usual_length=1024)
 
     inspect = commands.add_parser(
         "inspect", parents=[model], help="what a checkpoint is, from its configuration and headers alone"
@@ -186,9 +172,7 @@ def _next_line(at_terminal: bool) -> str | None:
         return None
 
 
-def _answer(
-    model: "CausalLM", tokenizer: "Tokenizer", messages: list[dict[str, str]], args: argparse.Namespace
-) -> str:
+def _answer(model: "CausalLM", tokenizer: "Tokenizer", messages: list[dict[str, str]], args: argparse.Namespace) -> str:
     ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
     pieces, text = _Answer(model, tokenizer, ids, args), ""
     try:
@@ -214,9 +198,7 @@ def _load(args: argparse.Namespace) -> "tuple[CausalLM, Tokenizer]":
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
-        raise InputError(
-            f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can"
-        ) from None
+        raise InputError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
     folder = hub.resolve(
         args.model,
         revision=args.revision,
@@ -241,13 +223,16 @@ class _Answer:
         from ligermodels.generate import generate_iter
         from ligermodels.text import StopStrings, StreamDecoder
 
-        args = self.args
+        args, length = self.args, self.args.max_new_tokens
+        if length is None:
+            left = self.model.config.max_position_embeddings - len(self.ids)
+            length = min(args.usual_length, left) if left > 0 else args.usual_length
         decoder, stops = StreamDecoder(self.tokenizer), StopStrings(args.stop)
         self.times = [time.perf_counter()]
         for (token,) in generate_iter(
             self.model,
             torch.tensor([self.ids], dtype=torch.int64, device=self.model.device),
-            max_new_tokens=args.max_new_tokens,
+            max_new_tokens=length,
             temperature=args.temperature,
             top_k=args.top_k,
             top_p=args.top_p,
@@ -330,18 +315,14 @@ def _headers(args: argparse.Namespace) -> "tuple[Path, Mapping[str, TensorInfo],
     from ligermodels.weights import TensorInfo
 
     try:
-        folder = hub.resolve(
-            args.model, revision=args.revision, local_files_only=True, allow_pickle=args.allow_pickle
-        )
+        folder = hub.resolve(args.model, revision=args.revision, local_files_only=True, allow_pickle=args.allow_pickle)
     except HubError:
         if Path(args.model).exists() or args.local_files_only:
             raise
     else:
         with checkpoint.open_checkpoint(folder, allow_pickle=args.allow_pickle) as reader:
             pickles = isinstance(reader, checkpoint.PickleReader)
-            names, _ = checkpoint.weight_files(
-                folder, checkpoint.PICKLES if pickles else checkpoint.SAFETENSORS
-            )
+            names, _ = checkpoint.weight_files(folder, checkpoint.PICKLES if pickles else checkpoint.SAFETENSORS)
             files = {name: (folder / name).stat().st_size for name in names}
             return folder, reader.headers, files, reader.native
 
@@ -360,12 +341,8 @@ def _headers(args: argparse.Namespace) -> "tuple[Path, Mapping[str, TensorInfo],
         for shard in shards.values()
         for name, info in shard.tensors.items()
     }
-    sizes = {
-        name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()
-    }
-    native = any(
-        (shard.metadata or {}).get("format") == checkpoint.NATIVE["format"] for shard in shards.values()
-    )
+    sizes = {name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()}
+    native = any((shard.metadata or {}).get("format") == checkpoint.NATIVE["format"] for shard in shards.values())
     return folder, headers, dict(sorted(sizes.items())), native
 
 
@@ -404,9 +381,7 @@ def _files(files: dict[str, int]) -> str:
     total = _size(sum(files.values()))
     if len(files) == 1:
         return f"{next(iter(files))}, {total}"
-    return (
-        f"{len(files)} shards of {_size(min(files.values()))} to {_size(max(files.values()))}, {total} in all"
-    )
+    return f"{len(files)} shards of {_size(min(files.values()))} to {_size(max(files.values()))}, {total} in all"
 
 
 def _tokenizer(folder: Path) -> str:
@@ -480,9 +455,7 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
                 else None
             )
         yield "GPU", "none that torch can use", fix
-        how = (
-            "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter" if _triton.HAS_TRITON else ""
-        )
+        how = "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter" if _triton.HAS_TRITON else ""
         yield "kernels", f"plain PyTorch on the CPU{'; ' * bool(how)}{how}", None
 
     found = get_token() is not None
@@ -517,11 +490,7 @@ def _try_kernel() -> tuple[str, str | None]:
         reason = (str(error).strip().splitlines() or [""])[-1]
         fix = "Triton needs a C compiler (apt install gcc) and the torch release that it came with"
         return f"do not run: {type(error).__name__}: {reason}", fix
-    return (
-        ("Triton, tried on this GPU", None)
-        if close
-        else ("WRONG RESULTS", "reinstall torch and triton together")
-    )
+    return ("Triton, tried on this GPU", None) if close else ("WRONG RESULTS", "reinstall torch and triton together")
 
 
 if __name__ == "__main__":

@@ -181,8 +181,12 @@ def text_ids(tokenizer: Any) -> list[int]:
 
 
 def train(model: Any, tokenizer: Any, seconds: float) -> tuple[list[float], float]:
-    """AdamW on random windows of the text for `seconds`: the loss of each step, and tokens per second."""
+    """AdamW on windows of the text for `seconds`: the loss of each step, and tokens per second.
+
+    Half of the windows begin with a fable, as a prompt does.
+    """
     ids = torch.tensor(text_ids(tokenizer), device=model.device)
+    beginnings = (ids[:-LENGTH] == tokenizer.bos_token_id).nonzero().flatten().cpu()
     decayed = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     optimizer = torch.optim.AdamW(
@@ -200,7 +204,9 @@ def train(model: Any, tokenizer: Any, seconds: float) -> tuple[list[float], floa
             rate = 5e-3 * min(1.0, (len(losses) + 1) / 10) * (1 - 0.95 * elapsed / seconds)
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            starts = torch.randint(len(ids) - LENGTH, (BATCH, 1), generator=generator)
+            anywhere = torch.randint(len(ids) - LENGTH, (BATCH // 2,), generator=generator)
+            titles = beginnings[torch.randint(len(beginnings), (BATCH // 2,), generator=generator)]
+            starts = torch.cat([anywhere, titles])[:, None]
             batch = ids[(starts + torch.arange(LENGTH)).to(ids.device)]
             loss = model(batch, labels=batch).loss
             loss.backward()

@@ -125,9 +125,7 @@ def _download(
     def fetch(revision: str | None, names: Iterable[str]) -> Path:
         patterns = [str(inside / name) for name in names]
         return Path(
-            snapshot_download(
-                repo, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns
-            )
+            snapshot_download(repo, revision=revision, token=token, cache_dir=cache_dir, allow_patterns=patterns)
         )
 
     kinds = (SAFETENSORS, PICKLES)[: 1 + allow_pickle] if weights else ()
@@ -174,9 +172,7 @@ def _explained(error: Exception, repo: str, revision: str | None, token: str | b
         step = "free some space or rights, or set HF_HOME to another disk."
     else:
         problem = f"could not be fetched from {constants.ENDPOINT} ({type(error).__name__})."
-        step = (
-            f"check network, proxy and HF_ENDPOINT, then try again; `hf download {repo}` shows the details."
-        )
+        step = f"check network, proxy and HF_ENDPOINT, then try again; `hf download {repo}` shows the details."
     explained = HubError(f"{where} {problem}\n  Next: {step}")
     explained.errno = error.errno if isinstance(error, OSError) else None
     return explained

@@ -116,16 +116,12 @@ def check(
     Raises CheckpointError that counts and lists what does not fit and guesses why.
     """
     params = dict(model.named_parameters())
-    expected = {
-        region.source: tuple(params[region.param][region.index].shape) for region in regions(model, table)
-    }
+    expected = {region.source: tuple(params[region.param][region.index].shape) for region in regions(model, table)}
     copies = {name: tuple(params[ours].shape) for name, ours in (tied or {}).items()}
     skip = [re.compile(pattern) for pattern in ignore]
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
     missing = [name for name in expected if name not in headers]
-    unexpected = [
-        name for name in headers if name not in shapes and not any(pattern.search(name) for pattern in skip)
-    ]
+    unexpected = [name for name in headers if name not in shapes and not any(pattern.search(name) for pattern in skip)]
     misshapen = [name for name, shape in shapes.items() if headers[name].shape != shape]
     coded = [name for name in shapes if headers[name].dtype not in FLOATS]
     lists = {
@@ -136,11 +132,7 @@ def check(
         ],
         f"quantised ({len(coded)})": [f"{name} is {headers[name].dtype}" for name in coded],
     }
-    lines = [
-        f"{what}: {', '.join(which[:3])}{', ...' * (len(which) > 3)}"
-        for what, which in lists.items()
-        if which
-    ]
+    lines = [f"{what}: {', '.join(which[:3])}{', ...' * (len(which) > 3)}" for what, which in lists.items() if which]
     if lines:
         guess = _guess(expected, headers, missing, unexpected, misshapen)
         raise CheckpointError("\n  ".join([f"{where} does not match {type(model).__name__}.", *lines, guess]))
@@ -331,6 +323,4 @@ def _guess(
 
 
 def _count_layers(names: Iterable[str]) -> int:
-    return 1 + max(
-        (int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d+)\.", name))), default=-1
-    )
+    return 1 + max((int(found[1]) for name in names if (found := re.search(r"\blayers\.(\d+)\.", name))), default=-1)

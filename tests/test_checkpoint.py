@@ -30,9 +30,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def index(folder: Path, weight_map: object, name: str = "model.safetensors") -> None:
-    (folder / f"{name}.index.json").write_text(
-        json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map})
-    )
+    (folder / f"{name}.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
 
 
 def shard(k: int, n: int) -> str:
@@ -54,9 +52,7 @@ def test_headers_without_reading(tmp_path):
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with SafetensorsReader(tmp_path) as reader:
         assert reader.headers == {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
-        assert {name: info.nbytes for name, info in reader.headers.items()} == {
-            n: x.nbytes for n, x in tensors.items()
-        }
+        assert {name: info.nbytes for name, info in reader.headers.items()} == {n: x.nbytes for n, x in tensors.items()}
         assert torch.equal(reader.read("half"), tensors["half"])
         assert reader.metadata == {"format": "pt"} and not reader.native
 
@@ -218,9 +214,7 @@ class Payload:
 
 
 def test_pickles_only_when_allowed_and_never_run(tmp_path):
-    torch.save(
-        {"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "pytorch_model.bin"
-    )
+    torch.save({"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.bfloat16)}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match=r"(?s)allow_pickle=True.*--allow-pickle"):
         open_checkpoint(tmp_path)
     with open_checkpoint(tmp_path, allow_pickle=True) as reader:
@@ -320,9 +314,7 @@ def test_sizes_that_make_no_sense(tmp_path, size):
 
 def test_views_strides_and_metadata(tmp_path):
     packed = torch.arange(24.0).reshape(4, 6)
-    folder = write_checkpoint(
-        tmp_path / "x", [("top", packed[:2]), ("bottom", packed[2:]), ("t", packed.clone().T)]
-    )
+    folder = write_checkpoint(tmp_path / "x", [("top", packed[:2]), ("bottom", packed[2:]), ("t", packed.clone().T)])
     loaded = load_file(folder / "model.safetensors")
     assert torch.equal(loaded["bottom"], packed[2:]) and torch.equal(loaded["t"], packed.T)
     assert SafetensorsReader(folder).metadata == {"format": "pt"}
@@ -355,9 +347,7 @@ def test_files_are_copied_along(tmp_path):
     found = companion_files(source)
     assert sorted(found) == ["additional_chat_templates/tool.jinja", "chat_template.jinja", "tokenizer.json"]
     folder = write_checkpoint(tmp_path / "out", tensors(1.0), files={**found, "config.json": b"{}"})
-    assert (
-        folder / "additional_chat_templates/tool.jinja"
-    ).read_text() == "additional_chat_templates/tool.jinja"
+    assert (folder / "additional_chat_templates/tool.jinja").read_text() == "additional_chat_templates/tool.jinja"
     assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "x.bin").exists()
 
 
@@ -470,9 +460,7 @@ def test_no_room(tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(10**10, 10**10, 10**9))
     (tmp_path / ".out.saving-1-ab").mkdir()
-    with pytest.raises(
-        HubError, match=r"(?s)takes 2\.50 GB and 1\.00 GB are free; .*\.out\.saving-1-ab"
-    ) as caught:
+    with pytest.raises(HubError, match=r"(?s)takes 2\.50 GB and 1\.00 GB are free; .*\.out\.saving-1-ab") as caught:
         save(folder, 2.0, expected_bytes=2_500_000_000)
     assert caught.value.errno == errno.ENOSPC
     (tmp_path / ".out.saving-1-ab").rmdir()
@@ -494,9 +482,7 @@ def test_a_disk_that_fills_up_midway(tmp_path):
         except HubError as error:
             print(error.errno, error)
     """
-    result = subprocess.run(
-        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=ROOT
-    )
+    result = subprocess.run([sys.executable, "-c", code, str(folder)], capture_output=True, text=True, cwd=ROOT)
     assert result.stdout.startswith(f"{errno.EFBIG} ") and "cannot be written" in result.stdout, result.stderr
     untouched(folder)
 
@@ -595,9 +581,7 @@ def test_killed_at_every_step_leaves_the_old_or_the_new(tmp_path):
             break
         assert status == -signal.SIGKILL
     assert outcomes == sorted(outcomes) and outcomes[0] == 1.0 and outcomes[-1] == 2.0
-    assert outcomes.count(1.0) > 10 and outcomes.count(2.0) > 2, (
-        "the steps on either side of the swap were not tried"
-    )
+    assert outcomes.count(1.0) > 10 and outcomes.count(2.0) > 2, "the steps on either side of the swap were not tried"
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork and renameat2")

@@ -129,9 +129,7 @@ def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch):
     assert hub.resolve("~/owner/name") == folder
 
 
-@pytest.mark.parametrize(
-    "given", ["./x", "/no/such/folder", "~/x", "a/b/c", "a b/c", "C:\\x", ".x/y", Path("x/y")]
-)
+@pytest.mark.parametrize("given", ["./x", "/no/such/folder", "~/x", "a/b/c", "a b/c", "C:\\x", ".x/y", Path("x/y")])
 def test_what_is_neither_folder_nor_repository(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HubError, match=r"(?s)is not there\. Give the folder.*owner/name"):
@@ -200,9 +198,7 @@ def test_a_repository_without_a_model(online):
     (online.remote / "config.json").unlink()
     with pytest.raises(HubError, match=r"has no config\.json"):
         hub.resolve(REPO)
-    with pytest.raises(
-        HubError, match=r"(?s)has no config\.json, model\.safetensors in other.*another subfolder"
-    ):
+    with pytest.raises(HubError, match=r"(?s)has no config\.json, model\.safetensors in other.*another subfolder"):
         hub.resolve(REPO, subfolder="other")
 
 
@@ -214,9 +210,7 @@ def test_a_moved_branch_is_seen(cached):
 
 
 def test_an_index_that_points_elsewhere_fetches_nothing(online):
-    (online.remote / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"x": "../../secret.safetensors"}}'
-    )
+    (online.remote / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../../secret.safetensors"}}')
     with pytest.raises(CheckpointError, match=r"names '\.\./\.\./secret"):
         hub.resolve(REPO)
     assert len(online.calls) == 1
@@ -316,9 +310,7 @@ class Server(http.server.BaseHTTPRequestHandler):
             return self.json({"_id": "1", "id": REPO, "modelId": REPO, "sha": OLD, "siblings": siblings})
         if path.startswith(f"/api/models/{REPO}/tree/{OLD}"):
             sizes = {file: (self.remote / file).stat().st_size for file in files_in(self.remote)}
-            return self.json(
-                [{"type": "file", "path": f, "size": n, "oid": f"{n:040x}"} for f, n in sizes.items()]
-            )
+            return self.json([{"type": "file", "path": f, "size": n, "oid": f"{n:040x}"} for f, n in sizes.items()])
         if path.startswith(f"/{REPO}/resolve/{OLD}/"):
             content = (self.remote / urllib.parse.unquote(path).split(f"{OLD}/")[1]).read_bytes()
             etag = hashlib.sha1(path.encode() + content).hexdigest()
@@ -390,15 +382,11 @@ def ask(server, cache: Path, *calls: str) -> list[str]:
 
 def test_the_real_client(server, tmp_path):
     cache = tmp_path / "cache"
-    unknown, revision, folder, again = ask(
-        server, cache, "repo='a/b'", "revision='dev'", "", f"revision='{OLD}'"
-    )
+    unknown, revision, folder, again = ask(server, cache, "repo='a/b'", "revision='dev'", "", f"revision='{OLD}'")
     assert unknown.startswith("a/b does not exist, or is private")
     assert revision.startswith(f"{REPO} at revision dev does not exist, though the repository does")
     assert folder == again and files_in(Path(folder)) == NEEDED
-    fetched = [
-        asked.split(f"{OLD}/")[1] for asked in server.asked if asked.startswith(f"GET /{REPO}/resolve")
-    ]
+    fetched = [asked.split(f"{OLD}/")[1] for asked in server.asked if asked.startswith(f"GET /{REPO}/resolve")]
     assert sorted(fetched) == NEEDED
 
 
@@ -495,9 +483,7 @@ def test_a_complete_copy_stands_in_with_a_warning(cached, name):
         (False, {"HF_TOKEN": SECRET}, SECRET, "none, as asked"),
     ],
 )
-def test_the_source_of_the_token_is_told_and_never_the_token(
-    online, monkeypatch, token, environment, login, source
-):
+def test_the_source_of_the_token_is_told_and_never_the_token(online, monkeypatch, token, environment, login, source):
     for variable, value in environment.items():
         monkeypatch.setenv(variable, value)
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: login)
@@ -569,9 +555,7 @@ def test_push_refused(tmp_path, monkeypatch):
 
 
 def test_importing_it_loads_neither_huggingface_hub_nor_transformers():
-    code = (
-        "import sys, ligermodels.hub; print({'huggingface_hub', 'transformers', 'triton'} & set(sys.modules))"
-    )
+    code = "import sys, ligermodels.hub; print({'huggingface_hub', 'transformers', 'triton'} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

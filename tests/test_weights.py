@@ -155,10 +155,7 @@ def test_rows_are_stacked_in_the_order_of_the_table(tmp_path):
     qkv = torch.cat([tensors[f"{layer}self_attn.{part}_proj.bias"] for part in "qkv"])
     assert same_bits(block.attn.qkv_proj.bias.detach(), qkv)
     gate_up = torch.stack(
-        [
-            torch.cat([tensors[f"{layer}mlp.experts.{e}.{w}.weight"] for w in ("w1", "w3")])
-            for e in range(EXPERTS)
-        ]
+        [torch.cat([tensors[f"{layer}mlp.experts.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in range(EXPERTS)]
     )
     assert same_bits(block.mlp.experts.gate_up.detach(), gate_up)
 
@@ -308,9 +305,7 @@ MEMORY = """
 
 def load_in_a_process(folder: Path, dtype: str, how: str) -> list[int]:
     command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(folder), dtype, how]
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=True
-    )
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=True)
     return [int(word) for word in result.stdout.split()]
 
 
@@ -334,9 +329,7 @@ def test_host_memory_beyond_the_model_is_below_the_largest_tensor(tmp_path):
 
 def complaint(tensors: dict[str, Tensor], *, tied: bool = False, stacked: bool = False, **options) -> str:
     with pytest.raises(CheckpointError) as caught:
-        weights.check(
-            on_meta(tied, stacked), TABLE, headers_of(tensors), tied=TIED if tied else None, **options
-        )
+        weights.check(on_meta(tied, stacked), TABLE, headers_of(tensors), tied=TIED if tied else None, **options)
     return str(caught.value)
 
 
@@ -454,9 +447,7 @@ def test_an_untied_model_without_a_head_is_refused():
 def test_native_round_trip(tmp_path, poison, dtype, tied, stacked):
     tensors = random_tensors(on_meta(tied, stacked), dtype)
     source = save(tmp_path / "hf", tensors, shards=2)
-    write_checkpoint(
-        tmp_path / "native", weights.pack(on_meta(tied, stacked), TABLE, source), metadata=NATIVE
-    )
+    write_checkpoint(tmp_path / "native", weights.pack(on_meta(tied, stacked), TABLE, source), metadata=NATIVE)
     native = SafetensorsReader(tmp_path / "native")
     assert native.native and not source.native
     assert native.headers.keys() == dict(on_meta(tied, stacked).named_parameters()).keys()

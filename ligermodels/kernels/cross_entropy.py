@@ -1,15 +1,15 @@
-"""Cross entropy over a vocabulary, with everything a training loss hangs on it, in one pass over the logits.
+"""Cross entropy over a vocabulary, with all that a training loss hangs on it, in one pass over the logits.
 
     z    = softcap * tanh(logits / softcap)                    lse = log sum_c exp z_c
     loss = (1 - e) w_y (lse - z_y) + e/V sum_c w_c (lse - z_c) + z_loss lse^2
 
-Fused: the cap, the loss of every token, the z-loss, the label smoothing, the accuracy and the argmax come out of
-one online pass, and the divisors of the mean are counted on the device. The logits are never written: forward
-keeps two numbers per row and backward reads the logits once more, so forward and backward move 3 V itemsize
-bytes per token (read, read, write), which is the minimum for a row that does not stay on the chip in between.
-`linear_cross_entropy` runs the same kernel with WRITE_GRADIENT over a workspace of its own.
+Fused: the cap, the loss of every token, z-loss, label smoothing and argmax come out of one online pass; the divisor
+of the mean is counted on the device. The logits are never written: forward keeps two numbers per row and backward
+reads the logits once more, so both together move 3 V itemsize bytes per token (read, read, write), the minimum
+for a row that does not stay on the chip from forward to backward. `linear_cross_entropy` runs the same kernel once,
+for loss and gradient, over a workspace of its own.
 
-Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax); torch.nn.CrossEntropyLoss (weights, smoothing).
+Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax); torch.nn.CrossEntropyLoss (the options).
 """
 
 from typing import NamedTuple
@@ -82,11 +82,11 @@ def cross_entropy_reference(
         correct = correct.sum() / count.clamp(min=1).float()
         ce, z_part = ce.sum(), z_part.sum()
         if reduction == "mean":
-            given = None if num_items_in_batch is None else torch.as_tensor(num_items_in_batch).to(z).reshape(())
-            over = w[y].where(valid, 0).sum() if given is None else given
-            ce = torch.where(over == 0, 0, ce / over.where(over != 0, 1))
-            over = count if given is None else given
-            z_part = torch.where(over == 0, 0, z_part / over.where(over != 0, 1))
+            weight_sum = w[y].where(valid, 0).sum()
+            if num_items_in_batch is not None:
+                count = weight_sum = torch.as_tensor(num_items_in_batch).to(z).reshape(())
+            ce = ce / weight_sum.where(weight_sum != 0, torch.inf)
+            z_part = z_part / count.where(count != 0, torch.inf)
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
         return ce + z_part
     return CrossEntropyOutput(
@@ -99,15 +99,15 @@ def cross_entropy_reference(
 
 @triton.jit
 def _tanh(u):
-    # 1 - exp() loses the low bits of a small argument; the minimax polynomial, good to 2^-31 below 0.5, has them.
+    # 1 - exp() loses the low bits of a small argument; the minimax polynomial (2^-31 below 0.5) has them.
     e = tl.exp(-2.0 * tl.abs(u))
     far = (1.0 - e) / (1.0 + e)
     far = tl.where(u < 0, -far, far)
     if u.dtype == tl.float64:
         return far
     s = u * u
-    near = u + u * s * (-0.33333328 + s * (0.13332964 + s * (-0.05389919 + s * (0.02129799 - s * 0.00664748))))
-    return tl.where(tl.abs(u) < 0.5, near, far)
+    p = -0.33333328 + s * (0.13332964 + s * (-0.05389919 + s * (0.02129799 - s * 0.00664748)))
+    return tl.where(tl.abs(u) < 0.5, u + u * s * p, far)
 
 
 @triton.jit
@@ -120,17 +120,17 @@ def _load_capped(row, columns, V, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr, EV
 
 
 @triton.jit
-def _write_gradient(row, out, class_weight, weight_sum, label, label_weight, maximum, total, ce_scale, z_scale, V,
-                    SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
+def _write_gradient(row, out, class_weight, every_weight, label, label_weight, maximum, total, ce_scale, z_scale,
+                    V, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, DTYPE: tl.constexpr,
                     STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """out = d(ce_scale * ce + z_scale * z_part)/d(row); `out` may be `row`: each tile is read before it is written.
+    """out = d(ce_scale * ce + z_scale * z_part)/d(row); `out` may be `row`: a tile is read before it is written.
 
     Tiles go from the last to the first, because the pass before this one left the last ones in the cache. The
-    label's own entry is p - 1 in fp32, rounded once: subtracting 1 from a stored bf16 p would cancel near p = 1.
+    label's own entry is p - 1 in fp32, rounded once: subtracting 1 from a stored bf16 p would cancel near 1.
     """
     hot = ce_scale * (1.0 - SMOOTHING) * label_weight
     smooth = ce_scale * SMOOTHING / V
-    slope = hot + smooth * weight_sum + z_scale * (2.0 * Z_LOSS) * (maximum + tl.log(total))
+    slope = hot + smooth * every_weight + z_scale * (2.0 * Z_LOSS) * (maximum + tl.log(total))
     slope = slope / total
     tiles = tl.cdiv(V, R * 8)
     for i in tl.range(0, tiles, num_stages=STAGES):
@@ -149,19 +149,20 @@ def _write_gradient(row, out, class_weight, weight_sum, label, label_weight, max
 
 
 @triton.jit(do_not_specialize=["first_row", "num_rows"])
-def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream, stats, loss, z_losses, correct,
-                 predicted, row_stride, out_stride, upstream_stride, first_row, num_rows, V,
+def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream, stats, loss, z_losses,
+                 correct, predicted, row_stride, out_stride, upstream_stride, first_row, num_rows, V,
                  IGNORE: tl.constexpr, SMOOTHING: tl.constexpr, Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr,
                  TOKEN_SCALING: tl.constexpr, LOSS: tl.constexpr, GRADIENT: tl.constexpr,
                  UNDIVIDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
-    """LOSS: logits to loss, z part, argmax and `stats` (maximum and sum of exponentials of a row). GRADIENT: to
-    `out`, which may be `logits`, with `stats` read where LOSS does not compute them.
+    """LOSS: logits to loss, z part, argmax and `stats` (maximum and sum of exponentials of each row).
+    GRADIENT: to `out`, which may be `logits`, from the stats that LOSS computes or, without LOSS, from `stats`.
 
-    Row r of `logits` and `out` belongs to token first_row + r of all other tensors; programs walk over the rows.
-    One maximum and one sum are kept per strip of 8 columns, which lie in one thread: threads meet once per row,
-    at its end, and rescaling the sums costs one exp in eight.
+    Row r of `logits` and `out` is token first_row + r of all other tensors. Programs walk over the rows. One
+    maximum and one sum are kept per strip of 8 columns, which lie in one thread: threads meet once per row, at
+    its end, and rescaling the sums costs one exp in eight.
     """
     DTYPE: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
+    KEEP: tl.constexpr = "evict_last" if GRADIENT else "evict_first"  # the gradient reads the row again
     for r in range(tl.program_id(0), num_rows, tl.num_programs(0)):
         token = tl.cast(first_row + r, tl.int64)
         row = logits + tl.cast(r, tl.int64) * row_stride
@@ -188,7 +189,7 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                 best = tl.zeros([R], tl.int32)
                 for start in tl.range(0, V, R * 8, num_stages=STAGES):
                     columns = start + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
-                    z = _load_capped(row, columns, V, SOFTCAP, DTYPE, "evict_last" if GRADIENT else "evict_first")
+                    z = _load_capped(row, columns, V, SOFTCAP, DTYPE, KEEP)
                     peak = tl.max(z, 1)
                     if predicted is not None or correct is not None:
                         best = tl.where(peak > m, tl.min(tl.where(z == peak[:, None], columns, V), 1), best)
@@ -230,8 +231,8 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                     factor *= tl.load(upstream + token * upstream_stride).to(DTYPE)
                 tl.debug_barrier()  # every thread has read z_y before one writes over it
                 _write_gradient(row, out_row, class_weight, every_weight, label, label_weight, maximum, total,
-                                factor * ce_scale, factor * z_scale, V, SMOOTHING, Z_LOSS, SOFTCAP, DTYPE, STAGES,
-                                R)  # fmt: skip
+                                factor * ce_scale, factor * z_scale, V, SMOOTHING, Z_LOSS, SOFTCAP, DTYPE,
+                                STAGES, R)  # fmt: skip
         elif GRADIENT:
             for start in range(0, V, R * 8):
                 columns = start + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -249,7 +250,7 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
 @triton.jit(do_not_specialize=["T"])
 def _scales_kernel(labels, class_weight, num_items, scales, T, V, IGNORE: tl.constexpr, MEAN: tl.constexpr,
                    BLOCK: tl.constexpr):  # fmt: skip
-    """scales = 1 / (divisor of the ce part, divisor of the z part, number of valid labels); 1 / 0 counts as 0."""
+    """scales = 1 / (divisor of the ce part, divisor of the z part, number of valid labels), and 0 for 1 / 0."""
     DTYPE: tl.constexpr = scales.dtype.element_ty
     count = tl.zeros([BLOCK], tl.int32)
     weight = tl.zeros([BLOCK], DTYPE)
@@ -277,7 +278,7 @@ def _scales_kernel(labels, class_weight, num_items, scales, T, V, IGNORE: tl.con
 def divisors(
     labels: Tensor, class_weight: Tensor | None, num_items: Tensor | None, logits: Tensor, options: Options
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What the rows need beside the logits: (`scales` [3] as _scales_kernel says, sum of the class weights)."""
+    """What rows need beside their logits: (`scales` [3] as _scales_kernel says, sum of the class weights)."""
     dtype = accumulator(logits.dtype)
     weight_sum = None if class_weight is None else class_weight.sum(dtype=dtype)
     if options.reduction == "none" or (options.reduction == "sum" and not options.return_token_accuracy):
@@ -305,18 +306,21 @@ def reduce_rows(rows: CrossEntropyOutput, scales: Tensor | None, options: Option
     """Per-token results, which hold the divisors already, to those of the reduction."""
     if options.reduction == "none":
         return rows
-    return rows._replace(
-        loss=rows.loss.sum(),
-        z_loss=None if rows.z_loss is None else rows.z_loss.sum(),
-        token_accuracy=None if rows.token_accuracy is None else (rows.token_accuracy.sum() * scales[2]).float(),
+    loss, z_loss, correct, predicted = rows
+    return CrossEntropyOutput(
+        loss.sum(),
+        None if z_loss is None else z_loss.sum(),
+        None if correct is None or scales is None else (correct.sum() * scales[2]).float(),
+        predicted,
     )
 
 
-def _tiling(logits: Tensor, reads_twice: bool) -> tuple[int, dict[str, int]]:
+def _tiling(logits: Tensor, twice: bool, streams: int) -> tuple[int, dict[str, int]]:
     """(programs, tile): a tile is 32 KiB of a row in strips of 8 columns, 32 bytes per thread.
 
     A kernel that reads its rows twice keeps as many in flight as L2 holds (36 of the 50 MiB of an H100: one per
-    multiprocessor at 128k classes in bf16), so that the second read does not go to memory.
+    multiprocessor at 128k classes in bf16), so that the second read does not go to memory. Prefetching more than
+    one stream (class weights beside logits) would not fit the shared memory of most GPUs.
     """
     num_rows, vocab = logits.shape
     size = logits.element_size()
@@ -324,22 +328,25 @@ def _tiling(logits: Tensor, reads_twice: bool) -> tuple[int, dict[str, int]]:
     num_warps = min(max(tile * size // 1024, 4), 16 if torch.version.hip else 32)
     multiprocessors = num_sms(logits.device.index)
     resident = 64 // num_warps
-    if reads_twice:
+    if twice:
         resident = min(resident, max(1, (36 << 20) // (multiprocessors * vocab * size)))
-    return max(1, min(num_rows, multiprocessors * resident)), {"STAGES": 3, "R": tile // 8, "num_warps": num_warps}
+    programs = max(1, min(num_rows, multiprocessors * resident))
+    return programs, {"STAGES": 3 if streams == 1 else 1, "R": tile // 8, "num_warps": num_warps}
 
 
 def launch_rows(
-    logits: Tensor, labels: Tensor, options: Options, *, class_weight: Tensor | None, weight_sum: Tensor | None,
-    scales: Tensor | None, rows: CrossEntropyOutput | None = None, stats: Tensor | None = None,
-    out: Tensor | None = None, upstream: Tensor | None = None, first_row: int = 0, undivided: bool = False,
+    logits: Tensor, labels: Tensor, options: Options, *, class_weight: Tensor | None,
+    weight_sum: Tensor | None, scales: Tensor | None, rows: CrossEntropyOutput | None = None,
+    stats: Tensor | None = None, out: Tensor | None = None, upstream: Tensor | None = None, first_row: int = 0,
+    undivided: bool = False,
 ) -> None:  # fmt: skip
-    """Fills `rows` (if given) and `out` (if given) for the tokens from first_row on, of which `logits` are [C, V].
+    """Fills `rows` and `out`, where given, from logits [C, V], which belong to the tokens from first_row on.
 
     out [C, V] receives the gradient and may be `logits`; upstream, [T] or one number, multiplies it; undivided
     leaves the factor scales[1] out of it.
     """
-    programs, tiling = _tiling(logits, rows is not None and out is not None)
+    streams = 2 if class_weight is not None and options.label_smoothing else 1
+    programs, tiling = _tiling(logits, rows is not None and out is not None, streams)
     loss, z_loss, correct, predicted = rows or (None, None, None, None)
     _rows_kernel[(programs,)](
         logits, logits if out is None else out, labels, class_weight, weight_sum,
@@ -358,10 +365,10 @@ class _CrossEntropy(torch.autograd.Function):
         with device_guard(logits):
             scales, weight_sum = divisors(labels, class_weight, num_items, logits, options)
             rows = empty_rows(labels, logits, options)
-            # Maximum and sum apart: rounded into one lse, they would cost every probability half an ulp of lse.
+            # Maximum and sum apart: rounded into one lse, they would cost each probability half an ulp of lse.
             stats = rows.loss.new_empty(labels.numel(), 2) if backward_follows else None
-            launch_rows(logits, labels, options, class_weight=class_weight, weight_sum=weight_sum, scales=scales,
-                        rows=rows, stats=stats)  # fmt: skip
+            launch_rows(logits, labels, options, class_weight=class_weight, weight_sum=weight_sum,
+                        scales=scales, rows=rows, stats=stats)  # fmt: skip
             out = reduce_rows(rows, scales, options)
         ctx.save_for_backward(logits, labels, class_weight, weight_sum, scales, stats)
         ctx.options = options
@@ -374,8 +381,8 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, class_weight, weight_sum, scales, stats = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         with device_guard(logits):
-            launch_rows(logits, labels, ctx.options, class_weight=class_weight, weight_sum=weight_sum, scales=scales,
-                        stats=stats, out=grad, upstream=grad_loss)  # fmt: skip
+            launch_rows(logits, labels, ctx.options, class_weight=class_weight, weight_sum=weight_sum,
+                        scales=scales, stats=stats, out=grad, upstream=grad_loss)  # fmt: skip
         return grad, None, None, None, None, None
 
 
@@ -389,14 +396,13 @@ def check_inputs(
     if labels.shape != x.shape[:-1]:
         raise InputError(
             f"labels {tuple(labels.shape)} need one entry per token, {tuple(x.shape[:-1])}; "
-            "when labels are shifted by one, the logits or hidden states lose their last position too."
+            "if labels are shifted by one, the logits or hidden states lose their last position too."
         )
     if labels.dtype not in (torch.int64, torch.int32):
-        raise InputError(f"labels are {labels.dtype}; they are class indices, int64 or int32, not probabilities.")
+        raise InputError(f"labels are {labels.dtype}; they are class indices (int64, int32), not probabilities.")
     if class_weight is not None and (class_weight.shape != (vocab,) or class_weight.device != x.device):
-        raise InputError(
-            f"class_weight is {tuple(class_weight.shape)} on {class_weight.device}; expected [{vocab}] on {x.device}."
-        )
+        found = f"{tuple(class_weight.shape)} on {class_weight.device}"
+        raise InputError(f"class_weight is {found}; it must be [{vocab}] on {x.device}.")
     if options.reduction not in ("mean", "sum", "none"):
         raise InputError(f"reduction={options.reduction!r}; use 'mean', 'sum' or 'none'.")
     if not 0.0 <= options.label_smoothing <= 1.0:
@@ -404,7 +410,7 @@ def check_inputs(
     if options.softcap is not None and not options.softcap > 0:
         raise InputError(f"softcap={options.softcap} must be positive; None leaves the logits uncapped.")
     if num_items is not None and options.reduction != "mean":
-        raise InputError(f"num_items_in_batch divides a mean; reduction={options.reduction!r} divides by nothing.")
+        raise InputError(f"num_items_in_batch divides a mean; reduction={options.reduction!r} has no divisor.")
     if isinstance(num_items, Tensor) and num_items.numel() != 1:
         raise InputError(f"num_items_in_batch has shape {tuple(num_items.shape)}; it is one number.")
 
@@ -422,31 +428,32 @@ def cross_entropy(
     num_items_in_batch: int | Tensor | None = None, token_scaling: bool = False, return_z_loss: bool = False,
     return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """Cross entropy of logits [..., V] and labels [...] of class indices; the formula stands above this file.
+    """Cross entropy of logits [..., V] and labels [...] of class indices, by the formula at the top of this file.
 
     T tokens are all leading dims, flattened. The loss is fp32 (fp64 for fp64 logits): a scalar, or [T] with
-    reduction="none", with 0 where the label is ignore_index. "mean" divides the cross entropy by the sum of the
-    class weights of the valid labels (their number without weights) and the z part by their number;
-    num_items_in_batch, an int or a device scalar, replaces both, for gradient accumulation. Where the divisor is 0,
-    as when every label is ignored, the loss and its gradient are 0 (torch returns NaN).
+    reduction="none", 0 where the label is ignore_index. "mean" divides the cross entropy by the sum of the class
+    weights of the valid labels (without weights: their number) and the z part by their number;
+    num_items_in_batch, an int or a device scalar, replaces both, for gradient accumulation. Where the divisor is
+    0, as when every label is ignored, loss and gradient are 0 (torch returns NaN).
 
-    class_weight [V] rescales classes as in torch.nn.CrossEntropyLoss; the z part is not rescaled. token_scaling
-    multiplies each token's loss and gradient by the probability of its label, taken as a constant. Of the extra
-    outputs, none has a gradient: z_loss is the reduced z part, which the loss includes; token_accuracy the share of
-    valid tokens whose argmax is the label (0 or 1 per token with "none"); predicted_tokens int64 [T] the argmax, -1
+    class_weight [V] weighs classes as in torch.nn.CrossEntropyLoss, and leaves the z part alone. token_scaling
+    multiplies a token's loss and gradient by the probability of its label, taken as a constant. The other
+    outputs have no gradient: z_loss is the reduced z part, which the loss includes; token_accuracy the share of
+    valid tokens whose argmax is the label ("none": 0 or 1 per token); predicted_tokens int64 [T] the argmax, -1
     at ignored labels.
 
     A label that is neither a class nor ignore_index makes the loss NaN on a GPU, which is not waited for, and
-    raises InputError on the CPU. Logits whose rows are not evenly spaced in memory, as in logits[:, :-1] of a batch,
-    are copied: shift the labels instead. There is no second derivative.
+    raises InputError on the CPU. Logits whose rows are not evenly spaced in memory, as in logits[:, :-1] of a
+    batch, are copied: shift the labels instead. There is no second derivative.
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,
                       return_token_accuracy, return_predicted_tokens)  # fmt: skip
     check_inputs(logits, labels, logits.shape[-1], class_weight, num_items_in_batch, options)
     if not use_triton(logits):
         return cross_entropy_reference(
-            logits, labels, class_weight=class_weight, num_items_in_batch=num_items_in_batch, **options._asdict()
-        )
+            logits, labels, class_weight=class_weight, num_items_in_batch=num_items_in_batch,
+            **options._asdict(),
+        )  # fmt: skip
     rows = logits.reshape(-1, logits.shape[-1])
     loss, *others = _CrossEntropy.apply(
         rows if rows.stride(1) == 1 else rows.contiguous(),

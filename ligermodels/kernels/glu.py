@@ -55,17 +55,15 @@ def _activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
         if NAME == "gelu_tanh":
             z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
             dz = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        # sigmoid(z) = one / (1 + t) and 1 - sigmoid(z) = other / (1 + t): neither overflows nor cancels.
-        t = tl.exp(-tl.abs(z))
-        one = tl.where(z >= 0, 1.0, t)
-        other = tl.where(z >= 0, t, 1.0)
+        e = tl.exp(-z)
         if EXACT:
-            r = tl.div_rn(1.0, 1.0 + t)
-            act = tl.div_rn(x * one, 1.0 + t)
+            sigmoid = tl.div_rn(1.0, 1.0 + e)
         else:
-            r = 1.0 / (1.0 + t)
-            act = x * one * r
-        return act, one * r + act * (other * r) * dz
+            sigmoid = 1.0 / (1.0 + e)
+        rest = 1.0 - sigmoid
+        if NAME == "gelu_tanh":
+            rest = tl.where(z > 0, e * sigmoid, rest)  # 1 - sigmoid cancels there, and dz makes much of it
+        return x * sigmoid, sigmoid + (x * sigmoid) * rest * dz
 
 
 @triton.jit

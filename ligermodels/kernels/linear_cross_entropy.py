@@ -189,34 +189,34 @@ def _run(
     dbias = torch.zeros(vocab, dtype=accumulator(dtype), device=x.device) if need_bias else None
     for start in range(0, len(labels), max(rows, 1)):
         chunk = rows_in[start : start + rows]
-        logits = workspace[: chunk.shape[0]]
-        torch.mm(chunk, w.t(), out=logits) if b is None else torch.addmm(b, chunk, w.t(), out=logits)
-        launch_rows(
-            logits, labels, options, class_weight=class_weight, weight_sum=weight_sum, scales=scales, rows=per_row,
-            out=logits if any(needs) else None, upstream=upstream, first_row=start, undivided=undivided,
-        )  # fmt: skip
+        z = workspace[: chunk.shape[0]]
+        torch.mm(chunk, w.t(), out=z) if b is None else torch.addmm(b, chunk, w.t(), out=z)
+        launch_rows(z, labels, options, class_weight=class_weight, weight_sum=weight_sum, scales=scales,
+                    rows=per_row, out=z if any(needs) else None, upstream=upstream, first_row=start,
+                    undivided=undivided)  # fmt: skip
         if dx is not None:
-            torch.mm(logits, w, out=dx[start : start + rows])
+            torch.mm(z, w, out=dx[start : start + rows])
         if dweight is not None:
-            _accumulate(dweight, logits, chunk, start == 0)
+            _accumulate(dweight, z, chunk, start == 0)
         if dbias is not None:
-            dbias += logits.sum(0, dtype=dbias.dtype)
-    logits = workspace = w = None  # before dweight is copied to its final dtype, which is the peak
+            dbias += z.sum(0, dtype=dbias.dtype)
+    del workspace, w, rows_in  # before dweight is copied to its final dtype, which is the peak
 
     if place is not None:
-        if dx is not None:
-            dx = _gather(dx, place)
-        per_row = per_row._replace(predicted_tokens=_spread(per_row.predicted_tokens, place, -1))
+        dx = None if dx is None else _gather(dx, place)
+        loss, z_loss, correct, predicted = per_row
         if options.reduction == "none":
-            per_row = CrossEntropyOutput(*(_spread(t, place, 0) for t in per_row[:3]), per_row.predicted_tokens)
-    if not undivided and dweight is not None:
-        dweight = dweight.to(weight.dtype)
+            loss, z_loss, correct = (_spread(t, place, 0) for t in (loss, z_loss, correct))
+        per_row = CrossEntropyOutput(loss, z_loss, correct, _spread(predicted, place, -1))
+    if not undivided:
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+        dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
     return _Results(
         *reduce_rows(per_row, scales, options),
         None if dx is None else dx.to(x.dtype),
         dweight,
-        None if dbias is None or undivided else dbias.to(bias.dtype),
-        scales[1] if undivided else None,
+        dbias,
+        scales[1] if undivided and scales is not None else None,
     )
 
 
@@ -270,7 +270,7 @@ def _dispatch(
     results = iter(
         _run_op(x, weight, bias, labels, class_weight, num_items, upstream, *options, *settings, *needs)
     )
-    return _Results(*(next(results) if p else None for p in _present(options, settings, needs)))
+    return _Results._make(next(results) if p else None for p in _present(options, settings, needs))
 
 
 def _scale_(x: Tensor, factor: Tensor) -> Tensor:
@@ -306,12 +306,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         if ctx.options.reduction == "none":
             x, weight, bias, labels, class_weight = ctx.saved_tensors
-            options = ctx.options._replace(
-                return_z_loss=False, return_token_accuracy=False, return_predicted_tokens=False
-            )
+            options = Options(*ctx.options[:6], False, False, False)
             with device_guard(x):
-                gradients = _dispatch(x, weight, bias, labels, class_weight, None, grad_loss, options, ctx.settings,
-                                      ctx.needs)[4:7]  # fmt: skip
+                results = _dispatch(x, weight, bias, labels, class_weight, None, grad_loss, options, ctx.settings,
+                                    ctx.needs)  # fmt: skip
+            gradients = list(results[4:7])
         elif torch.compiler.is_compiling():
             *gradients, factor = ctx.saved_tensors
             factor = grad_loss if factor is None else grad_loss * factor

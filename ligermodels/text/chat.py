@@ -13,7 +13,7 @@ from typing import Any
 import jinja2
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text import sandbox
+from ligermodels.text import limits, sandbox
 
 MAX_TEMPLATE_CHARS = 2**20
 
@@ -89,21 +89,21 @@ class ChatTemplates:
         try:
             if source not in self._compiled:
                 if len(source) > MAX_TEMPLATE_CHARS:
-                    raise sandbox.TooMuch(f"a template of more than {MAX_TEMPLATE_CHARS:,} characters")
+                    raise limits.TooMuch(f"a template of more than {MAX_TEMPLATE_CHARS:,} characters")
                 self._compiled[source] = environment.compile(source)
             program = jinja2.Template.from_code(environment, self._compiled[source], environment.make_globals(None))
             size, parts = 0, []
             for part in program.generate(variables):
                 size += len(part)
-                if size > sandbox.MAX_CHARS:
-                    raise sandbox.TooMuch(f"an output of more than {sandbox.MAX_CHARS:,} characters")
+                if size > limits.MAX_CHARS:
+                    raise limits.TooMuch(f"an output of more than {limits.MAX_CHARS:,} characters")
                 parts.append(part)
             return "".join(parts)
         except jinja2.TemplateSyntaxError as error:
             raise TokenizerError(f"chat template, line {error.lineno}: syntax error: {error.message}") from error
         except sandbox.SecurityError as error:
             raise TokenizerError(f"chat template{_line(error)}: blocked by the sandbox: {error}") from error
-        except sandbox.TooMuch as error:
+        except limits.TooMuch as error:
             raise TokenizerError(f"chat template{_line(error)}: stopped at {error}.") from error
         except sandbox.RaisedByTemplate as error:
             raise TokenizerError(f"the chat template refuses these messages: {error}") from error

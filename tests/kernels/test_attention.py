@@ -1,5 +1,6 @@
 """Attention: the reference against a loop over queries, the engines against the reference."""
 
+import importlib
 import itertools
 
 import pytest
@@ -264,6 +265,37 @@ def test_mixed_dtypes_are_named():
         attention(q, k, k)
 
 
+def test_what_flash_attention_is_handed(monkeypatch):
+    """The GPU's route for windows, cached prompts and packing, with a stand-in that reads cu_seqlens on the CPU."""
+    module = importlib.import_module("ligermodels.kernels.attention")
+    calls = []
+
+    def stand_in(q, k, v, cu_queries, cu_keys, max_queries, max_keys, *, scale, window_size, **_):
+        left, right = window_size
+        calls.append((max_queries, max_keys))
+        assert right in (0, -1) and cu_queries.dtype == cu_keys.dtype == torch.int32
+        parts = [x.tensor_split(ends[1:-1].long()) for x, ends in ((q, cu_queries), (k, cu_keys), (v, cu_keys))]
+        options = {"causal": right == 0, "window": None if left < 0 else left + 1, "scale": scale}
+        return torch.cat(
+            [attention_reference(*(x[None] for x in part), **options)[0] for part in zip(*parts, strict=True)]
+        )
+
+    monkeypatch.setattr(module, "varlen_attn", stand_in)
+    monkeypatch.setattr(module, "_flash_takes", lambda q: q.shape[1] > 1)
+    for length, num_keys, options in [(7, 7, {"window": 3}), (5, 9, {}), (5, 9, {"window": 3}), (5, 9, {"scale": 0.2})]:
+        _, q, k, v = inputs(length, num_keys)
+        torch.testing.assert_close(attention(q, k, v, **options), attention_reference(q, k, v, **options))
+    assert calls == [(7, 7), (5, 9), (5, 7), (5, 9)]
+    ends = torch.tensor([0, 3, 3, 9], dtype=torch.int32)
+    _, q, k, v = inputs(9, 9, batch_size=1)
+    for options in ({}, {"window": 2}, {"causal": False}):
+        expected = attention_reference(q, k, v, cu_seqlens=ends, **options)
+        for max_seqlen, handed in ((6, 6), (None, 9)):
+            actual = attention(q, k, v, cu_seqlens=ends, max_seqlen=max_seqlen, **options)
+            torch.testing.assert_close(actual, expected)
+            assert calls.pop() == (handed, handed)
+
+
 @pytest.mark.parametrize("length", [6, 1])
 @pytest.mark.parametrize("options", [{}, {"window": 2}, {"key_mask": True}, {"softcap": 2.0}], ids=str)
 def test_compiles_to_one_graph(length, options, device):
@@ -281,6 +313,19 @@ def test_packed_compiles_to_one_graph(device):
     compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
     expected = attention(q, k, v, cu_seqlens=cu_seqlens)
     torch.testing.assert_close(compiled(q, k, v, cu_seqlens=cu_seqlens), expected)
+
+
+def test_one_compiled_decode_serves_growing_caches(device):
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    compiled = torch.compile(attention, fullgraph=True, dynamic=True, backend="aot_eager")
+    for num_keys in (5, 6, 7, 300):
+        q = torch.randn(2, 1, 8, 64, device=device, dtype=dtype)
+        k, v = torch.randn(2, 2, num_keys, 2, 64, device=device, dtype=dtype)
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 GPU_OPTIONS = [
@@ -385,15 +430,3 @@ def test_engines_of_a_gpu_agree(options, size, dtype):
         results = step(), at(eager, dtype), at(attention_reference, torch.float64)
         for name, actual, plain, exact in zip(("output", "gradient"), *results, strict=True):
             assert_error(actual.detach(), plain, exact, f"{name}, S={length}, K={num_keys}")
-
-
-@pytest.mark.gpu
-def test_compiled_decode_serves_growing_caches():
-    """One graph for every length of the cache, after the second."""
-    torch._dynamo.reset()
-    compiled = torch.compile(attention, fullgraph=True, dynamic=True)
-    for num_keys in (5, 6, 7, 300):
-        q = torch.randn(2, 1, 8, 64, device="cuda", dtype=torch.bfloat16)
-        k, v = torch.randn(2, 2, num_keys, 2, 64, device="cuda", dtype=torch.bfloat16)
-        with torch.no_grad():
-            torch.testing.assert_close(compiled(q, k, v), attention(q, k, v), rtol=2e-2, atol=2e-2)

@@ -16,6 +16,9 @@ ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximat
 SHAPES = [(1, 2), (5, 7 * 2), (2, 3, 129 * 2), (9, 100 * 2), (4, 3, 1500 * 2), (3, 1024 * 2)]
 ALMOST_FP64 = dict(rtol=1e-12, atol=1e-12)
 """Two fp64 evaluations of one formula in another order; a thousandth of what fp32 can reach."""
+FP32_SLACK = 1.5
+"""Of eager's rms error, in fp32: exp is the hardware's, or numpy's when interpreted, whose error is 1 to 2 ulp
+where libm's is 0.5. In half precision the last rounding hides that."""
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
@@ -46,7 +49,8 @@ def judge(op, reference, same_dtype, inputs, dy, **options):
         if a.dtype == torch.float64:
             torch.testing.assert_close(a, c, **ALMOST_FP64, msg=lambda m, name=name: f"{name}: {m}")
         else:
-            assert_as_exact(a, b, c, name)
+            slack = FP32_SLACK if a.dtype == torch.float32 else 1.0
+            assert_as_exact(a, c + slack * (b.double() - c), c, name)
 
 
 @each_activation

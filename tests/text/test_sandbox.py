@@ -77,10 +77,35 @@ LARGE = {
     "replace filter": ("{{ ('a' * 100000)|replace('a', 'b' * 100000) }}", "from replace"),
     "join": ("{{ ('x' * 1000000).join(range(99999)|map('string')) }}", "from join"),
     "join filter": ("{{ range(99999)|map('string')|join('x' * 1000000) }}", "from join"),
+    "json indent": (
+        "{% set ns = namespace(x=range(9999)|list) %}{% for i in range(200) %}{% set ns.x = [ns.x] %}"
+        "{% endfor %}{{ ns.x|tojson(indent=1000) }}",
+        "string of more than",
+    ),
+    "json separators": ("{{ range(9999)|list|tojson(separators=('x' * 1000000, ':')) }}", "string of more than"),
+    "round": ("{{ 1.5|round(1000000000, 'ceil') }}", "filter round"),
+    "batch": ("{{ [1]|batch(1000000000, 0)|list }}", "filter batch"),
     "wordwrap": ("{{ ('a' * 1000000)|wordwrap(1, wrapstring='b' * 100000) }}", "from wordwrap"),
     "indent": ("{{ ('\\n' * 1000000)|indent(100000) }}", "from indent"),
     "translate": ("{{ ('a' * 100000).translate({97: 'b' * 100000}) }}", "from translate"),
     "expandtabs": ("{{ ('\\t' * 100000).expandtabs(100000) }}", "from expandtabs"),
+}
+HOARD = {
+    "strings": ("{{ ('a' * 33000000) ~ i }}", "bytes in values"),
+    "slices": ("{{ s[i:] }}", "bytes in values"),
+    "filtered": ("{{ s|upper }}", "bytes in values"),
+    "methods": ("{{ s.upper() }}", "bytes in values"),
+    "lists": ("{{ s|list }}", "bytes in values"),
+    "sums": ("{{ s + 'a' }}", "bytes in values"),
+}
+HOARD = {
+    f"hoarded {name}": (
+        "{% set s = 'a' * 9000000 %}{% set ns = namespace(x=[]) %}{% for i in range(9999) %}"
+        + f"{{% set ns.x = ns.x + [{made[2:-2]}] %}}"
+        + "{% endfor %}",
+        words,
+    )
+    for name, (made, words) in HOARD.items()
 }
 BLOCKED = {
     "class": ("{{ ''.__class__ }}", "attribute '__class__'"),
@@ -100,7 +125,7 @@ BLOCKED = {
 }
 
 
-ATTACKS = ENDLESS | LARGE | BLOCKED
+ATTACKS = ENDLESS | LARGE | HOARD | BLOCKED
 
 
 @pytest.mark.parametrize(("template", "words"), ATTACKS.values(), ids=ATTACKS)
@@ -135,7 +160,8 @@ def test_messages_are_not_changed_and_objects_not_reached():
         ("{{ {'é': 1}|tojson(ensure_ascii=True) }}", '{"\\u00e9": 1}'),
         ("{{ {'b': 1, 'a': 2}|tojson(separators=(',', '='), sort_keys=True) }}", '{"a"=2,"b"=1}'),
         ("{{ [1]|tojson(indent=1) }}", "[\n 1\n]"),
-        ("{{ strftime_now('%Y')|length }}", "4"),
+        ("{{ strftime_now('%Y')|length }}{{ nothing|default(1700000000) }}", "41700000000"),
+        ("{{ 'abcdef'[1:3] ~ [1, 2, 3][-1] ~ messages[1:]|length }}", "bc30"),
         ("{{ dict(a=1).a }}{{ cycler('a', 'b').next() }}{{ 'a b'.split(' ')|join('-') }}", "1aa-b"),
         ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
         ("{{ '%s=%d' % ('a', 1700000000) }}{{ '{:.2f}'.format(0.5) }}", "a=17000000000.50"),
