@@ -173,7 +173,8 @@ def _next_line(at_terminal: bool) -> str | None:
 
 
 def _answer(model: "CausalLM", tokenizer: "Tokenizer", messages: list[dict[str, str]], args: argparse.Namespace) -> str:
-    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer.encode(str(prompt), add_special_tokens=False)
     pieces, text = _Answer(model, tokenizer, ids, args), ""
     try:
         for piece in pieces:
@@ -364,9 +365,9 @@ def _dtype(code: str) -> "torch.dtype":
     """The dtype of a header's code, such as BF16; uint8 for packed bits that torch has no name for."""
     import torch
 
-    letters, bits = re.fullmatch(r"([A-Z]*)(.*)", code).groups()
     words = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "BOOL": "bool", "C": "complex"}
-    return getattr(torch, f"{words.get(letters)}{bits}", torch.uint8)
+    letters = code.rstrip("0123456789")
+    return getattr(torch, f"{words.get(letters)}{code[len(letters) :]}", torch.uint8)
 
 
 def _size(count: float) -> str:

@@ -183,9 +183,7 @@ class _Sampler:
             raise InputError(
                 f"repetition_penalty={self.repetition_penalty} must be finite and positive; 1 is no penalty"
             )
-        if self.temperature == 0 and (
-            self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)
-        ):
+        if self.temperature == 0 and (self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)):
             warnings.warn(
                 "top_k, top_p and min_p change nothing at temperature=0, which always takes the likeliest "
                 "token; pass temperature=1.0 (or any positive number) to draw tokens",
@@ -222,7 +220,7 @@ class _Request:
     max_new_tokens: int
     sampler: _Sampler
     eos_ids: tuple[int, ...]
-    pad_id: int | None  # only None where nothing can be padded
+    pad_id: int  # 0 where nothing can be padded
     stop_strings: tuple[str, ...]
     tokenizer: Any
     logits_processor: LogitsProcessor | None
@@ -249,16 +247,12 @@ class _Request:
         if not all(strings):
             raise InputError("stop_strings holds an empty string, which every text contains; leave it out")
         if strings and tokenizer is None:
-            raise InputError(
-                "stop_strings are searched for in the text: pass tokenizer=Tokenizer.from_hub(...) too"
-            )
+            raise InputError("stop_strings are searched for in the text: pass tokenizer=Tokenizer.from_hub(...) too")
 
         def saved(name: str) -> list[Any]:
             return [model.generation_config.get(name), getattr(model.config, name, None)]
 
-        eos_ids = tuple(
-            dict.fromkeys(_flat_ids(saved("eos_token_id") if eos_token_id is None else eos_token_id))
-        )
+        eos_ids = tuple(dict.fromkeys(_flat_ids(saved("eos_token_id") if eos_token_id is None else eos_token_id)))
         if pad_token_id is not None and not 0 <= pad_token_id < model.config.vocab_size:
             raise InputError(
                 f"pad_token_id={pad_token_id} is outside the vocabulary (0 to {model.config.vocab_size - 1})"
@@ -282,7 +276,7 @@ class _Request:
             )
         return cls(
             model=model, input_ids=input_ids, mask=mask, max_new_tokens=int(max_new_tokens), sampler=sampler,
-            eos_ids=eos_ids, pad_id=pad_id, stop_strings=strings, tokenizer=tokenizer,
+            eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings, tokenizer=tokenizer,
             logits_processor=logits_processor,
         )  # fmt: skip
 
@@ -317,9 +311,7 @@ def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None
         )
     for name, tensor in (("input_ids", input_ids), ("attention_mask", attention_mask)):
         if tensor is not None and tensor.device != model.device:
-            raise InputError(
-                f"{name} is on {tensor.device}, the model on {model.device}: use .to(model.device)"
-            )
+            raise InputError(f"{name} is on {tensor.device}, the model on {model.device}: use .to(model.device)")
     low, high = torch.stack(input_ids.aminmax()).tolist()
     if low < 0 or high >= model.config.vocab_size:
         raise InputError(
@@ -372,7 +364,8 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
     finished = torch.zeros(rows, dtype=torch.bool, device=device) if can_stop and rows > 1 else None
     done = [False] * rows  # what the host knows of `finished`
     texts = [_StopText(request.tokenizer, request.stop_strings) for _ in done] if request.stop_strings else []
-    seen = broken = None
+    seen: Tensor | None = None
+    broken = torch.zeros((), dtype=torch.bool, device=device)
 
     step_ids = ids[:, :start]
     for length in range(start, end):

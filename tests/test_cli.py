@@ -138,6 +138,31 @@ def test_generate_reads_stdin_and_passes_every_option_on(folder, capsys, monkeyp
     assert {**passed, **options, "max_new_tokens": 20} == passed
 
 
+@pytest.mark.parametrize("command, prompt, length", [("generate", PROMPT, 256), ("chat", "Hi", 1024)])
+def test_the_length_is_the_usual_one_or_what_the_context_leaves(command, prompt, length, folder, capsys, monkeypatch):
+    lengths = []
+
+    def spy(model, ids, *, max_new_tokens, **_):
+        lengths.append((max_new_tokens, ids.shape[1]))
+        return iter([])
+
+    lines = iter([prompt])
+    stdin = SimpleNamespace(isatty=lambda: False, read=lambda: prompt, readline=lambda: next(lines, ""))
+    monkeypatch.setattr(generate, "generate_iter", spy)
+    monkeypatch.setattr(sys, "stdin", stdin)
+    assert run(capsys, command, folder)[0] == 0
+    run(capsys, "generate", folder, "--max-new-tokens", 1000)
+    assert lengths[0][0] == min(length, 512 - lengths[0][1]) and lengths[1][0] == 1000
+
+
+def test_an_interruption_exits_with_130_and_no_traceback(capsys, monkeypatch):
+    def interrupted(**_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(demo, "run", interrupted)
+    assert run(capsys, "demo") == (130, "", "\n")
+
+
 def test_generate_without_a_prompt_at_a_terminal_is_wrong_usage(folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
     status, out, err = run(capsys, "generate", folder)
@@ -287,12 +312,7 @@ def test_doctor_tries_a_kernel_on_the_gpu():
 
 
 def test_demo_proves_what_it_says_and_its_next_commands_work(tmp_path, capsys, monkeypatch):
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # on a busy machine threads that wait for each other take most of the time
-    try:
-        status, out, _ = run(capsys, "demo", "--seconds", 5, "--keep", tmp_path / "kept")
-    finally:
-        torch.set_num_threads(threads)
+    status, out, _ = run(capsys, "demo", "--seconds", 5, "--keep", tmp_path / "kept")
     assert status == 0 and "FAILED" not in out, out
     for words in ("byte for byte the same", "bit for bit the same", "to the last bit", "tokens/s", "kernel"):
         assert words in out, words

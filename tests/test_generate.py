@@ -201,9 +201,7 @@ def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, monkey
     reads = []
     for name in ("cpu", "item", "__bool__", "__int__"):
         original = getattr(torch.Tensor, name)
-        monkeypatch.setattr(
-            torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1]
-        )
+        monkeypatch.setattr(torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1])
     prompt, steps = _prompt(rows=2), 6
     generate(model, prompt, max_new_tokens=steps, eos_token_id=VOCAB + 5 if stops else (), pad_token_id=0)
     # with stop ids: one copy a step, and bool() of the NaN verdict in the first, which is on the host by then
@@ -311,9 +309,7 @@ def test_draws_the_tokens_that_transformers_draws(model, options):
     torch.manual_seed(5)
     for _ in range(24):
         logits = processors(ids, model(ids).logits[:, -1])
-        token = (
-            logits.softmax(-1).multinomial(1) if options["temperature"] else logits.argmax(-1, keepdim=True)
-        )
+        token = logits.softmax(-1).multinomial(1) if options["temperature"] else logits.argmax(-1, keepdim=True)
         ids = torch.cat([ids, token], 1)
     torch.testing.assert_close(generate(model, prompt, max_new_tokens=24, seed=5, **options), ids)
     torch.manual_seed(5)
@@ -496,6 +492,16 @@ def test_token_for_token_what_transformers_generates(checkpoint, options):
     )
     torch.testing.assert_close(got, expected)
     assert len(set(got[1, ids.shape[1] :].tolist())) > 5
+
+
+def test_streams_through_the_streamer_of_transformers(checkpoint, capsys):
+    from transformers import AutoTokenizer, TextStreamer
+
+    tokenizer, model = ligermodels.Tokenizer.from_hub(checkpoint), ligermodels.load(checkpoint, progress=False)
+    ids = torch.tensor([tokenizer.encode("The Owl")])
+    streamer = TextStreamer(AutoTokenizer.from_pretrained(checkpoint), skip_prompt=True)
+    out = model.generate(ids, max_new_tokens=16, streamer=streamer)
+    assert capsys.readouterr().out == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=False) + "\n"
 
 
 def test_stop_strings_in_real_text(checkpoint):

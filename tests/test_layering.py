@@ -31,6 +31,7 @@ MAY_IMPORT = {
         "text",
         "errors",
     },
+    "__main__": {"cli"},
     "cli": {
         "arch",
         "layers",

@@ -65,7 +65,7 @@ def cross_entropy_reference(
     z = logits.reshape(-1, vocab).to(accumulator(logits.dtype)).masked_fill(~valid[:, None], 0)
     if softcap is not None:
         z = softcap * torch.tanh(z / softcap)
-    w = torch.ones_like(z[0]) if class_weight is None else class_weight.to(z)
+    w = z.new_ones(vocab) if class_weight is None else class_weight.to(z)
     lse = z.logsumexp(-1)
     nll = lse - z.gather(1, y[:, None])[:, 0]
     ce, z_part = w[y] * nll, z_loss * lse.square()
@@ -335,15 +335,16 @@ def _tiling(logits: Tensor, twice: bool, streams: int) -> tuple[int, dict[str, i
 
 
 def launch_rows(
-    logits: Tensor, labels: Tensor, options: Options, *, class_weight: Tensor | None,
+    logits: Tensor, labels: Tensor, options: Options, *, row_stride: int, class_weight: Tensor | None,
     weight_sum: Tensor | None, scales: Tensor | None, rows: CrossEntropyOutput | None = None,
     stats: Tensor | None = None, out: Tensor | None = None, upstream: Tensor | None = None, first_row: int = 0,
     undivided: bool = False,
 ) -> None:  # fmt: skip
     """Fills `rows` and `out`, where given, from logits [C, V], which belong to the tokens from first_row on.
 
-    out [C, V] receives the gradient and may be `logits`; upstream, [T] or one number, multiplies it; undivided
-    leaves the factor scales[1] out of it.
+    out [C, V], contiguous or `logits` itself, receives the gradient; upstream, contiguous [T] or one
+    number, multiplies it; undivided leaves the factor scales[1] out of it. row_stride is logits.stride(0), which
+    torch.compile does not know in backward.
     """
     streams = 2 if class_weight is not None and options.label_smoothing else 1
     programs, tiling = _tiling(logits, rows is not None and out is not None, streams)
@@ -351,8 +352,8 @@ def launch_rows(
     _rows_kernel[(programs,)](
         logits, logits if out is None else out, labels, class_weight, weight_sum,
         scales if options.reduction == "mean" else None, upstream, stats, loss, z_loss, correct, predicted,
-        logits.stride(0), logits.stride(0) if out is None else out.stride(0),
-        upstream.stride(0) if upstream is not None and upstream.dim() else 0, first_row, *logits.shape,
+        row_stride, row_stride if out is logits else logits.shape[1],
+        0 if upstream is None else upstream.dim(), first_row, *logits.shape,
         IGNORE=options.ignore_index, SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss,
         SOFTCAP=options.softcap, TOKEN_SCALING=options.token_scaling, LOSS=rows is not None,
         GRADIENT=out is not None, UNDIVIDED=undivided, **tiling,
@@ -367,11 +368,11 @@ class _CrossEntropy(torch.autograd.Function):
             rows = empty_rows(labels, logits, options)
             # Maximum and sum apart: rounded into one lse, they would cost each probability half an ulp of lse.
             stats = rows.loss.new_empty(labels.numel(), 2) if backward_follows else None
-            launch_rows(logits, labels, options, class_weight=class_weight, weight_sum=weight_sum,
-                        scales=scales, rows=rows, stats=stats)  # fmt: skip
+            launch_rows(logits, labels, options, row_stride=logits.stride(0), class_weight=class_weight,
+                        weight_sum=weight_sum, scales=scales, rows=rows, stats=stats)  # fmt: skip
             out = reduce_rows(rows, scales, options)
         ctx.save_for_backward(logits, labels, class_weight, weight_sum, scales, stats)
-        ctx.options = options
+        ctx.options, ctx.row_stride = options, logits.stride(0)
         ctx.mark_non_differentiable(*(t for t in out[1:] if t is not None))
         return tuple(out)
 
@@ -381,8 +382,9 @@ class _CrossEntropy(torch.autograd.Function):
         logits, labels, class_weight, weight_sum, scales, stats = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         with device_guard(logits):
-            launch_rows(logits, labels, ctx.options, class_weight=class_weight, weight_sum=weight_sum,
-                        scales=scales, stats=stats, out=grad, upstream=grad_loss)  # fmt: skip
+            launch_rows(logits, labels, ctx.options, row_stride=ctx.row_stride, class_weight=class_weight,
+                        weight_sum=weight_sum, scales=scales, stats=stats, out=grad,
+                        upstream=grad_loss.contiguous())  # fmt: skip
         return grad, None, None, None, None, None
 
 

@@ -56,10 +56,7 @@ def _activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
             z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
             dz = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
         e = tl.exp(-z)
-        if EXACT:
-            sigmoid = tl.div_rn(1.0, 1.0 + e)
-        else:
-            sigmoid = 1.0 / (1.0 + e)
+        sigmoid = tl.div_rn(1.0, 1.0 + e) if EXACT else 1.0 / (1.0 + e)
         rest = 1.0 - sigmoid
         if NAME == "gelu_tanh":
             rest = tl.where(z > 0, e * sigmoid, rest)  # 1 - sigmoid cancels there, and dz makes much of it
@@ -79,12 +76,12 @@ def _forward_kernel(
     h_ptr, gate_up_ptr, n_rows, stride, gate_multiplier: tl.constexpr, down_multiplier: tl.constexpr,
     NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    IN: tl.constexpr = gate_up_ptr.dtype.element_ty
-    ACC: tl.constexpr = tl.float64 if IN == tl.float64 else tl.float32
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     rows, cols, mask = _tile_at(n_rows, WIDTH, BLOCK, ROWS)
     gate = tl.load(gate_up_ptr + rows * stride + cols, mask=mask, other=0.0).to(ACC)
     up = tl.load(gate_up_ptr + rows * stride + cols + WIDTH, mask=mask, other=0.0).to(ACC)
-    act, _ = _activation(gate * gate_multiplier, NAME, IN == tl.float32)
+    act, _ = _activation(gate * gate_multiplier, NAME, dtype == tl.float32)
     h = act * up * down_multiplier
     tl.store(h_ptr + rows * WIDTH + cols, h.to(h_ptr.dtype.element_ty), mask=mask)
 
@@ -96,13 +93,13 @@ def _backward_kernel(
     NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """d_gate_up from dh; with EMIT also h, which may lie where dh does: each program touches its own tile only."""
-    IN: tl.constexpr = gate_up_ptr.dtype.element_ty
-    ACC: tl.constexpr = tl.float64 if IN == tl.float64 else tl.float32
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     rows, cols, mask = _tile_at(n_rows, WIDTH, BLOCK, ROWS)
     gate = tl.load(gate_up_ptr + rows * stride + cols, mask=mask, other=0.0).to(ACC)
     up = tl.load(gate_up_ptr + rows * stride + cols + WIDTH, mask=mask, other=0.0).to(ACC)
     dh = tl.load(dh_ptr + rows * dh_stride + cols, mask=mask, other=0.0).to(ACC) * down_multiplier
-    act, slope = _activation(gate * gate_multiplier, NAME, IN == tl.float32)
+    act, slope = _activation(gate * gate_multiplier, NAME, dtype == tl.float32)
     d_gate = dh * up * (slope * gate_multiplier)
     target = d_gate_up_ptr + rows * (2 * WIDTH) + cols
     tl.store(target, d_gate.to(d_gate_up_ptr.dtype.element_ty), mask=mask)

@@ -191,23 +191,24 @@ def _run(
         chunk = rows_in[start : start + rows]
         z = workspace[: chunk.shape[0]]
         torch.mm(chunk, w.t(), out=z) if b is None else torch.addmm(b, chunk, w.t(), out=z)
-        launch_rows(z, labels, options, class_weight=class_weight, weight_sum=weight_sum, scales=scales,
-                    rows=per_row, out=z if any(needs) else None, upstream=upstream, first_row=start,
-                    undivided=undivided)  # fmt: skip
+        launch_rows(z, labels, options, row_stride=pitch, class_weight=class_weight, weight_sum=weight_sum,
+                    scales=scales, rows=per_row, out=z if any(needs) else None, upstream=upstream,
+                    first_row=start, undivided=undivided)  # fmt: skip
         if dx is not None:
             torch.mm(z, w, out=dx[start : start + rows])
         if dweight is not None:
             _accumulate(dweight, z, chunk, start == 0)
         if dbias is not None:
             dbias += z.sum(0, dtype=dbias.dtype)
+        del z, chunk
     del workspace, w, rows_in  # before dweight is copied to its final dtype, which is the peak
 
     if place is not None:
         dx = None if dx is None else _gather(dx, place)
-        loss, z_loss, correct, predicted = per_row
+        per_row = per_row._replace(predicted_tokens=_spread(per_row.predicted_tokens, place, -1))
         if options.reduction == "none":
-            loss, z_loss, correct = (_spread(t, place, 0) for t in (loss, z_loss, correct))
-        per_row = CrossEntropyOutput(loss, z_loss, correct, _spread(predicted, place, -1))
+            spread = [_spread(t, place, 0) for t in per_row[:3]]
+            per_row = CrossEntropyOutput._make([*spread, per_row.predicted_tokens])
     if not undivided:
         dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
@@ -306,10 +307,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         if ctx.options.reduction == "none":
             x, weight, bias, labels, class_weight = ctx.saved_tensors
-            options = Options(*ctx.options[:6], False, False, False)
+            options = Options._make([*ctx.options[:6], False, False, False])
             with device_guard(x):
-                results = _dispatch(x, weight, bias, labels, class_weight, None, grad_loss, options, ctx.settings,
-                                    ctx.needs)  # fmt: skip
+                results = _dispatch(x, weight, bias, labels, class_weight, None, grad_loss.contiguous(), options,
+                                    ctx.settings, ctx.needs)  # fmt: skip
             gradients = list(results[4:7])
         elif torch.compiler.is_compiling():
             *gradients, factor = ctx.saved_tensors

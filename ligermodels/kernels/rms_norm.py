@@ -53,14 +53,15 @@ def add_rms_norm_reference(
 
 
 @triton.jit
-def _rstd(total, N: tl.constexpr, eps: tl.constexpr, IN: tl.constexpr):
+def _rstd(total, N: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
     """rsqrt(total / N + eps), one number per row, whose error the whole row inherits."""
-    if IN == tl.float32:  # nothing rounds it away: rounded once, where fp32 operations would do so four times
-        return (1.0 / tl.sqrt(total.to(tl.float64) * (1.0 / N) + eps)).to(tl.float32)
-    elif IN == tl.float64:
-        return 1.0 / tl.sqrt(total * (1.0 / N) + eps)
+    mean_square = total * (1.0 / N)
+    if dtype == tl.float32:  # no later rounding hides the 2 ulp of the hardware's rsqrt
+        return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
+    elif dtype == tl.float64:
+        return 1.0 / tl.sqrt(mean_square + eps)
     else:
-        return tl.rsqrt(total * (1.0 / N) + eps)
+        return tl.rsqrt(mean_square + eps)
 
 
 @triton.jit
@@ -212,9 +213,7 @@ def _backward_wide_kernel(
 
 
 @triton.jit(do_not_specialize=["n_partials"])
-def _sum_partials_kernel(
-    dw_ptr, partial_ptr, n_partials, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):
+def _sum_partials_kernel(dw_ptr, partial_ptr, n_partials, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], partial_ptr.dtype.element_ty)
     for start in range(0, n_partials, ROWS):
@@ -273,9 +272,9 @@ def _backward(
     add = dtotal is not None
     dtotal = dy if dtotal is None else _last_dim_contiguous(dtotal)
     dx = torch.empty((n_rows, width), dtype=x.dtype, device=x.device) if need_dx else None
-    dw = None
+    dw = torch.empty(width, dtype=weight.dtype, device=x.device) if weight is not None and need_dw else None
     if not n_rows:
-        return dx, torch.zeros_like(weight) if need_dw else None
+        return dx, None if dw is None else dw.zero_()
 
     loads = x.element_size() + dy.element_size() + (dtotal.element_size() if add else 0)
     block, rows, warps = _tile(width)
@@ -285,10 +284,7 @@ def _backward(
         block, rows, warps = _WIDE[1], 2 if width <= 32768 else 1, 16
         kernel, stage = _backward_wide_kernel, block * (rows * loads + 8 + rstd.element_size())
     programs = min(num_sms(x.device.index) * (16 // warps), triton.cdiv(n_rows, 4 * rows))
-    partial = rstd
-    if need_dw:
-        partial = torch.empty((programs, width), dtype=rstd.dtype, device=x.device)
-        dw = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    partial = rstd if dw is None else torch.empty((programs, width), dtype=rstd.dtype, device=x.device)
     with device_guard(x):
         kernel[(programs,)](
             x if dx is None else dx, partial, dy, dtotal, x, x if weight is None else weight.contiguous(), rstd,

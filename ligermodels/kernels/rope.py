@@ -126,13 +126,9 @@ def _rotate(
     if not batch * length:
         return
     q, k, from_v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, k if v is None else v))
-    block_half, block_rest, block_d = (
-        triton.next_power_of_2(n) for n in (half, max(1, head_dim - 2 * half), head_dim)
-    )
+    block_half, block_rest, block_d = (triton.next_power_of_2(n) for n in (half, max(1, head_dim - 2 * half), head_dim))
     # 16 pairs per thread: their loads in flight make up for the few warps that the registers leave room for.
-    block_q, block_k = (
-        min(triton.next_power_of_2(n), max(1, 1024 // block_half)) for n in (num_heads, num_kv_heads)
-    )
+    block_q, block_k = (min(triton.next_power_of_2(n), max(1, 1024 // block_half)) for n in (num_heads, num_kv_heads))
     with device_guard(out):
         _rope_kernel[(batch * length,)](
             out, q, k, from_v, cos, sin, length,
@@ -162,8 +158,12 @@ def _rotate_back(
     return packed
 
 
+# A Function may hand out views of a buffer that it does not return, but not under torch.compile: where such a view
+# leaves the graph, its gradient is lost (torch 2.11). There the Functions return the buffer, and it is split behind.
+
+
 class _Rope(torch.autograd.Function):
-    """qkv: [B, S, (HQ + 2 HK) * D] -> q, k, v as views of one packed buffer."""
+    """qkv: [B, S, (HQ + 2 HK) * D] -> q, k, v as views of one packed buffer, or the buffer when compiling."""
 
     @staticmethod
     def forward(ctx, qkv, cos, sin, num_heads, num_kv_heads, inplace):
@@ -176,16 +176,17 @@ class _Rope(torch.autograd.Function):
         _rotate(out, q, k, None if inplace else v, cos, sin, backward=False, copy=not inplace)
         if inplace and not qkv.is_inference():
             torch.autograd.graph.increment_version(qkv)
-        return _split(out, num_heads, num_kv_heads)
+        return out if torch.compiler.is_compiling() else _split(out, num_heads, num_kv_heads)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq, dk, dv):
-        return _rotate_back((dq, dk, dv), *ctx.saved_tensors, *ctx.heads), None, None, None, None, None
+    def backward(ctx, *grads):
+        grads = grads if len(grads) == 3 else _split(*grads, *ctx.heads)
+        return _rotate_back(grads, *ctx.saved_tensors, *ctx.heads), None, None, None, None, None
 
 
 class _RopeQK(torch.autograd.Function):
-    """q: [B, S, HQ, D], k: [B, S, HK, D] -> both rotated, as views of one packed buffer."""
+    """q: [B, S, HQ, D], k: [B, S, HK, D] -> both rotated, as views of one packed buffer, or that when compiling."""
 
     @staticmethod
     def forward(ctx, q, k, cos, sin):
@@ -195,13 +196,15 @@ class _RopeQK(torch.autograd.Function):
         ctx.heads = q.shape[2], k.shape[2]
         out = q.new_empty(q.shape[0], q.shape[1], (q.shape[2] + k.shape[2]) * q.shape[3])
         _rotate(out, q, k, None, cos, sin, backward=False, copy=True)
-        return _split(out, q.shape[2], k.shape[2], parts=2)
+        return out if torch.compiler.is_compiling() else _split(out, q.shape[2], k.shape[2], parts=2)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dq, dk):
-        packed = _rotate_back((dq, dk), *ctx.saved_tensors, *ctx.heads)
-        grads = (None, None) if packed is None else _split(packed, *ctx.heads, parts=2)
+    def backward(ctx, *grads):
+        (cos, sin), (num_heads, num_kv_heads) = ctx.saved_tensors, ctx.heads
+        grads = grads if len(grads) == 2 else _split(*grads, num_heads, num_kv_heads, parts=2)
+        packed = _rotate_back(grads, cos, sin, num_heads, num_kv_heads)
+        grads = (None, None) if packed is None else _split(packed, num_heads, num_kv_heads, parts=2)
         return *grads, None, None
 
 
@@ -238,6 +241,7 @@ def rope(
     Raises InputError for shapes or devices that do not fit, and for inplace on a leaf that requires grad or on
     expanded memory.
     """
+    num_heads, num_kv_heads = operator.index(num_heads), operator.index(num_kv_heads)
     heads = num_heads + 2 * num_kv_heads
     if qkv.dim() != 3 or min(num_heads, num_kv_heads) < 1 or qkv.shape[2] % heads or not qkv.is_floating_point():
         raise InputError(
@@ -255,7 +259,8 @@ def rope(
     if not use_triton(qkv):
         return rope_reference(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads)
     inplace = inplace and not torch.compiler.is_compiling() and qkv.stride(2) == 1
-    return _Rope.apply(qkv, cos.contiguous(), sin.contiguous(), num_heads, num_kv_heads, inplace)
+    out = _Rope.apply(qkv, cos.contiguous(), sin.contiguous(), num_heads, num_kv_heads, inplace)
+    return _split(out, num_heads, num_kv_heads) if torch.compiler.is_compiling() else out
 
 
 def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -277,4 +282,5 @@ def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     _check_angles(q, operator.index(q.shape[3]), cos, sin, "rope_qk")
     if not use_triton(q):
         return rope_qk_reference(q, k, cos, sin)
-    return _RopeQK.apply(q, k, cos.contiguous(), sin.contiguous())
+    out = _RopeQK.apply(q, k, cos.contiguous(), sin.contiguous())
+    return _split(out, q.shape[2], k.shape[2], parts=2) if torch.compiler.is_compiling() else out

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import TokenizerError
+from ligermodels.text import pieces
 from ligermodels.text.files import TokenizerFiles, read_text
 
 
@@ -30,6 +31,7 @@ class JsonBackend:
         self._native.no_truncation()
         self._native.no_padding()
         self._merge_added(path, files)
+        self._falls_back = _has_byte_fallback(self.decoder)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         # The fast one leaves out the offsets: half the time of encode(), for one long text as well.
@@ -39,7 +41,13 @@ class JsonBackend:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         with _native_errors("decode"):
-            return self._native.decode(ids, skip_special_tokens=skip_special_tokens)
+            text = self._native.decode(ids, skip_special_tokens=skip_special_tokens)
+        if "\ufffd" in text and self._falls_back:
+            # A run of byte tokens with a bad byte: see `pieces`.
+            skipped = self.special_ids if skip_special_tokens else frozenset()
+            tokens = (t for i in ids if i not in skipped and (t := self.id_to_token(i)) is not None)
+            return pieces.decode(self.decoder, tokens)
+        return text
 
     def token_to_id(self, token: str) -> int | None:
         return self._native.token_to_id(token)
@@ -96,8 +104,11 @@ class JsonBackend:
         for content in dict.fromkeys((*files.named.values(), *files.extra_special)):
             native = by_content.get(content, tokenizers.AddedToken(content, normalized=False))
             if not native.special and self._native.token_to_id(content) is not None:
-                native.special = True
                 self._native.add_special_tokens([native])
+
+
+def _has_byte_fallback(decoder: Mapping[str, Any] | None) -> bool:
+    return any(part.get("type") == "ByteFallback" for part in pieces.flatten(decoder)) if decoder else False
 
 
 @contextlib.contextmanager

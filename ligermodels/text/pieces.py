@@ -4,16 +4,17 @@
 window of it is wrong wherever a decoder looks further back. Here every step keeps the little state it needs,
 so that the pieces of text that come out, joined, are what decoding the whole list gives, for every list:
 - ByteLevel: the bytes of a character wait until the character is complete or cannot become valid;
-- ByteFallback: a run of <0xNN> tokens is valid UTF-8 as a whole or turns into one U+FFFD per byte, so its
-  text waits until the run ends;
+- ByteFallback: as ByteLevel for a run of <0xNN> tokens, with one U+FFFD for every byte that is in no character;
 - Replace, Strip, Fuse, Metaspace: at once.
 
-Checked against tokenizers 0.23.
+Checked against tokenizers 0.23 and, for ByteFallback, sentencepiece 0.2.3: it keeps the good characters of a run
+that has a bad byte, where tokenizers gives up the whole run. A stream could follow tokenizers only by holding
+every run back to its end, and in Llama 2 a newline is such a run.
 """
 
 import codecs
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ligermodels.errors import TokenizerError
@@ -30,8 +31,8 @@ class PieceStream:
 
     def __init__(self, decoder: Mapping[str, Any] | None) -> None:
         self._steps: list[_Step] = []
-        self._fused = False
-        for state in [{"type": "Join"}] if decoder is None else _flatten(decoder):
+        self._unit = "token"
+        for state in [{"type": "Join"}] if decoder is None else flatten(decoder):
             self._steps.append(self._step(state))
 
     def put(self, token: str) -> str:
@@ -49,22 +50,23 @@ class PieceStream:
         return "".join(pieces)
 
     def _step(self, state: Mapping[str, Any]) -> "_Step":
-        """One decoder. Up to Fuse a piece is a token; after it, a piece is a part of one long token."""
+        """One decoder. What reaches it is tokens, parts of tokens (after ByteFallback) or one text (after Fuse)."""
         match state:
-            case {"type": "ByteLevel"} if not self._fused:
-                self._fused = True
+            case {"type": "ByteLevel"} if self._unit == "token":
+                self._unit = "text"
                 return _ByteLevel()
             case {"type": "Fuse"}:
-                self._fused = True
+                self._unit = "text"
                 return _Step()
-            case {"type": "ByteFallback"} if not self._fused:
+            case {"type": "ByteFallback"} if self._unit == "token":
+                self._unit = "part"
                 return _ByteFallback()
             case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
-                if not self._fused or len(old) == 1:
+                if self._unit == "token" or len(old) == 1:
                     return _Map(lambda piece, first: piece.replace(old, new))
-            case {"type": "Strip", "content": str(char), "start": int(start), "stop": 0} if self._fused:
+            case {"type": "Strip", "content": str(char), "start": int(start), "stop": 0} if self._unit == "text":
                 return _StripStart(char, start)
-            case {"type": "Metaspace", "replacement": str(mark)} if not self._fused:
+            case {"type": "Metaspace", "replacement": str(mark)} if self._unit == "token":
                 keeps = state.get("prepend_scheme", "always") == "never"
                 return _Map(lambda piece, first: piece.replace(mark, "" if first and not keeps else " "))
             case {"type": "Join"}:
@@ -72,6 +74,12 @@ class PieceStream:
         raise TokenizerError(
             f"the decoder {dict(state)} cannot be streamed. Next step: collect the ids and call decode() once."
         )
+
+
+def decode(decoder: Mapping[str, Any] | None, tokens: Iterable[str]) -> str:
+    """The text of a whole list of tokens."""
+    stream = PieceStream(decoder)
+    return "".join([stream.put(token) for token in tokens] + [stream.flush()])
 
 
 class _Step:
@@ -115,20 +123,27 @@ class _StripStart(_Step):
 
 class _ByteFallback(_Step):
     def __init__(self) -> None:
-        self._run = bytearray()
+        self._open = b""
 
     def put(self, piece: str) -> Sequence[str]:
         if found := _BYTE_TOKEN.fullmatch(piece):
-            self._run.append(int(found[1], 16))
-            return ()
-        return (*self.flush(), piece)
+            self._open += bytes([int(found[1], 16)])
+            return (self._decode(final=False),)
+        return (self._decode(final=True), piece)
 
     def flush(self) -> Sequence[str]:
-        run, self._run = bytes(self._run), bytearray()
-        try:
-            return (run.decode(),) if run else ()
-        except UnicodeDecodeError:
-            return ("\ufffd" * len(run),)
+        return (self._decode(final=True),)
+
+    def _decode(self, final: bool) -> str:
+        text = ""
+        while True:
+            try:
+                part, used = codecs.utf_8_decode(self._open, "strict", final)
+                self._open = self._open[used:]
+                return text + part
+            except UnicodeDecodeError as error:
+                text += self._open[: error.start].decode() + "\ufffd" * (error.end - error.start)
+                self._open = self._open[error.end :]
 
 
 class _ByteLevel(_Step):
@@ -157,7 +172,8 @@ def _byte_characters() -> dict[str, int]:
 _BYTES = _byte_characters()
 
 
-def _flatten(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+def flatten(decoder: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The decoders inside a Sequence, or the one that there is."""
     if decoder.get("type") != "Sequence":
         return [decoder]
-    return [state for part in decoder["decoders"] for state in _flatten(part)]
+    return [state for part in decoder["decoders"] for state in flatten(part)]

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import TokenizerError
+from ligermodels.text import pieces
 from ligermodels.text.files import AddedToken, TokenizerFiles, read_bytes
-from ligermodels.text.pieces import PieceStream
 
 SPACE = "\u2581"
 
@@ -96,9 +96,8 @@ class SentencePieceBackend:
         return [before + self._encode_text(text) + after for text in texts]
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        stream = PieceStream(self.decoder)
-        pieces = (self.id_to_token(i) for i in ids if not (skip_special_tokens and i in self.special_ids))
-        return "".join([stream.put(piece) for piece in pieces if piece is not None] + [stream.flush()])
+        kept = (index for index in ids if not (skip_special_tokens and index in self.special_ids))
+        return pieces.decode(self.decoder, (p for i in kept if (p := self.id_to_token(i)) is not None))
 
     def token_to_id(self, token: str) -> int | None:
         if token in self._added_ids:
@@ -216,17 +215,17 @@ def _cut(text: str, pattern: re.Pattern[str], tokens: Mapping[str, AddedToken]) 
 def check_agreement(path: Path, id_to_token: Callable[[int], str | None]) -> None:
     """Compares a tokenizer.model with the tokenizer.json beside it, which is the one in use.
 
-    Sixty-four ordinary pieces must have the same ids; control and byte pieces may be renamed. A tiktoken file
-    is another format of the same vocabulary and is passed over. Raises TokenizerError.
+    Sixty-four learned pieces must have the same ids; others (control, byte, user-defined: their score is 0) may
+    be renamed. A tiktoken file spells the same vocabulary in another way and is passed over. Raises
+    TokenizerError.
     """
     if is_tiktoken(read_bytes(path)):
         return
     model = read_model(path)
     size = model.get_piece_size()
     for index in range(0, size, max(1, size // 64)):
-        ordinary = not (model.is_control(index) or model.is_byte(index) or model.is_unknown(index))
         found = id_to_token(index)
-        if ordinary and not model.is_unused(index) and found != model.id_to_piece(index):
+        if model.get_score(index) < 0 and found != model.id_to_piece(index):
             raise TokenizerError(
                 f"{path} and the tokenizer.json beside it disagree: id {index} is "
                 f"{model.id_to_piece(index)!r} in the one and {found!r} in the other. Likely cause: files of "

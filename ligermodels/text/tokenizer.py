@@ -154,7 +154,11 @@ class Tokenizer:
         return input_ids, attention_mask
 
     def decode(self, ids: Iterable[int] | Tensor, skip_special_tokens: bool = True) -> str:
-        """The text of a list or 1-D tensor of ids. Ids without a token (a padded vocabulary) add nothing."""
+        """The text of a list or 1-D tensor of ids. Ids without a token (a padded vocabulary) add nothing.
+
+        Bytes that are in no UTF-8 character become U+FFFD; in a run of byte tokens (Llama 2, Gemma) the good
+        characters stay, as in SentencePiece, where the tokenizers library gives up the whole run.
+        """
         try:
             values = [int(index) for index in (ids.tolist() if isinstance(ids, Tensor) else ids)]
         except (TypeError, ValueError) as error:

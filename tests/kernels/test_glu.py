@@ -193,9 +193,7 @@ def test_linear_under_autocast(device, monkeypatch, dtype, triton_path):
     """Weights stay fp32, results and gradients are of the dtypes F.linear gives; `dtype` is gate_up's."""
     if not triton_path:
         monkeypatch.setattr(module, "use_triton", lambda x: False)
-    inputs = [torch.randn(9, 60, device=device).to(dtype)] + [
-        torch.randn(s, device=device) for s in ((4, 30), (4,))
-    ]
+    inputs = [torch.randn(9, 60, device=device).to(dtype)] + [torch.randn(s, device=device) for s in ((4, 30), (4,))]
 
     def under_autocast(op, *inputs):
         with torch.autocast(device, dtype=torch.float16):

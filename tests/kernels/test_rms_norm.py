@@ -23,9 +23,10 @@ OPTIONS = [
 SHAPES = [(65, 7), (3, 5, 129), (64, 256), (33, 2050)]
 """Many rows to a program, several, and one; programs get several tiles."""
 
-FP32_SLACK = {"y": 1.0, "sum": 1.0, "dx": 1.0, "dweight": 1.0}
-"""In fp32 no last rounding hides the order of operations, and one order is as good as the other: y and dx are
-four roundings either way. The rows of dweight are summed in a tree on a GPU, but one by one when interpreted."""
+FP32_SLACK = {"y": 1.25, "sum": 1.0, "dx": 1.25, "dweight": 4.0}
+"""Of eager's error in fp32, where no last rounding hides that of the statistics. The error of rstd is one per row,
+so that chance averages over a few rows only; the rows of dweight are summed in a tree on a GPU, but one by one when
+interpreted."""
 
 
 @pytest.fixture
@@ -124,9 +125,7 @@ def test_width_one(device, poison):
     x, residual, dy, dtotal = torch.randn(4, 67, 1, device=device)
     weight = torch.randn(1, device=device)
     actual = run(add_rms_norm, [x, residual, weight], [dy, dtotal])
-    exact = run(
-        add_rms_norm_reference, [t.double() for t in (x, residual, weight)], [dy.double(), dtotal.double()]
-    )
+    exact = run(add_rms_norm_reference, [t.double() for t in (x, residual, weight)], [dy.double(), dtotal.double()])
     assert_as_exact(actual[0], actual[0], exact[0])
     size = dtotal.abs() + (dy * weight).abs() * torch.rsqrt((x + residual).square() + 1e-6)
     assert ((actual[2] - exact[2]).abs() <= 8 * torch.finfo(torch.float32).eps * size).all()
@@ -217,9 +216,7 @@ def test_one_output_used(device, poison, used):
 
 def test_both_outputs_get_one_and_the_same_gradient_tensor(device):
     x, residual, dy = torch.randn(3, 9, 96, device=device)
-    actual, expected = (
-        run(op, [x, residual, None], [dy, dy])[2] for op in (add_rms_norm, add_rms_norm_reference)
-    )
+    actual, expected = (run(op, [x, residual, None], [dy, dy])[2] for op in (add_rms_norm, add_rms_norm_reference))
     torch.testing.assert_close(actual, expected)
 
 
@@ -245,9 +242,7 @@ def test_layouts(device, poison, layout):
         outputs = op(*leaves)
         actual = torch.autograd.grad(outputs, leaves, grads if len(grads) > 1 else grads[0])
         expected = run(op, [t.contiguous() for t in inputs], [g.contiguous() for g in grads])
-        for a, b in zip(
-            [*(outputs if isinstance(outputs, tuple) else [outputs]), *actual], expected, strict=True
-        ):
+        for a, b in zip([*(outputs if isinstance(outputs, tuple) else [outputs]), *actual], expected, strict=True):
             assert torch.equal(a, b)
 
 

@@ -114,9 +114,7 @@ def test_gradients_of_any_strides(device, poison, layout):
 def test_rope_qk(device, poison, layout):
     _, cos, sin, _ = make((2, 3, 6, 2, 16, 12, 2), torch.float32, device)
     results = []
-    q, k, dq, dk = (
-        LAYOUTS[layout](torch.randn(2, 3, heads, 16, device=device)) for heads in (6, 2, 6, 2)
-    )
+    q, k, dq, dk = (LAYOUTS[layout](torch.randn(2, 3, heads, 16, device=device)) for heads in (6, 2, 6, 2))
     for op in (rope_qk, rope_qk_reference):
         leaves = [t.detach().requires_grad_() for t in (q, k)]
         outputs = op(*leaves, cos, sin)

@@ -166,6 +166,18 @@ def test_both_files_agree(sentencepiece_folder, sentencepiece_model, tmp_path):
     assert Tokenizer.from_folder(folder).encode("the cat")[0] == 1
 
 
+def test_a_renamed_user_defined_piece_is_no_disagreement(tmp_path):
+    from tests.text.test_sentencepiece import converted
+
+    names = [f"<unused{n}>" for n in range(40)]
+    model = folders.sentencepiece_model(user_defined_symbols=names)
+    folder = folders.sentencepiece_folder(tmp_path / "both", model)
+    converted(model, tmp_path, legacy=False).save_pretrained(folder)
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    folders.write(folder, "tokenizer.json", text.replace("<unused", "<mine"))
+    assert Tokenizer.from_folder(folder).token_to_id("<mine7>") == 10
+
+
 @pytest.mark.parametrize("text", [b"bytes", None, 5, ["list"]])
 def test_text_that_is_no_text(byte_fallback_folder, text):
     with pytest.raises(TokenizerError, match=rf"text must be a str, not {type(text).__name__}"):

@@ -84,11 +84,28 @@ def test_agrees_with_the_converted_tokenizer(sentencepiece_folder, sentencepiece
         assert tokenizer.encode(text, add_special_tokens=False) == expected, text
         for skip in (False, True):
             assert tokenizer.decode(expected, skip) == oracle.decode(expected, skip_special_tokens=skip), text
-    generator = random.Random(0)
-    for _ in range(300):
-        ids = [generator.randrange(tokenizer.vocab_size) for _ in range(generator.randrange(12))]
-        for skip in (False, True):
-            assert tokenizer.decode(ids, skip) == oracle.decode(ids, skip_special_tokens=skip), ids
+
+
+@pytest.mark.parametrize("kind", ["model", "json"])
+def test_broken_bytes_decode_as_in_sentencepiece(sentencepiece_folder, sentencepiece_model, tmp_path, kind):
+    folder = sentencepiece_folder()
+    if kind == "json":
+        converted(sentencepiece_model, tmp_path, legacy=False).save_pretrained(folder)
+    tokenizer = Tokenizer.from_folder(folder)
+    native = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
+    first = native.piece_to_id("<0x00>")
+    lead = [0x41, 0xC3, 0xE4, 0xF0, 0xED, 0xF4, 0x80, 0xA0, 0xBD, 0x9F, 0xA9, 0xFF]
+    generator, broken = random.Random(0), 0
+    for _ in range(2000):
+        ids = [
+            first + generator.choice(lead) if generator.random() < 0.7 else generator.randrange(3, 420)
+            for _ in range(generator.randrange(10))
+        ]
+        text = native.decode(ids)
+        assert tokenizer.decode(ids) == text, ids
+        broken += "\ufffd" in text
+    assert broken > 1000
+    assert tokenizer.decode([first + byte for byte in (*"你".encode(), 0xE4, 0xBD)]) == "你\ufffd\ufffd"
 
 
 @pytest.mark.parametrize("legacy", [False, True])

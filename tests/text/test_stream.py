@@ -91,8 +91,7 @@ def test_text_comes_at_once(tokenizer):
     for count, part in enumerate(parts[:-1], 1):
         so_far += part
         whole = tokenizer.decode(ids[:count])
-        open_run = tokenizer.backend.id_to_token(ids[count - 1]).startswith("<0x")
-        if open_run or whole.endswith("\ufffd"):
+        if whole.endswith("\ufffd"):
             waits += 1
         else:
             assert so_far == whole
@@ -120,7 +119,8 @@ def test_cost_does_not_grow(tokenizer):
         decoders.Fuse(),
         decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "zz"), decoders.Strip(" ", 2, 0)]),
         decoders.Sequence([decoders.Sequence([decoders.Replace("ab", ""), decoders.ByteLevel()])]),
-        decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(), decoders.Fuse()]),
+        decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()]),
+        decoders.Sequence([decoders.ByteFallback(), decoders.Replace("a", "b")]),
     ],
 )
 @settings(max_examples=150, deadline=None)
@@ -151,7 +151,10 @@ def test_cost_does_not_grow(tokenizer):
 def test_every_decoder_agrees_with_tokenizers(decoder, tokens):
     stream = PieceStream(json.loads(decoder.__getstate__()) if decoder else None)
     text = "".join([stream.put(token) for token in tokens] + [stream.flush()])
-    assert text == (decoder.decode(tokens) if decoder else " ".join(tokens))
+    whole = decoder.decode(tokens) if decoder else " ".join(tokens)
+    # A broken run of bytes: test_sentencepiece.py.
+    if "\ufffd" not in whole or "ByteFallback" not in str(decoder):
+        assert text == whole
 
 
 FUSE = {"type": "Fuse"}
@@ -163,6 +166,7 @@ FUSE = {"type": "Fuse"}
         {"type": "WordPiece", "prefix": "##", "cleanup": True},
         {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"},
         {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Metaspace", "replacement": "_"}]},
         {"type": "Sequence", "decoders": [FUSE, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]},
         {"type": "Sequence", "decoders": [FUSE, {"type": "ByteLevel"}]},
     ],
@@ -175,6 +179,12 @@ def test_other_decoders_are_refused(state):
 def test_a_negative_id_is_refused(tokenizer):
     with pytest.raises(InputError, match="-100 is not a token id"):
         StreamDecoder(tokenizer).put(-100)
+
+
+def test_a_stop_string_of_byte_tokens_is_seen_at_once(tokenizer):
+    stream, stop = StreamDecoder(tokenizer), StopStrings("\n")
+    ids = tokenizer.encode("the cat\n")
+    assert [stop.put(stream.put(index))[1] for index in ids] == [False] * (len(ids) - 1) + [True]
 
 
 def run(strings, parts):
