@@ -29,17 +29,13 @@ def environment(device: str) -> dict[str, Any]:
     cuda = device == "cuda"
     return {
         "device": torch.cuda.get_device_name() if cuda else f"CPU ({platform.machine()})",
-        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else None,
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if cuda else None,
         "cuda": torch.version.cuda if cuda else None,
         "python": platform.python_version(),
         **{package: _version(package) for package in PACKAGES},
         "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
         "command": " ".join([Path(sys.executable).name, "-m", _module_name(), *sys.argv[1:]]),
-        "settings": {
-            k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON_", "PYTORCH_", "LIGER_"))
-        },
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON_", "PYTORCH_", "LIGER_"))},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
@@ -53,9 +49,7 @@ def _version(package: str) -> str | None:
 
 def _output(*command: str) -> str | None:
     try:
-        return (
-            subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
-        )
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
         return None
 
@@ -139,9 +133,7 @@ class Timer:
         self.synchronize()
         return statistics.median(times)
 
-    def peak_mib(
-        self, call: Callable[[], object], prepare: Callable[[], object] = lambda: None
-    ) -> float | None:
+    def peak_mib(self, call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float | None:
         """MiB allocated in the call beyond what was there before, its results included. None on a CPU."""
         if self.device != "cuda":
             return None
@@ -205,14 +197,15 @@ class Error:
     def worse_than(self, eager: "Error", *, slack: float = 1.0, floor: float = 0.0) -> str:
         """Why this error is not acceptable beside eager's, or "" if it is: rms 1.0x and max 1.25x + 1 ulp.
 
-        Rounding an exact result errs by up to half an ulp, so below that rms floor eager is lucky rather than
-        better; and the rms errors of two equally exact results differ by chance, by about 1 / sqrt(count), of
+        Rounding an exact result errs by up to half an ulp (in fp32, where every operation rounds, an ulp), so below
+        that rms floor eager is lucky rather than better; and the rms errors of two equally exact results differ by chance, by about 1 / sqrt(count), of
         which four times is allowed for. The same rule judges the kernels in tests/kernels.
         slack: factor on eager's errors for a mode that promises less. floor: an absolute error that is always
         acceptable, for a scalar, where one draw of eager's error says little about its size.
         """
         chance = 1 + 4 / self.count**0.5
-        rms_allowed = max(slack * eager.rms * chance, 0.5 * self.eps * self.exact_rms + self.tiny, floor)
+        ulps = 1.0 if self.eps == torch.finfo(torch.float32).eps else 0.5
+        rms_allowed = max(slack * eager.rms * chance, ulps * self.eps * self.exact_rms + self.tiny, floor)
         max_allowed = max(1.25 * slack * eager.max + self.eps * self.exact_max + self.tiny, floor)
         if not self.rms <= rms_allowed:
             return f"rms error {self.rms:.3e}, allowed {rms_allowed:.3e} (eager's is {eager.rms:.3e})"
@@ -233,10 +226,7 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], *, markdown: bo
             for cell, width, right in zip(row, widths, numeric, strict=True)
         ]
         lines.append(f"| {' | '.join(padded)} |" if markdown else "  ".join(padded).rstrip())
-    rule = [
-        ("-" * (width - 1) + ":") if right else "-" * width
-        for width, right in zip(widths, numeric, strict=True)
-    ]
+    rule = [("-" * (width - 1) + ":") if right else "-" * width for width, right in zip(widths, numeric, strict=True)]
     lines.insert(1, f"| {' | '.join(rule)} |" if markdown else "  ".join("-" * width for width in widths))
     return "\n".join(lines)
 

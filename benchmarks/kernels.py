@@ -246,9 +246,7 @@ def add_rms_norm_case(place: Place, peers: set[str], tokens: int, size: int) -> 
     def liger(t):
         from liger_kernel.ops import LigerFusedAddRMSNormFunction
 
-        return LigerFusedAddRMSNormFunction.apply(
-            t["x"], t["residual"], t["weight"], EPS, 0.0, "llama", False
-        )
+        return LigerFusedAddRMSNormFunction.apply(t["x"], t["residual"], t["weight"], EPS, 0.0, "llama", False)
 
     width = 2 * tokens * size
     return Case(
@@ -289,9 +287,7 @@ def eager_rope(t: Tensors) -> tuple[Tensor, ...]:
     return q, k, t["v"]
 
 
-def rope_case(
-    place: Place, peers: set[str], batch: int, length: int, heads: int, kv_heads: int, head_dim: int
-) -> Case:
+def rope_case(place: Place, peers: set[str], batch: int, length: int, heads: int, kv_heads: int, head_dim: int) -> Case:
     def make():
         q, k, v = (place.randn(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads))
         half = torch.arange(0, head_dim, 2, device=place.device, dtype=torch.float64) / head_dim
@@ -439,9 +435,7 @@ def cross_entropy_case(place: Place, peers: set[str], tokens: int, vocab: int) -
             Provider("ligermodels", lambda t: (kernels.cross_entropy(t["logits"], t["labels"]),), ours=True),
             eager=[Provider("eager", eager_cross_entropy)],
             compile=[Provider("torch.compile", _compiled(eager_cross_entropy))],
-            torch=[
-                Provider("F.cross_entropy, no upcast", lambda t: (F.cross_entropy(t["logits"], t["labels"]),))
-            ],
+            torch=[Provider("F.cross_entropy, no upcast", lambda t: (F.cross_entropy(t["logits"], t["labels"]),))],
             liger=[Provider("Liger", liger, mutates=True)],
         ),
         full_work=2 * width,
@@ -604,9 +598,7 @@ def attention_case(
             peers,
             Provider(
                 "ligermodels",
-                lambda t: (
-                    kernels.attention(t["q"], t["k"], t["v"], causal=True, window=window, softcap=softcap),
-                ),
+                lambda t: (kernels.attention(t["q"], t["k"], t["v"], causal=True, window=window, softcap=softcap),),
                 ours=True,
             ),
             # The eager form holds [B, HQ, S, S] several times over.
@@ -739,9 +731,7 @@ def check(case: Case) -> tuple[list[dict[str, Any]], set[str]]:
             if why:
                 refused.add(provider.name)
             rows.append({"provider": provider.name, "tensor": name, "why": why, **asdict(error)})
-            rows[-1]["rms_over_eager"] = (
-                error.rms / eager_errors[name].rms if eager_errors[name].rms else None
-            )
+            rows[-1]["rms_over_eager"] = error.rms / eager_errors[name].rms if eager_errors[name].rms else None
     for row in rows:
         row.update(op=case.op, shape=case.shape)
     return rows, refused
@@ -755,9 +745,7 @@ def _summary(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:160]
 
 
-def measure(
-    case: Case, timer: Timer, limits: Mapping[str, float], skip: set[str]
-) -> Iterator[dict[str, Any]]:
+def measure(case: Case, timer: Timer, limits: Mapping[str, float], skip: set[str]) -> Iterator[dict[str, Any]]:
     """One row per provider of the case."""
     torch.manual_seed(0)
     inputs, cotangents = case.make()
@@ -859,18 +847,14 @@ def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
         lines = [_line(row, rows, worst) for row in rows]
         parts.append(f"### {op}\n\n{table(COLUMNS, lines, markdown=markdown)}")
     if record["host"]:
-        lines = [
-            [row["op"], row["provider"], row.get("forward_us"), row.get("full_us")] for row in record["host"]
-        ]
+        lines = [[row["op"], row["provider"], row.get("forward_us"), row.get("full_us")] for row in record["host"]]
         columns = ["op", "provider", "forward us", "fwd+bwd us"]
         parts.append(f"### Host time per call, tiny shapes\n\n{table(columns, lines, markdown=markdown)}")
     bad = [row for row in record["parity"] if row["why"]]
     if bad:
         lines = [[row["op"], row["shape"], row["provider"], row.get("tensor"), row["why"]] for row in bad]
         columns = ["op", "shape", "provider", "tensor", "why"]
-        parts.append(
-            f"### Parity: what is not as exact as it must be\n\n{table(columns, lines, markdown=markdown)}"
-        )
+        parts.append(f"### Parity: what is not as exact as it must be\n\n{table(columns, lines, markdown=markdown)}")
     if record["red"]:
         parts.append(f"RED, parity failed or ours did not run: {', '.join(record['red'])}")
     return "\n\n".join(parts)
@@ -890,9 +874,7 @@ COLUMNS = [
 eager's, of all outputs and gradients."""
 
 
-def _line(
-    row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], worst: Mapping[tuple, float]
-) -> list[Any]:
+def _line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], worst: Mapping[tuple, float]) -> list[Any]:
     start = [row["shape"], row["provider"]]
     if "full_ms" not in row:
         return [*start, None, None, None, row["note"], None, None]
@@ -941,9 +923,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not options.dry and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --dry runs tiny shapes on the CPU")
     missing = {
-        peer
-        for peer in asked
-        if PEERS.get(peer) and importlib.util.find_spec(PEERS[peer].split(".")[0]) is None
+        peer for peer in asked if PEERS.get(peer) and importlib.util.find_spec(PEERS[peer].split(".")[0]) is None
     }
     if missing and options.peers:
         parser.error(f"not installed: {', '.join(sorted(missing))}")

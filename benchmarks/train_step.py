@@ -141,9 +141,7 @@ def disagreement(found: Mapping[str, Any], expected: Mapping[str, Any], logits_f
     for name in ("loss", "gradient_norm"):
         allowed = RELATIVE * abs(exact[name]) + errors[name]
         if not abs(found[name] - exact[name]) <= allowed:
-            reasons.append(
-                f"{name} is {found[name]:.6g}, in fp32 {exact[name]:.6g}, allowed {allowed:.2g} off"
-            )
+            reasons.append(f"{name} is {found[name]:.6g}, in fp32 {exact[name]:.6g}, allowed {allowed:.2g} off")
     return reasons
 
 
@@ -312,13 +310,9 @@ def _compare_first_steps(rows: Sequence[dict[str, Any]]) -> None:
         if reference is None or "losses" not in row:
             continue
         for name in ("loss", "gradient_norm"):
-            found, expected = (
-                r["losses"][0] if name == "loss" else r["first_gradient_norm"] for r in (row, reference)
-            )
+            found, expected = (r["losses"][0] if name == "loss" else r["first_gradient_norm"] for r in (row, reference))
             if not abs(found - expected) <= RELATIVE * abs(expected):
-                row["parity"]["red"].append(
-                    f"{name} of step 1 is {found:.6g}, transformers has {expected:.6g}"
-                )
+                row["parity"]["red"].append(f"{name} of step 1 is {found:.6g}, transformers has {expected:.6g}")
 
 
 def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
@@ -362,12 +356,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="timed steps; the median counts")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--timeout", type=float, default=300.0, help="seconds that a provider may take in all"
-    )
-    parser.add_argument(
-        "--scratch", help="where the checkpoint is written for the run; default the temp folder"
-    )
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a provider may take in all")
+    parser.add_argument("--scratch", help="where the checkpoint is written for the run; default the temp folder")
     parser.add_argument("--out", help="JSON file for the result")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")

@@ -54,11 +54,11 @@ def companion_files(folder: Path) -> dict[str, Path]:
     return {path.relative_to(folder).as_posix(): path for path in found}
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises CheckpointError if it holds none."""
+def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
+    """The object that a JSON file holds; `lenient` mends its commas. Raises CheckpointError if it holds none."""
     try:
         start = path.read_bytes()
-        value = json.loads(start)
+        value = lenient_json(start.decode()) if lenient else json.loads(start)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is not there. Is {path.parent} the folder of a checkpoint?") from error
     except OSError as error:
@@ -68,6 +68,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def lenient_json(text: str) -> Any:
+    """JSON with commas too many or too few, as Llama 3.2 published it (Lightning-AI/litgpt#1752)."""
+    text = re.sub(r",(\s*[}\]])", r"\1", text)
+    while True:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            if error.msg != "Expecting ',' delimiter" or text[error.pos : error.pos + 1] != '"':
+                raise
+            text = f"{text[: error.pos]},{text[error.pos :]}"
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:

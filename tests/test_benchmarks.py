@@ -239,9 +239,7 @@ def test_the_configs_are_the_models_they_name(monkeypatch):
 
     counts = {"llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248}
     for name, count in counts.items():
-        assert (
-            ligermodels.Llama.from_config(train_step.CONFIGS[name], device="meta").num_parameters() == count
-        )
+        assert ligermodels.Llama.from_config(train_step.CONFIGS[name], device="meta").num_parameters() == count
 
 
 def test_a_training_step_is_measured_and_written(tmp_path, capsys, monkeypatch):

@@ -294,7 +294,7 @@ class Server(http.server.BaseHTTPRequestHandler):
 
     remote: Path
     refuse: tuple[int, str] | None = None
-    asked: list[str] = []  # noqa: RUF012
+    asked: list[str] = []
 
     def do_GET(self):
         path = urllib.parse.urlsplit(self.path).path
@@ -504,7 +504,7 @@ def test_the_endpoint_is_honoured(online, monkeypatch):
 
 
 class Api:
-    calls: list[tuple] = []  # noqa: RUF012
+    calls: list[tuple] = []
 
     def __init__(self, token=None):
         self.calls.append(("token", token))

@@ -166,7 +166,7 @@ class CausalLM(nn.Module):
                 tied=model.tied_weights,
             )
         if (folder / "generation_config.json").is_file():
-            model.generation_config.update(checkpoint.read_json(folder / "generation_config.json"))
+            model.generation_config.update(checkpoint.read_json(folder / "generation_config.json", lenient=True))
         model.source_folder = folder
         return model.eval()
 
@@ -196,7 +196,7 @@ class CausalLM(nn.Module):
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
                 module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
-                if getattr(module, "bias", None) is not None:
+                if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
             elif isinstance(module, RMSNorm) and module.weight is not None:
                 module.weight.fill_(1.0 - module.offset)
@@ -248,6 +248,11 @@ class CausalLM(nn.Module):
         output_hidden_states: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
     ) -> CausalLMOutput:
         """Logits, or with `labels` the loss.
 
@@ -267,6 +272,9 @@ class CausalLM(nn.Module):
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         output_hidden_states: adds `hidden_states` and `last_hidden_state`.
         output_attentions, return_dict: for callers that always pass them; attention weights are never built.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
+            transformers and TRL name them, queries and keys apart; here they are the same. seq_idx, which comes
+            with them, says nothing more.
 
         Raises InputError where arguments do not fit together.
         """
@@ -276,6 +284,8 @@ class CausalLM(nn.Module):
             raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
         if return_dict is False:
             raise InputError("return_dict=False is not supported: the output is a dict with attributes")
+        if cu_seqlens is None:
+            cu_seqlens, max_seqlen = cu_seq_lens_q, max_length_q
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.dim() != 3:
             raise InputError(f"ids have shape {tuple(x.shape[:-1])}, expected [batch, sequence]")
@@ -421,9 +431,12 @@ class CausalLM(nn.Module):
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
 
-    def num_parameters(self, only_trainable: bool = False) -> int:
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters, a tied table counted once."""
-        return sum(p.numel() for p in self.parameters() if p.requires_grad or not only_trainable)
+        embedding = self.embed_tokens.weight if exclude_embeddings else None
+        return sum(
+            p.numel() for p in self.parameters() if (p.requires_grad or not only_trainable) and p is not embedding
+        )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Keeps only the inputs of each block in training and computes the rest again in backward."""

@@ -73,7 +73,7 @@ class ModelConfig:
     default_rope_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False
     """Whether transformers honours `partial_rotary_factor` for this architecture."""
-    keys_to_ignore_at_inference: ClassVar[tuple[str, ...]] = ("past_key_values",)
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     _attn_implementation: ClassVar[str] = "sdpa"
 
     vocab_size: int

@@ -268,9 +268,7 @@ def _dispatch(
     """
     if not torch.compiler.is_compiling():
         return _run(x, weight, bias, labels, class_weight, num_items, upstream, options, settings, needs)
-    results = iter(
-        _run_op(x, weight, bias, labels, class_weight, num_items, upstream, *options, *settings, *needs)
-    )
+    results = iter(_run_op(x, weight, bias, labels, class_weight, num_items, upstream, *options, *settings, *needs))
     return _Results._make(next(results) if p else None for p in _present(options, settings, needs))
 
 

@@ -181,7 +181,7 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        grads = grads if len(grads) == 3 else _split(*grads, *ctx.heads)
+        grads = grads if len(grads) == 3 else _split(grads[0], *ctx.heads)
         return _rotate_back(grads, *ctx.saved_tensors, *ctx.heads), None, None, None, None, None
 
 
@@ -202,7 +202,7 @@ class _RopeQK(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         (cos, sin), (num_heads, num_kv_heads) = ctx.saved_tensors, ctx.heads
-        grads = grads if len(grads) == 2 else _split(*grads, num_heads, num_kv_heads, parts=2)
+        grads = grads if len(grads) == 2 else _split(grads[0], num_heads, num_kv_heads, parts=2)
         packed = _rotate_back(grads, cos, sin, num_heads, num_kv_heads)
         grads = (None, None) if packed is None else _split(packed, num_heads, num_kv_heads, parts=2)
         return *grads, None, None
@@ -260,7 +260,8 @@ def rope(
         return rope_reference(qkv, cos, sin, num_heads=num_heads, num_kv_heads=num_kv_heads)
     inplace = inplace and not torch.compiler.is_compiling() and qkv.stride(2) == 1
     out = _Rope.apply(qkv, cos.contiguous(), sin.contiguous(), num_heads, num_kv_heads, inplace)
-    return _split(out, num_heads, num_kv_heads) if torch.compiler.is_compiling() else out
+    q, k, v = _split(out, num_heads, num_kv_heads) if torch.compiler.is_compiling() else out
+    return q, k, v
 
 
 def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -283,4 +284,5 @@ def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     if not use_triton(q):
         return rope_qk_reference(q, k, cos, sin)
     out = _RopeQK.apply(q, k, cos.contiguous(), sin.contiguous())
-    return _split(out, q.shape[2], k.shape[2], parts=2) if torch.compiler.is_compiling() else out
+    q, k = _split(out, q.shape[2], k.shape[2], parts=2) if torch.compiler.is_compiling() else out
+    return q, k

@@ -12,12 +12,12 @@ Checked against transformers 5.23, `PreTrainedTokenizerBase._from_pretrained`.
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ligermodels.checkpoint import lenient_json
 from ligermodels.errors import TokenizerError
 
 # The largest tokenizer.json of the zoo has 17 MB; parsing takes about ten times the file in memory.
@@ -155,7 +155,7 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
         return {}
     text = read_text(path)
     try:
-        value = _loads_lenient(text) if name == "generation_config.json" else json.loads(text)
+        value = lenient_json(text) if name == "generation_config.json" else json.loads(text)
     except (json.JSONDecodeError, RecursionError) as error:
         raise TokenizerError(
             f"{path} is not valid JSON: {error}. Likely cause: an interrupted download or a hand edit."
@@ -167,18 +167,6 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     except UnicodeEncodeError as error:
         raise TokenizerError(f"{path} holds a lone surrogate, which has no UTF-8: {error}.") from error
     return value
-
-
-def _loads_lenient(text: str) -> Any:
-    """JSON with commas too many or too few, as Llama 3.2 published it (Lightning-AI/litgpt#1752)."""
-    text = re.sub(r",(\s*[}\]])", r"\1", text)
-    while True:
-        try:
-            return json.loads(text)
-        except json.JSONDecodeError as error:
-            if error.msg != "Expecting ',' delimiter" or text[error.pos : error.pos + 1] != '"':
-                raise
-            text = f"{text[: error.pos]},{text[error.pos :]}"
 
 
 def _content(value: Any) -> str | None:

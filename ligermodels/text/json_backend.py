@@ -108,7 +108,14 @@ class JsonBackend:
 
 
 def _has_byte_fallback(decoder: Mapping[str, Any] | None) -> bool:
-    return any(part.get("type") == "ByteFallback" for part in pieces.flatten(decoder)) if decoder else False
+    """Whether ByteFallback is one of the decoders, in a combination that `pieces` knows."""
+    if decoder is None or all(part.get("type") != "ByteFallback" for part in pieces.flatten(decoder)):
+        return False
+    try:
+        pieces.PieceStream(decoder)
+    except TokenizerError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

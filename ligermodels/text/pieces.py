@@ -142,7 +142,8 @@ class _ByteFallback(_Step):
                 self._open = self._open[used:]
                 return text + part
             except UnicodeDecodeError as error:
-                text += self._open[: error.start].decode() + "\ufffd" * (error.end - error.start)
+                # Whole characters have left at once: the bad bytes come first.
+                text += "\ufffd" * error.end
                 self._open = self._open[error.end :]
 
 

@@ -38,7 +38,9 @@ class TestLlama(Suite):
         "attention_bias": tiny(attention_bias=True),
         "mlp_bias_gelu": tiny(mlp_bias=True, hidden_act="gelu"),
         "explicit_head_dim": tiny(head_dim=12, num_key_value_heads=1, hidden_act="gelu_pytorch_tanh"),
-        "odd_sizes": tiny(hidden_size=30, num_attention_heads=3, num_key_value_heads=3, intermediate_size=17, vocab_size=101),
+        "odd_sizes": tiny(
+            hidden_size=30, num_attention_heads=3, num_key_value_heads=3, intermediate_size=17, vocab_size=101
+        ),
         "linear": tiny(rope_parameters=rope("linear", factor=2.5)),
         "dynamic": tiny(max_position_embeddings=16, rope_parameters=rope("dynamic", factor=3.0)),
         "llama3": tiny(

@@ -31,9 +31,7 @@ def test_reference_is_torch(reduction, smoothing, weighted):
     logits = torch.randn(9, 11, dtype=torch.float64, requires_grad=True)
     labels = some_labels((9,), 11, "cpu")
     weight = torch.rand(11, dtype=torch.float64) if weighted else None
-    ours = cross_entropy_reference(
-        logits, labels, class_weight=weight, label_smoothing=smoothing, reduction=reduction
-    )
+    ours = cross_entropy_reference(logits, labels, class_weight=weight, label_smoothing=smoothing, reduction=reduction)
     torchs = F.cross_entropy(
         logits, labels, weight, ignore_index=IGNORE, label_smoothing=smoothing, reduction=reduction
     )
@@ -164,7 +162,8 @@ def test_leaves_the_logits_alone(device):
 def test_second_derivative_raises(device):
     logits = torch.randn(2, 3, device=device, requires_grad=True)
     loss = cross_entropy(logits, torch.tensor([0, 1], device=device))
-    (grad,) = torch.autograd.grad(loss, logits, create_graph=True)
+    upstream = torch.ones_like(loss, requires_grad=True)
+    (grad,) = torch.autograd.grad(loss, logits, upstream, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
@@ -212,8 +211,7 @@ def test_num_items_in_batch(device):
     whole = results(cross_entropy(logits, labels, z_loss=0.1), [logits])
     for count in (5, torch.tensor(5, device=device), torch.tensor([5.0], device=device), torch.tensor(5)):
         parts = [
-            cross_entropy(logits[i : i + 3], labels[i : i + 3], z_loss=0.1, num_items_in_batch=count)
-            for i in (0, 3)
+            cross_entropy(logits[i : i + 3], labels[i : i + 3], z_loss=0.1, num_items_in_batch=count) for i in (0, 3)
         ]
         assert_same(results(parts[0] + parts[1], [logits]), whole, 1e-5, 1e-7)
     assert cross_entropy(logits, labels, num_items_in_batch=0).item() == 0.0
@@ -300,9 +298,7 @@ def test_input_errors(change, message):
 
 
 def test_cpu_path_is_the_reference(monkeypatch):
-    monkeypatch.setattr(
-        importlib.import_module("ligermodels.kernels.cross_entropy"), "use_triton", lambda x: False
-    )
+    monkeypatch.setattr(importlib.import_module("ligermodels.kernels.cross_entropy"), "use_triton", lambda x: False)
     logits = torch.randn(5, 7, requires_grad=True)
     labels = some_labels((5,), 7, "cpu")
     actual = results(cross_entropy(logits, labels, **EXTRAS), [logits])

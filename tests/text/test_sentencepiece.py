@@ -98,7 +98,7 @@ def test_broken_bytes_decode_as_in_sentencepiece(sentencepiece_folder, sentencep
     generator, broken = random.Random(0), 0
     for _ in range(2000):
         ids = [
-            first + generator.choice(lead) if generator.random() < 0.7 else generator.randrange(3, 420)
+            first + generator.choice(lead) if generator.random() < 0.7 else generator.randrange(first + 256, 420)
             for _ in range(generator.randrange(10))
         ]
         text = native.decode(ids)

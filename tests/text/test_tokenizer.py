@@ -183,6 +183,16 @@ def test_no_bos_where_none_is_added(byte_fallback_folder, tmp_path):
     assert tokenizer.encode("<s><s>the")[:2] == [1, 1]
 
 
+def test_a_decoder_that_cannot_be_streamed_still_decodes(byte_fallback_folder, tmp_path):
+    folder = copy(byte_fallback_folder, tmp_path)
+    state = json.loads((folder / "tokenizer.json").read_text())
+    state["decoder"]["decoders"][-1]["stop"] = 1
+    folders.write(folder, "tokenizer.json", state)
+    ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
+    ids = [*ours.encode("the cat"), ours.token_to_id("<0xFF>")]
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "the cat\ufffd"
+
+
 def test_stored_padding_and_truncation_are_off(byte_fallback_folder, tmp_path):
     folder = copy(byte_fallback_folder, tmp_path)
     state = json.loads((folder / "tokenizer.json").read_text())
