@@ -198,8 +198,9 @@ class Error:
         """Why this error is not acceptable beside eager's, or "" if it is: rms 1.0x and max 1.25x + 1 ulp.
 
         Rounding an exact result errs by up to half an ulp (in fp32, where every operation rounds, an ulp), so below
-        that rms floor eager is lucky rather than better; and the rms errors of two equally exact results differ by chance, by about 1 / sqrt(count), of
-        which four times is allowed for. The same rule judges the kernels in tests/kernels.
+        that rms floor eager is lucky rather than better; and the rms errors of two equally exact results differ by
+        chance, by about 1 / sqrt(count), of which four times is allowed for. The same rule judges the kernels in
+        tests/kernels.
         slack: factor on eager's errors for a mode that promises less. floor: an absolute error that is always
         acceptable, for a scalar, where one draw of eager's error says little about its size.
         """

@@ -44,8 +44,17 @@ def glu_linear_reference(
 
 
 @triton.jit
+def _exp(x):
+    # The hardware computes 2^(x log2 e), and rounding that exponent costs more the larger x is: take out x's multiple
+    # of ln 2 first, in two parts of which the larger is exact.
+    x = tl.minimum(tl.maximum(x, -150.0), 150.0)  # beyond, it is 0 or infinity anyhow
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    return tl.exp((x - n * 0.693359375) + n * 2.1219444005469057e-4) * tl.exp2(n)
+
+
+@triton.jit
 def _activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) and its derivative. EXACT: no fewer bits are kept of the result, so that division must be right."""
+    """act(x) and its derivative. EXACT: all bits of the result are kept, so that exp and division must be right."""
     if NAME == "gelu":
         cdf = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
         return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
@@ -55,7 +64,7 @@ def _activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
         if NAME == "gelu_tanh":
             z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
             dz = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
-        e = tl.exp(-z)
+        e = _exp(-z) if EXACT else tl.exp(-z)
         sigmoid = tl.div_rn(1.0, 1.0 + e) if EXACT else 1.0 / (1.0 + e)
         rest = 1.0 - sigmoid
         if NAME == "gelu_tanh":

@@ -174,7 +174,7 @@ class _Rope(torch.autograd.Function):
         out = qkv if inplace else torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
         q, k, v = _split(qkv, num_heads, num_kv_heads)
         _rotate(out, q, k, None if inplace else v, cos, sin, backward=False, copy=not inplace)
-        if inplace and not qkv.is_inference():
+        if inplace:
             torch.autograd.graph.increment_version(qkv)
         return out if torch.compiler.is_compiling() else _split(out, num_heads, num_kv_heads)
 

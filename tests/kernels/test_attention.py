@@ -115,7 +115,7 @@ def eager(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_ma
 
 
 def assert_error(actual, plain, exact, name):
-    """At most twice eager's error against fp64, and an ulp (in fp32 four); four times in the worst element.
+    """At most twice eager's error against fp64, and an ulp (in fp32 four); twice that in the worst element.
 
     Not once, as for kernels of our own: torch's engines have their own exponential (the hardware's, good to 2 ulp)
     and order of sums, and make the softmax's gradient as a difference of two of them.
@@ -127,7 +127,7 @@ def assert_error(actual, plain, exact, name):
     ulps = 4 if actual.dtype == torch.float32 else 1
     assert rms <= 2 * rms_allowed + ulps * rms_ulp, f"{name}: rms error {rms:.2e}, eager's {rms_allowed:.2e}"
     worst, worst_allowed = error.max(), allowed.max()
-    assert worst <= 4 * worst_allowed + ulp.max(), f"{name}: max error {worst:.2e}, eager's {worst_allowed:.2e}"
+    assert worst <= 4 * worst_allowed + 2 * ulps * ulp.max(), f"{name}: max error {worst:.2e}, eager's {worst_allowed:.2e}"
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in dtypes() if dtype != torch.float64])

@@ -133,17 +133,16 @@ def test_chunk_rows(tokens, row_bytes, chunk_bytes, expected):
     assert chunk_rows(tokens, row_bytes, chunk_bytes) == expected
 
 
-def test_chunks_change_nothing(device):
+def test_chunks_change_nothing(device, products):
     x, weight, bias, labels = problem(520, 24, 70, device, torch.float32)
-    runs = {
-        count: results(
-            linear_cross_entropy(
-                x, weight, labels, bias=bias, chunk_bytes=chunk_bytes, num_valid=520, z_loss=0.1, **EXTRAS
-            ),
-            [x, weight, bias],
+    runs = {}
+    for count, chunk_bytes in ((1, 2**30), (3, 256 * 512), (5, 1)):
+        products.clear()
+        out = linear_cross_entropy(
+            x, weight, labels, bias=bias, chunk_bytes=chunk_bytes, num_valid=520, z_loss=0.1, **EXTRAS
         )
-        for count, chunk_bytes in ((1, 2**30), (3, 256 * 512), (5, 1))
-    }
+        assert len(products) == 3 * count
+        runs[count] = results(out, [x, weight, bias])
     # fp32 sums of 520 terms in another order.
     assert_same(runs[3], runs[1], 2e-5, 2e-7)
     assert_same(runs[5], runs[1], 2e-5, 2e-7)

@@ -187,7 +187,8 @@ def test_frozen_input_with_trained_weight(device, poison, narrow_is_wide, width)
     weight = torch.randn(width, device=device)
     expected = run(rms_norm, [x, weight], [dy])[2]
     leaf = weight.clone().requires_grad_()
-    assert torch.equal(torch.autograd.grad(rms_norm(x, leaf), leaf, dy)[0], expected)
+    # Another specialisation of the kernel: the compiler may contract its multiply-adds otherwise.
+    torch.testing.assert_close(torch.autograd.grad(rms_norm(x, leaf), leaf, dy)[0], expected, rtol=1e-6, atol=1e-6)
     rstd = torch.rsqrt(x.square().mean(-1) + 1e-6)
     assert module._backward(dy, None, x, weight, rstd, 0.0, False, True)[0] is None
 
@@ -216,8 +217,17 @@ def test_one_output_used(device, poison, used):
 
 def test_both_outputs_get_one_and_the_same_gradient_tensor(device):
     x, residual, dy = torch.randn(3, 9, 96, device=device)
-    actual, expected = (run(op, [x, residual, None], [dy, dy])[2] for op in (add_rms_norm, add_rms_norm_reference))
-    torch.testing.assert_close(actual, expected)
+    expected = run(add_rms_norm_reference, [x, residual, None], [dy, dy])[2]
+    leaf = x.clone().requires_grad_()
+    outputs = module._RMSNorm.apply(leaf, residual, None, 1e-6, 0.0, "llama")
+    torch.testing.assert_close(torch.autograd.grad(outputs, leaf, (dy, dy))[0], expected)
+
+
+def test_many_partial_sums_of_dweight(device, poison, monkeypatch):
+    """As many programs as on a GPU, or more: the kernel that sums their parts takes several turns."""
+    monkeypatch.setattr(module, "num_sms", lambda index: 30)
+    x, dy = torch.randn(2, 300, 1030, device=device)
+    judge(rms_norm, rms_norm_reference, eager, [x, torch.randn(1030, device=device)], [dy], casting="llama")
 
 
 LAYOUTS = {
