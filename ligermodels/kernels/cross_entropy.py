@@ -53,13 +53,13 @@ def cross_entropy_reference(
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """What `cross_entropy` computes, in plain PyTorch; a label that is no class raises InputError."""
     vocab = logits.shape[-1]
-    y = labels.reshape(-1)
+    y = labels.reshape(-1).long()
     valid = y != ignore_index
-    if not torch.compiler.is_compiling() and bool((valid & ((y < 0) | (y >= vocab))).any()):
-        bad = y[valid & ((y < 0) | (y >= vocab))][0].item()
+    wrong = valid & ((y < 0) | (y >= vocab))
+    if not torch.compiler.is_compiling() and bool(wrong.any()):
         raise InputError(
-            f"labels hold {bad}, which is neither a class in [0, {vocab}) nor ignore_index={ignore_index}. "
-            "Check that the tokenizer and the head have the same vocabulary."
+            f"labels hold {y[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
+            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
         )
     y = y.where(valid, 0)
     z = logits.reshape(-1, vocab).to(accumulator(logits.dtype)).masked_fill(~valid[:, None], 0)
@@ -70,29 +70,29 @@ def cross_entropy_reference(
     nll = lse - z.gather(1, y[:, None])[:, 0]
     ce, z_part = w[y] * nll, z_loss * lse.square()
     if label_smoothing:
-        smooth = ((lse[:, None] - z) * w).sum(-1) / vocab
+        smooth = ((lse[:, None] - z) * w).mean(-1)
         ce = (1 - label_smoothing) * ce + label_smoothing * smooth
     if token_scaling:
-        ce, z_part = ce * nll.detach().neg().exp(), z_part * nll.detach().neg().exp()
+        p = nll.detach().neg().exp()
+        ce, z_part = p * ce, p * z_part
     ce, z_part = ce.where(valid, 0), z_part.where(valid, 0)
-    predicted = z.argmax(-1).where(valid, -1)
-    correct = (predicted == y).to(torch.float32)
     if reduction != "none":
-        count = valid.sum().to(z.dtype)
-        correct = correct.sum() / count.clamp(min=1).float()
         ce, z_part = ce.sum(), z_part.sum()
-        if reduction == "mean":
-            weight_sum = w[y].where(valid, 0).sum()
-            if num_items_in_batch is not None:
-                count = weight_sum = torch.as_tensor(num_items_in_batch).to(z).reshape(())
-            ce = ce / weight_sum.where(weight_sum != 0, torch.inf)
-            z_part = z_part / count.where(count != 0, torch.inf)
+    if reduction == "mean":
+        divisors = w[y].where(valid, 0).sum(), valid.sum().to(z)
+        if num_items_in_batch is not None:
+            divisors = (torch.as_tensor(num_items_in_batch).to(z).reshape(()),) * 2
+        ce, z_part = (a / b.where(b != 0, torch.inf) for a, b in zip((ce, z_part), divisors, strict=True))
     if not (return_z_loss or return_token_accuracy or return_predicted_tokens):
         return ce + z_part
+    predicted = z.argmax(-1).where(valid, -1)
+    correct = (predicted == y).float()
     return CrossEntropyOutput(
         ce + z_part,
         z_part.detach() if return_z_loss else None,
-        correct if return_token_accuracy else None,
+        (correct if reduction == "none" else correct.sum() / valid.sum().clamp(min=1))
+        if return_token_accuracy
+        else None,
         predicted if return_predicted_tokens else None,
     )
 

@@ -110,7 +110,9 @@ def _undivided(options: Options, settings: _Settings, needs: tuple[bool, bool, b
 
 
 def _wide(weight: Tensor, settings: _Settings) -> torch.dtype:
-    return torch.promote_types(weight.dtype, torch.float32) if settings.accumulate_fp32 else weight.dtype
+    """The dtype of dweight while it is summed; cuBLAS adds to the dtype it multiplies in, or to fp32."""
+    wide = settings.accumulate_fp32 or weight.dtype != settings.dtype
+    return torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype
 
 
 def _accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
@@ -364,7 +366,7 @@ def linear_cross_entropy(
     vocab = weight.shape[0]
     check_inputs(x, labels, vocab, class_weight, num_items_in_batch, options)
     dtype = x.dtype
-    if torch.is_autocast_enabled(x.device.type) and dtype != torch.float64:
+    if torch.is_autocast_enabled(x.device.type) and torch.float64 not in (dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(x.device.type)
     elif weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         raise InputError(f"x is {x.dtype} and weight {weight.dtype}: cast one, or use torch.autocast.")

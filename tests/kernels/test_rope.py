@@ -107,7 +107,8 @@ def test_gradients_of_any_strides(device, poison, layout):
     qkv, cos, sin, heads = make((2, 3, 6, 2, 16, 12, 2), torch.float32, device)
     grads = [LAYOUTS[layout](g) for g in grads_like(rope_reference, qkv, cos, sin, heads)]
     actual = run(rope, qkv, cos, sin, grads, **heads)[3]
-    assert torch.equal(actual, run(rope, qkv, cos, sin, [g.contiguous() for g in grads], **heads)[3])
+    expected = run(rope, qkv, cos, sin, [g.contiguous() for g in grads], **heads)[3]
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
