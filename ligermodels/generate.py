@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.text import StopStrings, StreamDecoder
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
@@ -439,8 +440,6 @@ class _StopText:
     """Follows the new text of one row and says when it holds a stop string."""
 
     def __init__(self, tokenizer: Any, strings: Sequence[str]):
-        from ligermodels.text import StopStrings, StreamDecoder  # imports the tokenizer libraries
-
         self.decoder = StreamDecoder(tokenizer)
         self.stops = StopStrings(strings)
 

@@ -1,6 +1,7 @@
 """Triton where it is installed and a stand-in where it is not, so that every kernel file imports anywhere.
 
-`use_triton` is the one place that decides between a Triton kernel and its PyTorch reference.
+`use_triton` is the one place that decides between a Triton kernel and its PyTorch reference. Beside it stand the few
+helpers that launches share.
 """
 
 import contextlib
@@ -35,7 +36,17 @@ except ImportError:
     HAS_TRITON = False
     INTERPRET = False
 
-__all__ = ["HAS_TRITON", "INTERPRET", "accumulator", "device_guard", "num_sms", "tl", "triton", "use_triton"]
+__all__ = [
+    "HAS_TRITON",
+    "INTERPRET",
+    "accumulator",
+    "device_guard",
+    "last_dim_contiguous",
+    "num_sms",
+    "tl",
+    "triton",
+    "use_triton",
+]
 
 
 def use_triton(x: Tensor) -> bool:
@@ -53,6 +64,11 @@ def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
     if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
         return torch.cuda.device(x.device)
     return contextlib.nullcontext()
+
+
+def last_dim_contiguous(x: Tensor) -> Tensor:
+    """`x`, or a copy of it where its last dim has gaps: kernels take any strides but that one."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @torch.compiler.assume_constant_result

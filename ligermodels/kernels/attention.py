@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous
 
 # torch 2.11 takes grouped heads unasked, later ones want to be told.
 _GROUPED_HEADS: dict[str, Any] = (
@@ -132,7 +132,7 @@ def attention(
     if softcap is not None or q.numel() == 0:
         return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     plain = window is None and key_mask is None and cu_seqlens is None
     if length == 1:
         return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, num_sms, tl, triton, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, num_sms, tl, triton, use_triton
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -458,7 +458,7 @@ def cross_entropy(
         )  # fmt: skip
     rows = logits.reshape(-1, logits.shape[-1])
     loss, *others = _CrossEntropy.apply(
-        rows if rows.stride(1) == 1 else rows.contiguous(),
+        last_dim_contiguous(rows),
         labels.to(logits.device, non_blocking=True).reshape(-1).contiguous(),
         class_weight, on_device(num_items_in_batch, logits.device), options,
         torch.is_grad_enabled() and logits.requires_grad,

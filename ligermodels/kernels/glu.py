@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, tl, triton, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, tl, triton, use_triton
 
 ACTIVATIONS = {"silu": F.silu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"), "gelu": F.gelu}
 
@@ -127,15 +127,11 @@ def _tile(width: int) -> tuple[int, int]:
     return block, 1024 // block
 
 
-def _last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _forward(
     gate_up: Tensor, dtype: torch.dtype, activation: str, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> Tensor:
     n_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
-    gate_up = _last_dim_contiguous(gate_up)
+    gate_up = last_dim_contiguous(gate_up)
     h = torch.empty((n_rows, width), dtype=dtype, device=gate_up.device)
     if n_rows:
         block, rows = _tile(width)
@@ -153,7 +149,7 @@ def _backward(
 ) -> Tensor:  # fmt: skip
     """d_gate_up; with emit, for a dh [T, F] that the caller owns and gives up, h is left in its place."""
     n_rows, width = dh.shape
-    gate_up, dh = _last_dim_contiguous(gate_up), _last_dim_contiguous(dh)
+    gate_up, dh = last_dim_contiguous(gate_up), last_dim_contiguous(dh)
     d_gate_up = torch.empty((n_rows, 2 * width), dtype=gate_up.dtype, device=gate_up.device)
     if n_rows:
         block, rows = _tile(width)

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, num_sms, tl, triton, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, num_sms, tl, triton, use_triton
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     Options,
@@ -388,7 +388,7 @@ def linear_cross_entropy(
         )  # fmt: skip
     rows = x.reshape(-1, x.shape[-1])
     loss, *others = _LinearCrossEntropy.apply(
-        rows if rows.stride(1) == 1 else rows.contiguous(), weight, bias, labels.reshape(-1).contiguous(),
+        last_dim_contiguous(rows), weight, bias, labels.reshape(-1).contiguous(),
         class_weight, on_device(num_items_in_batch, x.device), options,
         _Settings(num_valid, chunk_bytes, dtype, accum_dtype is not None), torch.is_grad_enabled(),
     )  # fmt: skip

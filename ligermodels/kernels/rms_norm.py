@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, num_sms, tl, triton, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, num_sms, tl, triton, use_triton
 
 
 def rms_norm_reference(
@@ -235,19 +235,15 @@ def _tile(width: int) -> tuple[int, int, int]:
     return block, rows, min(16, rows * block // 512)
 
 
-def _last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     n_rows, width = x.shape
-    x = _last_dim_contiguous(x)
+    x = last_dim_contiguous(x)
     add = residual is not None
     dtype, other = x.dtype, x
     if residual is not None:
-        dtype, other = torch.promote_types(x.dtype, residual.dtype), _last_dim_contiguous(residual)
+        dtype, other = torch.promote_types(x.dtype, residual.dtype), last_dim_contiguous(residual)
     y = torch.empty((n_rows, width), dtype=dtype, device=x.device)
     total = torch.empty_like(y) if add else x
     rstd = torch.empty(n_rows, dtype=accumulator(dtype), device=x.device)
@@ -268,9 +264,9 @@ def _backward(
     need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     n_rows, width = x.shape
-    dy = _last_dim_contiguous(dy)
+    dy = last_dim_contiguous(dy)
     add = dtotal is not None
-    dtotal = dy if dtotal is None else _last_dim_contiguous(dtotal)
+    dtotal = dy if dtotal is None else last_dim_contiguous(dtotal)
     dx = torch.empty((n_rows, width), dtype=x.dtype, device=x.device) if need_dx else None
     dw = torch.empty(width, dtype=weight.dtype, device=x.device) if weight is not None and need_dw else None
     if not n_rows:

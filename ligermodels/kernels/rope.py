@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, tl, triton, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, tl, triton, use_triton
 
 
 def rope_qk_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -125,7 +125,7 @@ def _rotate(
     num_kv_heads, half = operator.index(k.shape[2]), operator.index(cos.shape[2])
     if not batch * length:
         return
-    q, k, from_v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, k if v is None else v))
+    q, k, from_v = (last_dim_contiguous(t) for t in (q, k, k if v is None else v))
     block_half, block_rest, block_d = (triton.next_power_of_2(n) for n in (half, max(1, head_dim - 2 * half), head_dim))
     # 16 pairs per thread: their loads in flight make up for the few warps that the registers leave room for.
     block_q, block_k = (min(triton.next_power_of_2(n), max(1, 1024 // block_half)) for n in (num_heads, num_kv_heads))

@@ -127,7 +127,9 @@ def assert_error(actual, plain, exact, name):
     ulps = 4 if actual.dtype == torch.float32 else 1
     assert rms <= 2 * rms_allowed + ulps * rms_ulp, f"{name}: rms error {rms:.2e}, eager's {rms_allowed:.2e}"
     worst, worst_allowed = error.max(), allowed.max()
-    assert worst <= 4 * worst_allowed + 2 * ulps * ulp.max(), f"{name}: max error {worst:.2e}, eager's {worst_allowed:.2e}"
+    assert worst <= 4 * worst_allowed + 2 * ulps * ulp.max(), (
+        f"{name}: max error {worst:.2e}, eager's {worst_allowed:.2e}"
+    )
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in dtypes() if dtype != torch.float64])

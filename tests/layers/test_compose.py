@@ -41,3 +41,10 @@ def test_logits_and_loss_agree_and_look_back_only(example):
     changed[:, 20] = (changed[:, 20] + 1) % 32
     moved = (model(changed) != logits).any(-1).any(0)
     assert not moved[:20].any() and moved[20]
+
+
+def test_the_readme_shows_the_example_as_it_is():
+    root = Path(__file__).parents[2]
+    source = (root / "examples" / "custom_architecture.py").read_text()
+    model = source[source.index("import torch") : source.index("def train(")].strip()
+    assert model in (root / "README.md").read_text()
