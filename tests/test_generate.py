@@ -365,8 +365,7 @@ class _Decoder:
 
 
 def test_stop_strings_end_a_row_across_token_borders(model, monkeypatch):
-    text = pytest.importorskip("ligermodels.text")
-    monkeypatch.setattr(text, "StreamDecoder", _Decoder)
+    monkeypatch.setattr("ligermodels.generate.StreamDecoder", _Decoder)
     prompt, letters = _prompt(rows=2), Letters()
     free = [letters.decode(row.tolist()) for row in generate(model, prompt, max_new_tokens=20)[:, 5:]]
     stop = free[0][3:6]
@@ -378,9 +377,6 @@ def test_stop_strings_end_a_row_across_token_borders(model, monkeypatch):
     for row, end in enumerate(ends):
         assert letters.decode(ids[row, :end].tolist()) == free[row][:end]
         assert (ids[row, end:] == 0).all()
-
-
-# ---- what goes wrong ----
 
 
 @pytest.mark.parametrize(
