@@ -21,6 +21,7 @@ from torch import Tensor
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy")
 MIB = 2**20
 FLUSH_BYTES = 256 * MIB
+LEAD_CYCLES = 4_000_000  # 2 ms at 2 GHz: a forward and backward of any op here is queued in less
 """Several times the largest L2 there is (50 to 60 MB on an H200, 126 MB on a B200)."""
 
 
@@ -72,9 +73,10 @@ class Timing:
 class Timer:
     """Times and weighs calls on `device`.
 
-    On a GPU a time lies between two CUDA events around the call. Before each call the L2 is flushed, which
-    also lets the host run ahead by about 0.1 ms: launches shorter than that are hidden, longer chains of them
-    show, as they do in a training step. `prepare` runs before each call and outside of its time; a provider
+    On a GPU a time lies between two CUDA events around the call. Before each call the L2 is flushed and the device
+    waits for LEAD_CYCLES, so that the host has queued the call before the first event passes: what is timed is the
+    device's work, whatever the host's launches cost (`host_us` says that). A call that makes the host wait for the
+    device gives its lead away, and its gaps show. `prepare` runs before each call and outside of its time; a provider
     that writes over its inputs gets them restored there, since leftovers do not take the time of real data.
     """
 
@@ -104,6 +106,7 @@ class Timer:
             for start, end in pairs:
                 prepare()
                 self._flush.zero_()
+                torch.cuda._sleep(LEAD_CYCLES)
                 start.record()
                 call()
                 end.record()
