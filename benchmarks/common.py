@@ -36,7 +36,11 @@ def environment(device: str) -> dict[str, Any]:
         **{package: _version(package) for package in PACKAGES},
         "commit": _output("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
         "command": " ".join([Path(sys.executable).name, "-m", _module_name(), *sys.argv[1:]]),
-        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith(("TRITON_", "PYTORCH_", "LIGER_"))},
+        "settings": {
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name.startswith(("TRITON_", "PYTORCH_", "LIGER_")) and not name.endswith(("_DIR", "_PATH"))
+        },
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
 
