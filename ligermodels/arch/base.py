@@ -202,7 +202,7 @@ class CausalLM(nn.Module):
                 module.weight.fill_(1.0 - module.offset)
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
-        """Writes a checkpoint in Hugging Face's layout, which transformers and vLLM load. Returns the folder.
+        """Writes a checkpoint in Hugging Face's layout, which transformers loads. Returns the folder.
 
         Holds config.json, generation_config.json, safetensors in shards of at most `max_shard_size`, and the
         tokenizer and template files of the checkpoint that this model came from. Written beside `folder` and

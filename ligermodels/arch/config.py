@@ -69,7 +69,7 @@ class ModelConfig:
 
     model_type: ClassVar[str]
     architecture: ClassVar[str]
-    """The class name that transformers and vLLM look up."""
+    """The class name by which readers of the saved config.json find the model."""
     default_rope_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False
     """Whether transformers honours `partial_rotary_factor` for this architecture."""
