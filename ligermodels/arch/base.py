@@ -208,6 +208,7 @@ class CausalLM(nn.Module):
         tokenizer and template files of the checkpoint that this model came from. Written beside `folder` and
         renamed when complete: an interruption leaves the old contents.
         """
+        self.config.dtype = str(self.dtype).removeprefix("torch.")  # the model may have been cast since
         files: dict[str, Any] = {"config.json": checkpoint.json_bytes(self.config.to_hf())}
         if self.generation_config:
             files["generation_config.json"] = checkpoint.json_bytes(dict(self.generation_config))

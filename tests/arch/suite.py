@@ -170,6 +170,15 @@ class Suite:
         assert torch.equal(theirs_logits(again, ids), theirs_logits(theirs(folder), ids))
         assert torch.equal(self.arch.from_hub(tmp_path / "ours", progress=False)(ids).logits, model(ids).logits)
 
+    def test_a_cast_model_is_saved_and_loaded_as_what_it_is(self, folder, model, tmp_path):
+        model.to(torch.float16).save_pretrained(tmp_path / "half")
+        again = self.arch.from_hub(tmp_path / "half", progress=False)
+        assert again.dtype == torch.float16
+        assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
+        widened = self.arch.from_hub(folder, dtype=torch.float64, progress=False).state_dict()
+        exact = read_tensors(folder)["model.norm.weight"].double()
+        assert torch.equal(widened["norm.weight"], exact)
+
     def test_both_generations_of_config_mean_the_same(self, folder, model, ids):
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps(earlier_generation(config)))
