@@ -130,7 +130,7 @@ def _tile(width: int) -> tuple[int, int]:
 def _forward(
     gate_up: Tensor, dtype: torch.dtype, activation: str, gate_multiplier: float = 1.0, down_multiplier: float = 1.0
 ) -> Tensor:
-    n_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
+    n_rows, width = gate_up.shape[0], operator.index(gate_up.shape[1]) // 2
     gate_up = last_dim_contiguous(gate_up)
     h = torch.empty((n_rows, width), dtype=dtype, device=gate_up.device)
     if n_rows:
@@ -148,7 +148,7 @@ def _backward(
     *, emit: bool = False,
 ) -> Tensor:  # fmt: skip
     """d_gate_up; with emit, for a dh [T, F] that the caller owns and gives up, h is left in its place."""
-    n_rows, width = dh.shape
+    n_rows, width = dh.shape[0], operator.index(dh.shape[1])
     gate_up, dh = last_dim_contiguous(gate_up), last_dim_contiguous(dh)
     d_gate_up = torch.empty((n_rows, 2 * width), dtype=gate_up.dtype, device=gate_up.device)
     if n_rows:
@@ -162,38 +162,42 @@ def _backward(
 
 
 class _GLU(torch.autograd.Function):
-    """gate_up: [T, 2F] -> h [T, F]."""
+    """gate_up: [..., 2F] -> h [..., F]. Rows are flattened in here, where it makes no node of the graph."""
 
     @staticmethod
     def forward(ctx, gate_up, activation, gate_multiplier, down_multiplier):
         ctx.save_for_backward(gate_up)
         ctx.options = activation, gate_multiplier, down_multiplier
-        return _forward(gate_up, gate_up.dtype, *ctx.options)
+        h = _forward(_rows(gate_up), gate_up.dtype, *ctx.options)
+        return h.view(*gate_up.shape[:-1], h.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh):
-        return _backward(dh, *ctx.saved_tensors, *ctx.options), None, None, None
+        (gate_up,) = ctx.saved_tensors
+        return _backward(_rows(dh), _rows(gate_up), *ctx.options).view(gate_up.shape), None, None, None
 
 
 class _GLULinear(torch.autograd.Function):
-    """gate_up: [T, 2F], weight: [N, F], bias: [N] or None -> [T, N]. Keeps gate_up, never h."""
+    """gate_up: [..., 2F], weight: [N, F], bias: [N] or None -> [..., N]. Keeps gate_up, never h."""
 
     @staticmethod
     def forward(ctx, gate_up, weight, bias, activation):
         ctx.save_for_backward(gate_up, weight)
         ctx.activation = activation
-        return F.linear(_forward(gate_up, weight.dtype, activation), weight, bias)
+        h = _forward(_rows(gate_up), weight.dtype, activation)
+        return F.linear(h, weight, bias).view(*gate_up.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         gate_up, weight = ctx.saved_tensors
         need_gate_up, need_weight, need_bias, _ = ctx.needs_input_grad
+        shape, gate_up, dy = gate_up.shape, _rows(gate_up), _rows(dy)
         d_gate_up = h = None
         if need_gate_up:
             h = dy @ weight  # dh, until the kernel leaves h in its place
-            d_gate_up = _backward(h, gate_up, ctx.activation, emit=need_weight)
+            d_gate_up = _backward(h, gate_up, ctx.activation, emit=need_weight).view(shape)
         elif need_weight:
             h = _forward(gate_up, weight.dtype, ctx.activation)
         return d_gate_up, dy.t() @ h if need_weight else None, dy.sum(0) if need_bias else None, None
@@ -207,11 +211,11 @@ def _check(gate_up: Tensor, activation: str, where: str) -> None:
             f"{where}: gate_up has shape {tuple(gate_up.shape)} and dtype {gate_up.dtype}; expected floating point "
             "[..., 2F], the halves [gate | up] of one projection."
         )
+    operator.index(gate_up.shape[-1])  # a constexpr of the kernels, which Dynamo must take for a constant from here on
 
 
-def _rows(gate_up: Tensor) -> Tensor:
-    # index() makes the width, a constexpr of the kernels, a constant where Dynamo thinks it dynamic.
-    return gate_up.reshape(-1, operator.index(gate_up.shape[-1]))
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def glu(
@@ -229,8 +233,7 @@ def glu(
         return glu_reference(
             gate_up, activation=activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier
         )
-    h = _GLU.apply(_rows(gate_up), activation, float(gate_multiplier), float(down_multiplier))
-    return h.view(*gate_up.shape[:-1], h.shape[-1])
+    return _GLU.apply(gate_up, activation, float(gate_multiplier), float(down_multiplier))
 
 
 def glu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> Tensor:
@@ -265,5 +268,4 @@ def glu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, a
     if autocast:
         dtype = torch.get_autocast_dtype(device_type)
         weight, bias = weight.to(dtype), None if bias is None else bias.to(dtype)
-    y = _GLULinear.apply(_rows(gate_up), weight, bias, activation)
-    return y.view(*gate_up.shape[:-1], y.shape[-1])
+    return _GLULinear.apply(gate_up, weight, bias, activation)

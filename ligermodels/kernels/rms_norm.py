@@ -238,7 +238,7 @@ def _tile(width: int) -> tuple[int, int, int]:
 def _forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, offset: float, casting: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    n_rows, width = x.shape
+    n_rows, width = x.shape[0], operator.index(x.shape[1])
     x = last_dim_contiguous(x)
     add = residual is not None
     dtype, other = x.dtype, x
@@ -263,7 +263,7 @@ def _backward(
     dy: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor | None, rstd: Tensor, offset: float,
     need_dx: bool, need_dw: bool,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    n_rows, width = x.shape
+    n_rows, width = x.shape[0], operator.index(x.shape[1])
     dy = last_dim_contiguous(dy)
     add = dtotal is not None
     dtotal = dy if dtotal is None else last_dim_contiguous(dtotal)
@@ -294,17 +294,20 @@ def _backward(
 
 
 class _RMSNorm(torch.autograd.Function):
-    """x, residual: [T, N]; weight: [N] -> y [T, N], and with a residual also the sum [T, N]."""
+    """x, residual: [..., N]; weight: [N] -> y [..., N], and with a residual also the sum [..., N].
+
+    Rows are flattened in here: outside, each reshape would be a node of the graph for the host to walk over.
+    """
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps, offset, casting):
         if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there no gradient is ever None
             ctx.set_materialize_grads(False)
-        y, total, rstd = _forward(x, residual, weight, eps, offset, casting)
+        y, total, rstd = _forward(_rows(x), None if residual is None else _rows(residual), weight, eps, offset, casting)
         ctx.save_for_backward(total, weight, rstd)
         ctx.offset = offset
         ctx.dtypes = x.dtype, x.dtype if residual is None else residual.dtype
-        return y if residual is None else (y, total)
+        return y.view(x.shape) if residual is None else (y.view(x.shape), total.view(x.shape))
 
     @staticmethod
     @once_differentiable
@@ -313,15 +316,16 @@ class _RMSNorm(torch.autograd.Function):
         need_x, need_residual, need_dw = ctx.needs_input_grad[:3]
         dx, dw = dtotal, None
         if dy is not None:
-            dx, dw = _backward(dy, dtotal, total, weight, rstd, ctx.offset, need_x or need_residual, need_dw)
+            dtotal = None if dtotal is None else _rows(dtotal)
+            dx, dw = _backward(_rows(dy), dtotal, total, weight, rstd, ctx.offset, need_x or need_residual, need_dw)
+            dx = None if dx is None else dx.view(dy.shape)
         grad_x = dx.to(ctx.dtypes[0]) if need_x and dx is not None else None
         grad_residual = dx.to(ctx.dtypes[1]) if need_residual and dx is not None else None
         return grad_x, grad_residual, dw, None, None, None
 
 
 def _rows(x: Tensor) -> Tensor:
-    # index() makes the width, a constexpr of the kernels, a constant where Dynamo thinks it dynamic.
-    return x.reshape(-1, operator.index(x.shape[-1]))
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, casting: str, where: str) -> None:
@@ -341,6 +345,7 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, casting: s
             f"{where}: weight has shape {tuple(weight.shape)}; the rows of x need ({x.shape[-1]},). "
             "Was the norm built for another hidden_size?"
         )
+    operator.index(x.shape[-1])  # a constexpr of the kernels, which Dynamo must take for a constant from here on
     for name, other in (("residual", residual), ("weight", weight)):
         if other is not None and other.device != x.device:
             raise InputError(f"{where}: {name} is on {other.device}, x is on {x.device}. Move one of them.")
@@ -360,7 +365,7 @@ def rms_norm(
     _check(x, None, weight, casting, "rms_norm")
     if not use_triton(x):
         return rms_norm_reference(x, weight, eps=eps, offset=offset, casting=casting)
-    return _RMSNorm.apply(_rows(x), None, weight, eps, offset, casting).view(x.shape)
+    return _RMSNorm.apply(x, None, weight, eps, offset, casting)
 
 
 def add_rms_norm(
@@ -382,5 +387,4 @@ def add_rms_norm(
     _check(x, residual, weight, casting, "add_rms_norm")
     if not use_triton(x):
         return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, casting=casting)
-    y, total = _RMSNorm.apply(_rows(x), _rows(residual), weight, eps, offset, casting)
-    return y.view(x.shape), total.view(x.shape)
+    return _RMSNorm.apply(x, residual, weight, eps, offset, casting)
