@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         model = arch(arch.config_class.from_hf(config))
     tied, dtype = model.tied_weights, DTYPES[args.dtype]
     with checkpoint.open_checkpoint(folder, allow_pickle=args.allow_pickle) as reader:
-        table = weights.identity(model) if reader.native else arch.WEIGHTS
+        table = weights.layout(model, arch.WEIGHTS, reader.headers, native=reader.native, also=arch.ALSO_READ)
         try:
             weights.check(model, table, reader.headers, ignore=arch.IGNORE, tied=tied, where=args.src)
         except CheckpointError as error:
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         convert = weights.pack if args.to == "native" else weights.unpack
         checkpoint.write_checkpoint(
             args.dst,
-            passing(convert(model, arch.WEIGHTS, reader, tied=tied), dtype, size),
+            passing(convert(model, arch.WEIGHTS, reader, tied=tied, also=arch.ALSO_READ), dtype, size),
             files=files,
             metadata=checkpoint.NATIVE if args.to == "native" else None,
             max_shard_size=args.max_shard_size,

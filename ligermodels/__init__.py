@@ -12,7 +12,24 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ligermodels import kernels, layers
-    from ligermodels.arch import ARCHS, Llama, LlamaConfig, load
+    from ligermodels.arch import (
+        ARCHS,
+        Gemma,
+        Gemma2,
+        Gemma2Config,
+        GemmaConfig,
+        Llama,
+        LlamaConfig,
+        Mistral,
+        MistralConfig,
+        Mixtral,
+        MixtralConfig,
+        Phi3,
+        Phi3Config,
+        Qwen2,
+        Qwen2Config,
+        load,
+    )
     from ligermodels.text import Tokenizer
 
 from ligermodels.errors import (
@@ -26,23 +43,47 @@ from ligermodels.errors import (
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "ARCHS": "ligermodels.arch",
-    "Llama": "ligermodels.arch",
-    "LlamaConfig": "ligermodels.arch",
-    "Tokenizer": "ligermodels.text",
-    "load": "ligermodels.arch",
-}
+_ARCH = (
+    "ARCHS",
+    "Gemma",
+    "Gemma2",
+    "Gemma2Config",
+    "GemmaConfig",
+    "Llama",
+    "LlamaConfig",
+    "Mistral",
+    "MistralConfig",
+    "Mixtral",
+    "MixtralConfig",
+    "Phi3",
+    "Phi3Config",
+    "Qwen2",
+    "Qwen2Config",
+    "load",
+)
+_HOMES = {"Tokenizer": "ligermodels.text", **dict.fromkeys(_ARCH, "ligermodels.arch")}
 
 __all__ = [
     "ARCHS",
     "CheckpointError",
     "ConfigError",
+    "Gemma",
+    "Gemma2",
+    "Gemma2Config",
+    "GemmaConfig",
     "HubError",
     "InputError",
     "LigermodelsError",
     "Llama",
     "LlamaConfig",
+    "Mistral",
+    "MistralConfig",
+    "Mixtral",
+    "MixtralConfig",
+    "Phi3",
+    "Phi3Config",
+    "Qwen2",
+    "Qwen2Config",
     "Tokenizer",
     "TokenizerError",
     "kernels",

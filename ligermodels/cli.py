@@ -16,7 +16,7 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -128,8 +128,9 @@ def _generate(args: argparse.Namespace) -> int:
             _say("error: nothing to continue: give --prompt TEXT, or pipe a text into stdin")
             return 2
         args.prompt = sys.stdin.read()
-    model, tokenizer = _load(args)
-    pieces = _Answer(model, tokenizer, tokenizer.encode(args.prompt), args)
+    tokenizer = _load_tokenizer(args)
+    ids = tokenizer.encode(args.prompt)
+    pieces = _Answer(_load_model(args), tokenizer, ids, tokenizer.eos_token_ids, args, after=ids)
     for piece in pieces:
         print(piece, end="", flush=True)
     print()
@@ -138,9 +139,9 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
-    model, tokenizer = _load(args)
-    start = [{"role": "system", "content": args.system}] if args.system else []
-    messages = list(start)
+    tokenizer = _load_tokenizer(args)
+    start, lead = _opening(tokenizer, args)
+    model, messages = _load_model(args), list(start)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         with contextlib.suppress(ImportError):  # Windows does without
@@ -156,9 +157,35 @@ def _chat(args: argparse.Namespace) -> int:
         elif line.startswith("/"):
             _say(f"{line.split()[0]} is not a command; there are /reset and /exit")
         elif line:
-            messages.append({"role": "user", "content": line})
+            messages.append({"role": "user", "content": line if len(messages) > len(start) else lead + line})
             messages.append({"role": "assistant", "content": _answer(model, tokenizer, messages, args)})
     return 0
+
+
+def _opening(tokenizer: "Tokenizer", args: argparse.Namespace) -> tuple[list[dict[str, str]], str]:
+    """(messages before the user's first, text before that one): the one or the other is the system prompt.
+
+    A template without a system role refuses it (Gemma) or leaves it out; then it begins the first message.
+    Raises TokenizerError where there is nothing to talk to: no template, or one that cannot be used.
+    """
+    if not tokenizer.files.templates:
+        raise TokenizerError(
+            f"{args.model} has no chat template. Likely cause: a base model, which continues a text and gives no "
+            f"answers. Next step: `ligermodels generate {args.model} --prompt TEXT`, or its instruct version."
+        )
+    hello = {"role": "user", "content": "Hello"}
+    tokenizer.apply_chat_template([hello], add_generation_prompt=True, tokenize=False)
+    if not args.system:
+        return [], ""
+    system, reason = {"role": "system", "content": args.system}, "the chat template leaves it out"
+    try:
+        text = tokenizer.apply_chat_template([system, hello], add_generation_prompt=True, tokenize=False)
+        if args.system.strip() in str(text):
+            return [system], ""
+    except TokenizerError as error:
+        reason = str(error)
+    _say(f"note: no system prompt ({reason}); yours begins your first message instead")
+    return [], f"{args.system}\n\n"
 
 
 def _next_line(at_terminal: bool) -> str | None:
@@ -175,7 +202,7 @@ def _next_line(at_terminal: bool) -> str | None:
 def _answer(model: "CausalLM", tokenizer: "Tokenizer", messages: list[dict[str, str]], args: argparse.Namespace) -> str:
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
     ids = tokenizer.encode(str(prompt), add_special_tokens=False)
-    pieces, text = _Answer(model, tokenizer, ids, args), ""
+    pieces, text = _Answer(model, tokenizer, ids, tokenizer.chat_stop_ids, args), ""
     try:
         for piece in pieces:
             text += piece
@@ -187,11 +214,17 @@ def _answer(model: "CausalLM", tokenizer: "Tokenizer", messages: list[dict[str, 
     return text
 
 
-def _load(args: argparse.Namespace) -> "tuple[CausalLM, Tokenizer]":
+def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
+    """Before the model, so that what is wrong with a prompt or a template shows before any weight is fetched."""
+    from ligermodels.text import Tokenizer
+
+    return Tokenizer.from_hub(args.model, revision=args.revision, local_files_only=args.local_files_only)
+
+
+def _load_model(args: argparse.Namespace) -> "CausalLM":
     import torch
 
     import ligermodels
-    from ligermodels import hub
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -200,22 +233,34 @@ def _load(args: argparse.Namespace) -> "tuple[CausalLM, Tokenizer]":
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
-    folder = hub.resolve(
+    return ligermodels.load(
         args.model,
         revision=args.revision,
         local_files_only=args.local_files_only,
         allow_pickle=args.allow_pickle,
+        dtype=args.dtype,
+        device=device,
     )
-    tokenizer = ligermodels.Tokenizer.from_hub(folder)
-    model = ligermodels.load(folder, dtype=args.dtype, device=device, allow_pickle=args.allow_pickle)
-    return model, tokenizer
 
 
 class _Answer:
-    """The text that continues `ids`, in pieces as they become certain, and how fast they came."""
+    """The text that continues `ids`, in pieces as they become certain, and how fast they came.
 
-    def __init__(self, model: "CausalLM", tokenizer: "Tokenizer", ids: list[int], args: argparse.Namespace):
-        self.model, self.tokenizer, self.ids, self.args = model, tokenizer, ids, args
+    after: the ids that the text goes on from; () where it begins anew, as an answer does.
+    """
+
+    def __init__(
+        self,
+        model: "CausalLM",
+        tokenizer: "Tokenizer",
+        ids: list[int],
+        stop_ids: Sequence[int],
+        args: argparse.Namespace,
+        *,
+        after: Sequence[int] = (),
+    ):
+        self.model, self.tokenizer, self.ids, self.stop_ids, self.args = model, tokenizer, ids, stop_ids, args
+        self.after = after
         self.times: list[float] = []
 
     def __iter__(self) -> Iterator[str]:
@@ -228,7 +273,7 @@ class _Answer:
         if length is None:
             left = self.model.config.max_position_embeddings - len(self.ids)
             length = min(args.usual_length, left) if left > 0 else args.usual_length
-        decoder, stops = StreamDecoder(self.tokenizer), StopStrings(args.stop)
+        decoder, stops = StreamDecoder(self.tokenizer, after=self.after), StopStrings(args.stop)
         self.times = [time.perf_counter()]
         for (token,) in generate_iter(
             self.model,
@@ -240,7 +285,7 @@ class _Answer:
             min_p=args.min_p,
             repetition_penalty=args.repetition_penalty,
             seed=args.seed,
-            eos_token_id=self.tokenizer.eos_token_ids,  # those of both configs, and its own
+            eos_token_id=self.stop_ids,
         ):
             self.times.append(time.perf_counter())
             text, stopped = stops.put(decoder.put(int(token)))
@@ -304,7 +349,7 @@ def _inspect(args: argparse.Namespace) -> int:
     }
     for name, value in rows.items():
         print(f"{name:16}{value}")
-    table = weights.identity(model) if native else arch.WEIGHTS
+    table = weights.layout(model, arch.WEIGHTS, headers, native=native, also=arch.ALSO_READ)
     weights.check(model, table, headers, ignore=arch.IGNORE, tied=model.tied_weights, where=args.model)
     print(f"{'weights':16}match: {len(headers)} tensors of the names and shapes that {arch.__name__} expects")
     return 0

@@ -218,6 +218,7 @@ class _Request:
     model: Any
     input_ids: Tensor  # [B, S]
     mask: Tensor | None  # [B, S] bool; None: no padding
+    longest: int  # tokens of the longest row, padding left out
     max_new_tokens: int
     sampler: _Sampler
     eos_ids: tuple[int, ...]
@@ -242,7 +243,7 @@ class _Request:
     ) -> "_Request":
         if max_new_tokens != int(max_new_tokens) or max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens} must be an integer of at least 1")
-        mask = _checked_prompt(model, input_ids, attention_mask)
+        mask, longest = _checked_prompt(model, input_ids, attention_mask)
 
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
         if not all(strings):
@@ -268,7 +269,7 @@ class _Request:
             )
 
         limit = getattr(model.config, "max_position_embeddings", None)
-        length = input_ids.shape[1] + int(max_new_tokens)
+        length = longest + int(max_new_tokens)
         if limit is not None and length > limit:
             warnings.warn(
                 f"prompt and new tokens may reach {length} positions, and the model is made for {limit} "
@@ -276,8 +277,8 @@ class _Request:
                 stacklevel=3,
             )
         return cls(
-            model=model, input_ids=input_ids, mask=mask, max_new_tokens=int(max_new_tokens), sampler=sampler,
-            eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings, tokenizer=tokenizer,
+            model=model, input_ids=input_ids, mask=mask, longest=longest, max_new_tokens=int(max_new_tokens),
+            sampler=sampler, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings, tokenizer=tokenizer,
             logits_processor=logits_processor,
         )  # fmt: skip
 
@@ -291,8 +292,11 @@ def _flat_ids(ids: Any) -> list[int]:
     return [i for part in ids for i in _flat_ids(part)]
 
 
-def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """Raises InputError for a prompt that cannot be continued; returns the mask as bool, None if all True."""
+def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, int]:
+    """Raises InputError for a prompt that cannot be continued.
+
+    Returns the mask as bool, None if all True, and the number of tokens in the longest row.
+    """
     if not isinstance(input_ids, Tensor):
         raise InputError(
             f"input_ids is a {type(input_ids).__name__}; it must be a tensor of token ids: "
@@ -320,21 +324,22 @@ def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None
             "likely the tokenizer of another model, or a label value such as -100"
         )
     if attention_mask is None:
-        return None
+        return None, input_ids.shape[1]
     if attention_mask.shape != input_ids.shape:
         raise InputError(
             f"attention_mask has shape {list(attention_mask.shape)}, input_ids {list(input_ids.shape)}; "
             "they must be equal"
         )
     mask = attention_mask != 0
-    whole, ends_in_token = torch.stack([mask.all(), mask[:, -1].all()]).tolist()
+    tokens = mask.sum(1)
+    shortest, longest, ends_in_token = torch.stack([*tokens.aminmax(), mask[:, -1].all()]).tolist()
     if not ends_in_token:
         row = int((~mask[:, -1]).nonzero()[0])
         raise InputError(
             f"row {row} of attention_mask ends in padding, which would tear continuation and prompt apart: "
             "pad on the left (zeros first in attention_mask), as Tokenizer.encode_batch does by default"
         )
-    return None if whole else mask
+    return None if shortest == mask.shape[1] else mask, longest
 
 
 class _Step(NamedTuple):
@@ -358,7 +363,7 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
     if request.mask is not None:
         key_mask = torch.ones(rows, end, dtype=torch.bool, device=device)
         key_mask[:, :start] = request.mask
-        positions = (request.mask.cumsum(1) - 1).clamp_(min=0)
+        positions = _positions(request.mask)
 
     eos = torch.tensor(request.eos_ids, dtype=torch.int64, device=device)
     can_stop = bool(request.eos_ids or request.stop_strings)
@@ -369,7 +374,14 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
     broken = torch.zeros((), dtype=torch.bool, device=device)
 
     step_ids = ids[:, :start]
+    longest = request.longest  # tokens of the longest row, known to the host
     for length in range(start, end):
+        if length > start:
+            if model.rotary.switches(longest, longest + 1):
+                cache.reset()  # longrope turns the whole text anew
+                step_ids = ids[:, :length]
+                positions = None if key_mask is None else _positions(key_mask[:, :length])
+            longest += 1
         output = model(
             step_ids,
             attention_mask=None if key_mask is None else key_mask[:, :length],
@@ -386,7 +398,7 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
             if seen is None:
                 seen = _seen_tokens(ids[:, :start], request.mask, logits.shape[-1])
             else:
-                seen.scatter_(1, step_ids, True)
+                seen.scatter_(1, ids[:, length - 1 : length], True)
             logits = penalize_repetition(logits, seen[:, : logits.shape[-1]], sampler.repetition_penalty)
         if request.logits_processor is not None:
             logits = request.logits_processor(ids[:, :length], logits)
@@ -420,6 +432,11 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
             break
     if not to_host and broken:
         raise _nan_logits()
+
+
+def _positions(mask: Tensor) -> Tensor:
+    """[B, S]: tokens of each row count from 0, and padding stands at 0 or where the last token was."""
+    return (mask.cumsum(1) - 1).clamp_(min=0)
 
 
 def _seen_tokens(prompt: Tensor, mask: Tensor | None, vocab_size: int) -> Tensor:

@@ -13,7 +13,7 @@ bits. A native checkpoint holds our names, already packed: its table is the iden
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -100,6 +100,19 @@ def identity(model: nn.Module) -> dict[str, str]:
     return {name: name for name, _ in model.named_parameters()}
 
 
+def layout(
+    model: nn.Module, table: Table, names: Container[str], *, native: bool = False, also: Iterable[Table] = ()
+) -> Table:
+    """The table of a checkpoint that holds `names`: the identity if it is native, else the one that fits best.
+
+    also: tables of other layouts in which the same architecture is found on disk. `table` wins a draw.
+    """
+    if native:
+        return identity(model)
+    found = [sum(region.source in names for region in regions(model, one)) for one in (table, *also)]
+    return (table, *also)[found.index(max(found))]
+
+
 def check(
     model: nn.Module,
     table: Table,
@@ -148,6 +161,7 @@ def load(
     progress: bool | Literal["force"] = True,
     ignore: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
+    also: Iterable[Table] = (),
 ) -> None:
     """Gives the parameters of `model`, all on the meta device, their memory on `device` and their values.
 
@@ -155,12 +169,12 @@ def load(
         a packed parameter differ), anything else casts.
     progress: a bar over bytes on stderr if that is a terminal; "force" shows it anyway.
     ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
+    also: tables of other layouts that are read as well; see `layout`.
     Copies one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
     A module that has buffers must rebuild them in its own `_apply`.
     Raises CheckpointError.
     """
-    if reader.native:
-        table = identity(model)
+    table = layout(model, table, reader.headers, native=reader.native, also=also)
     check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
     boxes = {region.source: region for region in regions(model, table)}
     _check_tied(reader, boxes.values(), tied)
@@ -185,13 +199,18 @@ def export(model: nn.Module, table: Table) -> Iterator[tuple[str, Tensor]]:
 
 
 def pack(
-    model: nn.Module, table: Table, reader: Reader, *, tied: Mapping[str, str] | None = None
+    model: nn.Module,
+    table: Table,
+    reader: Reader,
+    *,
+    tied: Mapping[str, str] | None = None,
+    also: Iterable[Table] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor) of a checkpoint in either layout that passed `check`; `model` is on meta.
+    """(our name, tensor) of a checkpoint in any layout that passed `check`; `model` is on meta.
 
     One packed tensor is in memory at a time. Parts that differ in dtype are packed in the wider one.
     """
-    found = regions(model, identity(model) if reader.native else table)
+    found = regions(model, layout(model, table, reader.headers, native=reader.native, also=also))
     _check_tied(reader, found, tied)
     dtypes = _stored_dtypes(found, reader)
     boxes: dict[str, list[Region]] = {}
@@ -208,17 +227,25 @@ def pack(
 
 
 def unpack(
-    model: nn.Module, table: Table, reader: Reader, *, tied: Mapping[str, str] | None = None
+    model: nn.Module,
+    table: Table,
+    reader: Reader,
+    *,
+    tied: Mapping[str, str] | None = None,
+    also: Iterable[Table] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of a checkpoint in either layout that passed `check`; `model` is on meta.
+    """(Hugging Face name, tensor) of a checkpoint in any layout that passed `check`; `model` is on meta.
 
     Nothing is held in memory. Tied copies and ignored names are left out.
     """
-    found = regions(model, table)
-    _check_tied(reader, regions(model, identity(model)) if reader.native else found, tied)
-    for region in found:
-        tensor = reader.read(region.param)[region.index] if reader.native else reader.read(region.source)
-        yield region.source, tensor
+    stored = regions(model, layout(model, table, reader.headers, native=reader.native, also=also))
+    _check_tied(reader, stored, tied)
+    whole = {region.param: region.source for region in stored if region.index == ()}
+    for region in regions(model, table):
+        if region.param in whole:
+            yield region.source, reader.read(whole[region.param])[region.index]
+        else:
+            yield region.source, reader.read(region.source)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -287,7 +314,6 @@ _SIGNS = (
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.", "an adapter, not a whole model; merge it into its base model first."),
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
-    (r"\.experts\.(gate_up_proj|down_proj)$", "experts stacked, as transformers 5 has them in memory."),
     (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
 )  # fmt: skip
 

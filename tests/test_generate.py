@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import ligermodels
+from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.generate import (
     generate,
@@ -32,6 +34,9 @@ class _Cache:
         self.x = x if self.x is None else torch.cat([self.x, x], 1)
         return self.x
 
+    def reset(self):
+        self.x = None
+
 
 class Tiny(nn.Module):
     """One attention layer with learned positions, called as every model of the zoo is."""
@@ -47,6 +52,8 @@ class Tiny(nn.Module):
         )
         self.generation_config = {}
         self.calls = []
+        self.rotary = SimpleNamespace(switches=lambda past, length: past == self.switches_at)
+        self.switches_at = None
 
     @property
     def device(self):
@@ -115,6 +122,21 @@ def test_left_padding_changes_nothing(model):
         alone = generate(model, prompt, max_new_tokens=12, repetition_penalty=1.3)
         torch.testing.assert_close(together[row, 7:], alone[0, prompt.shape[1] :])
     assert not torch.equal(generate(model, ids, max_new_tokens=12), together), "the mask must matter"
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_where_rotation_switches_the_whole_text_runs_again(model, padding):
+    """By tokens of the longest row, here 5: columns of padding do not count. Tiny's text stays the same."""
+    prompt = F.pad(_prompt(rows=2), (padding, 0))
+    mask = torch.ones_like(prompt)
+    mask[0, : padding + 1], mask[1, :padding] = 0, 0
+    options = dict(attention_mask=mask, max_new_tokens=9, repetition_penalty=1.5)
+    expected = generate(model, prompt, **options)
+    model.calls.clear()
+    model.switches_at = 7
+    torch.testing.assert_close(generate(model, prompt, **options), expected)
+    shapes = [(2, padding + 5), (2, 1), (2, 1), (2, padding + 8)] + [(2, 1)] * 5
+    assert model.calls == [(shape, 1) for shape in shapes]
 
 
 def test_rows_that_stop_early_are_padded_and_the_longest_ends_the_loop(model):
@@ -196,9 +218,10 @@ def test_returned_ids_can_be_trained_on():
     assert model.embed.weight.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("switches_at", [None, 7])
 @pytest.mark.parametrize("stops", [False, True])
-def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, monkeypatch):
-    reads = []
+def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, switches_at, monkeypatch):
+    reads, model.switches_at = [], switches_at
     for name in ("cpu", "item", "__bool__", "__int__"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1])
@@ -434,6 +457,18 @@ def test_nan_logits_are_an_error_and_not_token_zero(model, stream):
         )
 
 
+def test_padding_does_not_count_as_positions():
+    model = Tiny(positions=64)
+    model.config.max_position_embeddings = 10
+    ids, mask = _prompt(rows=2, length=8), torch.ones(2, 8, dtype=torch.int64)
+    mask[0, :3], mask[1, :4] = 0, 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, ids, attention_mask=mask, max_new_tokens=5)
+    with pytest.warns(UserWarning, match="11 positions.*made for 10"):
+        generate(model, ids, attention_mask=mask, max_new_tokens=6)
+
+
 def test_warns_past_the_positions_and_of_cuts_that_greedy_ignores():
     model = Tiny(positions=64)
     model.config.max_position_embeddings = 10
@@ -444,6 +479,153 @@ def test_warns_past_the_positions_and_of_cuts_that_greedy_ignores():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, _prompt(), max_new_tokens=5, top_p=1.0, top_k=0, min_p=0.0)
+
+
+# ---- windows and every rope type: a cached step is the full forward ----
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.3, 1.6],
+    "long_factor": [1.4, 2.5, 5.0, 9.0],
+    "original_max_position_embeddings": 16,
+    "factor": 8.0,
+}
+ROPES = {
+    "default": {"rope_type": "default"},
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "longrope": LONGROPE,
+}
+
+
+def _llama(windows=(None, None), rope="default", positions=512):
+    """Two layers, weights large enough that positions and windows decide, each layer with its window."""
+    model = ligermodels.Llama.from_config({
+        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": positions,
+        "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0, **ROPES[rope]},
+        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3,
+    }).requires_grad_(False)  # fmt: skip
+    for layer, window in zip(model.layers, windows, strict=True):
+        layer.attn.window = window
+    model.new_cache = lambda rows, length: KVCache(
+        2, rows, length, 2, 8, windows=windows, dtype=model.dtype, device="cpu"
+    )
+    return model
+
+
+def _padded(lengths, extra=0):
+    """(ids, mask) of prompts of these lengths, padded on the left to the longest and `extra` more."""
+    width = max(lengths) + extra
+    ids = torch.randint(1, 97, (len(lengths), width))
+    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
+    return ids * mask, mask
+
+
+def _cached_logits(model, ids, mask, steps):
+    """What generate saw at every step: (ids [B, S + steps], logits [B, steps, V])."""
+    logits = []
+    ids = generate(model, ids, attention_mask=mask, max_new_tokens=steps,
+                   logits_processor=lambda ids, x: logits.append(x.clone()) or x)  # fmt: skip
+    return ids, torch.stack(logits, 1)
+
+
+def _full_logits(model, ids, mask):
+    mask = F.pad(mask.long(), (0, ids.shape[1] - mask.shape[1]), value=1)
+    return model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+
+
+def _assert_is_full_forward(model, ids, mask, steps):
+    width = ids.shape[1]
+    out, logits = _cached_logits(model, ids, mask, steps)
+    if model.rotary.rope_type == "longrope":  # each call has its own tables
+        full = [_full_logits(model, out[:, :end], mask)[:, -1] for end in range(width, width + steps)]
+        full = torch.stack(full, 1)
+    else:
+        full = _full_logits(model, out, mask)[:, width - 1 : -1]
+    torch.testing.assert_close(logits, full, rtol=1e-4, atol=1e-4)  # fp32 sums in another order; logits are ~1
+    torch.testing.assert_close(out[:, width:], full.argmax(-1))
+    assert out[:, width:].unique().numel() > 8, "a model that repeats itself proves little"
+    return out
+
+
+@pytest.mark.parametrize("slack", [1, 5, 256])
+@pytest.mark.parametrize("windows", [(4, None), (None, 4), (1, 9), (8, 9), (10, 10), (30, 200)], ids=str)
+@pytest.mark.parametrize("lengths, extra", [([9], 0), ([9, 2, 7], 0), ([9, 9, 3], 4)], ids=str)
+def test_windows_decode_as_the_full_forward(windows, slack, lengths, extra, monkeypatch):
+    """Prompts shorter than, as long as and longer than the window; past many moves of the buffers."""
+    monkeypatch.setattr("ligermodels.cache.SLACK", slack)
+    model, (ids, mask) = _llama(windows), _padded(lengths, extra)
+    out = _assert_is_full_forward(model, ids, mask, steps=40)
+    stream = list(generate_iter(model, ids, attention_mask=mask, max_new_tokens=40))
+    torch.testing.assert_close(torch.stack(stream, 1), out[:, ids.shape[1] :])
+    free = _llama()
+    assert not torch.allclose(_full_logits(free, out, mask), _full_logits(model, out, mask), atol=0.01)
+
+
+def test_a_window_moves_in_its_buffers_as_they_are_in_use():
+    model, (ids, mask) = _llama((5, None)), _padded([300, 7])
+    _assert_is_full_forward(model, ids, mask, steps=600)
+
+
+@pytest.mark.parametrize("rope", ROPES.keys() - {"dynamic"})
+@pytest.mark.parametrize("windows", [(None, None), (6, None)], ids=str)
+@pytest.mark.parametrize("lengths, extra", [
+    ([15], 0), ([16], 0), ([17], 0), ([5], 0), ([12, 3], 0), ([12, 3], 9), ([16, 4], 1), ([17, 2], 3),
+], ids=str)  # fmt: skip
+def test_rope_types_decode_as_the_full_forward(rope, windows, lengths, extra):
+    """Below, at and past 16, the original length; with padding longrope switches by positions, not columns."""
+    _assert_is_full_forward(_llama(windows, rope), *_padded(lengths, extra), steps=20)
+
+
+def test_longrope_runs_the_text_again_once_and_only_across_its_original_length(monkeypatch):
+    model, forward, widths = _llama(rope="longrope"), ligermodels.Llama.forward, []
+    monkeypatch.setattr(ligermodels.Llama, "forward", lambda *a, **k: widths.append(a[1].shape[1]) or forward(*a, **k))
+    for prompt, again in [(14, [17]), (16, [17]), (17, []), (30, [])]:
+        widths.clear()
+        generate(model, torch.randint(1, 97, (2, prompt)), max_new_tokens=6)
+        assert [width for width in widths[1:] if width > 1] == again
+
+
+@pytest.mark.parametrize("lengths", [[12], [16], [17], [12, 5, 3]], ids=str)
+def test_longrope_with_a_window_is_phi3_of_transformers(lengths):
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    ours = _llama((6, 6), "longrope", positions=128)
+    theirs = Phi3ForCausalLM(Phi3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=16, sliding_window=6,
+        rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 1.0, **LONGROPE}, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None,
+    )).eval()  # fmt: skip
+    names = {"attn.": "self_attn.", "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    for name, parameter in ours.named_parameters():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        theirs.get_parameter(name if name.startswith("lm_head") else f"model.{name}").data.copy_(parameter)
+    ids, mask = _padded(lengths)
+    expected = theirs.generate(ids, attention_mask=mask.long(), max_new_tokens=24, do_sample=False)
+    torch.testing.assert_close(generate(ours, ids, attention_mask=mask, max_new_tokens=24), expected)
+
+
+@pytest.mark.filterwarnings("ignore:prompt and new tokens may reach")
+@pytest.mark.parametrize("lengths", [[5], [20], [12, 5, 3]], ids=str)
+def test_dynamic_keeps_its_keys_past_the_trained_length_as_transformers_does(lengths, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    ours, (ids, mask) = _llama(rope="dynamic", positions=16), _padded(lengths)
+    theirs = LlamaForCausalLM.from_pretrained(ours.save_pretrained(tmp_path / "model"))
+    out, logits = _cached_logits(ours, ids, mask, 24)
+    expected = theirs.generate(
+        ids, attention_mask=mask.long(), max_new_tokens=24, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    torch.testing.assert_close(out, expected.sequences)
+    torch.testing.assert_close(logits, torch.stack(expected.logits, 1), rtol=1e-4, atol=1e-4)  # as above
+    last = _full_logits(ours, out[:, :-1], mask)[:, -1]
+    assert not torch.allclose(logits[:, -1], last, atol=0.01), "the full forward would turn the keys anew"
 
 
 # ---- a real model, against transformers ----

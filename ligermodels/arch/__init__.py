@@ -6,12 +6,41 @@ from typing import Any
 from ligermodels import checkpoint, hub
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig
+from ligermodels.arch.gemma import Gemma, GemmaConfig
+from ligermodels.arch.gemma2 import Gemma2, Gemma2Config
 from ligermodels.arch.llama import Llama, LlamaConfig
+from ligermodels.arch.mistral import Mistral, MistralConfig
+from ligermodels.arch.mixtral import Mixtral, MixtralConfig
+from ligermodels.arch.phi3 import Phi3, Phi3Config
+from ligermodels.arch.qwen2 import Qwen2, Qwen2Config
 from ligermodels.errors import ConfigError
 
-__all__ = ["ARCHS", "CausalLM", "CausalLMOutput", "Llama", "LlamaConfig", "ModelConfig", "arch_of", "load"]
+__all__ = [
+    "ARCHS",
+    "CausalLM",
+    "CausalLMOutput",
+    "Gemma",
+    "Gemma2",
+    "Gemma2Config",
+    "GemmaConfig",
+    "Llama",
+    "LlamaConfig",
+    "Mistral",
+    "MistralConfig",
+    "Mixtral",
+    "MixtralConfig",
+    "ModelConfig",
+    "Phi3",
+    "Phi3Config",
+    "Qwen2",
+    "Qwen2Config",
+    "arch_of",
+    "load",
+]
 
-ARCHS: dict[str, type[CausalLM]] = {"llama": Llama}
+ARCHS: dict[str, type[CausalLM]] = {
+    arch.config_class.model_type: arch for arch in (Llama, Mistral, Mixtral, Gemma, Gemma2, Qwen2, Phi3)
+}
 """model_type of config.json -> the class that reads it."""
 
 

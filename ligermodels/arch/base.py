@@ -24,7 +24,7 @@ from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
-from ligermodels.layers import Batch, LMHead, RMSNorm, TiedLMHead
+from ligermodels.layers import Batch, Experts, LMHead, RMSNorm, TiedLMHead, load_balancing_loss
 
 IGNORE_INDEX = -100
 
@@ -47,10 +47,13 @@ class CausalLMOutput(Attributes):
     """What a forward returns. Fields that were not computed are absent as keys and None as attributes.
 
     loss: scalar fp32. logits: [B, S, V]. past_key_values: the KVCache. last_hidden_state: [B, S, hidden_size],
-    after the final norm. hidden_states: the input of each block and the last hidden state.
+    after the final norm. hidden_states: the input of each block and the last hidden state. Of mixtures of experts:
+    router_logits: [B * S, experts] of each block. aux_loss: scalar, how unevenly the tokens were spread.
     """
 
-    fields = frozenset({"loss", "logits", "past_key_values", "last_hidden_state", "hidden_states"})
+    fields = frozenset(
+        {"loss", "logits", "past_key_values", "last_hidden_state", "hidden_states", "router_logits", "aux_loss"}
+    )
 
 
 class GenerationConfig(Attributes):
@@ -74,6 +77,8 @@ class CausalLM(nn.Module):
     config_class: ClassVar[type[ModelConfig]]
     WEIGHTS: ClassVar[Mapping[str, str | tuple[str, ...]]]
     """Our parameter names -> the Hugging Face names stored on disk; see weights.py."""
+    ALSO_READ: ClassVar[tuple[Mapping[str, str | tuple[str, ...]], ...]] = ()
+    """Tables of other layouts that load; `WEIGHTS` is what is written."""
     IGNORE: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
     """Names on disk that hold nothing to load."""
 
@@ -164,6 +169,7 @@ class CausalLM(nn.Module):
                 progress=progress,
                 ignore=cls.IGNORE,
                 tied=model.tied_weights,
+                also=cls.ALSO_READ,
             )
         if (folder / "generation_config.json").is_file():
             model.generation_config.update(checkpoint.read_json(folder / "generation_config.json", lenient=True))
@@ -188,7 +194,8 @@ class CausalLM(nn.Module):
 
         | parameter                     | distribution                            |
         |-------------------------------|-----------------------------------------|
-        | weights of linears, embedding | normal, mean 0, std `initializer_range` |
+        | weights of linears, experts,  | normal, mean 0, std `initializer_range` |
+        | embedding                     |                                         |
         | biases                        | 0                                       |
         | norm weights                  | 1 - offset, so that the scale is 1      |
         """
@@ -198,6 +205,9 @@ class CausalLM(nn.Module):
                 module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
+            elif isinstance(module, Experts):
+                for weight in module.parameters(recurse=False):
+                    weight.normal_(0.0, self.config.initializer_range, generator=generator)
             elif isinstance(module, RMSNorm) and module.weight is not None:
                 module.weight.fill_(1.0 - module.offset)
 
@@ -247,6 +257,7 @@ class CausalLM(nn.Module):
         max_seqlen: int | None = None,
         return_logits: bool | None = None,
         output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
@@ -272,6 +283,8 @@ class CausalLM(nn.Module):
         logits_to_keep: compute the logits of the last n positions only; 0 keeps all.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         output_hidden_states: adds `hidden_states` and `last_hidden_state`.
+        output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
+            as well, times the config's `router_aux_loss_coef`; default is the config's `output_router_logits`.
         output_attentions, return_dict: for callers that always pass them; attention weights are never built.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
             transformers and TRL name them, queries and keys apart; here they are the same. seq_idx, which comes
@@ -313,7 +326,8 @@ class CausalLM(nn.Module):
         targets = None if labels is None else _Targets(labels, cu_seqlens)
 
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
-        x = self.hidden(x, batch, past_key_values, hidden_states).reshape(batch_size, length, -1)
+        router_logits: list[Tensor] | None = [] if self._wants_router_logits(output_router_logits) else None
+        x = self.hidden(x, batch, past_key_values, hidden_states, router_logits).reshape(batch_size, length, -1)
         output = CausalLMOutput()
         if targets is not None:
             if self._fused_head and not return_logits:
@@ -328,6 +342,12 @@ class CausalLM(nn.Module):
                     output["logits"] = logits
         elif return_logits is not False:
             output["logits"] = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
+        if router_logits is not None:
+            tokens = None if attention_mask is None else attention_mask[:, -length:]
+            balance = load_balancing_loss(router_logits, top_k=self.config.num_experts_per_tok, attention_mask=tokens)
+            if "loss" in output:
+                output["loss"] = output["loss"] + self.config.router_aux_loss_coef * balance
+            output["router_logits"], output["aux_loss"] = tuple(router_logits), balance
         if past_key_values is not None:
             output["past_key_values"] = past_key_values
         if hidden_states is not None:
@@ -343,10 +363,12 @@ class CausalLM(nn.Module):
         batch: Batch,
         past_key_values: KVCache | None = None,
         hidden_states: list[Tensor] | None = None,
+        router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """The last hidden state [B, S, hidden_size] for embeddings of that shape: all blocks and the final norm.
 
-        `hidden_states`, where given, collects the input of each block.
+        `hidden_states`, where given, collects the input of each block; `router_logits` what a block returns
+        besides x and residual.
         """
         residual = None
         recompute = self.gradient_checkpointing and torch.is_grad_enabled() and past_key_values is None
@@ -354,10 +376,21 @@ class CausalLM(nn.Module):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else x + residual)
             if recompute:
-                x, residual = recomputed(layer, x, residual, batch, use_reentrant=False, **self._checkpoint_options)
+                x, residual, *routed = recomputed(
+                    layer, x, residual, batch, use_reentrant=False, **self._checkpoint_options
+                )
             else:
-                x, residual = layer(x, residual, batch, None if past_key_values is None else past_key_values[i])
+                cache = None if past_key_values is None else past_key_values[i]
+                x, residual, *routed = layer(x, residual, batch, cache)
+            if router_logits is not None:
+                router_logits += routed
         return self.norm(x, residual)[0]
+
+    def _wants_router_logits(self, asked: bool | None) -> bool:
+        routed = hasattr(self.config, "num_experts_per_tok")
+        if asked and not routed:
+            raise InputError(f"output_router_logits=True, but {type(self).__name__} has no router")
+        return routed and (self.config.output_router_logits if asked is None else asked)
 
     def _batch(
         self,
@@ -398,6 +431,7 @@ class CausalLM(nn.Module):
             max_length,
             self.config.num_key_value_heads,
             self.config.head_dim,
+            windows=[self.config.window(layer) for layer in range(self.config.num_hidden_layers)],
             dtype=self.dtype,
             device=self.device,
         )

@@ -36,6 +36,10 @@ DTYPES = {
     "float64": torch.float64,
 }
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+_MAY_BE_ZERO = ("max_window_layers",)
+
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 
@@ -43,6 +47,7 @@ _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 _DROPPED = {"auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta"}
 _DROPPED |= {
     "rope_scaling",
+    "partial_rotary_factor",
     "original_max_position_embeddings",
     "_name_or_path",
     "_attn_implementation_autoset",
@@ -73,6 +78,10 @@ class ModelConfig:
     default_rope_theta: ClassVar[float] = 10000.0
     partial_rotary: ClassVar[bool] = False
     """Whether transformers honours `partial_rotary_factor` for this architecture."""
+    rope_aliases: ClassVar[Mapping[str, str]] = {}
+    """What this architecture's files call a rope type -> its name."""
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     _attn_implementation: ClassVar[str] = "sdpa"
 
@@ -120,9 +129,6 @@ class ModelConfig:
             )
         known = {f.name for f in dataclasses.fields(cls)} - {"extra", "rope_parameters", "dtype"}
         values = {key: value for key, value in config.items() if key in known}
-        for key in ("num_key_value_heads", "head_dim"):
-            if values.get(key) is None:
-                values.pop(key, None)
         values["dtype"] = _one_spelling(cls, config, "dtype", "torch_dtype")
         values["rope_parameters"] = cls._rope_from_hf(config)
         values["extra"] = {
@@ -138,7 +144,7 @@ class ModelConfig:
                 f"{cls.model_type}: config.json lacks {', '.join(missing)}. Is it the config.json of the model "
                 "itself, rather than of an adapter or a tokenizer?"
             )
-        unknown = sorted(set(values["extra"]) - _KEPT)
+        unknown = sorted(set(values["extra"]) - _KEPT - cls.unused)
         if unknown:
             warnings.warn(
                 f"{cls.model_type}: config.json has keys that are not used here: {', '.join(unknown)}. They are kept "
@@ -154,32 +160,35 @@ class ModelConfig:
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{cls.model_type}: {name} is {value!r}, expected an object or null")
-        rope = {key: value for key, value in {**new, **old}.items() if key != "type"}
-        rope["rope_type"] = (
-            old.get("rope_type") or old.get("type") or new.get("rope_type") or new.get("type") or "default"
-        )
         top_level = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
-        for key, value in {**new, **top_level}.items():
-            if key in rope and key != "type" and rope[key] != value:
-                raise ConfigError(
-                    f"{cls.model_type}: config.json gives {key} twice, as {rope[key]!r} and as {value!r}. The two "
-                    "generations of the file disagree; remove the wrong one."
-                )
-            if key != "type":
-                rope[key] = value
+        rope: dict[str, Any] = {}
+        for spelling in (cls._plain_rope(old), cls._plain_rope(new), top_level):
+            for key, value in spelling.items():
+                if rope.setdefault(key, value) != value:
+                    raise ConfigError(
+                        f"{cls.model_type}: config.json gives {key} twice, as {rope[key]!r} and as {value!r}. The two "
+                        "generations of the file disagree; remove the wrong one."
+                    )
+        rope.setdefault("rope_type", "default")
         rope.setdefault("rope_theta", cls.default_rope_theta)
         if rope["rope_type"] in _NEEDS_ORIGINAL_LENGTH:
             length = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
             rope["original_max_position_embeddings"] = length or config.get("max_position_embeddings")
         return rope
 
+    @classmethod
+    def _plain_rope(cls, rope: Mapping[str, Any]) -> dict[str, Any]:
+        """`rope` with its type, where it has one, under the newer key and its own name."""
+        rope_type = rope.get("rope_type") or rope.get("type")
+        named = {"rope_type": cls.rope_aliases.get(rope_type, rope_type)} if rope_type else {}
+        return {**{key: value for key, value in rope.items() if key not in ("rope_type", "type")}, **named}
+
     def __post_init__(self) -> None:
         if not self.rope_parameters:
             self.rope_parameters = {"rope_type": "default", "rope_theta": self.default_rope_theta}
-        for name, kind in typing.get_type_hints(type(self)).items():
-            if typing.get_origin(kind) is ClassVar or name == "extra":
-                continue
-            self._check_kind(name, getattr(self, name), kind)
+        kinds = typing.get_type_hints(type(self))
+        for name in (f.name for f in dataclasses.fields(self) if f.name != "extra"):
+            self._check_kind(name, getattr(self, name), kinds[name])
         heads = self.num_attention_heads
         if self.head_dim is None:
             if self.hidden_size % heads:
@@ -195,8 +204,9 @@ class ModelConfig:
             raise self._error("head_dim", "must be even: the rotary embedding turns pairs of dimensions")
         if self.hidden_act not in ACTIVATIONS:
             raise self._error("hidden_act", f"is not supported; supported: {', '.join(ACTIVATIONS)}")
-        if self.attention_dropout:
-            raise self._error("attention_dropout", "is not supported; set it to 0.0 if it does not matter to you")
+        for name in _DROPOUTS:
+            if getattr(self, name, 0.0):
+                raise self._error(name, "is not supported; set it to 0.0 if it does not matter to you")
         if self.dtype is not None and self.dtype not in DTYPES:
             raise self._error("dtype", f"is not supported; supported: {', '.join(DTYPES)}")
         rope_type, theta = self.rope_parameters.get("rope_type"), self.rope_parameters.get("rope_theta")
@@ -210,6 +220,13 @@ class ModelConfig:
         if partial != 1.0 and not self.partial_rotary:
             raise ConfigError(f"{self.model_type}: partial_rotary_factor {partial!r} is not supported; supported: 1.0")
 
+    def _check_layer_types(self, layer_types: list[str]) -> None:
+        """One known type for each block."""
+        if len(layer_types) != self.num_hidden_layers or not set(layer_types) <= set(LAYER_TYPES):
+            raise self._error(
+                "layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {self.num_hidden_layers} blocks"
+            )
+
     def _check_kind(self, name: str, value: Any, kind: Any) -> None:
         """Sizes are positive integers, the rest is of its declared kind; null where the declaration allows it."""
         if value is None:
@@ -217,11 +234,14 @@ class ModelConfig:
                 return
             raise self._error(name, f"must be {_words(kind)}")
         if kind is int:
-            if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-                raise self._error(name, "must be a positive integer")
+            least = 0 if name in _MAY_BE_ZERO else 1
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise self._error(name, f"must be a{' positive' * least} integer{', zero or more' * (1 - least)}")
         elif kind is float:
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise self._error(name, "must be a finite number, zero or more")
+        elif name == "sliding_window" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise self._error(name, "must be a positive number of tokens, or null for no window")
         elif not isinstance(value, _plain(kind)) or (isinstance(value, bool) and kind is not bool):
             raise self._error(name, f"must be {_words(kind)}")
 
@@ -244,11 +264,15 @@ class ModelConfig:
             **self.extra,
             **values,
             "torch_dtype": self.dtype,
-            "rope_theta": rope["rope_theta"],
+            **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope},
             "rope_scaling": None if rope["rope_type"] == "default" else scaling,
         }
 
     to_dict = to_hf
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of block `layer` sees, counting itself; None where it sees all before it."""
+        return None
 
     def get_text_config(self, decoder: bool = True) -> Self:
         """The part that describes the language model: all of it."""

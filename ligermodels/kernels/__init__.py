@@ -4,6 +4,7 @@ from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from ligermodels.kernels.glu import glu, glu_linear, glu_linear_reference, glu_reference
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
 from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.kernels.rope import rope, rope_qk, rope_qk_reference, rope_reference
 
@@ -21,10 +22,14 @@ __all__ = [
     "glu_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "moe_experts",
+    "moe_experts_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",
     "rope_qk",
     "rope_qk_reference",
     "rope_reference",
+    "route",
+    "route_reference",
 ]

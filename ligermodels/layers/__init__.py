@@ -11,6 +11,7 @@ from ligermodels.layers.head import LMHead, TiedLMHead
 from ligermodels.layers.linear import Linear, PackedLinear
 from ligermodels.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.moe import Experts, MoE, load_balancing_loss
 from ligermodels.layers.norm import RMSNorm
 from ligermodels.layers.rotary import RotaryEmbedding
 
@@ -19,12 +20,15 @@ __all__ = [
     "Batch",
     "CrossEntropyLoss",
     "Embedding",
+    "Experts",
     "GatedMLP",
     "LMHead",
     "Linear",
     "LinearCrossEntropyLoss",
+    "MoE",
     "PackedLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "TiedLMHead",
+    "load_balancing_loss",
 ]

@@ -58,10 +58,18 @@ class Attention(nn.Module):
             # The output of a plain linear is ours alone; a hook or an adapter may have kept it.
             inplace=is_plain(self.qkv_proj),
         )
+        key_mask = batch.key_mask
         if cache is not None:
             if batch.cu_seqlens is not None:
                 raise InputError("packed sequences cannot go into a KV cache; pad them into a batch instead")
+            if cache.window is not None and (self.window is None or self.window > cache.window):
+                raise InputError(
+                    f"attention with window={self.window} would miss keys in a KV cache with window={cache.window}; "
+                    "make the cache with the windows of the model's layers"
+                )
             k, v = cache.update(k, v)
+            if key_mask is not None:  # over all tokens seen; a cache with a window returns only the last
+                key_mask = key_mask[:, cache.length - k.shape[1] :]
         out = attention(
             q,
             k,
@@ -69,7 +77,7 @@ class Attention(nn.Module):
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
-            key_mask=batch.key_mask,
+            key_mask=key_mask,
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
         )

@@ -1,19 +1,32 @@
 """The token table."""
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 
 class Embedding(nn.Embedding):
     """A row per token id: [...] integers -> [..., embedding_dim].
 
-    padding_idx: a row that stays 0 and takes no gradient. Rows start small (normal, std 0.02), as a tied head
-    needs them. The gradient is dense, sums duplicates by sorting, never by atomics, and so is the same in
-    every run.
+    scale: multiplies the rows, rounded to the table's dtype first, as Gemma's released models were trained; a tied
+    head reads the rows as they are. padding_idx: a row that stays 0 and takes no gradient. Rows start small (normal,
+    std 0.02), as a tied head needs them. The gradient is dense, sums duplicates by sorting, never by atomics, and so
+    is the same in every run.
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *, padding_idx: int | None = None):
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None, padding_idx: int | None = None
+    ):
         super().__init__(num_embeddings, embedding_dim, padding_idx=padding_idx)
+        self.scale = scale
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
         self._fill_padding_idx_with_zero()
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = super().forward(input)
+        # A tensor on the CPU: it rounds as the table would, and costs no copy to the device.
+        return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=rows.dtype)
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + ("" if self.scale is None else f", scale={self.scale}")

@@ -67,7 +67,7 @@ class RotaryEmbedding(nn.Module):
     back on it where `scaling` lacks original_max_position_embeddings.
 
     "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Keys that
-    a cache holds keep the frequencies of the call that made them.
+    a cache holds keep the frequencies of the call that made them; `switches` says when they must not.
 
     There is no parameter and no buffer: the tables are fp32 whatever the model is cast to, and a model built
     on the meta device has them as well.
@@ -124,6 +124,14 @@ class RotaryEmbedding(nn.Module):
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos, sin
+
+    def switches(self, past: int, length: int) -> bool:
+        """True if a call that reaches `length` tokens has no use for keys made in calls of up to `past` tokens.
+
+        So it is where "longrope" goes from its short frequencies to the long: a cache must then be emptied and
+        the whole text run again. "dynamic" keeps the keys it has, as in transformers.
+        """
+        return self.rope_type == "longrope" and 0 < past <= self.original_length < length
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}"
@@ -224,6 +232,8 @@ def _read(
 ) -> dict[str, Any]:
     """The rope dict with `rope_type` settled and every value checked; keys that are null are left out."""
     options = {name: value for name, value in scaling.items() if value is not None}
+    if "truncate" in scaling:
+        options["truncate"] = scaling["truncate"] or False  # transformers reads null as false; absent is true
     old_name = options.pop("type", "default")  # transformers 5 leaves a stale `type` beside `rope_type`
     rope_type = options.setdefault("rope_type", old_name)
     for name, value in (("rope_theta", theta), ("partial_rotary_factor", partial_rotary_factor)):

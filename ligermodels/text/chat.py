@@ -17,8 +17,10 @@ from ligermodels.text import limits, sandbox
 
 MAX_TEMPLATE_CHARS = 2**20
 
-# Marks the end of a message to go on with. The space at its end shows whether the template trims.
-_CONTINUE = "\ue000continue here\ue000 "
+# Marks the end of a message in the output.
+_MARK = "\ue000continue here\ue000"
+# The same for a message to go on with: the space at its end shows whether the template trims.
+_CONTINUE = f"{_MARK} "
 
 
 class ChatTemplates:
@@ -65,6 +67,26 @@ class ChatTemplates:
             },
         )
         return _cut_at_end(text) if continue_final_message else text
+
+    def turn_end(self) -> str:
+        """What the default template writes after the text of an assistant's turn; "" if it shows none.
+
+        A template that is missing or broken, or refuses a user's and an assistant's message, shows none.
+        """
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        try:
+            text = self.render(
+                turns,
+                tools=None,
+                documents=None,
+                add_generation_prompt=False,
+                continue_final_message=False,
+                template=None,
+                variables={},
+            )
+        except TokenizerError:
+            return ""
+        return text.rpartition(_MARK)[2] if _MARK in text else ""
 
     def _choose(self, template: str | None, has_tools: bool) -> str:
         """The text of the template asked for by name, given as text, or found under the usual names."""
@@ -149,7 +171,7 @@ def _mark_end(chat: list[dict[str, Any]]) -> None:
 
 
 def _cut_at_end(text: str) -> str:
-    at = text.rfind(_CONTINUE.strip())
+    at = text.rfind(_MARK)
     if at < 0:
         raise TokenizerError(
             "continue_final_message: the chat template leaves out or rewrites the last message, so that its "

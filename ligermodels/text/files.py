@@ -27,6 +27,7 @@ COPIED_FILES = (
     "tokenizer.json",
     "tokenizer.model",
     "tokenizer.model.v3",
+    "tekken.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",

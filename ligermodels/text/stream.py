@@ -1,6 +1,6 @@
 """Text that appears while ids do: StreamDecoder turns ids into text, StopStrings finds where to stop."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from ligermodels.errors import InputError
@@ -19,14 +19,22 @@ class StreamDecoder:
         print(stream.flush())
 
     A part never ends inside a character. The cost of a token does not grow with the text before it. Ids
-    without a token add nothing, as in `decode`. Raises TokenizerError for a kind of decoder that
-    cannot be streamed.
+    without a token add nothing, as in `decode`.
+
+    after: the ids that the ones to come continue, whose own text is not given again: " world" after "Hello".
+    Without them a decoder that takes the space off the beginning of a text (Llama 2, Mistral, Phi-3) says
+    "world".
+    Raises TokenizerError for a kind of decoder that cannot be streamed.
     """
 
-    def __init__(self, tokenizer: "Tokenizer", *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: "Tokenizer", *, after: Iterable[int] = (), skip_special_tokens: bool = True
+    ) -> None:
         self._backend = tokenizer.backend
         self._skipped = self._backend.special_ids if skip_special_tokens else frozenset()
         self._pieces = PieceStream(self._backend.decoder)
+        for index in after:
+            self.put(index)
 
     def put(self, index: int) -> str:
         """The text that the token `index` completes; "" while a character is still open."""

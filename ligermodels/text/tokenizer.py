@@ -1,5 +1,6 @@
 """Text to ids and back, from the files of a checkpoint, without transformers."""
 
+import functools
 import os
 import shutil
 import warnings
@@ -42,6 +43,7 @@ class Tokenizer:
 
     bos_token_id, eos_token_id: the tokenizer's own, None if it has none.
     eos_token_ids: every id that ends a text: generation_config.json's, config.json's and the tokenizer's.
+    chat_stop_ids: those and the one that ends a turn of the chat template.
     pad_token_id: the tokenizer's own pad token; else pad_token_id of generation_config.json or config.json;
     else the first of eos_token_ids; else 0. The mask hides padding, so that any id will do.
     vocab_size: one more than the largest id, added tokens included.
@@ -204,6 +206,20 @@ class Tokenizer:
             variables=variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
+
+    @functools.cached_property
+    def chat_stop_ids(self) -> tuple[int, ...]:
+        """`eos_token_ids`, and the special token with which the chat template closes an assistant's turn.
+
+        The files of some checkpoints name the end of a text only: Gemma 1 lists <eos>, and its turns end with
+        <end_of_turn>. So the template is asked: a conversation of a user's and an assistant's message is
+        rendered, and the first special token behind the assistant's text is the turn's end. Nothing is added
+        where none follows (turns in plain text: use stop strings) or where there is no default template.
+        """
+        tail = self.backend.encode([self._chat.turn_end()], False)[0]
+        special = self.backend.special_ids
+        closing = [index for index in tail if index in special][:1]
+        return tuple(dict.fromkeys((*self.eos_token_ids, *closing)))
 
     def save(self, folder: str | Path) -> None:
         """Copies the tokenizer's and templates' files byte for byte; config.json and the like stay behind."""

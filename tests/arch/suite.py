@@ -43,16 +43,6 @@ def theirs(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
 
 
-def earlier_generation(config):
-    """The config.json that transformers 4 would have written for this one of transformers 5."""
-    config = dict(config)
-    rope = dict(config.pop("rope_parameters"))
-    config["rope_theta"] = rope.pop("rope_theta")
-    config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
-    config["torch_dtype"] = config.pop("dtype")
-    return config
-
-
 class Suite:
     arch: type
     TINY: dict
@@ -88,8 +78,21 @@ class Suite:
         loss.backward()
         self.compare_gradients(hf, model)
 
+    def earlier_generation(self, config):
+        """The config.json that transformers 4 would have written for this one of transformers 5."""
+        config = dict(config)
+        rope = dict(config.pop("rope_parameters"))
+        config["rope_theta"] = rope.pop("rope_theta")
+        config["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+        config["torch_dtype"] = config.pop("dtype")
+        return config
+
+    def named_on_disk(self, tensors):
+        """Tensors by transformers' parameter names in memory -> by the names on disk."""
+        return tensors
+
     def compare_gradients(self, hf, model):
-        wanted = {name: p.grad for name, p in hf.named_parameters()}
+        wanted = self.named_on_disk({name: p.grad for name, p in hf.named_parameters()})
         parameters = dict(model.named_parameters())
         regions = weights.regions(model, self.arch.WEIGHTS)
         assert {region.source for region in regions} == set(wanted)
@@ -181,13 +184,13 @@ class Suite:
 
     def test_both_generations_of_config_mean_the_same(self, folder, model, ids):
         config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps(earlier_generation(config)))
+        (folder / "config.json").write_text(json.dumps(self.earlier_generation(config)))
         earlier = self.arch.from_hub(folder, progress=False)
         assert earlier.config == model.config
         assert torch.equal(earlier(ids).logits, model(ids).logits)
         saved = json.loads(json.dumps(model.config.to_hf()))
         assert self.arch.config_class.from_hf(saved) == model.config
-        assert self.arch.config_class.from_hf(earlier_generation(config)) == model.config
+        assert self.arch.config_class.from_hf(self.earlier_generation(config)) == model.config
 
     def test_wrong_weights_and_a_wrong_base_are_seen(self, hf, model, ids):
         """Negative controls: what a loader gets wrong must not pass as parity."""
@@ -247,9 +250,9 @@ class Suite:
 
     @pytest.mark.gpu
     def test_bf16_on_a_gpu_is_as_near_to_fp32_as_transformers(self, hf, folder, ids):
-        exact = gradients(hf, ids)
+        exact = gradients(hf, ids, self.named_on_disk)
         ours = gradients(self.arch.from_hub(folder, dtype=torch.bfloat16, device="cuda", progress=False), ids.cuda())
-        eager = gradients(theirs(folder).to("cuda", torch.bfloat16), ids.cuda())
+        eager = gradients(theirs(folder).to("cuda", torch.bfloat16), ids.cuda(), self.named_on_disk)
         ours["by name"] = {
             region.source: ours["by name"][region.param][region.index]
             for region in weights.regions(self.arch.from_config(hf.config.to_dict(), device="meta"), self.arch.WEIGHTS)
@@ -305,10 +308,10 @@ class Suite:
             assert model.dtype == torch.bfloat16
 
 
-def gradients(model, ids):
+def gradients(model, ids, named=dict):
     output = model(ids, labels=ids)
     output.loss.backward()
-    found = {name: parameter.grad.float() for name, parameter in model.named_parameters()}
+    found = named({name: parameter.grad.float() for name, parameter in model.named_parameters()})
     with torch.no_grad():
         return {"by name": found, "logits": model(ids).logits.float()}
 

@@ -1,9 +1,12 @@
 """The KV cache against concatenation."""
 
+import itertools
+
 import pytest
 import torch
 
-from ligermodels.cache import KVCache
+from ligermodels import cache as cache_file
+from ligermodels.cache import SLACK, KVCache, LayerCache
 from ligermodels.errors import InputError
 
 
@@ -87,6 +90,130 @@ def test_gradients_reach_the_new_tokens_and_no_buffer():
     for x in (*first, *second):
         torch.testing.assert_close(x.grad, 2 * x)
     torch.testing.assert_close(both[0], torch.cat([first[0], second[0]], 1))
+
+
+def with_window(window, max_length=64, batch_size=2):
+    return LayerCache(batch_size, max_length, 3, 4, window=window, dtype=torch.float32, device="cpu")
+
+
+CALLS = [
+    [1] * 40,
+    [5] + [1] * 30,
+    [4, 4, 4, 1, 1, 6, 1, 1, 1, 5, 1, 1],
+    [40] + [1] * 20,
+    [1, 40, 2, 40, 1, 1, 3],
+    [3, 0, 1, 0, 1],
+    [7, 2, 9, 3, 8, 1, 11, 1, 1, 14, 2, 2, 2, 2, 2],
+]
+
+
+@pytest.mark.parametrize("lengths", CALLS, ids=str)
+@pytest.mark.parametrize("window", [1, 2, 3, 5, 6, 17])
+@pytest.mark.parametrize("slack, max_length", [(0, 64), (1, 64), (4, 64), (4, 7), (9, 0), (SLACK, 64), (SLACK, 1)])
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_window_returns_the_last_keys_in_order(lengths, window, slack, max_length, grad, poison, monkeypatch):
+    """Small slack makes the buffers move every few tokens; with SLACK itself they do not fill up here."""
+    monkeypatch.setattr(cache_file, "SLACK", slack)
+    layer, keys, values, seen = with_window(window, max_length), [], [], 0
+    for length in lengths:
+        k, v = tokens(length, requires_grad=grad)
+        keys.append(k)
+        values.append(v)
+        k_all, v_all = layer.update(k, v)
+        start = seen - min(seen, window - 1)
+        seen += length
+        assert layer.length == seen
+        assert torch.equal(k_all, torch.cat(keys, 1)[:, start:]) and torch.equal(v_all, torch.cat(values, 1)[:, start:])
+        assert layer.keys.shape[1] <= max(max_length, window - 1 + slack)
+
+
+@pytest.mark.parametrize("window", [3, SLACK + 500])
+def test_a_window_moves_once_in_slack_steps_and_its_memory_stays(window, poison):
+    """The large window overlaps with the place that it moves to."""
+    layer, keys = with_window(window, 10**4), []
+    assert layer.keys.shape[1] == layer.values.shape[1] == window - 1 + SLACK
+    buffers, moves, offset = (layer.keys.data_ptr(), layer.values.data_ptr()), 0, -1
+    for step in range(window + 3 * SLACK):
+        k, v = tokens(1)
+        keys.append(k)
+        k_all, _ = layer.update(k, v)
+        if step:
+            moves, offset = moves + (k_all.storage_offset() < offset), k_all.storage_offset()
+            assert k_all.untyped_storage().data_ptr() == buffers[0], "a copy"
+        if step % 16 == 0 or step > window + 2 * SLACK:
+            assert torch.equal(k_all, torch.cat(keys[-window:], 1))
+    assert (layer.keys.data_ptr(), layer.values.data_ptr()) == buffers
+    assert moves == 3
+
+
+def test_memory_of_a_window_is_never_more_than_max_length_and_grows_to_its_limit():
+    assert with_window(4096, 100).keys.shape[1] == 100
+    layer, sizes = with_window(7, 2), []
+    for _ in range(3 * SLACK):
+        layer.update(*tokens(1))
+        sizes.append(layer.keys.shape[1])
+    assert sorted(set(sizes)) == sizes[:1] + [4, 8, 16, 32, 64, 128, 256, 6 + SLACK] and sizes == sorted(sizes)
+
+
+def test_a_window_forgets_on_reset_and_keeps_the_memory():
+    layer = with_window(3)
+    for length in (30, 30, 30, 1):
+        layer.update(*tokens(length))
+    buffers = layer.keys.data_ptr()
+    layer.reset()
+    k, v = tokens(3)
+    assert torch.equal(layer.update(k[:, :1], v[:, :1])[0], k[:, :1]) and layer.length == 1
+    assert torch.equal(layer.update(k[:, 1:], v[:, 1:])[0], k) and layer.keys.data_ptr() == buffers
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [0, 0], [1], [1, 0, 1]])
+def test_reorder_moves_rows_of_a_window(rows, monkeypatch, poison):
+    monkeypatch.setattr(cache_file, "SLACK", 3)
+    layer, keys = with_window(4), []
+    for length in (5, 1, 1, 1, 1, 1):
+        keys.append(tokens(length))
+        layer.update(*keys[-1])
+    layer.reorder(torch.tensor(rows))
+    history = [torch.cat(x, 1)[rows] for x in zip(*keys, strict=True)]
+    for _ in range(6):
+        new = tokens(1, batch_size=len(rows))
+        history = [torch.cat([old, x], 1) for old, x in zip(history, new, strict=True)]
+        for actual, expected in zip(layer.update(*new), history, strict=True):
+            assert torch.equal(actual, expected[:, -4:])
+
+
+def test_gradients_with_a_window_reach_the_new_tokens_and_survive_moves(monkeypatch):
+    monkeypatch.setattr(cache_file, "SLACK", 2)
+    layer, calls, seen = with_window(4), [], []
+    for length in (3, 2, 1, 1, 9, 1):
+        calls.append(tokens(length, requires_grad=True))
+        seen += layer.update(*calls[-1])
+    assert not layer.keys.requires_grad
+    with torch.no_grad():
+        for _ in range(9):
+            layer.update(*tokens(1))
+    sum(x.square().sum() for x in seen).backward()
+    for x in itertools.chain(*calls):
+        torch.testing.assert_close(x.grad, 2 * x)
+
+
+@pytest.mark.parametrize("windows", [(3, None), (None, 3)])
+def test_length_is_of_the_tokens_seen_whichever_layer_has_the_window(windows):
+    cache = make(64, windows=windows)
+    for layer, window in zip(cache, windows, strict=True):
+        layer.update(*tokens(20))
+        k, _ = layer.update(*tokens(2))
+        assert layer.window == window and k.shape[1] == (22 if window is None else 4)
+    assert cache.length == cache.get_seq_length() == 22 and cache.batch_size == 2
+    cache.reset()
+    assert cache.length == 0
+
+
+def test_impossible_windows_are_named():
+    with pytest.raises(InputError, match="windows has 3 entries for 2 layers"):
+        make(windows=[4, None, 4])
+    with pytest.raises(InputError, match="window=0 must be at least 1"):
+        make(windows=[4, 0])
 
 
 @pytest.mark.parametrize("k, message", [

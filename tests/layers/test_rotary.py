@@ -111,6 +111,69 @@ def test_equals_transformers_to_the_bit(name, length):
         assert torch.equal(torch.cat([ours, ours], -1), full)
 
 
+OPTIONS = {
+    "yarn, factor null": (TYPES["yarn"] | {"factor": None}, 7),
+    "yarn, attention_factor": (TYPES["yarn"] | {"attention_factor": 1.3, "beta_fast": None}, 7),
+    "yarn, mscale": (TYPES["yarn"] | {"mscale": 0.707, "mscale_all_dim": 1.0}, 7),
+    "yarn, truncate null": (TYPES["yarn"] | {"truncate": None}, 7),
+    "longrope, factor": (LONGROPE | {"factor": 3.0}, 7),
+    "longrope, factor, long": (LONGROPE | {"factor": 3.0}, 300),
+    "longrope, attention_factor": (LONGROPE | {"attention_factor": 1.25}, 300),
+    **{f"{name}, partial": (TYPES[name], 300) for name in ("linear", "dynamic", "llama3", "yarn", "longrope")},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_options_and_partial_rotation_equal_transformers_to_the_bit(name):
+    """head_dim 32 whole or, as Phi-4-mini has it, 128 by 3/4: 96 dims turn, by lists of 48 factors."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    scaling, length = copy.deepcopy(OPTIONS[name])
+    scaling.pop("type", None)
+    head_dim, partial = (128, 0.75) if "partial" in name else (32, 1.0)
+    if "partial" in name and scaling["rope_type"] == "longrope":
+        scaling |= {"short_factor": [1.0 + i / 7 for i in range(48)], "long_factor": [1.5 + i for i in range(48)]}
+    config = transformers.LlamaConfig(
+        hidden_size=2 * head_dim,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": partial, **copy.deepcopy(scaling)},
+    )
+    in_call = torch.tensor(length) if scaling["rope_type"] == "dynamic" else length
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=in_call)
+    angles = torch.arange(length)[None, :, None].float() * inv_freq
+    options = {"theta": 5e5, "max_position_embeddings": 128, "partial_rotary_factor": partial}
+    cos, sin = RotaryEmbedding(head_dim, scaling=scaling, **options)(torch.arange(length)[None])
+    assert cos.shape == (1, length, int(head_dim * partial) // 2)
+    assert torch.equal(cos, angles.cos() * factor) and torch.equal(sin, angles.sin() * factor)
+
+
+def test_longrope_of_phi_128k_scales_short_calls_too():
+    scaling = LONGROPE | {"original_max_position_embeddings": 4096}
+    rotary = RotaryEmbedding(32, scaling=scaling, max_position_embeddings=131072)
+    for length, factors in [(4096, LONGROPE["short_factor"]), (4097, LONGROPE["long_factor"])]:
+        cos, sin = rotary(torch.arange(length)[None])
+        torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, 1.1902380714238083))
+        turned = torch.atan2(sin[0, 1], cos[0, 1]).double()
+        expected = torch.tensor([1e4 ** (-i / 16) / factor for i, factor in enumerate(factors)], dtype=torch.float64)
+        torch.testing.assert_close(turned, expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_switches_where_keys_of_shorter_calls_are_of_no_use(name):
+    """The truth is in the tables: those of a call up to `length`, over the first `past` tokens, are others."""
+    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
+    for past, length in [(15, 16), (16, 17), (2, 17), (3, 40), (17, 18), (17, 40), (2, 16)]:
+        before = torch.arange(past)[None]
+        cos, after = rotary(before)[0], rotary(torch.arange(length)[None])[0][:, :past]
+        if name != "dynamic":
+            assert rotary.switches(past, length) is not torch.equal(cos, after)
+        else:  # transformers leaves cached keys as they are, and so must a cache here
+            assert not rotary.switches(past, length)
+    assert not rotary.switches(0, 17), "there are no keys yet"
+
+
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_length_of_the_call_decides_and_leaves_nothing_behind(name):
     """Short, long, short: the third call is the first again, and one row makes the whole call long."""

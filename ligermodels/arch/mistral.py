@@ -1,0 +1,111 @@
+"""Mistral 7B, Nemo, Small and their fine-tunes: Llama without biases and with a window.
+
+- Every query sees the last `sliding_window` tokens, itself included (7B v0.1: 4096). config.json's null turns the
+  window off (v0.2 and later, Nemo); a missing key is 4096.
+- `head_dim` is of its own choosing: Nemo has 32 heads of 128 on a width of 5120.
+
+Paper: Jiang et al. 2023, https://arxiv.org/abs/2310.06825.
+Checked against: models/mistral/modeling_mistral.py of transformers 5.23.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ligermodels.arch.base import CausalLM
+from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.cache import LayerCache
+from ligermodels.layers import (
+    Attention,
+    Batch,
+    Embedding,
+    GatedMLP,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    TiedLMHead,
+)
+
+
+@dataclass(kw_only=True)
+class MistralConfig(ModelConfig):
+    """config.json of model_type mistral."""
+
+    model_type: ClassVar[str] = "mistral"
+    architecture: ClassVar[str] = "MistralForCausalLM"
+
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    sliding_window: int | None = 4096
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+class MistralBlock(nn.Module):
+    """Attention over a window and gated unit, each on the normed residual stream."""
+
+    def __init__(self, config: MistralConfig, layer: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attn_norm = RMSNorm(size, eps=eps)
+        self.attn = Attention(
+            size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            window=config.window(layer),
+        )
+        self.mlp_norm = RMSNorm(size, eps=eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(x, batch, cache)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Mistral(CausalLM):
+    """Mistral with a language-model head. `Mistral.from_hub("mistralai/Mistral-7B-v0.3")` loads one."""
+
+    config_class = MistralConfig
+    config: MistralConfig
+    _no_split_modules = ("MistralBlock",)
+
+    def __init__(self, config: MistralConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.rotary = RotaryEmbedding(
+            config.head_dim,
+            theta=config.rope_parameters["rope_theta"],
+            scaling=config.rope_parameters,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        self.layers = nn.ModuleList(MistralBlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
+
+    WEIGHTS: ClassVar = {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "layers.{i}.attn.qkv_proj.weight": (
+            "model.layers.{i}.self_attn.q_proj.weight",
+            "model.layers.{i}.self_attn.k_proj.weight",
+            "model.layers.{i}.self_attn.v_proj.weight",
+        ),
+        "layers.{i}.attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
+        "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "layers.{i}.mlp.gate_up_proj.weight": (
+            "model.layers.{i}.mlp.gate_proj.weight",
+            "model.layers.{i}.mlp.up_proj.weight",
+        ),
+        "layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
+        "norm.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }

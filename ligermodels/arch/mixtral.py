@@ -1,0 +1,145 @@
+"""Mixtral (8x7B, 8x22B) and fine-tunes: Mistral with eight gated units a block, of which each token takes two.
+
+- A router picks `num_experts_per_tok` experts a token: softmax over all in fp32, the largest, made to sum to 1.
+- On disk an expert is three tensors, w1 (gate), w3 (up) and w2 (down); in memory all experts are two, stacked. The
+  stacked layout that transformers 5 has in memory loads as well; the one tensor per expert is written.
+- `output_router_logits` adds the load-balancing loss, over the routers of all blocks together.
+- `router_jitter_noise` scales a block's input by 1 +- noise in training, for router and experts alike.
+- rope_theta is 1e6 where the file says nothing; no released file has a window.
+
+Paper: Jiang et al. 2024, https://arxiv.org/abs/2401.04088.
+Checked against: models/mixtral/modeling_mixtral.py of transformers 5.23.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ligermodels.arch.base import CausalLM
+from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.cache import LayerCache
+from ligermodels.layers import (
+    Attention,
+    Batch,
+    Embedding,
+    LMHead,
+    MoE,
+    RMSNorm,
+    RotaryEmbedding,
+    TiedLMHead,
+)
+
+
+@dataclass(kw_only=True)
+class MixtralConfig(ModelConfig):
+    """config.json of model_type mixtral."""
+
+    model_type: ClassVar[str] = "mixtral"
+    architecture: ClassVar[str] = "MixtralForCausalLM"
+    default_rope_theta: ClassVar[float] = 1e6
+
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    num_local_experts: int = 8
+    num_experts_per_tok: int = 2
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
+    router_jitter_noise: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_experts_per_tok > self.num_local_experts:
+            raise self._error("num_experts_per_tok", f"must be at most num_local_experts {self.num_local_experts}")
+        if not self.router_jitter_noise < 1:
+            raise self._error("router_jitter_noise", "must be below 1: it scales activations by 1 +- noise")
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+class MixtralBlock(nn.Module):
+    """Attention and a mixture of gated units, each on the normed residual stream."""
+
+    def __init__(self, config: MixtralConfig, layer: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attn_norm = RMSNorm(size, eps=eps)
+        self.attn = Attention(
+            size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            window=config.window(layer),
+        )
+        self.moe_norm = RMSNorm(size, eps=eps)
+        self.moe = MoE(
+            size,
+            config.intermediate_size,
+            num_experts=config.num_local_experts,
+            top_k=config.num_experts_per_tok,
+            activation=ACTIVATIONS[config.hidden_act],
+            jitter_noise=config.router_jitter_noise,
+        )
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(x, batch, cache)
+        x, residual = self.moe_norm(x, residual)
+        x, router_logits = self.moe(x)
+        return x, residual, router_logits
+
+
+class Mixtral(CausalLM):
+    """Mixtral with a language-model head. `Mixtral.from_hub("mistralai/Mixtral-8x7B-v0.1")` loads one."""
+
+    config_class = MixtralConfig
+    config: MixtralConfig
+    _no_split_modules = ("MixtralBlock",)
+
+    def __init__(self, config: MixtralConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.rotary = RotaryEmbedding(
+            config.head_dim,
+            theta=config.rope_parameters["rope_theta"],
+            scaling=config.rope_parameters,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        self.layers = nn.ModuleList(MixtralBlock(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
+
+    WEIGHTS: ClassVar = {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "layers.{i}.attn.qkv_proj.weight": (
+            "model.layers.{i}.self_attn.q_proj.weight",
+            "model.layers.{i}.self_attn.k_proj.weight",
+            "model.layers.{i}.self_attn.v_proj.weight",
+        ),
+        "layers.{i}.attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
+        "layers.{i}.moe_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "layers.{i}.moe.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
+        "layers.{i}.moe.experts.gate_up_proj": (
+            "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
+            "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
+        ),
+        "layers.{i}.moe.experts.down_proj": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
+        "norm.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+    ALSO_READ = (
+        {
+            **WEIGHTS,
+            "layers.{i}.moe.router.weight": "model.layers.{i}.mlp.gate.weight",
+            "layers.{i}.moe.experts.gate_up_proj": "model.layers.{i}.mlp.experts.gate_up_proj",
+            "layers.{i}.moe.experts.down_proj": "model.layers.{i}.mlp.experts.down_proj",
+        },
+    )

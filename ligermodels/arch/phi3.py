@@ -1,0 +1,132 @@
+"""Phi-3, Phi-3.5, phi-4, Phi-4-mini and their fine-tunes: Llama with its projections packed on disk as in memory.
+
+- q, k and v are rows of one tensor on disk, gate and up of another (gate first). Nothing has a bias.
+- Long contexts by LongRoPE: one table of frequencies up to `original_max_position_embeddings` tokens, another beyond,
+  chosen for the whole call; cos and sin are scaled in either. Generation that crosses the length runs the text again.
+  Early files call it "su" or "yarn".
+- Phi-4-mini rotates the first 96 of a head's 128 dims (`partial_rotary_factor`).
+- Every query sees the last `sliding_window` tokens, itself included (4k models: 2047).
+
+Paper: Abdin et al. 2024, https://arxiv.org/abs/2404.14219; https://arxiv.org/abs/2412.08905.
+Checked against: models/phi3/modeling_phi3.py of transformers 5.23.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ligermodels.arch.base import CausalLM
+from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.cache import LayerCache
+from ligermodels.errors import ConfigError
+from ligermodels.layers import (
+    Attention,
+    Batch,
+    Embedding,
+    GatedMLP,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    TiedLMHead,
+)
+
+
+@dataclass(kw_only=True)
+class Phi3Config(ModelConfig):
+    """config.json of model_type phi3."""
+
+    model_type: ClassVar[str] = "phi3"
+    architecture: ClassVar[str] = "Phi3ForCausalLM"
+    partial_rotary: ClassVar[bool] = True
+    rope_aliases: ClassVar = {"su": "longrope", "yarn": "longrope"}
+    unused: ClassVar[frozenset[str]] = frozenset(
+        {"attention_bias", "mlp_bias", "lm_head_bias", "full_attn_mod", "interpolate_factor"}
+    )
+
+    max_position_embeddings: int = 4096
+    original_max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-5
+    sliding_window: int | None = None
+    resid_pdrop: float = 0.0
+    embd_pdrop: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        rope_type = self.rope_parameters["rope_type"]
+        if rope_type not in ("default", "longrope"):
+            raise ConfigError(f"phi3: rope_type {rope_type!r} is not supported; supported: default, longrope")
+        if rope_type == "longrope":
+            self.rope_parameters["original_max_position_embeddings"] = self.original_max_position_embeddings
+
+    def to_hf(self) -> dict[str, Any]:
+        config = super().to_hf()
+        if config["rope_scaling"]:  # transformers 4 reads `type` here, and the length at the top level only
+            kept = {key: value for key, value in config["rope_scaling"].items() if key.endswith("_factor")}
+            config["rope_scaling"] = {"type": "longrope", **kept}
+        return config
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+class Phi3Block(nn.Module):
+    """Attention and gated unit, each on the normed residual stream."""
+
+    def __init__(self, config: Phi3Config, layer: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attn_norm = RMSNorm(size, eps=eps)
+        self.attn = Attention(
+            size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            window=config.window(layer),
+        )
+        self.mlp_norm = RMSNorm(size, eps=eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(x, batch, cache)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Phi3(CausalLM):
+    """Phi-3 with a language-model head. `Phi3.from_hub("microsoft/Phi-4-mini-instruct")` loads one."""
+
+    config_class = Phi3Config
+    config: Phi3Config
+    _no_split_modules = ("Phi3Block",)
+
+    def __init__(self, config: Phi3Config):
+        super().__init__(config)
+        size = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.rotary = RotaryEmbedding(
+            config.head_dim,
+            theta=config.rope_parameters["rope_theta"],
+            scaling=config.rope_parameters,
+            max_position_embeddings=config.max_position_embeddings,
+            partial_rotary_factor=config.rope_parameters.get("partial_rotary_factor", 1.0),
+        )
+        self.layers = nn.ModuleList(Phi3Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
+
+    WEIGHTS: ClassVar = {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "layers.{i}.attn.qkv_proj.weight": "model.layers.{i}.self_attn.qkv_proj.weight",
+        "layers.{i}.attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
+        "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "layers.{i}.mlp.gate_up_proj.weight": "model.layers.{i}.mlp.gate_up_proj.weight",
+        "layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
+        "norm.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }

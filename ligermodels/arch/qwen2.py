@@ -1,0 +1,128 @@
+"""Qwen2, Qwen2.5, QwQ and their fine-tunes: Llama with biases on q, k and v.
+
+- q, k and v always have a bias, o never: config.json has no switch for it. The small models' biases are large.
+- Where `use_sliding_window` is set, the blocks from `max_window_layers` on see a window of `sliding_window` tokens and
+  the first ones see everything (the other way round than some documentation says). No released file sets it.
+- Long contexts (2.5) by YaRN: `rope_scaling` in config.json.
+- The table has more rows than the tokenizer has ids; 0.5B, 1.5B and 3B tie the head to it.
+
+Paper: Yang et al. 2024, https://arxiv.org/abs/2407.10671; Qwen Team 2024, https://arxiv.org/abs/2412.15115.
+Checked against: models/qwen2/modeling_qwen2.py of transformers 5.23.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from ligermodels.arch.base import CausalLM
+from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.cache import LayerCache
+from ligermodels.layers import (
+    Attention,
+    Batch,
+    Embedding,
+    GatedMLP,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    TiedLMHead,
+)
+
+
+@dataclass(kw_only=True)
+class Qwen2Config(ModelConfig):
+    """config.json of model_type qwen2."""
+
+    model_type: ClassVar[str] = "qwen2"
+    architecture: ClassVar[str] = "Qwen2ForCausalLM"
+
+    num_key_value_heads: int = 32
+    max_position_embeddings: int = 32768
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] = None  # type: ignore[assignment]  # absent: from the three fields above
+
+    def __post_init__(self) -> None:
+        if not self.use_sliding_window:
+            self.sliding_window = None
+        if self.layer_types is None:
+            first = self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
+            self.layer_types = [
+                "sliding_attention" if layer >= first else "full_attention" for layer in range(self.num_hidden_layers)
+            ]
+        super().__post_init__()
+        self._check_layer_types(self.layer_types)
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+
+class Qwen2Block(nn.Module):
+    """Attention and gated unit, each on the normed residual stream."""
+
+    def __init__(self, config: Qwen2Config, layer: int):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attn_norm = RMSNorm(size, eps=eps)
+        self.attn = Attention(
+            size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            qkv_bias=True,
+            window=config.window(layer),
+        )
+        self.mlp_norm = RMSNorm(size, eps=eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
+    ) -> tuple[Tensor, Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(x, batch, cache)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class Qwen2(CausalLM):
+    """Qwen2 with a language-model head. `Qwen2.from_hub("Qwen/Qwen2.5-7B")` loads one."""
+
+    config_class = Qwen2Config
+    config: Qwen2Config
+    _no_split_modules = ("Qwen2Block",)
+
+    def __init__(self, config: Qwen2Config):
+        super().__init__(config)
+        size = config.hidden_size
+        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.rotary = RotaryEmbedding(
+            config.head_dim,
+            theta=config.rope_parameters["rope_theta"],
+            scaling=config.rope_parameters,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        self.layers = nn.ModuleList(Qwen2Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
+
+    WEIGHTS: ClassVar = {
+        "embed_tokens.weight": "model.embed_tokens.weight",
+        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
+        "layers.{i}.attn.qkv_proj.{w}": (
+            "model.layers.{i}.self_attn.q_proj.{w}",
+            "model.layers.{i}.self_attn.k_proj.{w}",
+            "model.layers.{i}.self_attn.v_proj.{w}",
+        ),
+        "layers.{i}.attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
+        "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
+        "layers.{i}.mlp.gate_up_proj.weight": (
+            "model.layers.{i}.mlp.gate_proj.weight",
+            "model.layers.{i}.mlp.up_proj.weight",
+        ),
+        "layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
+        "norm.weight": "model.norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }

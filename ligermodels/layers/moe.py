@@ -1,0 +1,106 @@
+"""Mixture of experts: a router, its experts, and the loss that keeps their load balanced."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels.moe import moe_experts, route
+from ligermodels.layers.linear import Linear
+
+
+class Experts(nn.Module):
+    """Gated units side by side, stacked: expert e is down_proj[e] @ (activation(gate) * up), [gate | up] of gate_up[e].
+
+    forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: each token's weighted
+    sum over the experts that it names. parts: what the rows of each expert's gate_up_proj hold, in order.
+    """
+
+    def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
+        super().__init__()
+        self.activation = activation
+        self.parts = {"gate": intermediate_size, "up": intermediate_size}
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for weight in (self.gate_up_proj, self.down_proj):
+            bound = weight.shape[-1] ** -0.5  # as nn.Linear draws it
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+        return moe_experts(x, weights, experts, self.gate_up_proj, self.down_proj, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        num_experts, hidden_size, intermediate_size = self.down_proj.shape
+        return f"{hidden_size}, {intermediate_size}, num_experts={num_experts}, activation={self.activation!r}"
+
+
+class MoE(nn.Module):
+    """Each token through the top_k experts that its router scores highest.
+
+    forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
+
+    The scores of the chosen experts are softmaxed in fp32, to sum 1, and weigh their outputs, which are summed in
+    fp32. jitter_noise: in training, x is multiplied by numbers from [1 - jitter_noise, 1 + jitter_noise] first,
+    for the router and the experts alike. activation: as in GatedMLP.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        num_experts: int,
+        top_k: int,
+        activation: str = "silu",
+        jitter_noise: float = 0.0,
+    ):
+        super().__init__()
+        self.top_k = top_k
+        self.jitter_noise = jitter_noise
+        self.router = Linear(hidden_size, num_experts)
+        self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.training and self.jitter_noise > 0:
+            x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
+        rows = x.reshape(-1, x.shape[-1])
+        router_logits = self.router(rows)
+        y = self.experts(rows, *route(router_logits, top_k=self.top_k))
+        return y.view(x.shape), router_logits
+
+    def extra_repr(self) -> str:
+        return f"top_k={self.top_k}, jitter_noise={self.jitter_noise}"
+
+
+def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int, attention_mask: Tensor | None = None) -> Tensor:
+    """E * sum over experts e of f_e P_e: least where every expert gets an equal share of the tokens.
+
+    f_e is the share of rows that choose expert e, P_e its mean probability, both over the rows of all layers
+    together. As f sums to top_k, a perfect balance gives top_k.
+
+    router_logits: each [T, E], a layer's; attention_mask: [B, S] with B * S = T, 0 where a row counts nothing.
+    Returns a scalar, fp32. The softmax is of the logits' dtype, as in transformers' load_balancing_loss_func.
+    Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6.
+    Raises InputError if there is no layer, or if the mask is not one of these rows.
+    """
+    if not router_logits:
+        raise InputError("load_balancing_loss: router_logits is empty; pass the logits of at least one MoE layer.")
+    first = router_logits[0]
+    probabilities = torch.cat([logits.to(first.device) for logits in router_logits]).softmax(-1)
+    chosen = torch.zeros_like(probabilities, dtype=torch.float32, requires_grad=False)
+    chosen = chosen.scatter(1, probabilities.topk(top_k).indices, 1.0)
+    counts = torch.ones_like(first[:, :1], dtype=torch.float32, requires_grad=False)
+    if attention_mask is not None:
+        if attention_mask.numel() != first.shape[0]:
+            raise InputError(
+                f"load_balancing_loss: attention_mask {tuple(attention_mask.shape)} has {attention_mask.numel()} "
+                f"positions; the router saw {first.shape[0]} tokens. Pass the mask of the same batch."
+            )
+        counts = attention_mask.reshape(-1, 1).to(counts)
+    counts = counts.repeat(len(router_logits), 1)
+    share, probability = ((t * counts).sum(0) / counts.sum() for t in (chosen, probabilities.float()))
+    return first.shape[-1] * (share * probability).sum()
