@@ -16,7 +16,9 @@ MARGIN = 0.05
 roundings, so that all providers send a token to the same experts and errors are those of the arithmetic."""
 
 
-def moe_case(place: Place, peers: set[str], tokens: int, size: int, intermediate: int, experts: int, top_k: int) -> Case:
+def moe_case(
+    place: Place, peers: set[str], tokens: int, size: int, intermediate: int, experts: int, top_k: int
+) -> Case:
     def make(tokens=tokens):
         inputs = {
             "router": place.randn(experts, size, scale=size**-0.5),

@@ -14,6 +14,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.kernels.case import Case, Place, Provider, Tensors, chosen, compute
 from ligermodels import kernels
+from ligermodels.kernels._triton import INTERPRET
+from ligermodels.kernels.flash_attention import flash_attention
 
 DOCUMENTS = (1, 3, 6, 2, 9, 4, 27, 12)
 """Lengths of the documents in a packed row, in 64ths of it."""
@@ -68,11 +70,16 @@ def attention_case(
     masks = functools.lru_cache(maxsize=1)(lambda rows, n: _visible(sight(rows, n), n, window, device))
     block_masks = functools.lru_cache(maxsize=1)(lambda rows, n: _block_mask(sight(rows, n), rows, n, window, device))
 
-    def ours(t, engine=kernels.attention):
-        options: dict[str, Any] = {name: t[name] for name in ("key_mask", "cu_seqlens") if name in t}
+    def ours(t):
+        told: dict[str, Any] = {name: t[name] for name in ("key_mask", "cu_seqlens") if name in t}
         if layout == "packed":
-            options["max_seqlen"] = _longest(bounds(t["q"].shape[1]))
-        return (engine(t["q"], t["k"], t["v"], causal=True, window=window, softcap=softcap, **options),)
+            told["max_seqlen"] = _longest(bounds(t["q"].shape[1]))
+        return (kernels.attention(t["q"], t["k"], t["v"], causal=True, window=window, softcap=softcap, **told),)
+
+    def own_kernel(t):
+        told = {name: t.get(name) for name in ("key_mask", "cu_seqlens")}
+        sized: dict[str, Any] = dict(causal=True, window=window, softcap=softcap, scale=head_dim**-0.5)
+        return (flash_attention(t["q"], t["k"], t["v"], **sized, **told),)
 
     def eager(t):
         q, k, v = _heads_first(t, repeat=True)
@@ -133,6 +140,10 @@ def attention_case(
         providers=chosen(
             peers,
             Provider("ligermodels", ours, ours=True),
+            # What the dispatch chooses for a softcap; elsewhere beside what it chooses.
+            *_only_if(
+                softcap is None and (cuda or INTERPRET), Provider("ligermodels, own kernel", own_kernel, ours=True)
+            ),
             # The eager form holds [B, HQ, S, S] several times over.
             eager=[Provider("eager", eager)] if batch * heads * length**2 <= 2**31 else [],
             torch=torch_peers,

@@ -6,12 +6,30 @@ peer is reported with its error, and left out where it is so wrong that it must 
 Then, for each shape and provider: the median time of the forward and of forward + backward, the peak memory
 beyond the inputs (gradients included), and the share of what the card can do, measured in the same run: of
 the copy bandwidth for the fewest bytes that the op could move, or of the bf16 product for the operations that
-it cannot leave out. Last, what a call costs the host, on a shape so small that the device does not matter.
+it cannot leave out, whose rate is given too (TFLOP/s). Last, what a call costs the host, on a shape so small
+that the device does not matter.
 
     python -m benchmarks.kernels --ops rms_norm,glu --shapes full --out benchmarks/results/kernels.json
     python -m benchmarks.kernels --render benchmarks/results/kernels.json --markdown
     python -m benchmarks.kernels --dry                        # tiny, on the CPU: does everything run?
 """
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import PACKAGES, Timer, ceilings, environment, table, write_json
+from benchmarks.kernels.case import Place
+from benchmarks.kernels.suite import CASES, PEERS, run
+
+
 def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
     """The tables of a result as text."""
     env, limits = record["environment"], record["ceilings"]
@@ -26,7 +44,11 @@ def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
         rows = [row for row in record["rows"] if row["op"] == op]
         worst = _worst_errors(record["parity"], op)
         lines = [_line(row, rows, worst) for row in rows]
-        parts.append(f"### {op}\n\n{table(COLUMNS, lines, markdown=markdown)}")
+        rates = [[row.get("tflop_per_s", {}).get(name) for name in RATES] for row in rows]
+        shown = [i for i in range(len(RATES)) if any(rate[i] is not None for rate in rates)]
+        columns = [*COLUMNS, *(f"TFLOP/s {RATES[i]}" for i in shown)]
+        lines = [[*line, *(rate[i] for i in shown)] for line, rate in zip(lines, rates, strict=True)]
+        parts.append(f"### {op}\n\n{table(columns, lines, markdown=markdown)}")
     if record["host"]:
         lines = [[row["op"], row["provider"], row.get("forward_us"), row.get("full_us")] for row in record["host"]]
         columns = ["op", "provider", "forward us", "fwd+bwd us"]
@@ -41,6 +63,8 @@ def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
     return "\n\n".join(parts)
 
 
+DRY_PEERS = ("eager", "torch", "transformers")
+RATES = ("forward", "backward", "both")
 COLUMNS = [
     "shape",
     "provider",
@@ -52,7 +76,7 @@ COLUMNS = [
     "error",
 ]
 """`time / ours`: of forward + backward, against the first row of ours. `error`: the largest rms error over
-eager's, of all outputs and gradients."""
+eager's, of all outputs and gradients. Ops that are products have their RATES behind these."""
 
 
 def _line(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], worst: Mapping[tuple, float]) -> list[Any]:
@@ -97,7 +121,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(render(json.loads(Path(options.render).read_text()), markdown=options.markdown))
         return 0
     ops = options.ops.split(",")
-    asked = options.peers.split(",") if options.peers else ["eager", "torch"] if options.dry else list(PEERS)
+    asked = (
+        options.peers.split(",")
+        if options.peers
+        else ["eager", "torch", "transformers"]
+        if options.dry
+        else list(PEERS)
+    )
     for names, known in ((ops, CASES), (asked, PEERS)):
         if unknown := sorted(set(names) - set(known) - {""}):
             parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(known)}")

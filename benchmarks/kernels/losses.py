@@ -4,9 +4,11 @@ import functools
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from benchmarks.kernels.case import IGNORED, Case, Place, Provider, Tensors, chosen, compiled, compute
 from ligermodels import kernels
+
 
 def eager_cross_entropy(t: Tensors) -> tuple[Tensor, ...]:
     logits = t["logits"]
