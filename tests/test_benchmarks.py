@@ -1,14 +1,25 @@
 """What of the benchmarks a CPU can judge: parity comes before time, results are written and shown."""
 
 import argparse
+import dataclasses
+import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks import common, kernels, train_step
+import ligermodels
+from benchmarks import common, convergence, train_step
 from benchmarks.common import Error, Timer
+from benchmarks.kernels import __main__ as command
+from benchmarks.kernels import attention, suite
+from benchmarks.kernels.case import Bound, Case, Place, Provider, exact_results
+from benchmarks.kernels.losses import linear_cross_entropy_case
+from benchmarks.kernels.pointwise import glu_case
+from benchmarks.train_cases import CASES
+from ligermodels import kernels
 from tests.kernels.oracle import assert_as_exact
 
 
@@ -22,14 +33,23 @@ class NoTimer(Timer):
         raise AssertionError("timed although parity is red")
 
 
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Shapes are so small here that threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def place():
-    return kernels.Place("cpu", torch.float32)
+    return Place("cpu", torch.float32)
 
 
 def run(ops, place, *, peers=frozenset(), timer=None):
     limits = {"copy_tb_per_s": 1.0, "matmul_bf16_tflop_per_s": 1.0}
-    return kernels.run(ops, "dry", set(peers), place, timer or Timer("cpu", budget_ms=1), limits)
+    return suite.run(ops, "dry", set(peers), place, timer or Timer("cpu", budget_ms=1), limits)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 0.98, 1.02, 1.5, 40.0])
@@ -57,8 +77,8 @@ def test_nan_is_never_as_exact():
 
 
 def test_a_wrong_output_stops_every_timing_of_its_op(place, monkeypatch):
-    right = kernels.kernels.rms_norm
-    monkeypatch.setattr(kernels.kernels, "rms_norm", lambda *a, **k: right(*a, **k) * 1.001)
+    right = kernels.rms_norm
+    monkeypatch.setattr(kernels, "rms_norm", lambda *a, **k: right(*a, **k) * 1.001)
     record = run(["rms_norm"], place, peers={"eager", "torch"}, timer=NoTimer("cpu"))
     assert record["red"] == ["rms_norm"]
     assert record["rows"] == record["host"] == []
@@ -66,12 +86,12 @@ def test_a_wrong_output_stops_every_timing_of_its_op(place, monkeypatch):
 
 
 def test_a_wrong_gradient_is_enough(place, monkeypatch):
-    right = kernels.kernels.rms_norm
+    right = kernels.rms_norm
 
     def detached(x, weight, *, eps):
         return right(x, weight, eps=eps) + 0.01 * (weight - weight.detach())
 
-    monkeypatch.setattr(kernels.kernels, "rms_norm", detached)
+    monkeypatch.setattr(kernels, "rms_norm", detached)
     record = run(["rms_norm"], place, timer=NoTimer("cpu"))
     assert {row["tensor"] for row in record["parity"] if row["why"]} == {"d_weight"}
 
@@ -80,11 +100,11 @@ def test_an_error_of_ours_is_red_and_the_other_ops_still_run(place, monkeypatch)
     def broken(*args, **options):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(kernels.kernels, "glu", broken)
+    monkeypatch.setattr(kernels, "glu", broken)
     record = run(["glu", "rms_norm"], place)
     assert record["red"] == ["glu"]
     assert {row["op"] for row in record["rows"]} == {"rms_norm"}
-    assert "no such kernel" in kernels.render({**record, **_heading()})
+    assert "no such kernel" in command.render({**record, **_heading()})
 
 
 def test_a_wrong_peer_is_left_out_and_ours_is_timed(place, monkeypatch):
@@ -97,26 +117,26 @@ def test_a_wrong_peer_is_left_out_and_ours_is_timed(place, monkeypatch):
 
 
 def test_the_exit_code_and_the_file_say_what_is_red(tmp_path, monkeypatch, capsys):
-    right = kernels.kernels.rms_norm
-    monkeypatch.setattr(kernels.kernels, "rms_norm", lambda *a, **k: right(*a, **k) + 1)
+    right = kernels.rms_norm
+    monkeypatch.setattr(kernels, "rms_norm", lambda *a, **k: right(*a, **k) + 1)
     out = tmp_path / "deep" / "result.json"
-    assert kernels.main(["--dry", "--ops", "rms_norm", "--out", str(out)]) == 1
+    assert command.main(["--dry", "--ops", "rms_norm", "--out", str(out)]) == 1
     assert json.loads(out.read_text())["red"] == ["rms_norm"]
     assert "RED" in capsys.readouterr().out
 
 
 def test_a_run_is_written_and_rendered(tmp_path, capsys):
     out = tmp_path / "result.json"
-    assert kernels.main(["--dry", "--ops", "rms_norm,add_rms_norm,glu", "--out", str(out)]) == 0
+    assert command.main(["--dry", "--ops", "rms_norm,add_rms_norm,glu", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     record = json.loads(out.read_text())
     assert {row["op"] for row in record["rows"]} == {"rms_norm", "add_rms_norm", "glu"}
     for row in record["rows"]:
         assert row["forward_ms"]["median"] > 0 and row["full_ms"]["p20"] <= row["full_ms"]["p80"]
     assert record["environment"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert kernels.main(["--render", str(out)]) == 0
+    assert command.main(["--render", str(out)]) == 0
     assert capsys.readouterr().out == printed
-    assert kernels.main(["--render", str(out), "--markdown"]) == 0
+    assert command.main(["--render", str(out), "--markdown"]) == 0
     tables = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
     assert len([line for line in tables if "ligermodels" in line]) == 6  # a time and a host cost for each op
 
@@ -125,30 +145,87 @@ def test_a_run_is_written_and_rendered(tmp_path, capsys):
 def test_what_cannot_run_is_said_at_once(arguments, capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
-        kernels.main([*arguments, *(["--dry"] if arguments else [])])
+        command.main([*arguments, *(["--dry"] if arguments else [])])
     assert stop.value.code == 2
     assert "known" in capsys.readouterr().err if arguments else True
 
 
-@pytest.mark.parametrize("op", sorted(kernels.CASES))
+@pytest.mark.parametrize("op", sorted(suite.CASES))
 def test_every_case_has_the_results_that_its_eager_form_has(op, place):
-    for numbers in kernels.SHAPES["dry"][op]:
-        case = kernels.CASES[op](place, {"eager", "torch"}, *numbers)
+    for numbers in suite.SHAPES["dry"][op]:
+        case = suite.CASES[op](place, {"eager", "torch", "transformers"}, *numbers)
         inputs, cotangents = case.make()
-        exact = kernels.exact_results(case, inputs, cotangents)
+        exact = exact_results(case, inputs, cotangents)
         for provider in case.providers:
-            results = kernels.Bound(case, provider, inputs, cotangents).results()
+            results = Bound(case, provider, inputs, cotangents).results()
             assert results.keys() == exact.keys()
             for name, result in results.items():
                 torch.testing.assert_close(result.detach().double(), exact[name], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("numbers", suite.SHAPES["dry"]["attention"])
+def test_the_masks_and_the_work_of_attention_are_its_sight(numbers, place):
+    from torch.nn.attention.flex_attention import create_mask
+
+    batch, heads, _, length, head_dim, window, _, layout = (*numbers, *(None, None, "full")[len(numbers) - 5 :])
+    case = suite.CASES["attention"](place, set(), *numbers)
+    inputs, _ = case.make()
+    expected = torch.zeros(batch, length, length, dtype=torch.bool)
+    starts = attention.bounds(length) if layout == "packed" else [0, length]
+    real = attention.real_tokens(batch, length) if layout == "padded" else [length] * batch
+    for row, query, key in itertools.product(range(batch), range(length), range(length)):
+        same = any(start <= key <= query < end for start, end in itertools.pairwise(starts))
+        expected[row, query, key] = same and query - key < (window or length) and key >= length - real[row]
+    assert case.forward_work == 4 * head_dim * heads * expected.sum()
+    expected |= torch.eye(length, dtype=torch.bool)  # padding sees itself
+    sight = {name: inputs[name] for name in ("cu_seqlens", "key_mask") if name in inputs}
+    visible = attention._visible(sight, length, window, "cpu").expand(batch, 1, -1, -1)[:, 0]
+    assert torch.equal(visible, expected)
+    blocks = attention._block_mask(sight, batch, length, window, "cpu")
+    assert torch.equal(create_mask(blocks.mask_mod, batch, 1, length, length, device="cpu")[:, 0], expected)
+
+
+@pytest.mark.parametrize("numbers", suite.SHAPES["dry"]["moe"])
+def test_no_token_of_the_mixture_is_near_another_expert(numbers, place):
+    inputs, _ = suite.CASES["moe"](place, set(), *numbers).make()
+    assert len(inputs["x"]) == numbers[0]
+    best = (inputs["x"] @ inputs["router"].T).topk(numbers[4] + 1).values
+    assert (best[:, -2] - best[:, -1]).min() > 0.05
+
+
+def test_products_have_a_rate(capsys):
+    case = Case("op", "", None, (), (), None, (), forward_work=2e9, full_work=6e9)
+    rates = {"both": pytest.approx(1.2), "forward": pytest.approx(2.0), "backward": pytest.approx(1.0)}
+    assert suite._tflop_per_s(case, 1.0, 5.0) == rates
+    assert suite._tflop_per_s(dataclasses.replace(case, forward_work=None), 1.0, 5.0).keys() == {"both"}
+    assert command.main(["--dry", "--ops", "moe,rms_norm"]) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("shape")]
+    assert ["TFLOP/s forward  TFLOP/s backward  TFLOP/s both" in line for line in headings] == [True, False]
+
+
+@pytest.mark.parametrize("path", sorted(Path(train_step.__file__).parent.glob("results/*.json")), ids=lambda p: p.stem)
+def test_earlier_results_can_still_be_shown(path, capsys):
+    main = {"kernels": command.main, "train_step": train_step.main, "convergence": convergence.main}
+    assert main[json.loads(path.read_text())["benchmark"]](["--render", str(path)]) == 0
+    assert "ligermodels" in capsys.readouterr().out or "convergence" in path.stem
+
+
+def test_convergence_is_measured_and_written(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    out = tmp_path / "result.json"
+    assert convergence.main(["--dry", "--families", "llama,mixtral", "--out", str(out)]) == 0
+    for row in json.loads(out.read_text())["rows"]:
+        assert row["fp32_last"] < 1e-5 < row["bf16_ours"] < 0.1
+    printed = capsys.readouterr().out
+    assert convergence.main(["--render", str(out)]) == 0 and capsys.readouterr().out == printed
+
+
 def test_the_exact_loss_by_hand_is_autograds(place):
-    case = kernels.linear_cross_entropy_case(place, set(), 33, 32, 131, 0.7)
+    case = linear_cross_entropy_case(place, set(), 33, 32, 131, 0.7)
     inputs, _ = case.make()
     by_hand = case.exact(inputs)
     double = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    by_autograd = kernels.Bound(case, kernels.Provider("eager", case.eager), double, ()).results()
+    by_autograd = Bound(case, Provider("eager", case.eager), double, ()).results()
     for name, result in by_autograd.items():
         torch.testing.assert_close(by_hand[name], result.detach(), rtol=1e-12, atol=1e-15)
 
@@ -159,10 +236,10 @@ def test_inputs_that_a_provider_overwrites_are_restored(place):
         t["gate"].data.zero_()
         return (y,)
 
-    case = kernels.glu_case(place, set(), 3, 4)
+    case = glu_case(place, set(), 3, 4)
     inputs, cotangents = case.make()
     before = {name: x.clone() for name, x in inputs.items()}
-    bound = kernels.Bound(case, kernels.Provider("overwrites", overwrite, mutates=True), inputs, cotangents)
+    bound = Bound(case, Provider("overwrites", overwrite, mutates=True), inputs, cotangents)
     bound.forward()
     assert not bound.tensors["gate"].any()
     bound.restore()
@@ -225,40 +302,150 @@ class Wrong(nn.Module):
 
 
 def test_a_wrong_model_makes_no_step(tmp_path, monkeypatch):
-    ids = torch.randint(32, (1, train_step.PARITY_TOKENS))
+    ids = torch.randint(32, (1, 100))
     torch.save({"ids": ids, **expected()}, tmp_path / "parity.pt")
     monkeypatch.setattr(train_step, "build", lambda *arguments: Wrong())
     monkeypatch.setattr(torch.optim, "AdamW", None)
-    row = train_step.measure("hf", argparse.Namespace(dry=True, checkpointing="none"), tmp_path)
+    options = argparse.Namespace(dry=True, checkpointing="none")
+    row = train_step.measure("hf", CASES["llama-3.2-1b"], options, tmp_path)
     assert len(row["parity"]["red"]) == 3
     assert "tokens_per_s" not in row
 
 
-def test_the_configs_are_the_models_they_name(monkeypatch):
-    import ligermodels
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_the_configs_are_the_models_they_name(name):
+    attention = 2048 * 128 * (16 + 8 + 8 + 16)
+    mixture = 8 * 3 * 2048 * 7168 + 8 * 2048  # experts and router
+    counts = {
+        "llama-3.2-1b": 1_235_814_400,
+        "llama-3.1-8b": 8_030_261_248,
+        "mistral-7b": 7_241_732_096,
+        "mixtral-12l": 2 * 32000 * 2048 + 12 * (attention + mixture + 2 * 2048) + 2048,
+        "gemma-2-2b": 2_614_341_888,
+        "qwen2-1.5b": 1_543_714_304,
+        "phi-3-mini": 3_821_079_552,
+    }
+    config = CASES[name].config
+    model = ligermodels.arch.ARCHS[config["model_type"]].from_config(config, device="meta")
+    assert model.num_parameters() == counts[name]
 
-    counts = {"llama-3.2-1b": 1_235_814_400, "llama-3.1-8b": 8_030_261_248}
-    for name, count in counts.items():
-        assert ligermodels.Llama.from_config(train_step.CONFIGS[name], device="meta").num_parameters() == count
 
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Providers of a training step run here, one after the other: a process each costs seconds of imports."""
 
-def test_a_training_step_is_measured_and_written(tmp_path, capsys, monkeypatch):
-    pytest.importorskip("transformers")
-
-    def in_this_process(options, folder, what):
+    def child(options, folder, what):
         assert train_step.main(train_step._arguments(options, folder, what)) == 0
         return ""
 
-    monkeypatch.setattr(train_step, "_child", in_this_process)
+    monkeypatch.setattr(train_step, "_child", child)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_a_training_step_is_measured_and_written(name, tmp_path, capsys, in_this_process):
+    pytest.importorskip("transformers")
     out = tmp_path / "result.json"
-    code = train_step.main(["--dry", "--providers", "ligermodels,hf", "--markdown", "--out", str(out)])
+    code = train_step.main(["--dry", "--case", name, "--markdown", "--out", str(out)])
     rows = {row["provider"]: row for row in json.loads(out.read_text())["rows"]}
     assert code == 0, rows
-    assert rows.keys() == {"ligermodels", "hf"}
+    assert set(rows) == {provider for provider in CASES[name].providers if "liger" not in provider.split("+")}
+    assert len(rows) > 1
+    expected = next(row["losses"] for provider, row in rows.items() if provider != "ligermodels")
     for row in rows.values():
         assert row["parity"]["red"] == [] and row["tokens_per_s"] > 0
-    assert rows["ligermodels"]["losses"] == pytest.approx(rows["hf"]["losses"], rel=train_step.RELATIVE)
+        assert row["losses"] == pytest.approx(expected, rel=train_step.RELATIVE)
     assert "| ligermodels |" in capsys.readouterr().out
+
+
+def test_each_provider_may_have_its_own_checkpointing(tmp_path, in_this_process):
+    pytest.importorskip("transformers")
+    out, providers = tmp_path / "result.json", ["ligermodels", "ligermodels:none"]
+    assert (
+        train_step.main(["--dry", "--case", "gemma-2-2b", "--providers", ",".join(providers), "--out", str(out)]) == 0
+    )
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["provider"] for row in rows] == providers
+    assert [row["checkpointing"] for row in rows] == ["block", "none"]
+    assert rows[0]["losses"] == rows[1]["losses"]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "experts", "patches"),
+    [
+        ("hf", "sdpa", "", ()),
+        ("hf+eager:none", "eager", "", ()),
+        ("hf+loop", "sdpa", "loop", ()),
+        ("hf+liger", "eager", "", ("liger",)),
+        ("hf+liger+flex+compile", "flex", "", ("liger", "compile")),
+    ],
+)
+def test_a_providers_name_says_what_it_is(name, attention, experts, patches):
+    provider = train_step.Provider.of(name, CASES["gemma-2-2b"], "block")
+    assert (provider.attention, provider.experts, provider.patches) == (attention, experts, patches)
+    assert provider.checkpointing == ("none" if name.endswith(":none") else "block")
+
+
+@pytest.mark.parametrize("name", ["vllm", "hf+fast", "ligermodels+eager", "hf:layer"])
+def test_an_unknown_provider_is_said_at_once(name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        train_step.main(["--dry", "--providers", name])
+    assert stop.value.code == 2 and repr(name) in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("gemma-2-2b", "attn_logit_softcapping", None),
+        ("gemma-2-2b", "sliding_window", 64),
+        ("mistral-7b", "sliding_window", None),
+        ("phi-3-mini", "sliding_window", None),
+        ("mixtral-12l", "num_experts_per_tok", 1),
+        ("qwen2-1.5b", "rope_theta", 1e4),
+    ],
+)
+def test_parity_sees_what_is_left_out(name, field, value, tmp_path):
+    pytest.importorskip("transformers")
+    case, options = CASES[name], argparse.Namespace(dry=True, seed=0, seq=64)
+    train_step.prepare(case, options, tmp_path)
+    parity = torch.load(tmp_path / "parity.pt")
+    ours = train_step.Provider.of("ligermodels", case, "none")
+
+    def red():
+        found = train_step.probe(train_step.build(ours, tmp_path / "parity", "cpu"), parity["ids"])
+        return train_step.disagreement(found, parity, train_step.LOGITS_FACTOR)
+
+    assert red() == []
+    path = tmp_path / "parity" / "config.json"
+    config = json.loads(path.read_text())
+    if field == "rope_theta":
+        config["rope_parameters"]["rope_theta"] = value
+    path.write_text(json.dumps({**config, field: value}))
+    assert any("logits" in reason for reason in red())
+
+
+def test_a_case_may_time_what_it_calls_inexact(tmp_path, monkeypatch, capsys, in_this_process):
+    pytest.importorskip("transformers")
+    case = CASES["mistral-7b"]
+    monkeypatch.setitem(CASES, "mistral-7b", dataclasses.replace(case, inexact={"hf": "no window"}))
+    right = train_step.disagreement
+    monkeypatch.setattr(train_step, "disagreement", lambda *a: right(*a) if a[2] == 1.25 else ["other logits"])
+    out = tmp_path / "result.json"
+    arguments = ["--dry", "--case", "mistral-7b", "--providers", "ligermodels,hf,hf+eager", "--out", str(out)]
+    assert train_step.main(arguments) == 0
+    rows = {row["provider"]: row for row in json.loads(out.read_text())["rows"]}
+    assert "tokens_per_s" in rows["hf"] and "tokens_per_s" not in rows["hf+eager"]
+    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert "inexact: no window; other logits" in lines["hf"]
+    assert "inexact" not in lines["hf+eager"] and "other logits" in lines["hf+eager"]
+
+
+def test_one_token_that_goes_to_another_expert_is_no_disagreement():
+    parity = expected()
+    found = {**parity["exact"], "logits": parity["exact"]["logits"].clone()}
+    found["logits"][0, 5] += 10
+    assert train_step.disagreement(found, parity, 1.25) == []
+    found["logits"][0, 5] = float("nan")
+    assert train_step.disagreement(found, parity, 1.25) != []
 
 
 def test_a_provider_whose_process_fails_gets_a_note(tmp_path, monkeypatch, capsys):
@@ -269,7 +456,7 @@ def test_a_provider_whose_process_fails_gets_a_note(tmp_path, monkeypatch, capsy
     out = tmp_path / "result.json"
     assert train_step.main(["--dry", "--providers", "ligermodels", "--out", str(out)]) == 1
     (row,) = json.loads(out.read_text())["rows"]
-    assert "config.json" in row["note"]
+    assert "parity is not there" in row["note"]
     assert row["note"] in capsys.readouterr().out
 
 

@@ -1,0 +1,75 @@
+"""Two hundred steps of training from the same weights on the same text: our losses are transformers' losses."""
+
+import json
+import os
+
+import pytest
+import torch
+import transformers
+
+from benchmarks import convergence
+from benchmarks.convergence import LAST, SEEDS, STEPS, SWITCHES, apart, losses, ours, rms, text_batches, theirs
+from ligermodels.arch import ARCHS
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="minutes in the interpreter")
+FAMILIES = sorted(ARCHS)  # a family without an entry in convergence.FAMILIES or SWITCHES fails
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """The models are so small that threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def write(tmp_path):
+    return lambda family, seed=0: convergence.write_checkpoint(family, tmp_path / f"{family}-{seed}", seed)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fp32_losses_are_those_of_transformers(family, write, device):
+    folder, batches = write(family), text_batches(STEPS, device)
+    expected = losses(theirs(folder, torch.float32, device), batches)
+    found = losses(ours(folder, torch.float32, device), batches)
+    assert expected[0] > 5.5 > 2.5 > expected[-LAST:].mean()  # it learns: ln 256 = 5.5 is knowing nothing
+    distance = apart(found, expected)
+    assert distance[:32].max() < 1e-5
+    assert distance[-1] < 1e-3
+
+
+@pytest.mark.parametrize(("family", "field"), [(family, field) for family in FAMILIES for field in SWITCHES[family]])
+def test_a_feature_switched_off_would_be_seen(family, field, write):
+    """Negative control: each of the features is one that the losses depend on, far beyond what they may differ by."""
+    folder, batches = write(family), text_batches(4, "cpu")
+    expected = losses(theirs(folder, torch.float32, "cpu"), batches)
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("layer_types", None)  # derived from what is switched
+    path.write_text(json.dumps({**config, field: SWITCHES[family][field]}))
+    assert apart(losses(ours(folder, torch.float32, "cpu"), batches), expected).max() > 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_biases_and_norms_are_trained_from_values_of_their_own(family, write):
+    model = ours(write(family), torch.float32, "cpu")
+    for name, parameter in model.named_parameters():
+        assert parameter.std() > 0.05, f"{name} starts as a constant: what is wrong with it may not show"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_losses_are_as_near_to_fp32_as_those_of_transformers(family, write):
+    near, allowed = [], []
+    for seed in range(SEEDS):
+        folder, batches = write(family, seed), text_batches(STEPS, "cuda", seed)
+        exact = losses(theirs(folder, torch.float32, "cuda"), batches)
+        near.append(apart(losses(ours(folder, torch.bfloat16, "cuda"), batches), exact))
+        allowed.append(apart(losses(theirs(folder, torch.bfloat16, "cuda"), batches), exact))
+    # Each is a draw: the ratio of the two scatters by 5 to 20 % from seed to seed, by half of that over four (on a CPU:
+    # 0.88 to 0.97 in four families). A quarter is left to chance.
+    assert rms(near) < 1.25 * rms(allowed), f"{rms(near):.1e} against {rms(allowed):.1e} in transformers"
