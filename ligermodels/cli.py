@@ -95,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     generate.set_defaults(run=_generate, usual_length=256)
 
     chat = commands.add_parser("chat", parents=[model, sampling], help="talk to a model, with its chat template")
-    chat.add_argument("--system", metavar="TEXT", help="system prompt")
+    chat.add_argument("--system", metavar="TEXT", help="system prompt, also where the template has no role for it")
     chat.add_argument("--max-new-tokens", type=int, help="per answer; default 1024, or what the context leaves")
     chat.set_defaults(run=_chat, usual_length=1024)
 

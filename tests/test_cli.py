@@ -8,12 +8,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels
 from ligermodels import demo, generate, hub
+from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import SafetensorsReader
 from ligermodels.cli import main
 from ligermodels.text import Tokenizer
+from tests.text import families
+from tests.text.folders import write
 
 PROMPT = "The Owl and the"
 
@@ -204,9 +208,14 @@ def talk(folder, capsys, monkeypatch):
             conversations.append([(message["role"], message["content"]) for message in messages])
             return original(self, messages, **kwargs)
 
+        def load(*args, original=ligermodels.load, **kwargs):
+            conversations.clear()  # of what `chat` tried out before it began
+            return original(*args, **kwargs)
+
         lines = iter(text.splitlines(keepends=True))
         stdin = SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines, ""))
         monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(ligermodels, "load", load)
         monkeypatch.setattr(Tokenizer, "apply_chat_template", remember)
         status, out, err = run(capsys, "chat", folder, "--max-new-tokens", 4, *options)
         assert status == 0
@@ -217,18 +226,194 @@ def talk(folder, capsys, monkeypatch):
 
 def test_chat_keeps_the_conversation_until_reset(talk):
     out, err, conversations = talk("Hello\n\nAgain\n/reset\nAnew\n/nonsense\n", "--system", "Be brief")
-    system, hello = ("system", "Be brief"), ("user", "Hello")
-    assert conversations[0] == [system, hello]
-    assert conversations[1][:2] == conversations[0]
-    role, answer = conversations[1][2]
-    assert role == "assistant" and out.startswith(answer + "\n") and conversations[1][3:] == [("user", "Again")]
-    assert conversations[2] == [system, ("user", "Anew")] and len(conversations) == 3
+    # The demo's template knows no system message: it begins the user's first, of every conversation.
+    assert "note: no system prompt (the chat template leaves it out)" in err
+    assert conversations[0] == [("user", "Be brief\n\nHello")]
+    assert conversations[1][:1] == conversations[0]
+    role, answer = conversations[1][1]
+    assert role == "assistant" and out.startswith(answer + "\n") and conversations[1][2:] == [("user", "Again")]
+    assert conversations[2] == [("user", "Be brief\n\nAnew")] and len(conversations) == 3
     assert "/nonsense is not a command" in err and "tokens/s" in err
 
 
 def test_chat_exits_when_told_to(talk):
     _, _, conversations = talk("Hello\n/exit\nNever said\n")
     assert len(conversations) == 1
+
+
+# ---- every architecture and family ----
+
+# The family of its tokenizer, and what its configuration has beside SMALL.
+TINY = {
+    "llama": ("llama 2", {}),
+    "mistral": ("mistral 0.3", {"sliding_window": 16}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gemma": ("gemma 1", {"head_dim": 16}),
+    # small weights: beside its post-norms a large embedding would only say itself again
+    "gemma2": (
+        "gemma 2",
+        {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "initializer_range": 0.05},
+    ),
+    "qwen2": ("qwen 2.5", {"tie_word_embeddings": True}),
+    "phi3": ("phi 3", {"pad_token_id": 0}),
+}
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.4,  # large, so that greedy text does not repeat one token
+}
+SYSTEM, HELLO = "Be brief.", "the cat 🦊"
+
+
+@pytest.fixture(scope="module", params=ARCHS)
+def checkpoint(request, tmp_path_factory):
+    """(family, folder, transformers' model): a checkpoint that transformers wrote, of random weights."""
+    name, extra = TINY[request.param]
+    folder = families.FAMILIES[name].build(tmp_path_factory.mktemp("arch") / "model")
+    ids, generation = (json.loads((folder / f"{n}config.json").read_text()) for n in ("", "generation_"))
+    tokenizer = Tokenizer.from_folder(folder)
+    torch.manual_seed(0)
+    settings = SMALL | ids | extra | {"vocab_size": tokenizer.vocab_size}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    fillers = [i for i in range(model.config.vocab_size) if "filler" in (tokenizer.backend.id_to_token(i) or "")]
+    with torch.no_grad():
+        model.get_output_embeddings().weight[fillers] = 0  # tokens that stand for a larger vocabulary
+    model.save_pretrained(folder)
+    write(folder, "generation_config.json", generation)
+    return families.FAMILIES[name], folder, model.eval()
+
+
+def continued(model, ids, length, stops) -> list[int]:
+    """The ids with which transformers goes on, greedily."""
+    settings = {"do_sample": False, "max_new_tokens": length, "pad_token_id": 0, "repetition_penalty": 1.0}
+    out = model.generate(torch.tensor([ids]), eos_token_id=list(stops), **settings)
+    return out[0, len(ids) :].tolist()
+
+
+def test_generate_for_every_architecture(checkpoint, capsys):
+    _, folder, model = checkpoint
+    status, out, err = run(capsys, "generate", folder, "--prompt", HELLO, "--max-new-tokens", 24)
+    tokenizer = Tokenizer.from_folder(folder)
+    ids = tokenizer.encode(HELLO)
+    new = continued(model, ids, 24, tokenizer.eos_token_ids)
+    assert len(set(new)) > 4
+    assert (status, HELLO + out) == (0, tokenizer.decode(ids + new) + "\n"), err
+
+
+def test_chat_for_every_architecture(checkpoint, capsys, monkeypatch):
+    family, folder, model = checkpoint
+    lines = iter([f"{HELLO}\n", "the dog\n"])
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines, "")))
+    status, out, err = run(capsys, "chat", folder, "--system", SYSTEM, "--max-new-tokens", 12)
+    tokenizer = Tokenizer.from_folder(folder)
+    assert ("note: no system prompt" in err) == (family.talk is None)
+    has_role = family.talk is not None
+    messages = [{"role": "system", "content": SYSTEM}] if has_role else []
+    messages.append({"role": "user", "content": HELLO if has_role else f"{SYSTEM}\n\n{HELLO}"})
+    said = ""
+    for question in ("the dog", None):
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        answer = tokenizer.decode(continued(model, ids, 12, tokenizer.chat_stop_ids))
+        said += answer + "\n"
+        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
+    assert (status, out) == (0, said), err
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    return {}, tmp_path_factory.mktemp("families")
+
+
+@pytest.fixture
+def scripted(built, capsys, monkeypatch):
+    """Runs a command (family, lines, *options) on a model that says the ids `answer` until a stop id comes."""
+
+    def scripted(name, text, *options, answer=(), template=None, command="chat"):
+        made, folder = built
+        if name not in made:
+            made[name] = families.FAMILIES[name].build(folder / name.replace(" ", "-"))
+        if template is not None:
+            folder = folder / f"{name} changed".replace(" ", "-")
+            Tokenizer.from_folder(made[name]).save(folder)
+            config = json.loads((made[name] / "tokenizer_config.json").read_text("utf-8"))
+            write(folder, "tokenizer_config.json", config | {"chat_template": template or None})
+        prompts = []
+
+        def say(model, ids, *, eos_token_id, **_):
+            prompts.append(Tokenizer.from_folder(made[name]).decode(ids[0], skip_special_tokens=False))
+            for index in answer:
+                yield torch.tensor([index])
+                if index in eos_token_id:
+                    return
+
+        model = SimpleNamespace(device="cpu", config=SimpleNamespace(max_position_embeddings=4096))
+        lines = iter(text.splitlines(keepends=True))
+        monkeypatch.setattr(ligermodels, "load", lambda *_, **__: prompts.append("loaded") or model)
+        monkeypatch.setattr(generate, "generate_iter", say)
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines, "")))
+        status, out, err = run(capsys, command, folder if template is not None else made[name], *options)
+        return status, out, err, prompts
+
+    return scripted
+
+
+@pytest.mark.parametrize("name", families.FAMILIES)
+def test_chat_streams_an_answer_and_stops_at_the_turns_end(name, scripted, built):
+    scripted(name, "")  # builds the folder
+    tokenizer = Tokenizer.from_folder(built[0][name])
+    said = "the 👩‍👩‍👧 cat.\n\nüß"
+    answer = tokenizer.encode(said, add_special_tokens=False)
+    answer += [families.FAMILIES[name].turn_end, *answer]
+    status, out, _, prompts = scripted(name, "Hi\n", answer=answer)
+    assert (status, out) == (0, f"{said}\n")
+    begin = tokenizer.decode(tokenizer.encode(families.FAMILIES[name].alone), skip_special_tokens=False)
+    assert prompts == ["loaded", begin]
+
+
+@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "nemo", "gemma 1", "phi 3"])
+def test_generate_goes_on_with_the_space_and_in_the_middle_of_a_word(name, scripted, built):
+    scripted(name, "")
+    tokenizer = Tokenizer.from_folder(built[0][name])
+    ids = tokenizer.encode("the mat and the 🦊 cat", add_special_tokens=False)
+    for cut in (2, 3, 4):
+        prompt, rest = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+        assert tokenizer.encode(prompt, add_special_tokens=False) == ids[:cut]
+        stop = tokenizer.eos_token_ids[0]
+        _, out, _, _ = scripted(name, "", "--prompt", prompt, answer=[*ids[cut:], stop, *ids], command="generate")
+        assert prompt + out == f"{rest}\n"
+
+
+@pytest.mark.parametrize("template", [families.PHI_3_FIRST, families.PHI_3, families.GEMMA])
+def test_a_system_prompt_finds_its_place(template, scripted):
+    answer = [32007]
+    status, _, err, prompts = scripted(
+        "phi 3", "Hi\nWhy?\n/reset\nAnew\n", "--system", SYSTEM, answer=answer, template=template
+    )
+    assert status == 0 and all(prompt.count(SYSTEM) == 1 for prompt in prompts[1:])
+    has_role = template == families.PHI_3
+    assert ("note: no system prompt" in err) != has_role
+    for word, prompt in zip(("Hi", "Hi", "Anew"), prompts[1:], strict=True):
+        assert (f"{SYSTEM}\n\n{word}" in prompt) != has_role
+    assert ("System role not supported" in err) == (template == families.GEMMA)
+    assert ("leaves it out" in err) == (template == families.PHI_3_FIRST)
+
+
+@pytest.mark.parametrize(
+    "template, words",
+    [
+        ("", "has no chat template. Likely cause: a base model"),
+        ("{{ broken", "syntax error"),
+        ([{"name": "rag", "template": "x"}], "no default chat template"),
+    ],
+)
+def test_chat_says_before_it_loads_that_there_is_nothing_to_talk_to(template, words, scripted):
+    status, out, err, prompts = scripted("llama 2", "Hi\n", template=template)
+    assert (status, out, prompts) == (3, "", []) and words in err
+    assert template or "ligermodels generate " in err
 
 
 # ---- inspect ----

@@ -3,6 +3,11 @@
 As in transformers 5.23, `add_bos_token` and `add_eos_token` of tokenizer_config.json are not read beside a
 tokenizer.json, padding and truncation stored in the file are switched off, and the added and special tokens
 of tokenizer_config.json are merged into those of the file.
+
+Two classes of transformers 5 take only the vocabulary out of the file and build the rest anew, LlamaTokenizer
+(Llama 2) and GemmaTokenizer. Their ids differ from ours, which are those of transformers 4 and of the models'
+own code, for what the file alone says: in Llama 2 the dummy prefix behind a special token, as in <s>[INST], and
+beside a leading space; in Gemma added tokens that tokenizer_config.json leaves out.
 """
 
 import contextlib

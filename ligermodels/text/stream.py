@@ -27,9 +27,7 @@ class StreamDecoder:
     Raises TokenizerError for a kind of decoder that cannot be streamed.
     """
 
-    def __init__(
-        self, tokenizer: "Tokenizer", *, after: Iterable[int] = (), skip_special_tokens: bool = True
-    ) -> None:
+    def __init__(self, tokenizer: "Tokenizer", *, after: Iterable[int] = (), skip_special_tokens: bool = True) -> None:
         self._backend = tokenizer.backend
         self._skipped = self._backend.special_ids if skip_special_tokens else frozenset()
         self._pieces = PieceStream(self._backend.decoder)

@@ -40,6 +40,7 @@ class Tokenizer:
 
         tokenizer = ligermodels.Tokenizer.from_hub("meta-llama/Llama-3.2-1B-Instruct")
         ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
+        model.generate(torch.tensor([ids]), max_new_tokens=99, eos_token_id=tokenizer.chat_stop_ids)
 
     bos_token_id, eos_token_id: the tokenizer's own, None if it has none.
     eos_token_ids: every id that ends a text: generation_config.json's, config.json's and the tokenizer's.

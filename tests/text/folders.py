@@ -71,14 +71,6 @@ LLAMA3 = """{{- bos_token }}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
 {%- endif %}"""
-GEMMA = """{{ bos_token }}{% if messages[0]['role'] == 'system' %}
-{{ raise_exception('System role not supported') }}
-{% endif %}
-{% for message in messages %}
-{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}
-{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}
-{% endfor %}
-{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"""
 
 
 def write(folder: Path, name: str, value: Any) -> None:

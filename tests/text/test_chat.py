@@ -5,13 +5,13 @@ from transformers import AutoTokenizer
 
 from ligermodels.errors import TokenizerError
 from ligermodels.text import Tokenizer
-from tests.text import folders
+from tests.text import families, folders
 
 FORMATS = {
     "llama 2": folders.LLAMA2,
     "llama 3": folders.LLAMA3,
     "chatml": folders.CHATML,
-    "gemma": folders.GEMMA,
+    "gemma": families.GEMMA,
 }
 USER = {"role": "user", "content": "  Where is the cat?\n"}
 ASSISTANT = {"role": "assistant", "content": "On the mat 🦊. "}
@@ -41,10 +41,13 @@ def pair(byte_level_folder):
 def test_agrees_with_transformers(pair, form, chat, tools, prompt):
     ours, theirs = pair
     arguments = {"tools": tools, "add_generation_prompt": prompt}
-    refused = (form, chat) in {("gemma", "system"), ("llama 2", "wrong turns")}
-    if refused:
-        words = "System role not supported" if form == "gemma" else "must take turns"
-        with pytest.raises(TokenizerError, match=words):
+    refused = {
+        ("gemma", "system"): "System role not supported",
+        ("gemma", "wrong turns"): "must alternate",
+        ("llama 2", "wrong turns"): "must take turns",
+    }
+    if (form, chat) in refused:
+        with pytest.raises(TokenizerError, match=refused[form, chat]):
             ours.apply_chat_template(CHATS[chat], template=FORMATS[form], **arguments)
         return
     theirs.chat_template = FORMATS[form]
@@ -52,6 +55,42 @@ def test_agrees_with_transformers(pair, form, chat, tools, prompt):
     ids = theirs.apply_chat_template(CHATS[chat], return_dict=False, **arguments)
     assert ours.apply_chat_template(CHATS[chat], template=FORMATS[form], tokenize=False, **arguments) == text
     assert ours.apply_chat_template(CHATS[chat], template=FORMATS[form], **arguments) == ids
+
+
+# What released templates are written with, beyond the plain loop.
+CONSTRUCTS = """{%- set ns = namespace(count=0, last=messages|length - 1) %}
+{%- macro show(m, depth=0) -%}{{ m.role }}:{% if depth < 2 %}{{ show(m, depth + 1) }}{% endif %}{%- endmacro %}
+{%- for m in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- if m.role == "user" and m.content is string and not m.content.startswith('<tool_response>') %}
+        {%- set ns.last = index %}
+    {%- endif %}
+{%- endfor %}
+{{- messages | selectattr("role", "equalto", "user") | list | length ~ ns.last }}
+{%- for m in messages | rejectattr("tool_calls", "defined") %}
+    {%- if loop.previtem is defined and loop.previtem.role == m.role %}{{ "same" }}{% endif %}
+    {{- (loop.nextitem.role if loop.nextitem else 'end') ~ show(m) ~ loop.length ~ loop.revindex }}
+    {%- if m.role == 'stop' %}{% break %}{% elif m.role == 'skip' %}{% continue %}{% endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- generation %}{{ m['content'] | trim | upper | replace('A', 'b') }}{% endgeneration %}
+    {%- for key, value in m.items() if key != 'role' %}{{ key ~ '=' }}{{ value | tojson }}{% endfor %}
+    {%- for key, value in m | items %}{{ key }}{% endfor %}
+{%- endfor %}
+{{- ns.count }}{{ [1, 2] + [3] }}{{ tools | map(attribute='function.name') | join(', ') }}
+{%- if tools is iterable and tools is not mapping %}{{ tools[0].function.parameters | dictsort }}{% endif %}
+{{- "%s-%d" | format("x", 3) }}{{ "a,b".split(",")[-1] }}{{ messages[-1].content.rstrip('\\n') }}{{ 7 // 2 }}
+{{- missing is defined }}{{ dict(a=1).get('b', 'c') }}{{ messages[0].get('x') is none }}"""
+
+
+def test_constructs_of_released_templates(pair):
+    ours, theirs = pair
+    call = {"role": "assistant", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+    stop = {"role": "stop", "content": "ba\n"}
+    messages = [SYSTEM, USER, {"role": "user", "content": "é"}, {"role": "skip", "content": "x"}, call, stop, ASSISTANT]
+    theirs.chat_template = CONSTRUCTS
+    text = theirs.apply_chat_template(messages, tools=[TOOL], tokenize=False)
+    assert ours.apply_chat_template(messages, tools=[TOOL], template=CONSTRUCTS, tokenize=False) == text
+    assert text.startswith("21user") and "same" in text and "find" in text and text.endswith("3FalsecTrue")
 
 
 PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
