@@ -1,9 +1,10 @@
 """Prefill and decode: one loop, `_decode`, of which `generate` makes whole rows and `generate_iter` a stream.
 
 The prompt runs once and only its last position gets logits; then one token a row and step, over a KV cache
-sized for the whole request. Choosing the next token happens on the model's device. The host reads one small
-tensor a step where something has to be decided or shown there (stop ids, stop strings, streaming), and
-nothing at all before the end otherwise.
+sized for the whole request. Where cached keys no longer fit the rotary tables (longrope past its original
+length, counted in tokens of the longest row), the cache is emptied and the whole text runs once more. Choosing
+the next token happens on the model's device. The host reads one small tensor a step where something has to be
+decided or shown there (stop ids, stop strings, streaming), and nothing at all before the end otherwise.
 
 The order and the meaning of the sampling options are those of transformers' `GenerationMixin`:
 repetition penalty, the caller's processor, temperature, top_k, top_p, min_p.

@@ -566,7 +566,7 @@ def test_windows_decode_as_the_full_forward(windows, slack, lengths, extra, monk
 
 
 def test_a_window_moves_in_its_buffers_as_they_are_in_use():
-    model, (ids, mask) = _llama((5, None)), _padded([300, 7])
+    model, (ids, mask) = _llama((5, None), positions=1024), _padded([300, 7])
     _assert_is_full_forward(model, ids, mask, steps=600)
 
 
