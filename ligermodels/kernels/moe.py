@@ -14,7 +14,7 @@ What differs from a loop over experts:
 - Under activation checkpointing, the second run of the block ends once everything is saved again, which is before h,
   the down product and the sum: `_Experts` saves all there is, `_Combine` nothing.
 
-Bytes per token at 2-byte dtypes beside the products: forward k (6 I + 8 H) + 2 H, backward k (12 I + 14 H) + 2 H.
+Bytes per token at 2-byte dtypes beside the products: forward k (6 I + 4 H) + 4 H, backward k (12 I + 6 H) + 6 H.
 
 Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; routing and precision as MixtralSparseMoeBlock in
 https://github.com/huggingface/transformers. Gathering instead of scattering, and the gradient of the weights from dh:
@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels import glu
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, tl, triton, use_triton
 from ligermodels.kernels.glu import ACTIVATIONS, _activation, glu_reference
-from ligermodels.kernels.grouped_mm import grouped_mm, grouped_mm_outer
+from ligermodels.kernels.glu import _forward as _glu
+from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 
 
 def route_reference(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
@@ -43,7 +43,8 @@ def route_reference(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
 def moe_experts_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
 ) -> Tensor:
-    y = 0
+    y = torch.zeros((), dtype=weights.dtype, device=x.device)
+    out = x
     for expert, (gate_up, down) in enumerate(zip(gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
         here = experts == expert
         rows = torch.where(here.any(-1, keepdim=True), x, 0)  # the others' rows are zero, and so is what comes of them
@@ -55,26 +56,268 @@ def moe_experts_reference(
 @triton.jit(do_not_specialize=["n_rows"])
 def _route_kernel(
     weights_ptr, experts_ptr, logits_ptr, n_rows, stride,
-    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, ROWS: tl.constexpr,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    e = tl.arange(0, BLOCK_E)[None, :]
+    rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
+    e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    inside = (rows < n_rows) & (e < E)
+    logits = tl.load(logits_ptr + rows * stride + e, mask=inside, other=0.0).to(ACC)
+    left = tl.where(e < E, logits, -float("inf"))
+    open_ = (e < E) & (rows >= 0)
+    largest = tl.max(left, 1, keep_dims=True)
+    weights = tl.zeros([ROWS, BLOCK_K], ACC)
+    experts = tl.zeros([ROWS, BLOCK_K], tl.int32)
+    for i in tl.static_range(TOP_K):
+        top = tl.max(left, 1, keep_dims=True)
+        expert = tl.min(tl.where(open_ & (left == top), e, E - 1), 1, keep_dims=True)  # the first of equals
+        weights = tl.where(j == i, tl.exp(top - largest), weights)
+        experts = tl.where(j == i, expert, experts)
+        open_ &= e != expert
+        left = tl.where(open_, left, -float("inf"))
+    has_nan = tl.sum((logits != logits).to(tl.int32), 1, keep_dims=True) > 0  # which max passes over
+    weights = tl.where(has_nan, float("nan"), weights / tl.sum(weights, 1, keep_dims=True))
+    inside = (rows < n_rows) & (j < TOP_K)
+    tl.store(weights_ptr + rows * TOP_K + j, weights, mask=inside)
+    tl.store(experts_ptr + rows * TOP_K + j, experts, mask=inside)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _route_backward_kernel(
+    d_logits_ptr, d_weights_ptr, weights_ptr, experts_ptr, n_rows,
+    E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
+    e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
+    inside = (rows < n_rows) & (j < TOP_K)
+    weights = tl.load(weights_ptr + rows * TOP_K + j, mask=inside, other=0.0)
+    d_weights = tl.load(d_weights_ptr + rows * TOP_K + j, mask=inside, other=0.0)
+    mean = tl.sum(weights * d_weights, 1, keep_dims=True)
+    d_logits = tl.zeros([ROWS, BLOCK_E], weights.dtype)
     inside = rows < n_rows
-    logits = tl.load(logits_ptr + rows[:, None] * stride + e, mask=inside[:, None] & (e < E), other=0.0).to(ACC)
-    open_ = (e < E) & (rows >= 0)[:, None]
-    largest = tl.max(tl.where(open_, logits, -float("inf")), 1)
-    total = tl.zeros([ROWS], ACC)
-    for j in tl.static_range(TOP_K):
-        top = tl.max(tl.where(open_, logits, -float("inf")), 1)
-        # The first of equals. NaN equals nothing: then, too, an expert that there is.
-        expert = tl.min(tl.where(open_ & (logits == top[:, None]), e, E - 1), 1)
-        open_ &= e != expert[:, None]
-        score = tl.exp(top - largest)
-        total += score
-        tl.store(experts_ptr + rows * TOP_K + j, expert, mask=inside)
-        tl.store(weights_ptr + rows * TOP_K + j, score, mask=inside)
-    tl.debug_barrier()  # the scores are read back, maybe by other threads
-    for j in tl.static_range(TOP_K):
-        score = tl.load(weights_ptr + rows * TOP_K + j, mask=inside)
-        tl.store(weights_ptr + rows * TOP_K + j, score / total, mask=inside)
+    for i in tl.static_range(TOP_K):
+        expert = tl.load(experts_ptr + rows * TOP_K + i, mask=inside, other=-1)
+        weight = tl.load(weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
+        d_weight = tl.load(d_weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
+        d_logits += tl.where(e == expert, weight * (d_weight - mean), 0.0)
+    tl.store(d_logits_ptr + rows * E + e, d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside & (e < E))
+
+
+@triton.jit
+def _backward_kernel(
+    d_gate_up_ptr, d_weights_ptr, dh_ptr, gate_up_ptr, weights_ptr, slots_ptr,
+    ACC: tl.constexpr, HAS_DH: tl.constexpr, EMIT: tl.constexpr,
+    NAME: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One row: d_gate_up and the weight's gradient from dh = dy @ down; with EMIT weight * h in the place of dh."""
+    dtype: tl.constexpr = gate_up_ptr.dtype.element_ty
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    weight = tl.load(weights_ptr + slot).to(ACC)
+    dot = tl.zeros([BLOCK], ACC)
+    for start in range(0, WIDTH, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = cols < WIDTH
+        gate = tl.load(gate_up_ptr + row * (2 * WIDTH) + cols, mask=mask, other=0.0).to(ACC)
+        up = tl.load(gate_up_ptr + row * (2 * WIDTH) + cols + WIDTH, mask=mask, other=0.0).to(ACC)
+        act, slope = _activation(gate, NAME, dtype == tl.float32)
+        if HAS_DH:
+            dh = tl.load(dh_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+            dot += dh * (act * up)
+            dh *= weight
+            target = d_gate_up_ptr + row * (2 * WIDTH) + cols
+            tl.store(target, (dh * up * slope).to(dtype), mask=mask)
+            tl.store(target + WIDTH, (dh * act).to(dtype), mask=mask)
+        if EMIT:
+            tl.store(dh_ptr + row * WIDTH + cols, (act * up * weight).to(dtype), mask=mask)
+    if HAS_DH:
+        tl.store(d_weights_ptr + slot, tl.sum(dot, 0).to(d_weights_ptr.dtype.element_ty))
+
+
+def _route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    n_rows, num_experts = logits.shape[0], operator.index(logits.shape[1])
+    logits = last_dim_contiguous(logits)
+    weights = torch.empty((n_rows, top_k), dtype=accumulator(logits.dtype), device=logits.device)
+    experts = torch.empty((n_rows, top_k), dtype=torch.int32, device=logits.device)
+    if n_rows:
+        blocks, rows = _route_tile(num_experts, top_k)
+        with device_guard(logits):
+            _route_kernel[(triton.cdiv(n_rows, rows),)](
+                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4
+            )
+    return weights, experts
+
+
+def _route_backward(d_weights: Tensor, weights: Tensor, experts: Tensor, num_experts: int, dtype) -> Tensor:
+    n_rows, top_k = weights.shape[0], operator.index(weights.shape[1])
+    d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=weights.device)
+    if n_rows:
+        blocks, rows = _route_tile(num_experts, top_k)
+        with device_guard(weights):
+            _route_backward_kernel[(triton.cdiv(n_rows, rows),)](
+                d_logits, d_weights.contiguous(), weights, experts, n_rows, num_experts, top_k, *blocks, rows,
+                num_warps=4,
+            )  # fmt: skip
+    return d_logits
+
+
+def _route_tile(num_experts: int, top_k: int) -> tuple[tuple[int, int], int]:
+    block = triton.next_power_of_2(num_experts)
+    return (block, triton.next_power_of_2(top_k)), max(1, min(64, 1024 // block))
+
+
+def _backward(
+    dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """d_gate_up and d_weights from dh, which is given up; with emit also weights * h, where dh was."""
+    n_rows, width = gate_up.shape[0], operator.index(gate_up.shape[1]) // 2
+    d_gate_up = d_weights = None
+    h = gate_up.new_empty((n_rows, width)) if dh is None else dh
+    if dh is not None:
+        d_gate_up, d_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+    if n_rows:
+        with device_guard(gate_up):
+            _backward_kernel[(n_rows,)](
+                d_gate_up, d_weights, h, gate_up, weights, slots,
+                tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
+                activation, width, min(1024, triton.next_power_of_2(width)), num_warps=4,
+            )  # fmt: skip
+    return d_gate_up, d_weights, h if emit else None
+
+
+class _Route(torch.autograd.Function):
+    """logits: [T, E] -> weights [T, k], experts [T, k]."""
+
+    @staticmethod
+    def forward(ctx, logits, top_k):
+        weights, experts = _route(logits, top_k)
+        ctx.save_for_backward(weights, experts)
+        ctx.mark_non_differentiable(experts)
+        ctx.logits = logits.shape[1], logits.dtype
+        return weights, experts
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_weights, _):
+        return _route_backward(d_weights, *ctx.saved_tensors, *ctx.logits), None
+
+
+class _Experts(torch.autograd.Function):
+    """All of the backward, and the forward up to gate_up: returns a stand-in for y, of y's shape, and gate_up [R, 2I].
+
+    Its gradient is y's: `_Combine` makes y from gate_up and hands the gradient of y to the stand-in. A checkpointed
+    region is run again only until its last tensor is saved, so that what comes after this is not run again.
+    """
+
+    @staticmethod
+    def forward(ctx, x, weights, gate_up_proj, down_proj, slots, rows, offsets, activation):
+        if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there unused zeros cost nothing
+            ctx.set_materialize_grads(False)  # or the backward would be handed zeros of gate_up's size
+        gate_up = grouped_mm(spread(x, rows, weights.shape[1]), gate_up_proj.transpose(1, 2), offsets)
+        ctx.save_for_backward(x, weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up)
+        ctx.activation = activation
+        ctx.mark_non_differentiable(gate_up)
+        return x.new_empty(()).expand(x.shape), gate_up
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy, _):
+        x, weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up = ctx.saved_tensors
+        need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
+        top_k = weights.shape[1]
+        dx = d_gate_up_proj = d_down_proj = None
+        dy = spread(dy, rows, top_k)
+        dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
+        d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, ctx.activation, need_down)
+        if h is not None:
+            d_down_proj = grouped_mm_outer(dy, h, offsets)
+        del dy, dh, h
+        if need_gate_up and d_gate_up is not None:
+            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(x, rows, top_k), offsets)
+        if need_x and d_gate_up is not None:
+            dx = combine(grouped_mm(d_gate_up, gate_up_proj, offsets), rows, top_k)
+        return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, None, None, None, None
+
+
+class _Combine(torch.autograd.Function):
+    """stand_in: [T, H], for the gradient; gate_up: [R, 2I] -> y [T, H]. Saves nothing: see `_Experts`."""
+
+    @staticmethod
+    def forward(ctx, stand_in, gate_up, weights, down_proj, rows, offsets, activation):
+        h = _glu(gate_up, gate_up.dtype, activation)
+        return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, weights.shape[1], weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        return dy, None, None, None, None, None, None
+
+
+def route(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
+    """The top_k experts of each token and their weights: softmax over all experts, the largest, made to sum to 1.
+
+    logits: [T, E]. Returns weights [T, top_k], fp32 (fp64 for fp64), largest first, and experts [T, top_k], int32. Of
+    equal logits the lower expert is taken.
+    Raises InputError unless logits are [T, E] and 1 <= top_k <= E.
+    """
+    if logits.dim() != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
+        raise InputError(
+            f"route: logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, top_k is {top_k}; expected "
+            "floating point [T, E] and 1 <= top_k <= E."
+        )
+    operator.index(logits.shape[1])  # a constexpr of the kernels, which Dynamo must take for a constant from here on
+    if not use_triton(logits):
+        return route_reference(logits, top_k=top_k)
+    return _Route.apply(logits, top_k)
+
+
+def moe_experts(
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
+) -> Tensor:
+    """Each token's weighted sum of the outputs of its experts, which are gated units without biases.
+
+    x: [T, H]; weights: [T, k]; experts: [T, k], integers from 0 to E - 1, which are not checked; gate_up_proj:
+    [E, 2I, H], an expert's rows [gate | up]; down_proj: [E, H, I]; activation: as in `glu`.
+    Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast.
+    Raises InputError for shapes, dtypes or devices that do not fit.
+    """
+    if activation not in ACTIVATIONS:
+        raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
+    if (
+        x.dim() != 2
+        or down_proj.dim() != 3
+        or gate_up_proj.shape != (down_proj.shape[0], 2 * down_proj.shape[2], down_proj.shape[1])
+        or x.shape[1] != down_proj.shape[1]
+    ):
+        raise InputError(
+            f"moe_experts: x {tuple(x.shape)}, gate_up_proj {tuple(gate_up_proj.shape)} and down_proj "
+            f"{tuple(down_proj.shape)} do not fit; expected [T, H], [E, 2I, H] and [E, H, I]."
+        )
+    if weights.dim() != 2 or weights.shape != experts.shape or weights.shape[0] != x.shape[0]:
+        raise InputError(
+            f"moe_experts: weights {tuple(weights.shape)} and experts {tuple(experts.shape)}; expected both "
+            f"[{x.shape[0]}, top_k], as `route` returns them for these tokens."
+        )
+    if {t.device for t in (weights, experts, gate_up_proj, down_proj)} != {x.device}:
+        raise InputError(
+            f"moe_experts: x is on {x.device}, weights on {weights.device}, experts on {experts.device}, gate_up_proj "
+            f"on {gate_up_proj.device}, down_proj on {down_proj.device}. Move them to one device."
+        )
+    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    if not autocast and not x.dtype == gate_up_proj.dtype == down_proj.dtype:
+        raise InputError(
+            f"moe_experts: x is {x.dtype}, gate_up_proj {gate_up_proj.dtype}, down_proj {down_proj.dtype}; outside "
+            "torch.autocast they must be one dtype."
+        )
+    for size in (*down_proj.shape, weights.shape[1]):
+        operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
+    if not use_triton(x):
+        return moe_experts_reference(x, weights, experts, gate_up_proj, down_proj, activation=activation)
+    if autocast:
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
+    gate_up_proj, down_proj = gate_up_proj.contiguous(), down_proj.contiguous()
+    weights = weights.contiguous()
+    order = sort_by_expert(experts.contiguous(), down_proj.shape[0])
+    stand_in, gate_up = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation)
+    return _Combine.apply(stand_in, gate_up, weights.detach(), down_proj.detach(), *order[1:], activation)

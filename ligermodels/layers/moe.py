@@ -91,9 +91,9 @@ def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int, attentio
         raise InputError("load_balancing_loss: router_logits is empty; pass the logits of at least one MoE layer.")
     first = router_logits[0]
     probabilities = torch.cat([logits.to(first.device) for logits in router_logits]).softmax(-1)
-    chosen = torch.zeros_like(probabilities, dtype=torch.float32, requires_grad=False)
+    chosen = torch.zeros_like(probabilities, dtype=torch.float32)
     chosen = chosen.scatter(1, probabilities.topk(top_k).indices, 1.0)
-    counts = torch.ones_like(first[:, :1], dtype=torch.float32, requires_grad=False)
+    counts = torch.ones_like(first[:, :1], dtype=torch.float32)
     if attention_mask is not None:
         if attention_mask.numel() != first.shape[0]:
             raise InputError(

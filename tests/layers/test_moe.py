@@ -1,0 +1,161 @@
+"""The mixture of experts against transformers' block, and what may not slip past it: hooks, adapters, jitter."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
+
+import ligermodels.layers as L
+from ligermodels.errors import InputError
+
+HIDDEN, INNER, EXPERTS, TOP_K = 16, 24, 5, 2
+
+
+@pytest.fixture
+def moe():
+    module = L.MoE(HIDDEN, INNER, num_experts=EXPERTS, top_k=TOP_K)
+    for parameter in module.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    return module
+
+
+@pytest.mark.parametrize("activation, name", [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")])
+@pytest.mark.parametrize("num_experts, top_k", [(5, 2), (8, 3), (4, 4), (1, 1)])
+def test_same_as_transformers(activation, name, num_experts, top_k):
+    sizes = dict(hidden_size=HIDDEN, intermediate_size=INNER, hidden_act=name)
+    config = MixtralConfig(num_local_experts=num_experts, num_experts_per_tok=top_k, **sizes)
+    config._experts_implementation = "eager"
+    theirs = MixtralSparseMoeBlock(config)
+    ours = L.MoE(HIDDEN, INNER, num_experts=num_experts, top_k=top_k, activation=activation)
+    names = {"gate.weight": "router.weight"}
+    for key, parameter in theirs.named_parameters():
+        nn.init.normal_(parameter, std=0.5)
+        with torch.no_grad():
+            ours.get_parameter(names.get(key, key)).copy_(parameter)
+    x = torch.randn(3, 7, HIDDEN, requires_grad=True)
+    dy, d_logits = torch.randn(3, 7, HIDDEN), torch.randn(21, num_experts)
+    y, logits = ours(x)
+    expected, expected_logits = theirs(x), theirs.gate(x)[0]
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(logits, expected_logits)
+    parameters = [ours.get_parameter(names.get(key, key)) for key, _ in theirs.named_parameters()]
+    actual = torch.autograd.grad((y, logits), [x, *parameters], (dy, d_logits))
+    wanted = torch.autograd.grad((expected, expected_logits), [x, *theirs.parameters()], (dy, d_logits))
+    for a, b in zip(actual, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert b.abs().sum() > 0 or top_k == 1
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_load_balancing_loss(masked, dtype):
+    logits = [torch.randn(20, EXPERTS).add(torch.arange(EXPERTS) / 2).to(dtype).requires_grad_() for _ in range(3)]
+    mask = (torch.rand(4, 5) < 0.6).long() if masked else None
+    actual = L.load_balancing_loss(logits, top_k=TOP_K, attention_mask=mask)
+    expected = load_balancing_loss_func(tuple(logits), EXPERTS, TOP_K, mask)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(torch.autograd.grad(actual, logits), torch.autograd.grad(expected, logits), strict=True):
+        torch.testing.assert_close(a, b)
+        assert a.abs().sum() > 0
+    if masked:
+        assert not torch.equal(actual, L.load_balancing_loss(logits, top_k=TOP_K))
+
+
+def test_load_balancing_loss_of_a_perfect_balance_is_top_k():
+    logits = 1e-3 * torch.eye(4).repeat(3, 1) + 1e-3 * torch.eye(4).roll(1, 0).repeat(3, 1)
+    torch.testing.assert_close(L.load_balancing_loss([logits], top_k=2), torch.tensor(2.0))
+
+
+def test_load_balancing_loss_errors():
+    with pytest.raises(InputError, match="at least one"):
+        L.load_balancing_loss([], top_k=2)
+    with pytest.raises(InputError, match="has 6 positions; the router saw 5"):
+        L.load_balancing_loss([torch.randn(5, 3)], top_k=2, attention_mask=torch.ones(2, 3))
+
+
+def test_loss_of_the_balance_adds_to_the_gradient_of_the_output(moe):
+    x = torch.randn(2, 6, HIDDEN)
+
+    def router_gradient(with_output, with_balance):
+        y, logits = moe(x)
+        loss = with_output * y.square().mean() + with_balance * L.load_balancing_loss([logits], top_k=TOP_K)
+        return torch.autograd.grad(loss, moe.router.weight)[0]
+
+    torch.testing.assert_close(router_gradient(1, 1), router_gradient(1, 0) + router_gradient(0, 1))
+    assert router_gradient(0, 1).abs().sum() > 0
+
+
+def test_jitter(moe):
+    """In training alone; the router and the experts see the same jittered x, and x itself stays as it was."""
+    noisy = copy.deepcopy(moe)
+    noisy.jitter_noise = 0.3
+    x = torch.randn(2, 6, HIDDEN)
+    before = x.clone()
+    seen = []
+    for module in (noisy.router, noisy.experts):
+        module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    y, logits = noisy(x)
+    assert torch.equal(x, before) and torch.equal(seen[0], seen[1])
+    factor = seen[0].view_as(x) / x
+    assert 0.69 < factor.min() < 0.8 and 1.2 < factor.max() < 1.31
+    expected, expected_logits = moe(seen[0].view_as(x))
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(logits, expected_logits)
+    assert not torch.allclose(y, moe(x)[0])
+    assert torch.equal(noisy.eval()(x)[0], moe(x)[0])
+
+
+def test_modules_are_called(moe):
+    """Adapters, sharding and probes hang on modules: each that holds parameters is called, once a forward."""
+    calls = []
+    for name, module in moe.named_modules():
+        module.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
+    moe(torch.randn(1, 3, HIDDEN))
+    assert calls == ["router", "experts", ""]
+
+    class Adapter(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x) + torch.arange(EXPERTS) * 100.0
+
+    x = torch.randn(1, 3, HIDDEN)
+    moe.router = Adapter(moe.router)
+    y, logits = moe(x)
+    assert (logits.argmax(-1) == EXPERTS - 1).all()
+    gate, up = (x @ moe.experts.gate_up_proj[-1].t()).chunk(2, -1)
+    torch.testing.assert_close(y, nn.functional.silu(gate) * up @ moe.experts.down_proj[-1].t())
+
+
+def test_parameters_and_their_first_values():
+    torch.manual_seed(1)
+    moe = L.MoE(64, 256, num_experts=3, top_k=1)
+    assert {name: tuple(p.shape) for name, p in moe.named_parameters()} == {
+        "router.weight": (3, 64),
+        "experts.gate_up_proj": (3, 512, 64),
+        "experts.down_proj": (3, 64, 256),
+    }
+    assert moe.experts.parts == {"gate": 256, "up": 256}
+    for weight, bound in ((moe.experts.gate_up_proj, 1 / 8), (moe.experts.down_proj, 1 / 16)):
+        assert 0.99 * bound < weight.max() <= bound and -bound <= weight.min() < -0.99 * bound
+    assert "top_k=1" in repr(moe) and "num_experts=3" in repr(moe)
+
+
+def test_a_tiny_one_learns():
+    """64 tokens by heart, in 150 steps of Adam, through the router and the experts."""
+    moe = L.MoE(8, 16, num_experts=4, top_k=2)
+    x, target = torch.randn(1, 64, 8), torch.randn(1, 64, 8)
+    optimizer = torch.optim.Adam(moe.parameters(), lr=1e-2)
+    losses = []
+    for _ in range(150):
+        loss = (moe(x)[0] - target).square().mean()
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert losses[-1] < 0.3 * losses[0]
