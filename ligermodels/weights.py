@@ -212,18 +212,9 @@ def pack(
     """
     found = regions(model, layout(model, table, reader.headers, native=reader.native, also=also))
     _check_tied(reader, found, tied)
-    dtypes = _stored_dtypes(found, reader)
-    boxes: dict[str, list[Region]] = {}
-    for region in found:
-        boxes.setdefault(region.param, []).append(region)
+    boxes = _by_parameter(found)
     for name, param in model.named_parameters():
-        if boxes[name][0].index == ():
-            yield name, reader.read(boxes[name][0].source)
-        else:
-            packed = torch.empty(param.shape, dtype=dtypes[name])
-            for region in boxes[name]:
-                packed[region.index].copy_(reader.read(region.source))
-            yield name, packed
+        yield name, _packed(param, boxes[name], reader)
 
 
 def unpack(
@@ -236,16 +227,19 @@ def unpack(
 ) -> Iterator[tuple[str, Tensor]]:
     """(Hugging Face name, tensor) of a checkpoint in any layout that passed `check`; `model` is on meta.
 
-    Nothing is held in memory. Tied copies and ignored names are left out.
+    One tensor at a time, and a whole parameter where the layout on disk has cut it otherwise. Tied copies and ignored
+    names are left out.
     """
-    stored = regions(model, layout(model, table, reader.headers, native=reader.native, also=also))
-    _check_tied(reader, stored, tied)
-    whole = {region.param: region.source for region in stored if region.index == ()}
+    found = regions(model, layout(model, table, reader.headers, native=reader.native, also=also))
+    _check_tied(reader, found, tied)
+    boxes, params = _by_parameter(found), dict(model.named_parameters())
     for region in regions(model, table):
-        if region.param in whole:
-            yield region.source, reader.read(whole[region.param])[region.index]
+        stored = boxes[region.param]
+        same = next((box.source for box in stored if box.index == region.index), None)
+        if same is not None:
+            yield region.source, reader.read(same)
         else:
-            yield region.source, reader.read(region.source)
+            yield region.source, _packed(params[region.param], stored, reader)[region.index]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -263,6 +257,23 @@ def _rows(name: str, total: int, parts: Mapping[str, int]) -> list[tuple[slice, 
     ends = list(itertools.accumulate(parts.values()))
     assert ends[-1] == total, f"{name} has {total} rows, but its parts {dict(parts)} make {ends[-1]}"
     return [(slice(end - count, end),) for end, count in zip(ends, parts.values(), strict=True)]
+
+
+def _by_parameter(found: Iterable[Region]) -> dict[str, list[Region]]:
+    boxes: dict[str, list[Region]] = {}
+    for region in found:
+        boxes.setdefault(region.param, []).append(region)
+    return boxes
+
+
+def _packed(param: Tensor, boxes: list[Region], reader: Reader) -> Tensor:
+    """The whole parameter that these boxes tile, in the dtype that holds all of them without loss."""
+    if boxes[0].index == ():
+        return reader.read(boxes[0].source)
+    packed = torch.empty(param.shape, dtype=_stored_dtypes(boxes, reader)[boxes[0].param])
+    for box in boxes:
+        packed[box.index].copy_(reader.read(box.source))
+    return packed
 
 
 def _stored_dtypes(found: Iterable[Region], reader: Reader) -> dict[str, torch.dtype]:

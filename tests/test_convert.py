@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels import Llama, weights
+from ligermodels import Llama, Mixtral, weights
 from ligermodels.checkpoint import SafetensorsReader, read_json
 from ligermodels.errors import HubError
 from ligermodels.weights import same_bits
@@ -145,6 +145,37 @@ def test_over_the_source_itself(tmp_path, script):
     assert script.main([folder, folder, "--to", "native", "--overwrite"]) == 0
     assert script.main([folder, folder, "--overwrite"]) == 0
     assert bits_agree(tmp_path / "hf", tensors) and [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_stacked_or_each_its_own_give_the_same_bits(tmp_path, script, capsys, dtype):
+    config = {
+        **CONFIG,
+        "model_type": "mixtral",
+        "num_local_experts": 3,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    with torch.device("meta"):
+        shapes = Mixtral(Mixtral.config_class.from_hf(config)).to(dtype)
+    whole = {  # by our names
+        name: torch.randint(0, 256, (*x.shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(x.shape)
+        for name, x in shapes.named_parameters()
+    }
+    layouts = {}
+    for name, table in (("each", Mixtral.WEIGHTS), ("stacked", Mixtral.ALSO_READ[0])):
+        layouts[name] = {r.source: whole[r.param][r.index].clone() for r in weights.regions(shapes, table)}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        save_file(layouts[name], tmp_path / name / "model.safetensors")
+    for name, count in (("each", 51), ("stacked", 30)):
+        assert len(layouts[name]) == count
+        assert script.main([str(tmp_path / name), "--check"]) == 0
+        assert f"{name} matches Mixtral: {count} tensors" in capsys.readouterr().out
+        native, back = tmp_path / f"{name}-native", tmp_path / f"{name}-back"
+        assert script.main([str(tmp_path / name), str(native), "--to", "native", "--max-shard-size", "9KB"]) == 0
+        assert bits_agree(native, whole)
+        assert script.main([str(native), str(back)]) == 0 and bits_agree(back, layouts["each"])
+        assert script.main([str(tmp_path / name), str(back), "--overwrite"]) == 0 and bits_agree(back, layouts["each"])
 
 
 # Exit codes

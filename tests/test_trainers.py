@@ -11,10 +11,9 @@ import transformers
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import ligermodels
+from ligermodels.arch import ARCHS
 
 CONFIG = dict(
-    model_type="llama",
     vocab_size=97,
     hidden_size=32,
     intermediate_size=44,
@@ -24,16 +23,26 @@ CONFIG = dict(
 )
 
 
-def make(tied=True):
-    config = {**CONFIG, "tie_word_embeddings": tied, "initializer_range": 0.2}
-    return ligermodels.Llama.from_config(config, dtype=torch.float32, device="cpu")
+FAMILIES = {
+    "llama": {},
+    "gemma2": dict(
+        head_dim=8, query_pre_attn_scalar=12, sliding_window=6, attn_logit_softcapping=2.0, final_logit_softcapping=3.0
+    ),
+    "mixtral": dict(num_local_experts=4, router_aux_loss_coef=0.1),
+}
+
+
+def make(tied=True, family="llama", **changes):
+    config = {**CONFIG, **FAMILIES[family], "tie_word_embeddings": tied, "initializer_range": 0.2, **changes}
+    return ARCHS[family].from_config(config, dtype=torch.float32, device="cpu")
 
 
 def on_two_ranks(rank, meeting):
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
     ids = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(1))
-    for tied in (True, False):
-        whole, sharded = make(tied), make(tied)
+    # The balancing loss of a mixture of experts is left out: each process balances its own tokens.
+    for kind in ((True, "llama"), (False, "llama"), (True, "gemma2"), (False, "mixtral")):
+        whole, sharded = make(*kind), make(*kind)
         mesh = init_device_mesh("cpu", (2,))
         for layer in sharded.layers:
             fully_shard(layer, mesh=mesh)
@@ -71,11 +80,17 @@ def arguments(folder, **options):
     )
 
 
-def test_trainer_sees_the_losses_of_transformers(tmp_path):
+@pytest.mark.parametrize(
+    "kind", [dict(), dict(family="gemma2"), dict(family="mixtral", output_router_logits=True)], ids=str
+)
+def test_trainer_sees_the_losses_of_transformers(tmp_path, kind):
     pytest.importorskip("accelerate")
-    make().save_pretrained(tmp_path / "model")
+    make(**kind).save_pretrained(tmp_path / "model")
     losses = []
-    for model in (make(), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")):
+    hf = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", attn_implementation="eager", experts_implementation="eager"
+    )
+    for model in (make(**kind), hf):
         trainer = transformers.Trainer(
             model.train(), arguments(tmp_path / "run", gradient_accumulation_steps=2), train_dataset=Tokens()
         )

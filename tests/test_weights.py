@@ -87,6 +87,16 @@ TABLE = {
     "norm.weight": "model.norm.weight",
     "lm_head.weight": "lm_head.weight",
 }
+STACKED = {  # experts in one tensor each, as transformers 5 has them in memory
+    **TABLE,
+    "layers.{i}.mlp.experts.gate_up": HF + "mlp.experts.gate_up_proj",
+    "layers.{i}.mlp.experts.down": HF + "mlp.experts.down_proj",
+}
+HALVES = {  # ours in other pieces: attention packed, experts under other names, gate and up of all experts apart
+    **TABLE,
+    "layers.{i}.attn.qkv_proj.{w}": HF + "attention.qkv.{w}",
+    "layers.{i}.mlp.experts.gate_up": (HF + "mlp.experts.{e}.gate.weight", HF + "mlp.experts.{e}.up.weight"),
+}
 TIED = {"lm_head.weight": "embed_tokens.weight"}
 Q = "model.layers.0.self_attn.q_proj.weight"
 
@@ -101,9 +111,18 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(shape)
 
 
-def random_tensors(model: nn.Module, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def random_tensors(model: nn.Module, dtype: torch.dtype = torch.float32, table=TABLE) -> dict[str, Tensor]:
     """What a checkpoint of `model` holds under Hugging Face's names."""
-    return {name: random_bits(tuple(tensor.shape), dtype) for name, tensor in weights.export(model, TABLE)}
+    return {name: random_bits(tuple(tensor.shape), dtype) for name, tensor in weights.export(model, table)}
+
+
+def relaid(tensors: dict[str, Tensor], table) -> dict[str, Tensor]:
+    """Tensors named by TABLE, in the layout of `table`."""
+    model = Tiny(stacked=True).to(next(iter(tensors.values())).dtype)
+    with torch.no_grad():
+        for name, box in weights.export(model, TABLE):
+            box.copy_(tensors[name])
+    return {name: box.clone() for name, box in weights.export(model, table)}
 
 
 def save(folder: Path, tensors: dict[str, Tensor], shards: int = 1, seed: int = 0) -> SafetensorsReader:
@@ -401,12 +420,6 @@ def test_the_error_guesses_why(rename, words):
     assert words in message.split("Likely: ")[1]
 
 
-def test_experts_as_transformers_5_holds_them():
-    tensors = {name: x for name, x in random_tensors(on_meta(stacked=True)).items() if "experts" not in name}
-    tensors["model.layers.0.mlp.experts.gate_up_proj"] = torch.zeros(EXPERTS, 2 * INTERMEDIATE, HIDDEN)
-    assert "transformers 5" in complaint(tensors, stacked=True)
-
-
 # Tied embeddings
 
 
@@ -472,3 +485,87 @@ def test_a_wrong_table_does_not_survive_the_comparison(tmp_path):
     assert {name for name in tensors if not same_bits(back[name], tensors[name])} == {
         f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(LAYERS) for part in ("gate", "up")
     }
+
+
+# Other layouts on disk
+
+
+@pytest.mark.parametrize("other", [STACKED, HALVES], ids=["stacked", "halves"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_another_layout_loads_packs_and_unpacks_to_the_same_bits(tmp_path, poison, dtype, other):
+    tensors = random_tensors(on_meta(stacked=True), dtype)
+    first, second = save(tmp_path / "a", tensors), save(tmp_path / "b", relaid(tensors, other), shards=3)
+    assert set(first.headers) - set(second.headers) and set(second.headers) - set(first.headers)
+    ours = {name: x.detach() for name, x in weights.export(Tiny(stacked=True), weights.identity(on_meta(stacked=True)))}
+    for reader in (first, second):
+        model = on_meta(stacked=True, dtype=dtype)
+        weights.load(model, TABLE, reader, device="cpu", also=[STACKED, HALVES])
+        exported = dict(weights.export(model, TABLE))
+        packed = dict(weights.pack(on_meta(stacked=True), TABLE, reader, also=[STACKED, HALVES]))
+        unpacked = dict(weights.unpack(on_meta(stacked=True), TABLE, reader, also=[STACKED, HALVES]))
+        assert packed.keys() == ours.keys() and exported.keys() == unpacked.keys() == tensors.keys()
+        assert all(same_bits(exported[name], tensors[name]) for name in tensors)
+        assert all(same_bits(unpacked[name], tensors[name]) for name in tensors)
+        assert all(same_bits(packed[name], param.detach()) for name, param in model.named_parameters())
+        back = dict(weights.unpack(on_meta(stacked=True), other, reader, also=[TABLE]))
+        assert all(same_bits(back[name], second.read(name)) for name in second.headers)
+    write_checkpoint(
+        tmp_path / "native", weights.pack(on_meta(stacked=True), TABLE, second, also=[other]), metadata=NATIVE
+    )
+    native = SafetensorsReader(tmp_path / "native")
+    for table in (TABLE, other):
+        back = dict(weights.unpack(on_meta(stacked=True), table, native, also=[STACKED, HALVES]))
+        wanted = first if table is TABLE else second
+        assert back.keys() == wanted.headers.keys() and all(same_bits(back[n], wanted.read(n)) for n in back)
+
+
+def test_parts_of_another_layout_are_packed_in_the_wider_dtype(tmp_path):
+    tensors = relaid(random_tensors(on_meta(stacked=True), torch.bfloat16), HALVES)
+    name = "model.layers.0.mlp.experts.1.up.weight"
+    tensors[name] = torch.randn(INTERMEDIATE, HIDDEN)
+    reader = save(tmp_path, tensors)
+    back = dict(weights.unpack(on_meta(stacked=True), STACKED, reader, also=[HALVES]))
+    packed = back["model.layers.0.mlp.experts.gate_up_proj"]
+    assert packed.dtype == torch.float32 and torch.equal(packed[1, INTERMEDIATE:], tensors[name])
+    assert back["model.layers.1.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
+
+
+def test_the_layout_that_fits_best_is_read():
+    model, also = on_meta(stacked=True), [STACKED, HALVES]
+    names = {table: set(dict(weights.export(model, which))) for table, which in enumerate([TABLE, *also])}
+    for table, which in enumerate([TABLE, *also]):
+        assert weights.layout(model, TABLE, names[table], also=also) is which
+        partial = {name for name in names[table] if "layers.1" not in name}
+        assert weights.layout(model, TABLE, partial, also=also) is which
+    assert weights.layout(model, TABLE, names[1]) is TABLE
+    assert weights.layout(model, TABLE, names[0] & names[1], also=also) is TABLE  # a draw
+    assert weights.layout(model, TABLE, set(), also=also) is TABLE
+    assert weights.layout(model, TABLE, names[1], native=True, also=also) == weights.identity(model)
+
+
+def test_what_is_missing_is_named_as_the_layout_on_disk_names_it(tmp_path):
+    tensors = relaid(random_tensors(on_meta(stacked=True)), STACKED)
+    for name, shape, words in [
+        ("model.layers.1.mlp.experts.down_proj", None, "missing (1 of 23): {name}"),
+        ("model.layers.0.mlp.experts.gate_up_proj", (EXPERTS, HIDDEN, 2 * INTERMEDIATE), "{name} is [3, 16, 48], the"),
+    ]:
+        wrong = {key: x for key, x in tensors.items() if key != name or shape}
+        if shape:
+            wrong[name] = torch.zeros(shape)
+        reader = save(tmp_path / name, wrong)
+        with pytest.raises(CheckpointError) as caught:
+            weights.load(on_meta(stacked=True), TABLE, reader, device="cpu", also=[STACKED])
+        assert words.format(name=name) in str(caught.value) and ".w1." not in str(caught.value)
+    mixed = {**random_tensors(on_meta(stacked=True)), **tensors}
+    for name in [name for name in mixed if ("layers.0" in name) == (".w" in name) and "experts" in name]:
+        del mixed[name]  # layer 0 stacked, layer 1 not: no table says that
+    with pytest.raises(CheckpointError, match=r"missing \(9 of 37\).*\n.*unexpected \(2\): model.layers.0.mlp.experts"):
+        weights.load(on_meta(stacked=True), TABLE, save(tmp_path / "mixed", mixed), device="cpu", also=[STACKED])
+
+
+def test_a_tied_copy_is_compared_in_another_layout_too(tmp_path):
+    model = on_meta(tied=True, stacked=True)
+    tensors = random_tensors(model, table=STACKED)
+    reader = save(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)})
+    with pytest.raises(CheckpointError, match="config ties"):
+        weights.load(model, TABLE, reader, device="cpu", tied=TIED, also=[STACKED])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from ligermodels import checkpoint, hub, weights
-from ligermodels.arch.config import DTYPES, ModelConfig
+from ligermodels.arch.config import DTYPES, ModelConfig, RoutedConfig
 from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generate import generate
@@ -326,8 +326,10 @@ class CausalLM(nn.Module):
         targets = None if labels is None else _Targets(labels, cu_seqlens)
 
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
-        router_logits: list[Tensor] | None = [] if self._wants_router_logits(output_router_logits) else None
-        x = self.hidden(x, batch, past_key_values, hidden_states, router_logits).reshape(batch_size, length, -1)
+        routing = self._routing(output_router_logits)
+        router_logits: list[Tensor] = []
+        x = self.hidden(x, batch, past_key_values, hidden_states, None if routing is None else router_logits)
+        x = x.reshape(batch_size, length, -1)
         output = CausalLMOutput()
         if targets is not None:
             if self._fused_head and not return_logits:
@@ -342,11 +344,11 @@ class CausalLM(nn.Module):
                     output["logits"] = logits
         elif return_logits is not False:
             output["logits"] = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
-        if router_logits is not None:
+        if routing is not None:
             tokens = None if attention_mask is None else attention_mask[:, -length:]
-            balance = load_balancing_loss(router_logits, top_k=self.config.num_experts_per_tok, attention_mask=tokens)
+            balance = load_balancing_loss(router_logits, top_k=routing.num_experts_per_tok, attention_mask=tokens)
             if "loss" in output:
-                output["loss"] = output["loss"] + self.config.router_aux_loss_coef * balance
+                output["loss"] = output["loss"] + routing.router_aux_loss_coef * balance
             output["router_logits"], output["aux_loss"] = tuple(router_logits), balance
         if past_key_values is not None:
             output["past_key_values"] = past_key_values
@@ -386,11 +388,13 @@ class CausalLM(nn.Module):
                 router_logits += routed
         return self.norm(x, residual)[0]
 
-    def _wants_router_logits(self, asked: bool | None) -> bool:
-        routed = hasattr(self.config, "num_experts_per_tok")
-        if asked and not routed:
-            raise InputError(f"output_router_logits=True, but {type(self).__name__} has no router")
-        return routed and (self.config.output_router_logits if asked is None else asked)
+    def _routing(self, asked: bool | None) -> RoutedConfig | None:
+        """The numbers that the balancing loss needs, where router logits are wanted."""
+        if not isinstance(self.config, RoutedConfig):
+            if asked:
+                raise InputError(f"output_router_logits=True, but {type(self).__name__} has no router")
+            return None
+        return self.config if (self.config.output_router_logits if asked is None else asked) else None
 
     def _batch(
         self,

@@ -39,6 +39,7 @@ DTYPES = {
 LAYER_TYPES = ("full_attention", "sliding_attention")
 _DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
 _MAY_BE_ZERO = ("max_window_layers",)
+_MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "layer_types")  # follow from the others, once these are known
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
@@ -222,7 +223,7 @@ class ModelConfig:
 
     def _check_layer_types(self, layer_types: list[str]) -> None:
         """One known type for each block."""
-        if len(layer_types) != self.num_hidden_layers or not set(layer_types) <= set(LAYER_TYPES):
+        if len(layer_types) != self.num_hidden_layers or any(kind not in LAYER_TYPES for kind in layer_types):
             raise self._error(
                 "layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {self.num_hidden_layers} blocks"
             )
@@ -230,19 +231,19 @@ class ModelConfig:
     def _check_kind(self, name: str, value: Any, kind: Any) -> None:
         """Sizes are positive integers, the rest is of its declared kind; null where the declaration allows it."""
         if value is None:
-            if name in ("num_key_value_heads", "head_dim") or type(None) in typing.get_args(kind):
+            if name in _MAY_BE_ABSENT or type(None) in typing.get_args(kind):
                 return
             raise self._error(name, f"must be {_words(kind)}")
         if kind is int:
             least = 0 if name in _MAY_BE_ZERO else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise self._error(name, f"must be a{' positive' * least} integer{', zero or more' * (1 - least)}")
-        elif kind is float:
+        elif float in _plain(kind):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
                 raise self._error(name, "must be a finite number, zero or more")
         elif name == "sliding_window" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise self._error(name, "must be a positive number of tokens, or null for no window")
-        elif not isinstance(value, _plain(kind)) or (isinstance(value, bool) and kind is not bool):
+        elif not isinstance(value, _plain(kind)) or (isinstance(value, bool) and bool not in _plain(kind)):
             raise self._error(name, f"must be {_words(kind)}")
 
     def _error(self, name: str, problem: str) -> ConfigError:
@@ -277,6 +278,15 @@ class ModelConfig:
     def get_text_config(self, decoder: bool = True) -> Self:
         """The part that describes the language model: all of it."""
         return self
+
+
+@dataclass(kw_only=True)
+class RoutedConfig(ModelConfig):
+    """The fields that every mixture of experts shares: what the loss that balances its experts needs."""
+
+    num_experts_per_tok: int = 2
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
 
 
 def _one_spelling(cls: type[ModelConfig], config: Mapping[str, Any], new: str, old: str) -> Any:

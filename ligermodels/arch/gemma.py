@@ -52,11 +52,9 @@ class GemmaConfig(ModelConfig):
             raise self._error("hidden_activation", f"is not supported; supported: {', '.join(ACTIVATIONS)}")
         if self.use_bidirectional_attention:
             raise self._error("use_bidirectional_attention", "is not supported: this is a causal language model")
-
-    @property
-    def activation(self) -> str:
+        # One word for both, which every reader takes alike: some know hidden_act only, some hidden_activation only.
         word = self.hidden_activation or self.hidden_act
-        return "gelu_tanh" if word == "gelu" else ACTIVATIONS[word]
+        self.hidden_act = self.hidden_activation = "gelu_pytorch_tanh" if word == "gelu" else word
 
 
 class GemmaBlock(nn.Module):
@@ -75,7 +73,7 @@ class GemmaBlock(nn.Module):
             o_bias=config.attention_bias,
         )
         self.mlp_norm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=config.activation)
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None

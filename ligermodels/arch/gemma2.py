@@ -34,7 +34,7 @@ from ligermodels.layers import (
 
 @dataclass(kw_only=True)
 class Gemma2Config(ModelConfig):
-    """config.json of model_type gemma2. Its activation is `hidden_activation`; `hidden_act` says nothing."""
+    """config.json of model_type gemma2. The activation is `hidden_activation`, whatever `hidden_act` says."""
 
     model_type: ClassVar[str] = "gemma2"
     architecture: ClassVar[str] = "Gemma2ForCausalLM"
@@ -55,14 +55,17 @@ class Gemma2Config(ModelConfig):
     use_bidirectional_attention: bool | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.layer_types is None:
             self.layer_types = [
                 "full_attention" if layer % 2 else "sliding_attention" for layer in range(self.num_hidden_layers)
             ]
-        super().__post_init__()
         self._check_layer_types(self.layer_types)
+        if self.sliding_window is None and "sliding_attention" in self.layer_types:
+            raise self._error("sliding_window", "leaves the layers of layer_types that slide without a window")
         if self.hidden_activation not in ACTIVATIONS:
             raise self._error("hidden_activation", f"is not supported; supported: {', '.join(ACTIVATIONS)}")
+        self.hidden_act = self.hidden_activation
         if self.use_bidirectional_attention:
             raise self._error("use_bidirectional_attention", "is not supported: this is a causal language model")
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):

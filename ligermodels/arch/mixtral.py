@@ -17,7 +17,7 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.config import ACTIVATIONS, RoutedConfig
 from ligermodels.cache import LayerCache
 from ligermodels.layers import (
     Attention,
@@ -32,7 +32,7 @@ from ligermodels.layers import (
 
 
 @dataclass(kw_only=True)
-class MixtralConfig(ModelConfig):
+class MixtralConfig(RoutedConfig):
     """config.json of model_type mixtral."""
 
     model_type: ClassVar[str] = "mixtral"
@@ -44,9 +44,6 @@ class MixtralConfig(ModelConfig):
     rms_norm_eps: float = 1e-5
     sliding_window: int | None = None
     num_local_experts: int = 8
-    num_experts_per_tok: int = 2
-    output_router_logits: bool = False
-    router_aux_loss_coef: float = 0.001
     router_jitter_noise: float = 0.0
 
     def __post_init__(self) -> None:

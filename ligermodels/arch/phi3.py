@@ -11,6 +11,7 @@ Paper: Abdin et al. 2024, https://arxiv.org/abs/2404.14219; https://arxiv.org/ab
 Checked against: models/phi3/modeling_phi3.py of transformers 5.23.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -30,6 +31,8 @@ from ligermodels.layers import (
     RotaryEmbedding,
     TiedLMHead,
 )
+
+_LONGROPE = ("short_factor", "long_factor", "factor", "attention_factor")
 
 
 @dataclass(kw_only=True)
@@ -51,18 +54,37 @@ class Phi3Config(ModelConfig):
     resid_pdrop: float = 0.0
     embd_pdrop: float = 0.0
 
+    @classmethod
+    def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:
+        rope, name = super()._rope_from_hf(config), "original_max_position_embeddings"
+        length = config.get(name, cls.original_max_position_embeddings)
+        for nested in (config.get("rope_scaling") or {}, config.get("rope_parameters") or {}):
+            if nested.get(name, length) != length:
+                raise ConfigError(
+                    f"phi3: the rope dict of config.json has {name}={nested[name]!r}, but the top level, which counts, "
+                    f"has {config.get(name, f'none, which means {length}')}; write the right one there"
+                )
+        return rope
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        rope_type = self.rope_parameters["rope_type"]
-        if rope_type not in ("default", "longrope"):
-            raise ConfigError(f"phi3: rope_type {rope_type!r} is not supported; supported: default, longrope")
-        if rope_type == "longrope":
-            self.rope_parameters["original_max_position_embeddings"] = self.original_max_position_embeddings
+        rope = self.rope_parameters = {"partial_rotary_factor": 1.0, **self.rope_parameters}
+        if rope["rope_type"] not in ("default", "longrope"):
+            raise ConfigError(f"phi3: rope_type {rope['rope_type']!r} is not supported; supported: default, longrope")
+        partial = rope["partial_rotary_factor"]
+        if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
+            raise ConfigError(f"phi3: partial_rotary_factor is {partial!r}, expected a number above 0 and at most 1")
+        if rope["rope_type"] == "longrope":
+            rope["original_max_position_embeddings"] = self.original_max_position_embeddings
 
     def to_hf(self) -> dict[str, Any]:
         config = super().to_hf()
-        if config["rope_scaling"]:  # transformers 4 reads `type` here, and the length at the top level only
-            kept = {key: value for key, value in config["rope_scaling"].items() if key.endswith("_factor")}
+        if scaling := config["rope_scaling"]:
+            # transformers 5 reads this dict first; 4 takes `type` and the two lists and refuses more, so what adds
+            # nothing to them stays out. The length is read at the top level only.
+            kept = {key: scaling[key] for key in _LONGROPE if scaling.get(key) is not None}
+            if kept.get("factor") == self.max_position_embeddings / self.original_max_position_embeddings:
+                del kept["factor"]
             config["rope_scaling"] = {"type": "longrope", **kept}
         return config
 

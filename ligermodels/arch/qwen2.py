@@ -47,13 +47,19 @@ class Qwen2Config(ModelConfig):
     def __post_init__(self) -> None:
         if not self.use_sliding_window:
             self.sliding_window = None
+        super().__post_init__()
         if self.layer_types is None:
             first = self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
             self.layer_types = [
                 "sliding_attention" if layer >= first else "full_attention" for layer in range(self.num_hidden_layers)
             ]
-        super().__post_init__()
         self._check_layer_types(self.layer_types)
+        if self.sliding_window is None and "sliding_attention" in self.layer_types:
+            raise self._error(
+                "layer_types",
+                "names sliding_attention, and there is no window: use_sliding_window is false or sliding_window is "
+                "null. Set both, or name full_attention everywhere.",
+            )
 
     def window(self, layer: int) -> int | None:
         return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None

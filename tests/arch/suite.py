@@ -2,7 +2,7 @@
 
 A test class names `arch`, `TINY` (id -> keyword arguments of the transformers config), `REAL` (name of a file in
 fixtures/configs -> exact number of parameters) and inherits the properties. Weights are drawn large, so that norms,
-softcaps and windows leave their mark on the logits.
+softcaps and windows leave their mark on the logits; `STD` and `NORM` say how large.
 """
 
 import copy
@@ -27,30 +27,38 @@ def relative(actual, expected):
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def write_checkpoint(tiny, folder, seed=0):
-    """A checkpoint by transformers, random weights of std 0.3 (norms 1 +- 0.3)."""
+def write_checkpoint(tiny, folder, seed=0, std=0.3, norm=1.0):
+    """A checkpoint by transformers with random weights: `std` around 0, around `norm` for the norms."""
     config = transformers.AutoConfig.for_model(**tiny)
     torch.manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.normal_(1.0 if "norm" in name else 0.0, 0.3)
+            parameter.normal_(norm if "norm" in name else 0.0, std)
     model.save_pretrained(folder)
     return folder
 
 
 def theirs(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    """transformers' model in its plainest form: the one that has every softcap, and sums experts in a fixed order."""
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
 
 
 class Suite:
     arch: type
     TINY: dict
     REAL: dict
+    STD = 0.3
+    NORM = 1.0
+    """What the norms' weights are drawn around; where they act as 1 + weight, 0 is as large."""
+    GENERATE: dict = {}
+    """What transformers' generate needs to be told beside the usual."""
 
     @pytest.fixture
     def folder(self, tiny, tmp_path):
-        return write_checkpoint(tiny, tmp_path / "hf")
+        return write_checkpoint(tiny, tmp_path / "hf", std=self.STD, norm=self.NORM)
 
     @pytest.fixture
     def hf(self, folder):
@@ -105,8 +113,11 @@ class Suite:
         for count in (100, torch.tensor(100)):
             assert abs(model(ids, labels=ids, num_items_in_batch=count).loss - expected) < LOGITS * expected
 
+    def greedy(self):
+        return dict(do_sample=False, eos_token_id=None, pad_token_id=0, **self.GENERATE)
+
     def test_64_greedy_tokens(self, hf, model, ids):
-        expected = hf.generate(ids[:, :9], max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected = hf.generate(ids[:, :9], max_new_tokens=64, **self.greedy())
         assert torch.equal(model.generate(ids[:, :9], max_new_tokens=64, eos_token_id=[]), expected)
 
     def test_cached_decoding_equals_the_full_forward(self, model, ids):
@@ -143,9 +154,7 @@ class Suite:
         model(ids, mask, positions, labels=labels).loss.backward()
         hf(input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels).loss.backward()
         self.compare_gradients(hf, model)
-        expected = hf.generate(
-            ids, attention_mask=mask, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
+        expected = hf.generate(ids, attention_mask=mask, max_new_tokens=20, **self.greedy())
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=20, eos_token_id=[]), expected)
 
     def test_packed_equals_separate(self, model, ids):
@@ -302,10 +311,11 @@ class Suite:
     def test_real_configuration_has_the_exact_number_of_parameters(self, real):
         name, count = real
         for path in (FIXTURES / f"{name}.json", FIXTURES / "v5" / f"{name}.json"):
-            model = self.arch.from_config(json.loads(path.read_text()), device="meta")
+            config = json.loads(path.read_text())
+            model = self.arch.from_config(config, device="meta")
             assert model.num_parameters() == count
             assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
-            assert model.dtype == torch.bfloat16
+            assert model.dtype == getattr(torch, config.get("dtype") or config["torch_dtype"])
 
 
 def gradients(model, ids, named=dict):

@@ -1,0 +1,303 @@
+"""Gemma 2: every switch of its configuration on tiny checkpoints, the released sizes, and naive loaders' mistakes."""
+
+import json
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.arch.gemma2 import Gemma2Config
+from ligermodels.layers import TiedLMHead
+from ligermodels.layers import attention as attention_layer
+from tests.arch.suite import FIXTURES, LOGITS, Suite, relative, theirs, theirs_logits, write_checkpoint
+
+
+def tiny(**changes):
+    base = dict(
+        model_type="gemma2",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        query_pre_attn_scalar=8,
+        sliding_window=6,
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=2.5,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    return {**base, **changes}
+
+
+class TestGemma2(Suite):
+    arch = ligermodels.Gemma2
+    NORM = 0.0
+    TINY = {
+        "plain": tiny(),
+        "window_of_two": tiny(sliding_window=2, num_hidden_layers=2),
+        "no_cap_on_scores": tiny(attn_logit_softcapping=None, num_hidden_layers=2),
+        "no_cap_on_logits_long_window": tiny(final_logit_softcapping=None, sliding_window=100, num_hidden_layers=2),
+        "no_caps_silu": tiny(
+            attn_logit_softcapping=None, final_logit_softcapping=None, hidden_activation="silu", num_hidden_layers=2
+        ),
+        "another_scalar_than_head_dim": tiny(
+            query_pre_attn_scalar=30, head_dim=12, num_key_value_heads=1, num_hidden_layers=2
+        ),
+        "layers_as_listed": tiny(layer_types=["full_attention", "sliding_attention", "sliding_attention"]),
+        "untied_with_biases_and_gelu": tiny(
+            tie_word_embeddings=False, attention_bias=True, hidden_activation="gelu", num_hidden_layers=2
+        ),
+        "other_theta_and_eps": tiny(
+            rms_norm_eps=0.05,
+            num_key_value_heads=4,
+            num_hidden_layers=1,
+            rope_parameters={"rope_type": "default", "rope_theta": 20.0},
+        ),
+    }  # fmt: skip
+    REAL = {"gemma-2-2b": 2_614_341_888, "gemma-2-9b": 9_241_705_984, "gemma-2-27b": 27_227_128_320}
+
+    def earlier_generation(self, config):
+        config = super().earlier_generation(config)
+        config["hidden_act"] = config["hidden_activation"]
+        if config["layer_types"] == Gemma2Config.from_hf({**config, "layer_types": None}).layer_types:
+            del config["layer_types"]
+        return config
+
+    def test_scores_and_logits_lie_on_both_sides_of_the_bend(self, model, ids, monkeypatch):
+        """Else parity would show nothing about the caps: all values would be +-cap, or as if there were none."""
+        seen, attention = [], attention_layer.attention
+
+        def recorded(q, k, v, *, softcap, scale, **options):
+            rows = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+            scores = torch.einsum("bqhd,bkhd->bhqk", q, rows) * scale
+            visible = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
+            seen.append((scores[..., visible].flatten(), softcap))
+            return attention(q, k, v, softcap=softcap, scale=scale, **options)
+
+        monkeypatch.setattr(attention_layer, "attention", recorded)
+        cap, model.lm_head.softcap = model.lm_head.softcap, None
+        seen.append((model(ids).logits.flatten().detach(), cap))
+        assert len(seen) == model.config.num_hidden_layers + 1
+        for values, cap in seen:
+            if cap is not None:
+                ratio = values.abs() / cap
+                inside, beyond = ((ratio < 0.3).float().mean(), (ratio > 1.5).float().mean())
+                assert inside > 0.15 and beyond > 0.02, (inside, beyond)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = tiny(query_pre_attn_scalar=12)
+    return write_checkpoint(config, tmp_path_factory.mktemp("gemma2") / "hf", norm=0.0)
+
+
+@pytest.fixture(scope="module")
+def hf(folder):
+    return theirs(folder)
+
+
+@pytest.fixture
+def model(folder):
+    return ligermodels.Gemma2.from_hub(folder, progress=False)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 97, (2, 24))
+
+
+def norm_after_the_residual(layer):
+    """The post norm on the sum, where Llama has the norm of its gated unit."""
+
+    def forward(x, residual, batch, cache=None):
+        x, residual = layer.attn_norm(x, residual)
+        x, residual = layer.attn_out_norm(layer.attn(x, batch, cache), residual)
+        x, residual = layer.mlp_norm(x, residual)
+        return layer.mlp_out_norm(layer.mlp(x))[0], residual
+
+    layer.forward = forward
+
+
+def no_norm_after_attention(layer):
+    layer.attn_out_norm.forward = lambda x, residual=None: (x, residual)
+
+
+def no_norm_after_the_gated_unit(layer):
+    layer.mlp_out_norm.forward = lambda x, residual=None: (x, residual)
+
+
+def post_attention_norm_as_in_llama(layer):
+    layer.mlp_norm, layer.attn_out_norm = layer.attn_out_norm, layer.mlp_norm
+
+
+def weights_for_scales(layer):
+    for norm in (layer.attn_norm, layer.attn_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+        norm.offset = 0.0
+
+
+def scaled_by_head_dim(layer):
+    layer.attn.scale = layer.attn.head_dim**-0.5
+
+
+def no_cap_on_scores(layer):
+    layer.attn.softcap = None
+
+
+def odd_layers_slide(layer):
+    layer.attn.window = None if layer.attn.window else 6
+
+
+def window_without_itself(layer):
+    layer.attn.window = layer.attn.window and layer.attn.window + 1
+
+
+def no_window(layer):
+    layer.attn.window = None
+
+
+def exact_gelu(layer):
+    layer.mlp.activation = "gelu"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        norm_after_the_residual,
+        no_norm_after_attention,
+        no_norm_after_the_gated_unit,
+        post_attention_norm_as_in_llama,
+        weights_for_scales,
+        scaled_by_head_dim,
+        no_cap_on_scores,
+        odd_layers_slide,
+        window_without_itself,
+        no_window,
+        exact_gelu,
+    ],
+)
+def test_what_a_naive_block_gets_wrong_shows(hf, model, ids, mistake):
+    expected = theirs_logits(hf, ids)
+    assert relative(model(ids).logits, expected) < LOGITS
+    for layer in model.layers:
+        mistake(layer)
+    # Exact GELU is the nearest to the truth of these: the two curves are at most 5e-4 apart.
+    assert relative(model(ids).logits, expected) > 10 * LOGITS
+
+
+def test_what_a_naive_ending_gets_wrong_shows(hf, model, ids):
+    expected = theirs_logits(hf, ids)
+    scale, cap = model.embed_tokens.scale, model.lm_head.softcap
+    for module, name, wrong, right in [
+        (model.embed_tokens, "scale", None, scale),
+        (model.lm_head, "softcap", None, cap),
+        (model.norm, "offset", 0.0, 1.0),
+    ]:
+        setattr(module, name, wrong)
+        assert relative(model(ids).logits, expected) > 100 * LOGITS
+        setattr(module, name, right)
+    table = model.embed_tokens.weight.detach()
+    scaled = torch.tanh(model.base_model(ids).last_hidden_state @ table.T * scale / cap) * cap  # a head that is scaled
+    assert relative(scaled, expected) > 100 * LOGITS
+    assert relative(model(ids).logits, expected) < LOGITS
+
+
+def test_the_cap_comes_before_the_mask(hf, model, ids, monkeypatch):
+    """Behind it, tanh would turn -inf into -cap, and every token would see a little of the future."""
+    later = ids.clone()
+    later[:, 12:] = torch.randint(3, 97, (2, 12))
+    assert torch.equal(model(later).logits[:, :12], model(ids).logits[:, :12])
+    expected = theirs_logits(hf, ids)
+
+    def cap_after_mask(q, k, v, *, window, softcap, scale, **_):
+        rows, values = (x.repeat_interleave(q.shape[2] // k.shape[2], 2).transpose(1, 2) for x in (k, v))
+        scores = q.transpose(1, 2) @ rows.mT * scale
+        past = torch.arange(q.shape[1])[:, None] - torch.arange(q.shape[1])
+        scores = scores.masked_fill((past < 0) | (past >= (window or 1000)), -torch.inf)
+        return ((softcap * torch.tanh(scores / softcap)).softmax(-1) @ values).transpose(1, 2)
+
+    monkeypatch.setattr(attention_layer, "attention", cap_after_mask)
+    assert relative(model(ids).logits, expected) > 100 * LOGITS
+    for layer in model.layers:
+        layer.attn.softcap = 1e9  # the same attention without the mistake, were there no cap
+    uncapped = model(ids).logits
+    monkeypatch.undo()
+    for layer in model.layers:
+        layer.attn.softcap = None
+    assert relative(uncapped, model(ids).logits) < 1e-4
+
+
+def test_the_27b_is_scaled_by_its_own_number():
+    for path in (FIXTURES / "gemma-2-27b.json", FIXTURES / "v5" / "gemma-2-27b.json"):
+        model = ligermodels.Gemma2.from_config(json.loads(path.read_text()), device="meta")
+        attn = model.layers[0].attn
+        assert attn.scale == 144**-0.5 != attn.head_dim**-0.5 and attn.num_heads * attn.head_dim != 4608
+        assert [layer.attn.window for layer in model.layers] == [4096, None] * 23
+        assert attn.softcap == 50.0 and model.lm_head.softcap == 30.0 and isinstance(model.lm_head, TiedLMHead)
+
+
+def test_what_config_json_does_not_say_is_as_in_transformers():
+    sizes = {key: tiny()[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+    config = Gemma2Config.from_hf({**sizes, "num_attention_heads": 8})
+    assert (config.head_dim, config.num_key_value_heads, config.query_pre_attn_scalar) == (256, 4, 256)
+    assert (config.attn_logit_softcapping, config.final_logit_softcapping, config.sliding_window) == (50.0, 30.0, 4096)
+    assert config.tie_word_embeddings and config.hidden_activation == "gelu_pytorch_tanh"
+    assert config.layer_types == ["sliding_attention", "full_attention", "sliding_attention"]
+    assert [config.window(layer) for layer in range(3)] == [4096, None, 4096]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(layer_types=["full_attention"] * 2), ["layer_types", "each of 3 blocks"]),
+        (dict(layer_types=["full_attention"] * 4), ["layer_types", "each of 3 blocks"]),
+        (dict(layer_types=["full_attention"] * 2 + ["chunked_attention"]), ["chunked_attention", "sliding_attention"]),
+        (dict(layer_types=[["full_attention"]] * 3), ["layer_types", "sliding_attention"]),
+        (dict(layer_types="sliding_attention"), ["layer_types='sliding_attention'", "must be list"]),
+        (dict(attn_logit_softcapping=0.0), ["attn_logit_softcapping=0.0", "must be positive"]),
+        (dict(attn_logit_softcapping=-50.0), ["attn_logit_softcapping=-50.0", "finite number"]),
+        (dict(attn_logit_softcapping=float("inf")), ["attn_logit_softcapping=inf", "finite number"]),
+        (dict(final_logit_softcapping=0), ["final_logit_softcapping=0", "must be positive"]),
+        (dict(final_logit_softcapping=float("nan")), ["final_logit_softcapping=nan", "finite number"]),
+        (dict(final_logit_softcapping="30"), ["final_logit_softcapping='30'", "number"]),
+        (dict(query_pre_attn_scalar=0), ["query_pre_attn_scalar=0", "must be positive"]),
+        (dict(query_pre_attn_scalar=None), ["query_pre_attn_scalar=None", "must be float"]),
+        (dict(sliding_window=0), ["sliding_window=0", "positive number of tokens"]),
+        (dict(sliding_window=-4), ["sliding_window=-4", "positive number of tokens"]),
+        (dict(sliding_window=None), ["sliding_window=None", "without a window"]),
+        (dict(sliding_window=True), ["sliding_window=True", "positive number of tokens"]),
+        (dict(use_bidirectional_attention=True), ["use_bidirectional_attention=True", "causal"]),
+        (dict(hidden_activation="relu"), ["hidden_activation='relu'", "gelu_pytorch_tanh"]),
+        (dict(num_hidden_layers="3"), ["num_hidden_layers='3'", "positive integer"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused(changes, words):
+    with pytest.raises(ligermodels.ConfigError) as error:
+        Gemma2Config.from_hf({**tiny(), **changes})
+    assert all(word in str(error.value) for word in ["gemma2", *words]), str(error.value)
+
+
+def test_layers_that_do_not_slide_need_no_window():
+    config = Gemma2Config.from_hf({**tiny(), "sliding_window": None, "layer_types": ["full_attention"] * 3})
+    assert [config.window(layer) for layer in range(3)] == [None] * 3
+
+
+def test_whole_numbers_and_null_are_caps_too():
+    config = Gemma2Config.from_hf({**tiny(), "attn_logit_softcapping": 50, "final_logit_softcapping": None})
+    assert config.attn_logit_softcapping == 50 and config.final_logit_softcapping is None
+    assert not Gemma2Config.from_hf({**tiny(), "use_bidirectional_attention": False}).use_bidirectional_attention
+
+
+def test_the_whole_model_compiles_without_a_graph_break(model, ids):
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+    compiled(ids, labels=ids).loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)

@@ -1,0 +1,382 @@
+"""Mixtral: every switch of its configuration on tiny checkpoints, the balancing loss, and naive loaders' mistakes."""
+
+import re
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ligermodels
+from ligermodels.arch.mixtral import MixtralConfig
+from ligermodels.layers import load_balancing_loss
+from ligermodels.layers import moe as moe_layer
+from tests.arch.suite import LOGITS, Suite, read_tensors, relative, theirs, theirs_logits, write_checkpoint
+
+
+def tiny(**changes):
+    base = dict(
+        model_type="mixtral",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=128,
+        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
+    )
+    return {**base, **changes}
+
+
+def named_on_disk(tensors):
+    """transformers' names in memory, experts stacked -> those of the files, a tensor per expert and projection."""
+    found = {}
+    for name, tensor in tensors.items():
+        block = name.partition("mlp.")[0] + "block_sparse_moe."
+        if name.endswith("mlp.gate.weight"):
+            found[block + "gate.weight"] = tensor
+        elif name.endswith("experts.gate_up_proj"):
+            for e, rows in enumerate(tensor):
+                found[f"{block}experts.{e}.w1.weight"], found[f"{block}experts.{e}.w3.weight"] = rows.chunk(2)
+        elif name.endswith("experts.down_proj"):
+            found |= {f"{block}experts.{e}.w2.weight": rows for e, rows in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    return found
+
+
+class TestMixtral(Suite):
+    arch = ligermodels.Mixtral
+    # Behind a cache, its balancing loss fails on an attention_mask, which is longer than the new tokens.
+    GENERATE = {"output_router_logits": False}
+    TINY = {
+        "eight_experts": tiny(num_local_experts=8),
+        "two_experts_and_both": tiny(num_local_experts=2, num_hidden_layers=1),
+        "three_of_five": tiny(num_local_experts=5, num_experts_per_tok=3, num_hidden_layers=1),
+        # A single expert weighs 1 whatever its score: without the balancing loss the router had no gradient.
+        "one_of_four": tiny(num_experts_per_tok=1, output_router_logits=True, router_aux_loss_coef=0.5),
+        "balancing_loss": tiny(output_router_logits=True, router_aux_loss_coef=0.1),
+        "window": tiny(sliding_window=6),
+        "jitter_is_for_training": tiny(router_jitter_noise=0.3, hidden_act="gelu"),
+        "tied_other_theta_and_eps": tiny(
+            tie_word_embeddings=True, rms_norm_eps=0.05, rope_parameters={"rope_type": "default", "rope_theta": 20.0}
+        ),
+        "wide_heads_sharing_one": tiny(head_dim=12, num_key_value_heads=1, num_hidden_layers=1),
+    }  # fmt: skip
+    REAL = {
+        "Mixtral-8x7B": 46_702_792_704,
+        "Mixtral-8x22B": 140_620_634_112,
+        "Mixtral-8x22B-Instruct": 140_630_071_296,
+    }
+
+    def named_on_disk(self, tensors):
+        return named_on_disk(tensors)
+
+    def test_packed_equals_separate(self, model, ids):
+        model.config.output_router_logits = False  # that loss is of a batch as a whole, not a sum over its sequences
+        super().test_packed_equals_separate(model, ids)
+
+    def test_the_stacked_layout_loads_and_is_written_as_the_released_one(self, folder, hf, model, ids, tmp_path):
+        (tmp_path / "stacked").mkdir()
+        shutil.copy(folder / "config.json", tmp_path / "stacked")
+        tensors = {name: x.contiguous() for name, x in hf.state_dict().items()}
+        if hf.config.tie_word_embeddings:
+            del tensors["lm_head.weight"]
+        assert any(name.endswith("mlp.experts.gate_up_proj") for name in tensors)
+        save_file(tensors, tmp_path / "stacked" / "model.safetensors")
+        stacked = self.arch.from_hub(tmp_path / "stacked", progress=False)
+        assert torch.equal(stacked(ids).logits, model(ids).logits)
+        stacked.save_pretrained(tmp_path / "again")
+        assert torch.equal(theirs_logits(theirs(tmp_path / "again"), ids), theirs_logits(hf, ids))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    config = tiny(num_local_experts=6, router_aux_loss_coef=0.2, router_jitter_noise=0.2)
+    return write_checkpoint(config, tmp_path_factory.mktemp("mixtral") / "hf")
+
+
+@pytest.fixture
+def hf(folder):
+    return theirs(folder)
+
+
+@pytest.fixture
+def model(folder):
+    return ligermodels.Mixtral.from_hub(folder, progress=False)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 97, (2, 24))
+
+
+# The balancing loss
+
+
+def padded(side):
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :9] = 0
+    return {"none": None, "left": mask, "right": mask.flip(1)}[side]
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+def test_the_balancing_loss_is_that_of_transformers(hf, model, ids, side, checkpointing):
+    mask = padded(side)
+    labels = ids if mask is None else ids.masked_fill(mask == 0, -100)
+    if side == "left":
+        labels = labels.index_fill(1, torch.tensor([9]), -100)  # else the padding would have to predict it
+    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
+    inputs = dict(attention_mask=mask, position_ids=positions, labels=labels, output_router_logits=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+        model.train().config.router_jitter_noise = 0.0
+        for layer in model.layers:
+            layer.moe.jitter_noise = 0.0
+    expected, output = hf(ids, **inputs), model(ids, **inputs)
+    tokens = torch.ones(48, dtype=torch.bool) if mask is None else mask.bool().flatten()
+    assert len(output.router_logits) == len(expected.router_logits) == 2
+    for found, wanted in zip(output.router_logits, expected.router_logits, strict=True):
+        assert found.shape == (48, 6) and relative(found[tokens], wanted[tokens]) < LOGITS
+    for name in ("aux_loss", "loss"):
+        assert abs(output[name] - expected[name]) < LOGITS * expected[name], name
+    plain = model(ids, mask, positions, labels)
+    assert plain.aux_loss is plain.router_logits is None
+    assert abs(output.loss - plain.loss - 0.2 * output.aux_loss) < LOGITS * output.loss
+    assert output.aux_loss > 2.05  # balanced it were 2: the part that it has in the gradients is no rounding error
+    output.loss.backward()
+    expected.loss.backward()
+    TestMixtral().compare_gradients(hf, model)
+
+
+def test_padding_does_not_count_in_the_balancing_loss(model, ids):
+    found = {side: model(ids, padded(side), output_router_logits=True) for side in ("none", "right")}
+    logits = found["none"].router_logits
+    assert abs(found["right"].aux_loss - found["none"].aux_loss) > 1e-3
+    tokens = padded("right").bool().flatten()
+    alone = load_balancing_loss([rows[tokens] for rows in logits], top_k=2)
+    assert abs(found["right"].aux_loss - alone) < 1e-6
+
+
+def test_the_config_turns_the_balancing_loss_on_and_the_caller_off(hf, model, ids):
+    asked = model(ids, labels=ids, output_router_logits=True)
+    model.config.output_router_logits = hf.config.output_router_logits = True
+    output = model(ids, labels=ids)
+    assert torch.equal(output.loss, asked.loss) and torch.equal(output.aux_loss, asked.aux_loss)
+    assert abs(output.loss - hf(ids, labels=ids).loss) < LOGITS * output.loss
+    without = model(ids, labels=ids, output_router_logits=False)
+    assert without.aux_loss is None and without.loss < output.loss
+    assert model(ids).aux_loss is not None and model(ids).loss is None
+
+
+def test_the_balancing_loss_of_packed_sequences(hf, model, ids):
+    bounds = torch.tensor([0, 10, 13, 24], dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in (10, 3, 11)])[None]
+    expected = hf(ids[:1], position_ids=positions, labels=ids[:1], output_router_logits=True, use_cache=False)
+    separate = [model(part, output_router_logits=True).router_logits for part in ids[:1].split([10, 3, 11], 1)]
+    whole = load_balancing_loss([torch.cat(rows) for rows in zip(*separate, strict=True)], top_k=2)
+    for how in (dict(position_ids=positions), dict(cu_seqlens=bounds, max_seqlen=11)):
+        output = model(ids[:1], labels=ids[:1], output_router_logits=True, **how)
+        assert abs(output.aux_loss - whole) < LOGITS * whole
+        assert abs(output.aux_loss - expected.aux_loss) < LOGITS * expected.aux_loss
+        for found, wanted in zip(output.router_logits, expected.router_logits, strict=True):
+            assert relative(found, wanted) < LOGITS
+
+
+def test_the_balancing_loss_counts_new_tokens_only_beside_a_cache(model, ids):
+    mask, cache = padded("left"), model.new_cache(2, 24)
+    model(ids[:, :20], mask[:, :20], past_key_values=cache)
+    step = model(ids[:, 20:], mask, past_key_values=cache, output_router_logits=True)
+    assert [logits.shape for logits in step.router_logits] == [(8, 6)] * 2
+    assert abs(step.aux_loss - load_balancing_loss(step.router_logits, top_k=2)) < 1e-6
+
+
+def test_balanced_experts_have_a_loss_of_top_k_over_all_layers_together(model, ids):
+    logits = model(ids, output_router_logits=True).router_logits
+    together = load_balancing_loss(logits, top_k=2)
+    each = sum(load_balancing_loss([rows], top_k=2) for rows in logits) / 2
+    assert abs(together - each) > 1e-2  # the mean of the layers' losses is another number
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.moe.router.weight.zero_()
+    assert abs(model(ids, output_router_logits=True).aux_loss - 2.0) < 1e-6
+
+
+# Jitter
+
+
+def test_jitter_is_drawn_as_transformers_draws_it(hf, model, ids):
+    found = []
+    for one in (hf, model):
+        torch.manual_seed(7)
+        found.append(one.train()(ids).logits)
+    assert relative(found[1], found[0]) < LOGITS
+    assert relative(model.eval()(ids).logits, found[0]) > 100 * LOGITS
+    torch.manual_seed(8)
+    assert relative(model.train()(ids).logits, found[0]) > 100 * LOGITS
+
+
+def test_jitter_scales_what_router_and_experts_see_and_is_the_same_in_the_second_run(model, ids):
+    moe, seen = model.layers[0].moe, {}
+    hooks = [
+        module.register_forward_hook(lambda _, inputs, __, name=name: seen.setdefault(name, []).append(inputs[0]))
+        for name, module in (("block", moe), ("router", moe.router), ("experts", moe.experts))
+    ]
+    model.train()(ids)
+    ratio = seen["router"][0] / seen["block"][0].flatten(0, 1)
+    assert torch.equal(seen["router"][0], seen["experts"][0])
+    assert 0.8 <= ratio.min() < 0.81 and 1.19 < ratio.max() <= 1.2 and abs(ratio.mean() - 1) < 0.02
+    seen.clear()
+    model.eval()(ids)
+    assert torch.equal(seen["router"][0], seen["block"][0].flatten(0, 1))
+    for hook in hooks:
+        hook.remove()
+    gradients = []
+    for checkpointing in (False, True):
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        model.zero_grad()
+        torch.manual_seed(7)
+        model.train()(ids, labels=ids, output_router_logits=True).loss.backward()
+        gradients.append([parameter.grad.clone() for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+# What a naive loader gets wrong
+
+
+def up_before_gate(model, monkeypatch):
+    for layer in model.layers:
+        weight = layer.moe.experts.gate_up_proj
+        weight.data = torch.cat([x for x in weight.data.chunk(2, 1)][::-1], 1)
+
+
+def experts_in_another_order(model, monkeypatch):
+    for layer in model.layers:
+        layer.moe.experts.down_proj.data = layer.moe.experts.down_proj.data.flip(0)
+
+
+def weights_that_do_not_sum_to_one(model, monkeypatch):
+    def route(logits, *, top_k):
+        weights, experts = logits.softmax(-1).topk(top_k)
+        return weights, experts.int()
+
+    monkeypatch.setattr(moe_layer, "route", route)
+
+
+def experts_of_equal_weight(model, monkeypatch):
+    def route(logits, *, top_k):
+        return torch.full((len(logits), top_k), 1 / top_k), logits.topk(top_k).indices.int()
+
+    monkeypatch.setattr(moe_layer, "route", route)
+
+
+def one_expert_less(model, monkeypatch):
+    for layer in model.layers:
+        layer.moe.top_k -= 1
+
+
+def gelu(model, monkeypatch):
+    for layer in model.layers:
+        layer.moe.experts.activation = "gelu"
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        up_before_gate,
+        experts_in_another_order,
+        weights_that_do_not_sum_to_one,
+        experts_of_equal_weight,
+        one_expert_less,
+        gelu,
+    ],
+)
+def test_what_a_naive_loader_gets_wrong_shows(hf, model, ids, mistake, monkeypatch):
+    expected = theirs_logits(hf, ids)
+    assert relative(model(ids).logits, expected) < LOGITS
+    mistake(model, monkeypatch)
+    assert relative(model(ids).logits, expected) > 100 * LOGITS
+
+
+def test_w1_w3_and_w2_are_gate_up_and_down(folder, model):
+    disk = read_tensors(folder)
+    for i, layer in enumerate(model.layers):
+        for e in range(6):
+            w1, w2, w3 = (disk[f"model.layers.{i}.block_sparse_moe.experts.{e}.w{n}.weight"] for n in (1, 2, 3))
+            assert torch.equal(layer.moe.experts.gate_up_proj[e], torch.cat([w1, w3]))
+            assert torch.equal(layer.moe.experts.down_proj[e], w2)
+
+
+def test_the_router_of_a_bf16_model_weighs_in_fp32_and_sums_to_one(hf, model, ids):
+    x = torch.randn(2, 24, 32).bfloat16()
+    router = hf.model.layers[0].mlp.gate.bfloat16()
+    _, weights, experts = router(x)
+    logits = model.bfloat16().layers[0].moe.router(x.flatten(0, 1))
+    found, chosen = moe_layer.route(logits, top_k=2)
+    assert logits.dtype == torch.bfloat16 and found.dtype == torch.float32
+    assert torch.equal(chosen.long(), experts)
+    torch.testing.assert_close(found, weights.detach(), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found.sum(-1), torch.ones(48), rtol=1e-6, atol=0)
+    assert not torch.equal(found, found.bfloat16().float())
+
+
+# The configuration
+
+
+def test_what_config_json_does_not_say_is_as_in_transformers():
+    sizes = {key: tiny()[key] for key in ("vocab_size", "intermediate_size", "num_hidden_layers")}
+    config = MixtralConfig.from_hf({**sizes, "hidden_size": 64, "num_attention_heads": 32, "head_dim": None})
+    assert (config.num_key_value_heads, config.head_dim, config.rms_norm_eps) == (8, 2, 1e-5)
+    assert (config.num_local_experts, config.num_experts_per_tok, config.router_aux_loss_coef) == (8, 2, 0.001)
+    assert config.rope_parameters["rope_theta"] == 1e6 and config.max_position_embeddings == 131072
+    assert not config.tie_word_embeddings and config.sliding_window is None and not config.output_router_logits
+    everyone = MixtralConfig.from_hf(
+        {**sizes, "hidden_size": 64, "num_attention_heads": 16, "num_key_value_heads": None}
+    )
+    assert everyone.num_key_value_heads == 16
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(num_experts_per_tok=5), ["num_experts_per_tok=5", "at most num_local_experts 4"]),
+        (dict(num_experts_per_tok=0), ["num_experts_per_tok=0", "positive"]),
+        (dict(num_local_experts=0), ["num_local_experts=0", "positive"]),
+        (dict(sliding_window=0), ["sliding_window=0", "positive number of tokens"]),
+        (dict(router_jitter_noise=1.0), ["router_jitter_noise=1.0", "below 1"]),
+        (dict(router_jitter_noise=-0.1), ["router_jitter_noise=-0.1", "zero or more"]),
+        (dict(router_aux_loss_coef=float("nan")), ["router_aux_loss_coef=nan", "finite"]),
+        (dict(output_router_logits="yes"), ["output_router_logits='yes'", "bool"]),
+        (dict(attention_dropout=0.1), ["attention_dropout=0.1", "not supported"]),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused(changes, words):
+    with pytest.raises(ligermodels.ConfigError) as error:
+        MixtralConfig.from_hf({**tiny(), **changes})
+    assert all(word in str(error.value) for word in ["mixtral", *words]), str(error.value)
+
+
+def test_an_expert_that_is_missing_is_named(folder, tmp_path):
+    shutil.copy(folder / "config.json", tmp_path)
+    name = "model.layers.1.block_sparse_moe.experts.5.w3.weight"
+    save_file({key: x for key, x in read_tensors(folder).items() if key != name}, tmp_path / "model.safetensors")
+    with pytest.raises(ligermodels.CheckpointError, match=re.escape(f"missing (1 of 53): {name}")):
+        ligermodels.Mixtral.from_hub(tmp_path)
+
+
+def test_the_whole_model_compiles_without_a_graph_break(model, ids):
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
+    compiled(ids, labels=ids, output_router_logits=True).loss.backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    model(ids, labels=ids, output_router_logits=True).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)

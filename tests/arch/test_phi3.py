@@ -1,0 +1,344 @@
+"""Phi-3: LongRoPE on both sides of the original length, partial rotation, windows, and the released sizes."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ligermodels
+from ligermodels import ConfigError
+from ligermodels.arch.phi3 import Phi3Config
+from tests.arch.suite import FIXTURES, LOGITS, Suite, relative, theirs, theirs_logits, write_checkpoint
+from tests.arch.traps import Traps
+
+SHORT, LONG = [1.0, 1.1, 1.2, 1.3], [1.0, 2.0, 4.0, 7.5]
+
+
+def tiny(**changes):
+    base = dict(
+        model_type="phi3",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        original_max_position_embeddings=16,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        pad_token_id=0,
+        eos_token_id=2,
+        rope_parameters=rope("default"),
+    )
+    return {**base, **changes}
+
+
+def rope(rope_type, **values):
+    return {"rope_type": rope_type, "rope_theta": 500.0, "partial_rotary_factor": 1.0, **values}
+
+
+def longrope(dims=4, **values):
+    factors = dict(short_factor=SHORT[:dims], long_factor=LONG[:dims])
+    return rope("longrope", **factors, original_max_position_embeddings=16, **values)
+
+
+class TestPhi3(Suite):
+    arch = ligermodels.Phi3
+    TINY = {
+        "plain": tiny(num_key_value_heads=None),
+        "window": tiny(sliding_window=6),
+        "half_of_a_head_rotates": tiny(rope_parameters=rope("default", partial_rotary_factor=0.5)),
+        "phi4": tiny(
+            original_max_position_embeddings=128,
+            rope_parameters={"rope_type": "default", "rope_theta": 250000, "partial_rotary_factor": 1.0},
+        ),
+        "longrope": tiny(num_key_value_heads=4, rope_parameters=longrope()),
+        "longrope_in_a_window": tiny(sliding_window=9, rope_parameters=longrope()),
+        "longrope_partial_tied": tiny(
+            num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=longrope(3, partial_rotary_factor=0.75)
+        ),
+        "longrope_with_a_factor": tiny(rope_parameters=longrope(factor=3.0)),
+        "longrope_with_an_attention_factor": tiny(rope_parameters=longrope(attention_factor=1.7)),
+    }
+    # Sizes and counts are exact; fields without a say in them (special ids, some factor lists) may differ.
+    REAL = {
+        "Phi-3-mini-4k-instruct": 3_821_079_552,
+        "Phi-3-mini-128k-instruct": 3_821_079_552,
+        "Phi-3-medium-4k-instruct": 13_960_238_080,
+        "Phi-3-medium-128k-instruct": 13_960_238_080,
+        "Phi-3.5-mini-instruct": 3_821_079_552,
+        "phi-4": 14_659_507_200,
+        "Phi-4-mini-instruct": 3_836_021_760,
+    }
+
+    def earlier_generation(self, config):
+        return earlier(config)
+
+    def test_cached_decoding_equals_the_full_forward(self, model, ids):
+        """On either side of the original length, where LongRoPE has one; across it, see below."""
+        for length, split in ((16, [9, 3, 1, 1, 1, 1]), (24, [17, 3, 1, 1, 1, 1])):
+            cache = model.new_cache(2, 24)
+            parts = ids[:, :length].split(split, dim=1)
+            steps = [model(part, past_key_values=cache).logits for part in parts]
+            assert relative(torch.cat(steps, dim=1), model(ids[:, :length]).logits) < LOGITS
+
+    def test_packed_equals_separate(self, model, ids):
+        """Sequences of one row on the same side of the original length: that of the longest one counts for all."""
+        if model.config.rope_parameters["rope_type"] == "default":
+            return super().test_packed_equals_separate(model, ids)
+        for first, second, longest in ((10, 14, 14), (20, 28, 28)):
+            text = torch.cat([ids, ids.flip(1)], dim=1)
+            parts = [text[:1, :first], text[1:, :second]]
+            packed, positions = torch.cat(parts, dim=1), torch.cat([torch.arange(first), torch.arange(second)])[None]
+            bounds = torch.tensor([0, first, first + second], dtype=torch.int32)
+            expected = torch.cat([model(part).logits for part in parts], dim=1)
+            assert relative(model(packed, position_ids=positions).logits, expected) < LOGITS
+            assert relative(model(packed, cu_seqlens=bounds, max_seqlen=longest).logits, expected) < LOGITS
+
+
+def earlier(config, name="longrope"):
+    """As transformers 4 wrote it: `type` and the lists in rope_scaling, the rest at the top level."""
+    config = dict(config)
+    scaling = dict(config.pop("rope_parameters"))
+    config["rope_theta"] = scaling.pop("rope_theta")
+    partial = scaling.pop("partial_rotary_factor", 1.0)
+    config.pop("partial_rotary_factor", None)
+    if partial != 1.0:  # a key of the later 4.x
+        config["partial_rotary_factor"] = partial
+    config["torch_dtype"] = config.pop("dtype", "float32")
+    scaling.pop("original_max_position_embeddings", None)
+    rope_type = scaling.pop("rope_type")
+    config["rope_scaling"] = None if rope_type == "default" else {"type": name, **scaling}
+    return config
+
+
+class TestTraps(Traps):
+    arch = ligermodels.Phi3
+    PLAIN = tiny(rms_norm_eps=0.05, sliding_window=6)
+    COMPILED = tiny(sliding_window=9, rope_parameters=longrope(3, partial_rotary_factor=0.75))
+    REAL = TestPhi3.REAL
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_checkpoint(tiny(rope_parameters=longrope()), tmp_path / "hf")
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(3, 97, (2, 40))
+
+
+def load(folder):
+    return ligermodels.Phi3.from_hub(folder, progress=False)
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+
+
+def greedy(hf, ids, **inputs):
+    return hf.generate(ids, max_new_tokens=14, do_sample=False, eos_token_id=None, pad_token_id=0, **inputs)
+
+
+@pytest.mark.parametrize("prompt", [9, 15, 16, 17])
+@pytest.mark.parametrize("window", [None, 6])
+def test_generation_across_the_original_length(tmp_path, ids, prompt, window):
+    """The tokens are those of transformers, and are those of a full forward for each of them."""
+    folder = write_checkpoint(tiny(sliding_window=window, rope_parameters=longrope()), tmp_path)
+    model, text = load(folder), ids[:, :prompt]
+    generated = model.generate(text, max_new_tokens=14, eos_token_id=[])
+    assert torch.equal(generated, greedy(theirs(folder), text))
+    for length in range(prompt, generated.shape[1]):
+        assert torch.equal(model(generated[:, :length]).logits[:, -1].argmax(-1), generated[:, length])
+
+
+def test_generation_of_padded_rows_across_the_original_length(folder, ids):
+    mask = torch.ones(2, 12, dtype=torch.long)
+    mask[1, :5] = 0
+    expected = greedy(theirs(folder), ids[:, :12], attention_mask=mask)
+    found = load(folder).generate(ids[:, :12], attention_mask=mask, max_new_tokens=14, eos_token_id=[])
+    assert torch.equal(found, expected)
+
+
+def test_keys_from_before_the_switch_are_wrong_after_it(folder, ids):
+    model = load(folder)
+    cache = model.new_cache(2, 24)
+    model(ids[:, :16], past_key_values=cache)
+    assert model.rotary.switches(16, 17) and not model.rotary.switches(15, 16) and not model.rotary.switches(17, 18)
+    stale = model(ids[:, 16:17], past_key_values=cache).logits
+    assert relative(stale, model(ids[:, :17]).logits[:, -1:]) > 100 * LOGITS
+
+
+def test_the_longest_sequence_of_a_call_chooses_the_table_for_all(folder, ids):
+    model, hf = load(folder), theirs(folder)
+    mask = torch.ones(2, 24, dtype=torch.long)
+    mask[1, :14] = 0  # ten tokens, which alone would be on the short side
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    found = model(ids[:, :24], mask, positions).logits[1, 14:]
+    expected = theirs_logits(hf, ids[:, :24], attention_mask=mask, position_ids=positions)[1, 14:]
+    assert relative(found, expected) < LOGITS
+    assert relative(model(ids[1:, 14:24]).logits[0], expected) > 100 * LOGITS
+
+
+@pytest.mark.parametrize("length", [7, 24])
+def test_cos_and_sin_are_scaled_on_either_side(folder, ids, length):
+    model, expected = load(folder), theirs_logits(theirs(folder), ids[:, :length])
+    assert relative(model(ids[:, :length]).logits, expected) < LOGITS
+    assert model.rotary.attention_scaling == pytest.approx((1 + 3 / 4) ** 0.5)  # log(128 / 16) / log(16)
+    model.rotary.attention_scaling = 1.0
+    assert relative(model(ids[:, :length]).logits, expected) > 100 * LOGITS
+
+
+@pytest.mark.parametrize(("length", "swapped"), [(7, "short_factor"), (24, "long_factor")])
+def test_each_side_has_its_own_factors(folder, ids, length, swapped):
+    expected = theirs_logits(theirs(folder), ids[:, :length])
+    for name in ("short_factor", "long_factor"):
+        edit(folder, rope_parameters={**longrope(), name: [3.0, 3.0, 3.0, 3.0]})
+        difference = relative(load(folder)(ids[:, :length]).logits, expected)
+        assert difference > 100 * LOGITS if name == swapped else difference < LOGITS
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_names_of_longrope_in_early_files(folder, ids, name):
+    model = load(folder)
+    config = earlier(json.loads((folder / "config.json").read_text()), name)
+    (folder / "config.json").write_text(json.dumps(config))
+    again = load(folder)
+    assert again.config == model.config
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert again.config.to_hf()["rope_scaling"] == {"type": "longrope", "short_factor": SHORT, "long_factor": LONG}
+
+
+def test_keys_that_nothing_reads_bring_no_warning(folder, ids):
+    expected = load(folder)(ids).logits
+    unused = dict(attention_bias=False, mlp_bias=False, lm_head_bias=False, full_attn_mod=1, interpolate_factor=1)
+    edit(folder, **unused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = load(folder)
+    assert torch.equal(model(ids).logits, expected)
+    assert unused.items() <= model.config.to_hf().items()
+
+
+def test_the_original_length_is_read_at_the_top_level(folder, ids):
+    expected = load(folder)(ids[:, :12]).logits
+    nested = longrope()
+    del nested["original_max_position_embeddings"]
+    edit(folder, rope_parameters=nested)
+    assert torch.equal(load(folder)(ids[:, :12]).logits, expected)
+    edit(folder, original_max_position_embeddings=8)
+    assert relative(load(folder)(ids[:, :12]).logits, expected) > 100 * LOGITS
+    missing = tiny(rope_parameters=nested)  # 4096, whatever the longest text is
+    del missing["original_max_position_embeddings"]
+    assert Phi3Config.from_hf(missing).rope_parameters["original_max_position_embeddings"] == 4096
+
+
+def test_what_transformers_4_has_no_place_for_stays_out_of_rope_scaling():
+    def saved(**changes):
+        config = Phi3Config.from_hf(tiny(rope_parameters=longrope(**changes)))
+        assert Phi3Config.from_hf(config.to_hf()) == config
+        return set(config.to_hf()["rope_scaling"]) - {"type", "short_factor", "long_factor"}
+
+    assert saved() == saved(factor=8.0) == saved(attention_factor=None) == set()
+    assert saved(factor=4.0, attention_factor=1.2) == {"factor", "attention_factor"}
+
+
+@pytest.mark.parametrize("partial", [0.5, 0.75])
+def test_dims_that_do_not_rotate_pass(tmp_path, ids, partial):
+    folder = write_checkpoint(tiny(rope_parameters=rope("default", partial_rotary_factor=partial)), tmp_path)
+    expected = theirs_logits(theirs(folder), ids)
+    assert load(folder).rotary.dim == 8 * partial
+    assert relative(load(folder)(ids).logits, expected) < LOGITS
+    edit(folder, rope_parameters=rope("default"), partial_rotary_factor=1.0)
+    assert relative(load(folder)(ids).logits, expected) > 100 * LOGITS
+
+
+def test_phi_4_mini_rotates_96_of_128_dims():
+    for path in (FIXTURES / "Phi-4-mini-instruct.json", FIXTURES / "v5" / "Phi-4-mini-instruct.json"):
+        model = ligermodels.Phi3.from_config(json.loads(path.read_text()), device="meta")
+        assert (model.rotary.dim, model.config.head_dim, model.config.tie_word_embeddings) == (96, 128, True)
+        assert model.rotary.attention_scaling == 1.1902380714238083
+
+
+def test_rows_on_disk_are_q_k_v_and_gate_up(folder, ids):
+    model, tensors = load(folder), load_file(folder / "model.safetensors")
+    expected = theirs_logits(theirs(folder), ids)
+    prefix = "model.layers.1."
+    qkv, gate_up = tensors[prefix + "self_attn.qkv_proj.weight"], tensors[prefix + "mlp.gate_up_proj.weight"]
+    assert torch.equal(model.layers[1].attn.qkv_proj.weight, qkv) and qkv.shape == (64, 32)
+    assert torch.equal(model.layers[1].mlp.gate_up_proj.weight, gate_up) and gate_up.shape == (88, 32)
+    q, k, v = qkv.split([32, 16, 16])
+    gate, up = gate_up.split(44)
+    for name, wrong in (
+        ("self_attn.qkv_proj.weight", torch.cat([q, v, k])),
+        ("self_attn.qkv_proj.weight", torch.cat([k, v, q])),
+        ("mlp.gate_up_proj.weight", torch.cat([up, gate])),
+    ):
+        save_file({**tensors, prefix + name: wrong}, folder / "model.safetensors", metadata={"format": "pt"})
+        assert relative(load(folder)(ids).logits, expected) > 100 * LOGITS
+
+
+@pytest.mark.parametrize("window", [5, 7, None])
+def test_another_window_is_seen(tmp_path, ids, window):
+    folder = write_checkpoint(tiny(sliding_window=6), tmp_path)
+    expected = theirs_logits(theirs(folder), ids)
+    edit(folder, sliding_window=window)
+    assert relative(load(folder)(ids).logits, expected) > 100 * LOGITS
+
+
+def test_a_window_counts_the_token_itself(tmp_path):
+    model = load(write_checkpoint(tiny(num_hidden_layers=1, sliding_window=4), tmp_path))
+    ids = torch.arange(3, 13)[None]
+    changed = ids.clone()
+    changed[0, 2] = 90
+    moved = (model(changed).logits != model(ids).logits).any(-1)[0].nonzero().flatten().tolist()
+    assert moved == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(sliding_window=0), ["sliding_window=0", "positive"]),
+        (dict(sliding_window=-2047), ["sliding_window=-2047", "positive"]),
+        (dict(sliding_window=True), ["sliding_window=True", "positive"]),
+        (dict(resid_pdrop=0.1), ["resid_pdrop=0.1", "not supported"]),
+        (dict(embd_pdrop=0.1), ["embd_pdrop=0.1", "not supported"]),
+        (dict(attention_dropout=0.1), ["attention_dropout=0.1", "not supported"]),
+        (dict(rope_scaling={"type": "linear", "factor": 2.0}), ["'linear'", "default, longrope"]),
+        (dict(rope_scaling={"type": "sideways"}), ["'sideways'", "longrope"]),
+        (dict(rope_scaling={"type": "longrope", "long_factor": LONG}), ["short_factor", "lacks"]),
+        (
+            dict(rope_scaling={"type": "su", "short_factor": SHORT, "long_factor": LONG[:3]}),
+            ["long_factor", "list of 4", "3"],
+        ),
+        (
+            dict(rope_scaling={"type": "su", "short_factor": [*SHORT, 1.0], "long_factor": LONG}),
+            ["short_factor", "list of 4", "5"],
+        ),
+        (
+            dict(rope_scaling={"type": "su", "short_factor": SHORT, "long_factor": [1.0, 2.0, "4", 7.5]}),
+            ["long_factor", "positive numbers"],
+        ),
+        (
+            dict(rope_scaling=longrope() | {"original_max_position_embeddings": 32}),
+            ["original_max_position_embeddings=32", "top level", "16"],
+        ),
+        (dict(original_max_position_embeddings=None), ["original_max_position_embeddings=None", "int"]),
+        (dict(partial_rotary_factor=0.0), ["partial_rotary_factor", "0.0", "above 0"]),
+        (dict(partial_rotary_factor=1.5), ["partial_rotary_factor", "1.5", "at most 1"]),
+        (dict(partial_rotary_factor="0.75"), ["partial_rotary_factor", "'0.75'", "number"]),
+        (dict(partial_rotary_factor=0.4), ["partial_rotary_factor=0.4", "even"]),
+    ],
+    ids=lambda value: "-".join(map(str, next(iter(value.items()))))[:60] if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused(changes, words):
+    config = tiny(rope_theta=500.0)
+    del config["rope_parameters"]
+    with pytest.raises(ConfigError) as error:
+        ligermodels.Phi3.from_config({**config, **changes}, device="meta")
+    assert all(word in str(error.value) for word in words), str(error.value)

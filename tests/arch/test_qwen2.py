@@ -1,0 +1,236 @@
+"""Qwen2: windows of some blocks, biases, long contexts, and the released sizes."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ligermodels
+from ligermodels import ConfigError
+from ligermodels.arch.qwen2 import Qwen2Config
+from tests.arch.suite import LOGITS, Suite, relative, theirs, theirs_logits, write_checkpoint
+from tests.arch.traps import Traps
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def tiny(**changes):
+    base = dict(
+        model_type="qwen2",
+        vocab_size=97,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        rope_parameters=rope("default"),
+    )
+    return {**base, **changes}
+
+
+def rope(rope_type, **values):
+    return {"rope_type": rope_type, "rope_theta": 500.0, **values}
+
+
+def windowed(**changes):
+    return tiny(**{"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, **changes})
+
+
+def flat(config):
+    """The config.json of transformers 4 without scaling."""
+    config = dict(config)
+    theta = config.pop("rope_parameters")["rope_theta"]
+    return {**config, "rope_theta": theta}
+
+
+class TestQwen2(Suite):
+    arch = ligermodels.Qwen2
+    TINY = {
+        "plain": tiny(num_key_value_heads=4),
+        "large_biases": tiny(num_key_value_heads=1),
+        "tied_with_rows_to_spare": tiny(tie_word_embeddings=True, vocab_size=160),
+        "window_in_every_block": windowed(max_window_layers=0),
+        "window_in_the_last_block": windowed(tie_word_embeddings=True),
+        "window_in_no_block": windowed(max_window_layers=2),
+        "window_switched_off": windowed(use_sliding_window=False, max_window_layers=0),
+        "window_where_layer_types_say": windowed(layer_types=[SLIDING, FULL]),
+        "yarn": windowed(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16)),
+        "dynamic": tiny(max_position_embeddings=16, rope_parameters=rope("dynamic", factor=3.0)),
+    }
+    # Sizes and counts are exact; fields without a say in them (eps, special ids, windows) may differ by revision.
+    REAL = {
+        "Qwen2-0.5B": 494_032_768,
+        "Qwen2-1.5B": 1_543_714_304,
+        "Qwen2-7B": 7_615_616_512,
+        "Qwen2-72B": 72_706_203_648,
+        "Qwen2.5-0.5B": 494_032_768,
+        "Qwen2.5-1.5B": 1_543_714_304,
+        "Qwen2.5-3B": 3_085_938_688,
+        "Qwen2.5-7B": 7_615_616_512,
+        "Qwen2.5-7B-Instruct": 7_615_616_512,
+        "Qwen2.5-14B": 14_770_033_664,
+        "Qwen2.5-32B": 32_763_876_352,
+        "Qwen2.5-72B": 72_706_203_648,
+        "QwQ-32B": 32_763_876_352,
+    }
+
+    @pytest.fixture
+    def folder(self, request, tiny, tmp_path):
+        folder = write_checkpoint(tiny, tmp_path / "hf")
+        if request.node.callspec.id == "large_biases":
+            enlarge_biases(folder)
+        return folder
+
+    def earlier_generation(self, config):
+        """Windows by their three fields alone, of which `sliding_window` stays where it is switched off."""
+        config = super().earlier_generation(config)
+        if config["layer_types"] != [SLIDING, FULL]:  # no choice of max_window_layers says that
+            del config["layer_types"]
+        if not config["use_sliding_window"]:
+            config["sliding_window"] = 5
+        return config
+
+
+class TestTraps(Traps):
+    arch = ligermodels.Qwen2
+    PLAIN = tiny(rms_norm_eps=0.05)
+    COMPILED = windowed()
+    REAL = TestQwen2.REAL
+
+
+def enlarge_biases(folder):
+    """Those of k to around 10, far above its weights, as in the small released models."""
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("k_proj.bias"):
+            tensor *= 30
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_biases_on_q_k_and_v_and_nowhere_else(tmp_path):
+    folder = write_checkpoint(tiny(), tmp_path)
+    model, ids = ligermodels.Qwen2.from_hub(folder, progress=False), torch.randint(3, 97, (2, 24))
+    biases = {name for name in model.state_dict() if name.endswith(".bias")}
+    assert biases == {"layers.0.attn.qkv_proj.bias", "layers.1.attn.qkv_proj.bias"}
+    expected = theirs_logits(theirs(folder), ids)
+    for part in (slice(0, 32), slice(32, 48), slice(48, 64)):  # of q, of k, of v
+        wrong = ligermodels.Qwen2.from_hub(folder, progress=False)
+        with torch.no_grad():
+            wrong.layers[0].attn.qkv_proj.bias[part] = 0
+        # Those of k move all scores of a query alike but for the rotation: they show least.
+        assert relative(wrong(ids).logits, expected) > 100 * LOGITS
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("k_proj.bias", "o_proj.bias"):  # one too few, then one too many
+        changed = {key: tensor for key, tensor in tensors.items() if not key.endswith(name)}
+        if name == "o_proj.bias":
+            changed["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(32)
+        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ligermodels.CheckpointError, match=name.replace(".", r"\.")):
+            ligermodels.Qwen2.from_hub(folder, progress=False)
+
+
+def test_the_last_blocks_have_the_window_and_the_first_see_everything():
+    def windows(**changes):
+        config = Qwen2Config.from_hf(flat(windowed(num_hidden_layers=4, **changes)))
+        model = ligermodels.Qwen2.from_config(config, device="meta")
+        assert Qwen2Config.from_hf(config.to_hf()) == config
+        return [layer.attn.window for layer in model.layers]
+
+    assert windows(max_window_layers=3) == [None, None, None, 5]
+    assert windows(max_window_layers=0) == [5, 5, 5, 5]
+    assert windows(max_window_layers=28) == [None] * 4
+    assert windows(use_sliding_window=False, max_window_layers=0) == [None] * 4
+    assert windows(sliding_window=None, max_window_layers=0) == [None] * 4
+    assert windows(layer_types=[FULL, SLIDING, SLIDING, FULL]) == [None, 5, 5, None]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(layer_types=[SLIDING, FULL]),
+        dict(layer_types=[SLIDING, SLIDING]),
+        dict(layer_types=[FULL, FULL]),
+        dict(sliding_window=4),
+        dict(sliding_window=6),
+        dict(use_sliding_window=False, layer_types=None),
+    ],
+    ids=lambda value: "-".join(map(str, value.values())),
+)
+def test_other_windows_are_seen(tmp_path, wrong):
+    folder = write_checkpoint(windowed(), tmp_path)
+    ids = torch.randint(3, 97, (2, 24))
+    expected = theirs_logits(theirs(folder), ids)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **wrong}))
+    assert relative(ligermodels.Qwen2.from_hub(folder, progress=False)(ids).logits, expected) > 100 * LOGITS
+
+
+def test_a_window_that_is_switched_off_is_not_used(tmp_path):
+    folder = write_checkpoint(windowed(use_sliding_window=False, max_window_layers=0), tmp_path)
+    ids = torch.randint(3, 97, (2, 24))
+    model = ligermodels.Qwen2.from_hub(folder, progress=False)
+    expected = model(ids).logits
+    model.layers[1].attn.window = 5
+    assert relative(model(ids).logits, expected) > 100 * LOGITS
+
+
+def test_dynamic_frequencies_grow_from_max_position_embeddings(tmp_path):
+    """Not from an original length, which other types have beside it."""
+    folder = write_checkpoint(TestQwen2.TINY["dynamic"], tmp_path)
+    ids = torch.randint(3, 97, (2, 24))
+    expected = theirs_logits(theirs(folder), ids)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
+    wrong = ligermodels.Qwen2.from_hub(folder, progress=False)
+    assert relative(wrong(ids).logits, expected) > 100 * LOGITS
+    within = ids[:, :16]
+    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope("default")}))
+    plain = ligermodels.Qwen2.from_hub(folder, progress=False)
+    assert relative(plain(within).logits, theirs_logits(theirs(folder), within)) < LOGITS
+
+
+def test_yarn_scales_below_the_original_length_too(tmp_path):
+    folder = write_checkpoint(TestQwen2.TINY["yarn"], tmp_path)
+    ids = torch.randint(3, 97, (2, 7))
+    expected = theirs_logits(theirs(folder), ids)
+    config = json.loads((folder / "config.json").read_text())
+    for changes in (dict(attention_factor=1.0), dict(factor=2.0), dict(original_max_position_embeddings=128)):
+        changed = {**config, "rope_parameters": {**config["rope_parameters"], **changes}}
+        (folder / "config.json").write_text(json.dumps(changed))
+        assert relative(ligermodels.Qwen2.from_hub(folder, progress=False)(ids).logits, expected) > 100 * LOGITS
+
+
+def test_rows_beyond_the_tokenizer_have_logits(tmp_path):
+    folder = write_checkpoint(TestQwen2.TINY["tied_with_rows_to_spare"], tmp_path)
+    model = ligermodels.Qwen2.from_hub(folder, progress=False)
+    assert model(torch.tensor([[159, 3]])).logits.shape == (1, 2, 160)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (dict(layer_types=[FULL]), ["layer_types=['full_attention']", "2 blocks"]),
+        (dict(layer_types=[FULL, "chunked_attention"]), ["chunked_attention", "sliding_attention"]),
+        (dict(layer_types="full_attention"), ["layer_types", "list"]),
+        (dict(use_sliding_window=False, layer_types=[FULL, SLIDING]), ["layer_types", "there is no window"]),
+        (dict(sliding_window=None, layer_types=[FULL, SLIDING]), ["layer_types", "there is no window"]),
+        (dict(sliding_window=0), ["sliding_window=0", "positive"]),
+        (dict(sliding_window=-4), ["sliding_window=-4", "positive"]),
+        (dict(sliding_window=True), ["sliding_window=True", "positive"]),
+        (dict(use_sliding_window="yes"), ["use_sliding_window='yes'", "bool"]),
+        (dict(max_window_layers="28"), ["max_window_layers='28'", "integer"]),
+        (dict(max_window_layers=-1), ["max_window_layers=-1", "zero or more"]),
+        (dict(num_hidden_layers="2"), ["num_hidden_layers='2'", "positive integer"]),
+        (dict(attention_dropout=0.1), ["attention_dropout=0.1", "not supported"]),
+        (dict(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}), ["mrope", "supported: default"]),
+    ],
+    ids=lambda value: "-".join(map(str, next(iter(value.items())))) if isinstance(value, dict) else "",
+)
+def test_what_cannot_work_is_refused(changes, words):
+    with pytest.raises(ConfigError) as error:
+        Qwen2Config.from_hf({**flat(windowed()), **changes})
+    assert all(word in str(error.value) for word in words), str(error.value)
