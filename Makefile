@@ -27,6 +27,7 @@ gpu:
 bench:
 	$(PYTHON) -m benchmarks.kernels
 	$(PYTHON) -m benchmarks.train_step
+	$(PYTHON) -m benchmarks.convergence
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

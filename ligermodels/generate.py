@@ -370,7 +370,12 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
     can_stop = bool(request.eos_ids or request.stop_strings)
     finished = torch.zeros(rows, dtype=torch.bool, device=device) if can_stop and rows > 1 else None
     done = [False] * rows  # what the host knows of `finished`
-    texts = [_StopText(request.tokenizer, request.stop_strings) for _ in done] if request.stop_strings else []
+    texts = []
+    if request.stop_strings:
+        texts = [
+            _StopText(request.tokenizer, request.stop_strings, row)
+            for row in ids[:, max(0, start - 8) : start].tolist()
+        ]
     seen: Tensor | None = None
     broken = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -455,10 +460,10 @@ def _nan_logits() -> InputError:
 
 
 class _StopText:
-    """Follows the new text of one row and says when it holds a stop string."""
+    """Follows the new text of one row, which goes on behind the ids `after`, and says when it holds a stop string."""
 
-    def __init__(self, tokenizer: Any, strings: Sequence[str]):
-        self.decoder = StreamDecoder(tokenizer)
+    def __init__(self, tokenizer: Any, strings: Sequence[str], after: Sequence[int]):
+        self.decoder = StreamDecoder(tokenizer, after=after)
         self.stops = StopStrings(strings)
 
     def ends_with(self, token: int) -> bool:

@@ -20,6 +20,7 @@ from ligermodels.generate import (
     keep_top_p,
     penalize_repetition,
 )
+from tests.text import folders
 
 VOCAB = 31
 
@@ -380,7 +381,7 @@ class Letters:
 
 
 class _Decoder:
-    def __init__(self, tokenizer):
+    def __init__(self, tokenizer, after):
         self.tokenizer = tokenizer
 
     def put(self, token):
@@ -694,3 +695,22 @@ def test_stop_strings_in_real_text(checkpoint):
     new = model.generate(ids, **options)[0, ids.shape[1] :]
     assert stop in tokenizer.decode(new) and stop not in tokenizer.decode(new[:-1])
     torch.testing.assert_close(new, free[: len(new)])
+
+
+def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(tmp_path):
+    """The decoder takes the space off the beginning of a text: new text is none."""
+    tokenizer = ligermodels.Tokenizer.from_folder(folders.byte_fallback(tmp_path / "tokenizer"))
+    prompt, whole = tokenizer.encode("the"), tokenizer.encode("the cat")
+    coming = whole[len(prompt) :]
+    assert whole[: len(prompt)] == prompt and tokenizer.decode(coming)[0] != " "
+    config = dict(vocab_size=1 + max(whole), hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    model = ligermodels.Llama.from_config({**config, "num_attention_heads": 1}, device="cpu")
+
+    def force(ids, logits):
+        chosen = (coming + coming)[ids.shape[1] - len(prompt)]
+        return torch.full_like(logits, -1e9).index_fill(1, torch.tensor([chosen]), 0.0)
+
+    options = dict(max_new_tokens=2 * len(coming), eos_token_id=[], tokenizer=tokenizer, logits_processor=force)
+    first = " " + tokenizer.decode(coming[:1])
+    out = model.generate(torch.tensor([prompt]), stop_strings=first, **options)
+    assert out[0].tolist() == [*prompt, coming[0]]

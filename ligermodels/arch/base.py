@@ -196,7 +196,7 @@ class CausalLM(nn.Module):
         |-------------------------------|-----------------------------------------|
         | weights of linears, experts,  | normal, mean 0, std `initializer_range` |
         | embedding                     |                                         |
-        | biases                        | 0                                       |
+        | biases, row of the pad token  | 0                                       |
         | norm weights                  | 1 - offset, so that the scale is 1      |
         """
         generator = torch.Generator(self.device).manual_seed(seed)
@@ -205,6 +205,8 @@ class CausalLM(nn.Module):
                 module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
+                if isinstance(module, nn.Embedding) and module.padding_idx is not None:
+                    module.weight[module.padding_idx].zero_()
             elif isinstance(module, Experts):
                 for weight in module.parameters(recurse=False):
                     weight.normal_(0.0, self.config.initializer_range, generator=generator)
@@ -279,7 +281,9 @@ class CausalLM(nn.Module):
             fused linear cross entropy then runs, and logits are None unless `return_logits=True`.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
             count of labels over all micro-batches of a step. A device scalar costs no synchronisation.
-        past_key_values, use_cache: a cache to read and extend; `use_cache` makes one where none is given.
+        past_key_values, use_cache: a cache to read and extend; `use_cache` makes one where none is given. Where
+            `rotary.switches(past, past + S)` (longrope, at its original length), empty it and pass the whole text, as
+            `generate` does: the cached keys were turned by other frequencies.
         logits_to_keep: compute the logits of the last n positions only; 0 keeps all.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         output_hidden_states: adds `hidden_states` and `last_hidden_state`.

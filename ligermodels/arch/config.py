@@ -254,6 +254,12 @@ class ModelConfig:
         """The dtype that the checkpoint was written in; float32 if config.json does not say."""
         return DTYPES[self.dtype or "float32"]
 
+    @property
+    def padding_idx(self) -> int | None:
+        """The row of the embedding that takes no gradient, as in transformers: `pad_token_id` where that is a row."""
+        pad = self.pad_token_id
+        return pad if pad is not None and 0 <= pad < self.vocab_size else None
+
     def to_hf(self) -> dict[str, Any]:
         """The contents of a config.json that both generations of transformers read alike."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
@@ -267,6 +273,8 @@ class ModelConfig:
             "torch_dtype": self.dtype,
             **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope},
             "rope_scaling": None if rope["rope_type"] == "default" else scaling,
+            # Where transformers 4 looks for longrope's.
+            **{key: rope[key] for key in ("original_max_position_embeddings",) if rope["rope_type"] == "longrope"},
         }
 
     to_dict = to_hf

@@ -94,7 +94,7 @@ class Gemma(CausalLM):
     def __init__(self, config: GemmaConfig):
         super().__init__(config)
         size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, scale=size**0.5)
+        self.embed_tokens = Embedding(config.vocab_size, size, scale=size**0.5, padding_idx=config.padding_idx)
         self.rotary = RotaryEmbedding(
             config.head_dim,
             theta=config.rope_parameters["rope_theta"],

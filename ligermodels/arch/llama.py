@@ -79,7 +79,7 @@ class Llama(CausalLM):
     def __init__(self, config: LlamaConfig):
         super().__init__(config)
         size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.embed_tokens = Embedding(config.vocab_size, size, padding_idx=config.padding_idx)
         self.rotary = RotaryEmbedding(
             config.head_dim,
             theta=config.rope_parameters["rope_theta"],

@@ -102,7 +102,7 @@ class Qwen2(CausalLM):
     def __init__(self, config: Qwen2Config):
         super().__init__(config)
         size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size)
+        self.embed_tokens = Embedding(config.vocab_size, size, padding_idx=config.padding_idx)
         self.rotary = RotaryEmbedding(
             config.head_dim,
             theta=config.rope_parameters["rope_theta"],

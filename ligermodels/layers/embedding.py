@@ -8,9 +8,9 @@ class Embedding(nn.Embedding):
     """A row per token id: [...] integers -> [..., embedding_dim].
 
     scale: multiplies the rows, rounded to the table's dtype first, as Gemma's released models were trained; a tied
-    head reads the rows as they are. padding_idx: a row that stays 0 and takes no gradient. Rows start small (normal,
-    std 0.02), as a tied head needs them. The gradient is dense, sums duplicates by sorting, never by atomics, and so
-    is the same in every run.
+    head reads the rows as they are. padding_idx: a row that takes no gradient from here, and starts at 0. Rows start
+    small (normal, std 0.02), as a tied head needs them. The gradient is dense, sums duplicates by sorting, never by
+    atomics, and so is the same in every run.
     """
 
     def __init__(

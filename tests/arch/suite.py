@@ -108,6 +108,14 @@ class Suite:
             found = relative(parameters[region.param].grad[region.index], wanted[region.source])
             assert found < GRADIENTS, f"{region.source}: relative error {found:.1e}"
 
+    def test_the_embedding_leaves_the_row_of_the_pad_token_alone(self, folder, ids):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "pad_token_id": ids[0, 3].item()}))
+        hf, model = theirs(folder), self.arch.from_hub(folder, progress=False)
+        hf(ids, labels=ids).loss.backward()
+        model(ids, labels=ids).loss.backward()
+        self.compare_gradients(hf, model)
+
     def test_loss_over_the_items_of_a_whole_step(self, hf, model, ids):
         expected = hf(ids, labels=ids, num_items_in_batch=torch.tensor(100)).loss
         for count in (100, torch.tensor(100)):
