@@ -266,23 +266,27 @@ class Suite:
         assert model.num_parameters(only_trainable=True) == head.numel()
 
     @pytest.mark.gpu
-    def test_bf16_on_a_gpu_is_as_near_to_fp32_as_transformers(self, hf, folder, ids):
-        exact = gradients(hf, ids, self.named_on_disk)
-        ours = gradients(self.arch.from_hub(folder, dtype=torch.bfloat16, device="cuda", progress=False), ids.cuda())
-        eager = gradients(theirs(folder).to("cuda", torch.bfloat16), ids.cuda(), self.named_on_disk)
-        ours["by name"] = {
-            region.source: ours["by name"][region.param][region.index]
-            for region in weights.regions(self.arch.from_config(hf.config.to_dict(), device="meta"), self.arch.WEIGHTS)
-        }
+    def test_bf16_on_a_gpu_is_as_near_to_fp32_as_transformers(self, hf, folder, tiny):
+        """The medians of 15 short texts: in one text a token that a router sends elsewhere, or a softmax that tips
+        over, can outweigh all roundings, on either side. What is left to chance is from nine texts on a CPU, where
+        transformers' errors were exceeded by up to 1.08 (logits) and 1.29 times (gradients), mostly undercut."""
+        ours = self.arch.from_hub(folder, dtype=torch.bfloat16, device="cuda", progress=False)
+        eager = theirs(folder).to("cuda", torch.bfloat16)
+        regions = weights.regions(ours, self.arch.WEIGHTS)
 
-        def error(found):
-            names = exact["by name"]
-            wrong = sum((found["by name"][name].cpu() - names[name]).double().square().sum() for name in names)
-            return wrong.sqrt(), (found["logits"].cpu() - exact["logits"]).norm()
+        def cut(tensors):
+            return {region.source: tensors[region.param][region.index] for region in regions}
 
-        # Both err by the roundings of a whole network, of which this is one draw each: half is left to chance.
-        for actual, allowed in zip(error(ours), error(eager), strict=True):
-            assert actual < 1.5 * allowed, f"{actual:.3e} against {allowed:.3e} in transformers"
+        errors = []
+        for _ in range(15):
+            ids = torch.randint(3, tiny["vocab_size"], (1, 10))
+            exact = results(hf, ids, self.named_on_disk)
+            found = results(ours, ids.cuda(), cut), results(eager, ids.cuda(), self.named_on_disk)
+            errors.append([[(a - b).norm() for a, b in zip(one, exact, strict=True)] for one in found])
+        actual, allowed = torch.tensor(errors).median(0).values
+        assert (actual < torch.tensor([1.25, 1.5]) * allowed).all(), (
+            f"logits, gradients: {actual} against {allowed} in transformers"
+        )
 
     @pytest.mark.gpu
     def test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(self, model, ids):
@@ -326,12 +330,14 @@ class Suite:
             assert model.dtype == getattr(torch, config.get("dtype") or config["torch_dtype"])
 
 
-def gradients(model, ids, named=dict):
-    output = model(ids, labels=ids)
-    output.loss.backward()
-    found = named({name: parameter.grad.float() for name, parameter in model.named_parameters()})
+def results(model, ids, named):
+    """Logits, and all gradients in one vector in the order of the names on disk."""
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    found = named({name: parameter.grad for name, parameter in model.named_parameters()})
     with torch.no_grad():
-        return {"by name": found, "logits": model(ids).logits.float()}
+        logits = model(ids).logits
+    return logits.double().cpu(), torch.cat([found[name].double().cpu().flatten() for name in sorted(found)])
 
 
 def theirs_logits(hf, ids, **inputs):
