@@ -40,7 +40,8 @@ from benchmarks.common import PACKAGES, environment, table, write_json
 from benchmarks.train_cases import CASES, Case
 
 GIB = 2**30
-CHECKPOINTING = ("none", "block")
+CHECKPOINTING = ("none", "mlp", "block")
+"""What is computed again in backward: nothing, the gated units or experts (ours alone can), whole blocks."""
 ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}
 EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm"}
 """The word in a provider's name -> what transformers calls it."""
@@ -78,10 +79,11 @@ class Provider:
         kind, _, own = name.partition(":")
         base, *words = kind.split("+")
         known = {"ligermodels": (), "hf": (*ATTENTION, *EXPERTS, *PATCHES)}.get(base)
-        if known is None or not set(words) <= set(known) or (own or checkpointing) not in CHECKPOINTING:
+        can = CHECKPOINTING if base == "ligermodels" else ("none", "block")
+        if known is None or not set(words) <= set(known) or (own or checkpointing) not in can:
             raise ValueError(
-                f"unknown provider {name!r}; known: ligermodels, hf, each with :none or :block behind it, hf with any "
-                f"of +{', +'.join((*ATTENTION, *EXPERTS, *PATCHES))} before that"
+                f"unknown provider {name!r}; known: ligermodels with :none, :mlp or :block behind it, hf with :none or "
+                f":block and any of +{', +'.join((*ATTENTION, *EXPERTS, *PATCHES))} before that"
             )
         patches = tuple(word for word in words if word in PATCHES)
         attention = next((word for word in words if word in ATTENTION), case.attention if patches else "sdpa")
@@ -194,8 +196,9 @@ def build(provider: Provider, folder: Path, device: str) -> nn.Module:
     else:
         model = _theirs(provider, folder, device)
     model.train()
-    if provider.checkpointing == "block":
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if provider.checkpointing != "none":
+        options = {"recompute": provider.checkpointing} if provider.ours else {"use_reentrant": False}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if "compile" in provider.patches:
         model.compile(dynamic=False)
     return model

@@ -24,7 +24,16 @@ from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
-from ligermodels.layers import Batch, Experts, LMHead, RMSNorm, TiedLMHead, load_balancing_loss
+from ligermodels.layers import (
+    Batch,
+    Experts,
+    GatedMLP,
+    LMHead,
+    MoE,
+    RMSNorm,
+    TiedLMHead,
+    load_balancing_loss,
+)
 
 IGNORE_INDEX = -100
 
@@ -101,6 +110,7 @@ class CausalLM(nn.Module):
         self.generation_config = GenerationConfig()
         self.source_folder: Path | None = None
         self.gradient_checkpointing = False
+        self._recompute = "block"
         self._checkpoint_options: dict[str, Any] = {}
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
@@ -377,7 +387,8 @@ class CausalLM(nn.Module):
         besides x and residual.
         """
         residual = None
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled() and past_key_values is None
+        recompute = self.gradient_checkpointing and self._recompute == "block"
+        recompute = recompute and torch.is_grad_enabled() and past_key_values is None
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else x + residual)
@@ -482,11 +493,22 @@ class CausalLM(nn.Module):
         )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keeps only the inputs of each block in training and computes the rest again in backward."""
+        """Keeps less in training and computes it again in backward: `{"recompute": "block"}`, the default, or "mlp".
+
+        "block" keeps only the inputs of each block. "mlp" keeps all but what is inside of the gated units or experts,
+        which is most of the memory and, attention being spared, the cheapest of it to compute again. Everything else
+        in the dict goes to torch.utils.checkpoint, for "block".
+        """
         options = dict(gradient_checkpointing_kwargs or {})
+        recompute = options.pop("recompute", "block")
+        if recompute not in ("block", "mlp"):
+            raise InputError(f"recompute={recompute!r} is not supported; supported: 'block', 'mlp'")
         if options.pop("use_reentrant", False):
             raise InputError("use_reentrant=True is not supported; leave it out or set it to False")
-        self.gradient_checkpointing, self._checkpoint_options = True, options
+        self.gradient_checkpointing, self._recompute, self._checkpoint_options = True, recompute, options
+        for module in self.modules():
+            if isinstance(module, GatedMLP | MoE):
+                module.recompute = recompute == "mlp"
 
     def activation_checkpointing_enable(
         self,
@@ -502,6 +524,7 @@ class CausalLM(nn.Module):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
+        self.gradient_checkpointing_enable()
         self.gradient_checkpointing = False
 
     @property

@@ -1,6 +1,8 @@
 """The gated feed-forward unit."""
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels.glu import glu, glu_linear
 from ligermodels.layers.linear import Linear, PackedLinear, is_plain
@@ -9,9 +11,12 @@ from ligermodels.layers.linear import Linear, PackedLinear, is_plain
 class GatedMLP(nn.Module):
     """down_proj(activation(gate) * up) with gate and up packed: [..., hidden_size] -> [..., hidden_size].
 
-    Saves only gate_up_proj's output for the backward, which makes the product anew while it reads it.
-    activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
+    Saves only its input and gate_up_proj's output for the backward, which makes the product anew while it reads it.
+    activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU). `recompute`, an attribute, False at first: saves only
+    the input, and runs again in the backward.
     """
+
+    recompute = False
 
     def __init__(
         self,
@@ -27,6 +32,11 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
         gate_up, down = self.gate_up_proj(x), self.down_proj
         if not is_plain(down):
             return down(glu(gate_up, activation=self.activation))

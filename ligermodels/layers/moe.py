@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.moe import moe_experts, route
@@ -45,8 +46,10 @@ class MoE(nn.Module):
 
     The scores of the chosen experts are softmaxed in fp32, to sum 1, and weigh their outputs, which are summed in
     fp32. jitter_noise: in training, x is multiplied by numbers from [1 - jitter_noise, 1 + jitter_noise] first,
-    for the router and the experts alike. activation: as in GatedMLP.
+    for the router and the experts alike. activation, recompute: as in GatedMLP.
     """
+
+    recompute = False
 
     def __init__(
         self,
@@ -65,6 +68,11 @@ class MoE(nn.Module):
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
         rows = x.reshape(-1, x.shape[-1])

@@ -223,13 +223,17 @@ class Suite:
             q.copy_(q.view(2, -1, q.shape[1]).transpose(0, 1).reshape(q.shape))
         assert relative(model(ids).logits, expected) > 100 * LOGITS
 
-    def test_checkpointing_gives_the_same_gradients(self, model, ids):
-        model(ids, labels=ids).loss.backward()
+    @pytest.mark.parametrize("recompute", ["block", "mlp"])
+    def test_checkpointing_gives_the_same_gradients_and_keeps_less(self, model, ids, recompute):
+        kept = saved_bytes(lambda: model(ids, labels=ids).loss.backward())
         expected = {name: p.grad.clone() for name, p in model.named_parameters()}
         model.zero_grad()
-        model.gradient_checkpointing_enable()
-        model(ids, labels=ids).loss.backward()
+        model.gradient_checkpointing_enable({"recompute": recompute})
+        less = saved_bytes(lambda: model(ids, labels=ids).loss.backward())
+        assert less < kept and model.is_gradient_checkpointing
         assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+        model.gradient_checkpointing_disable()
+        assert saved_bytes(lambda: model(ids, labels=ids)) == kept
 
     def test_logits_beside_the_loss_hidden_states_and_the_last_positions(self, hf, model, ids):
         output = model(ids, labels=ids, return_logits=True, output_hidden_states=True)
@@ -338,6 +342,20 @@ def results(model, ids, named):
     with torch.no_grad():
         logits = model(ids).logits
     return logits.double().cpu(), torch.cat([found[name].double().cpu().flatten() for name in sorted(found)])
+
+
+def saved_bytes(run):
+    """What autograd keeps of activations, each time it keeps it."""
+    total = 0
+
+    def keep(tensor):
+        nonlocal total
+        total += 0 if isinstance(tensor, torch.nn.Parameter) else tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        run()
+    return total
 
 
 def theirs_logits(hf, ids, **inputs):
