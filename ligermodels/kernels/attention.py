@@ -1,46 +1,41 @@
-"""Scaled dot-product attention on torch's engines: softmax(scale * q k^T + mask) v.
+"""Scaled dot-product attention: softmax(scale * q k^T + mask) v, on torch's engines or our own.
 
 What is added to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, so that q, k and v
 go in as strided views of one packed projection and the output is the next projection's input without a copy;
-grouped heads; causality aligned to the last key; windows; padding that cannot make a NaN; packed sequences;
-the choice of engine.
+grouped heads; causality aligned to the last key; windows; softcaps; padding that cannot make a NaN; packed
+sequences; the choice of engine.
 
 | case                                   | engine                                                            |
 |----------------------------------------|-------------------------------------------------------------------|
 | S = K causal, or nothing hidden        | torch's first choice. bf16, fp16: cuDNN on Hopper and later,      |
 |                                        | FlashAttention-2 on Ampere and Ada; fp32: memory-efficient kernel |
 | one query (decode)                     | FlashAttention-2: cuDNN would plan anew for every length K        |
-| window, packed sequences, S < K causal | bf16, fp16: FlashAttention-2 (variable length), without a mask    |
-| the same in fp32; any key_mask         | memory-efficient kernel or cuDNN, boolean mask [1 or B, 1, S, K]  |
-| softcap                                | `attention_reference`: holds [B, HQ, S, K] scores several times   |
-| CPU                                    | torch's CPU flash kernel, with a boolean mask where one is needed |
+| softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
+| window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
+| S < K causal                           | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
+| CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
+|                                        | with a softcap `attention_reference`                              |
 
-Bytes: none of the engines but the last writes scores; each reads q, k, v and writes the output and one fp32
-per row and head, which is the minimum up to re-reading k and v from cache. A boolean mask costs S * K
+Bytes: none of the engines but the reference writes scores; each reads q, k, v and writes the output and one
+number per row and head, which is the minimum up to re-reading k and v from cache. A boolean mask costs S * K
 elements per call, and another S * K of the inputs' dtype inside torch, held for the backward.
 
-The gradients of FlashAttention and cuDNN sum in no fixed order; `torch.use_deterministic_algorithms(True)`
-makes torch choose, or switch, to ones that do.
+The gradients of torch's engines sum in no fixed order; `torch.use_deterministic_algorithms(True)` makes torch
+choose, or switch, to ones that do. Those of the Triton kernels always sum in one order.
 
 Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
 
-import inspect
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, last_dim_contiguous
-
-# torch 2.11 takes grouped heads unasked, later ones want to be told.
-_GROUPED_HEADS: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
+from ligermodels.kernels.flash_attention import data_centre, flash_attention
 
 
 def attention_reference(
@@ -110,13 +105,13 @@ def attention(
     q: [B, S, HQ, D]. k, v: [B, K, HK, D]; query head h reads key head h // (HQ / HK). Strided views are fine.
     causal: aligned to the last key: query i sees key j only if j <= i + K - S. Needs K >= S.
     window: tokens, counting itself: j > i + K - S - window.
-    softcap: scores become softcap * tanh(scores / softcap) before masking, and are held in memory.
+    softcap: scores become softcap * tanh(scores / softcap) before masking.
     scale: multiplies q k^T; default D ** -0.5.
     key_mask: bool [B, K], False where a key is padding that nobody sees. A query left without a key sees its
         own, so that the output of padding is finite; nothing else may be read into it.
     cu_seqlens: int32 [N + 1], 0 = first, ascending, S = last, with B = 1 and K = S: boundaries of N packed
         sequences which do not see each other. On a GPU the values are taken on trust: looking would stall it.
-    max_seqlen: at least the longest packed sequence; default S. Close to the truth is faster.
+    max_seqlen: at least the longest packed sequence; no engine here needs it.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
@@ -129,18 +124,26 @@ def attention(
     if window is not None and window >= num_keys:
         window = None
     options: dict[str, Any] = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens)
+    plain = window is None and key_mask is None and cu_seqlens is None
+    everything = plain and (length == num_keys or not causal)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if _triton_takes(q, softcap) and (softcap is not None or not (everything or length == 1)):
+        return flash_attention(q, k, v, softcap=softcap, scale=scale, **options)
     if softcap is not None or q.numel() == 0:
         return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
     q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-    plain = window is None and key_mask is None and cu_seqlens is None
     if length == 1:
         return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
-    if plain and (length == num_keys or not causal):
+    if everything:
         return _sdpa(q, k, v, None, causal, scale)
-    if key_mask is None and _flash_takes(q) and (causal or window is None):
-        return _flash(q, k, v, causal, window, scale, cu_seqlens, max_seqlen)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
+
+
+def _triton_takes(q: Tensor, softcap: float | None) -> bool:
+    """True if our kernels run on tensors like q. For fp32 torch's are faster, but have no softcap."""
+    half = q.dtype in (torch.bfloat16, torch.float16)
+    capped = q.dtype == torch.float32 and softcap is not None and q.is_cuda and data_centre(q.device.index)
+    return use_triton(q) and q.numel() > 0 and q.shape[-1] <= 256 and (half or capped)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:
@@ -168,39 +171,6 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     else:
         out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale)
     return out.reshape(q.shape)
-
-
-def _flash(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: int | None,
-    scale: float,
-    cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> Tensor:
-    """FlashAttention-2 over rows laid end to end: packed sequences, or a batch as if it were packed."""
-    batch_size, length = q.shape[:2]
-    if cu_seqlens is None:
-        ends = torch.arange(batch_size + 1, dtype=torch.int32, device=q.device)
-        cu_queries, max_queries, cu_keys, max_keys = ends * length, length, ends * k.shape[1], k.shape[1]
-    else:
-        cu_queries = cu_keys = cu_seqlens
-        max_queries = max_keys = length if max_seqlen is None else max_seqlen
-    out: Any = varlen_attn(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        cu_queries,
-        cu_keys,
-        max_queries,
-        max_keys,
-        scale=scale,
-        window_size=(-1 if window is None else window - 1, 0 if causal else -1),
-        **_GROUPED_HEADS,
-    )
-    return out.unflatten(0, (batch_size, length))
 
 
 def _flash_takes(q: Tensor) -> bool:
