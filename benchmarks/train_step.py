@@ -14,7 +14,8 @@ the weights' dtype) on random tokens, the same for all, and the first of them mu
 
 A provider is `ligermodels`, or `hf` with any of: +eager, +sdpa, +flex (its attention; sdpa where none is named, and
 for +liger and +compile the case's own), +loop, +grouped_mm (its experts), +liger, +compile (its patch). Behind a
-colon its checkpointing, where that is not the run's: `ligermodels:none`.
+colon its checkpointing, where that is not the run's: `ligermodels:none`; `ligermodels:mlp-9` computes the gated units
+of the first 9 blocks again.
 """
 
 import argparse
@@ -80,10 +81,13 @@ class Provider:
         base, *words = kind.split("+")
         known = {"ligermodels": (), "hf": (*ATTENTION, *EXPERTS, *PATCHES)}.get(base)
         can = CHECKPOINTING if base == "ligermodels" else ("none", "block")
-        if known is None or not set(words) <= set(known) or (own or checkpointing) not in can:
+        what, _, blocks = (own or checkpointing).partition("-")
+        known_blocks = not blocks or (blocks.isdecimal() and base == "ligermodels" and what != "none")
+        if known is None or not set(words) <= set(known) or what not in can or not known_blocks:
             raise ValueError(
-                f"unknown provider {name!r}; known: ligermodels with :none, :mlp or :block behind it, hf with :none or "
-                f":block and any of +{', +'.join((*ATTENTION, *EXPERTS, *PATCHES))} before that"
+                f"unknown provider {name!r}; known: ligermodels with :none, :mlp or :block behind it (:mlp-9: the first "
+                "9 blocks only), hf with :none or :block and any of "
+                f"+{', +'.join((*ATTENTION, *EXPERTS, *PATCHES))} before that"
             )
         patches = tuple(word for word in words if word in PATCHES)
         attention = next((word for word in words if word in ATTENTION), case.attention if patches else "sdpa")
@@ -197,7 +201,10 @@ def build(provider: Provider, folder: Path, device: str) -> nn.Module:
         model = _theirs(provider, folder, device)
     model.train()
     if provider.checkpointing != "none":
-        options = {"recompute": provider.checkpointing} if provider.ours else {"use_reentrant": False}
+        options: dict[str, Any] = {"use_reentrant": False}
+        if provider.ours:
+            what, _, blocks = provider.checkpointing.partition("-")
+            options = {"recompute": what, **({"blocks": int(blocks)} if blocks else {})}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     if "compile" in provider.patches:
         model.compile(dynamic=False)

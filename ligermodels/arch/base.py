@@ -110,7 +110,7 @@ class CausalLM(nn.Module):
         self.generation_config = GenerationConfig()
         self.source_folder: Path | None = None
         self.gradient_checkpointing = False
-        self._recompute = "block"
+        self._recomputed_blocks = 0
         self._checkpoint_options: dict[str, Any] = {}
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
@@ -387,12 +387,11 @@ class CausalLM(nn.Module):
         besides x and residual.
         """
         residual = None
-        recompute = self.gradient_checkpointing and self._recompute == "block"
-        recompute = recompute and torch.is_grad_enabled() and past_key_values is None
+        recomputed_blocks = self._recomputed_blocks if torch.is_grad_enabled() and past_key_values is None else 0
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else x + residual)
-            if recompute:
+            if i < recomputed_blocks:
                 x, residual, *routed = recomputed(
                     layer, x, residual, batch, use_reentrant=False, **self._checkpoint_options
                 )
@@ -493,22 +492,26 @@ class CausalLM(nn.Module):
         )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keeps less in training and computes it again in backward: `{"recompute": "block"}`, the default, or "mlp".
+        """Keeps less in training and computes it again in backward.
 
-        "block" keeps only the inputs of each block. "mlp" keeps all but what is inside of the gated units or experts,
-        which is most of the memory and, attention being spared, the cheapest of it to compute again. Everything else
-        in the dict goes to torch.utils.checkpoint, for "block".
+        recompute, in the dict: "block", the default, keeps only the inputs of each block. "mlp" keeps all but what is
+            inside of the gated units or experts: more memory than "block", less to compute again.
+        blocks: that many of the first blocks only; default all. What the last blocks keep is freed before the
+            gradients of the first ones need memory, so that leaving some of them out may cost none.
+        Everything else goes to torch.utils.checkpoint, for "block".
         """
         options = dict(gradient_checkpointing_kwargs or {})
-        recompute = options.pop("recompute", "block")
+        recompute, blocks = options.pop("recompute", "block"), options.pop("blocks", len(self.layers))
         if recompute not in ("block", "mlp"):
             raise InputError(f"recompute={recompute!r} is not supported; supported: 'block', 'mlp'")
         if options.pop("use_reentrant", False):
             raise InputError("use_reentrant=True is not supported; leave it out or set it to False")
-        self.gradient_checkpointing, self._recompute, self._checkpoint_options = True, recompute, options
-        for module in self.modules():
-            if isinstance(module, GatedMLP | MoE):
-                module.recompute = recompute == "mlp"
+        self.gradient_checkpointing, self._checkpoint_options = True, options
+        self._recomputed_blocks = blocks if recompute == "block" else 0
+        for i, layer in enumerate(self.layers):
+            for module in layer.modules():
+                if isinstance(module, GatedMLP | MoE):
+                    module.recompute = recompute == "mlp" and i < blocks
 
     def activation_checkpointing_enable(
         self,
@@ -524,7 +527,7 @@ class CausalLM(nn.Module):
         self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
-        self.gradient_checkpointing_enable()
+        self.gradient_checkpointing_enable({"blocks": 0})
         self.gradient_checkpointing = False
 
     @property

@@ -69,7 +69,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, use_reentrant=False)
+            return checkpoint(self._forward, x, use_reentrant=False, preserve_rng_state=self.jitter_noise > 0)
         return self._forward(x)
 
     def _forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
