@@ -85,8 +85,8 @@ class Provider:
         known_blocks = not blocks or (blocks.isdecimal() and base == "ligermodels" and what != "none")
         if known is None or not set(words) <= set(known) or what not in can or not known_blocks:
             raise ValueError(
-                f"unknown provider {name!r}; known: ligermodels with :none, :mlp or :block behind it (:mlp-9: the first "
-                "9 blocks only), hf with :none or :block and any of "
+                f"unknown provider {name!r}; known: ligermodels with :none, :mlp or :block behind it (:mlp-9: the "
+                "first 9 blocks only), hf with :none or :block and any of "
                 f"+{', +'.join((*ATTENTION, *EXPERTS, *PATCHES))} before that"
             )
         patches = tuple(word for word in words if word in PATCHES)
