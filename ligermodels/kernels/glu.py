@@ -200,6 +200,7 @@ class _GLULinear(torch.autograd.Function):
             d_gate_up = _backward(h, gate_up, ctx.activation, emit=need_weight).view(shape)
         elif need_weight:
             h = _forward(gate_up, weight.dtype, ctx.activation)
+        del gate_up  # under activation checkpointing, the last that holds its memory
         return d_gate_up, dy.t() @ h if need_weight else None, dy.sum(0) if need_bias else None, None
 
 

@@ -229,6 +229,7 @@ class _Experts(torch.autograd.Function):
         dy = spread(dy, rows, top_k)
         dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
         d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, ctx.activation, need_down)
+        del gate_up  # under activation checkpointing, the last that holds its memory
         if h is not None:
             d_down_proj = grouped_mm_outer(dy, h, offsets)
         del dy, dh, h
