@@ -12,8 +12,7 @@ bf16 on Hopper and datacenter Blackwell takes torch's grouped product (CUTLASS).
 H 2048, I 7168) and at 64 (65536 rows, I 768), a Triton grouped_mm with TMA made the whole layer as fast within the
 spread of the clock. With the gather of x inside it, it lost; with the gated unit inside it took 1.02 and 0.92 of the
 time of the two apart, with the gated unit's backward inside it twice that. grouped_mm_outer took 1.06 to 1.28.
-Sums in fp32 (fp64 for fp64); fp32 factors are rounded to TF32 only
-where torch.backends.cuda.matmul.allow_tf32 says so.
+Sums are fp32 (fp64 for fp64); fp32 factors are rounded to TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
 """
 
 import functools
