@@ -3,17 +3,20 @@
 Reading goes by model.safetensors.index.json, else by model.safetensors, and never by what else lies in the
 folder: repositories hold the same weights a second time (consolidated*, original/, *.bin). Pickles are read
 only when asked for, and then as plain tensors.
+Nothing is read through a link that leaves the folder (but for the blobs of the Hub's cache), and what a file says
+of itself is held against its size before memory is spent on it.
 """
 
 import contextlib
 import ctypes
 import errno
 import json
+import math
 import os
-import pickle
 import re
 import secrets
 import shutil
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
@@ -24,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.errors import CheckpointError, HubError, InputError, LigermodelsError
 from ligermodels.weights import TensorInfo, same_bits
 
 NATIVE = {"format": "ligermodels", "version": "1"}
@@ -48,21 +51,72 @@ _DTYPES = {
 }  # fmt: skip
 
 
+_SPARE = 64 * 2**20
+"""Memory that reading headers may take beyond the size of the files."""
+_HEADER_COST = 12
+"""Bytes of memory to a byte of a safetensors header, measured (10.6) and rounded up."""
+_JSON_BYTES, _JSON_COMMAS = 24 * 2**20, 200_000
+"""Twice the largest index known, 92,000 entries; parsed, this many take less than `_SPARE` beyond their bytes."""
+_NAME, _DIMS = 500, 64
+
+
+def check_file(path: Path, home: Path | None = None) -> os.stat_result:
+    """The state of a file of the folder `home` (by default the one it is in), which is safe to open.
+
+    Raises CheckpointError for a file that is not there, not a regular one (a pipe would be waited for), or a link
+    that leads out of `home` and is not one of the Hub's cache; HubError if this cannot be found out.
+    """
+    try:
+        state = os.stat(path)
+        real, root = Path(os.path.realpath(path)), Path(os.path.realpath(home or path.parent))
+    except OSError as error:
+        if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG):
+            raise HubError(f"{path} cannot be read: {error.strerror}") from error
+        words = "is a link to nothing" if os.path.islink(path) else "is not there"
+        raise CheckpointError(
+            f"{path} {words}. A download or copy that did not finish? Fetch the checkpoint again."
+        ) from error
+    if not stat.S_ISREG(state.st_mode):
+        raise CheckpointError(f"{path} is not a regular file. Remove what is there and fetch the checkpoint again.")
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    if not any(real.is_relative_to(place) for place in (root, *blobs)):
+        raise CheckpointError(
+            f"{path} is a link that leaves its folder, to {real}.\n"
+            "  Next: if you trust it, put the file itself in the place of the link."
+        )
+    return state
+
+
+def _may(path: Path, mode: int) -> bool:
+    return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
+
+
 def companion_files(folder: Path) -> dict[str, Path]:
-    """{name: path} of the tokenizer, template and processor files in `folder`."""
+    """{name: path} of the tokenizer, template and processor files in `folder`. Raises as `check_file`."""
     found = [path for pattern in COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()]
+    for path in found:
+        check_file(path, folder)
     return {path.relative_to(folder).as_posix(): path for path in found}
 
 
 def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
     """The object that a JSON file holds; `lenient` mends its commas. Raises CheckpointError if it holds none."""
+    if not os.path.lexists(path) and _may(path.parent, os.X_OK):
+        raise CheckpointError(f"{path} is not there. Is {path.parent} the folder of a checkpoint?")
+    size = check_file(path).st_size
     try:
-        start = path.read_bytes()
+        with path.open("rb") as file:
+            start = file.read(_JSON_BYTES + 1)
+        if len(start) > _JSON_BYTES or start.count(b",") > _JSON_COMMAS:
+            raise CheckpointError(
+                f"{path} is too large, with {size:,} bytes and {start.count(b','):,} commas; read are at most "
+                f"{_JSON_BYTES:,} and {_JSON_COMMAS:,}. It is not what its name says; fetch it again."
+            )
         value = lenient_json(start.decode()) if lenient else json.loads(start)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is not there. Is {path.parent} the folder of a checkpoint?") from error
     except OSError as error:
         raise HubError(f"{path} cannot be read: {error.strerror}") from error
+    except LigermodelsError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {_kind(start) or error}") from error
     if not isinstance(value, dict):
@@ -73,11 +127,11 @@ def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
 def lenient_json(text: str) -> Any:
     """JSON with commas too many or too few, as Llama 3.2 published it (Lightning-AI/litgpt#1752)."""
     text = re.sub(r",(\s*[}\]])", r"\1", text)
-    while True:
+    for lacking in range(101):  # each one costs a parse of all
         try:
             return json.loads(text)
         except json.JSONDecodeError as error:
-            if error.msg != "Expecting ',' delimiter" or text[error.pos : error.pos + 1] != '"':
+            if error.msg != "Expecting ',' delimiter" or text[error.pos : error.pos + 1] != '"' or lacking == 100:
                 raise
             text = f"{text[: error.pos]},{text[error.pos :]}"
 
@@ -101,7 +155,7 @@ def _kind(start: bytes) -> str | None:
 def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] | None]:
     """The weight files that a folder should hold and, where there is an index, {tensor: file}."""
     index = folder / f"{single}.index.json"
-    if not index.is_file():
+    if not os.path.lexists(index):
         return [single], None
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -110,22 +164,35 @@ def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] |
     files = sorted({file for file in weight_map.values() if isinstance(file, str)})
     odd += [file for file in files if not file.endswith(Path(single).suffix) or not _stays_inside(file)]
     if odd:
-        raise CheckpointError(f"{index} names {odd[0]!r}; expected a {Path(single).suffix} file in its folder")
+        named = repr(odd[0])
+        named = named if len(named) <= _NAME else f"{named[:_NAME]}..."
+        raise CheckpointError(f"{index} names {named}; expected a {Path(single).suffix} file in its folder")
+    for name in weight_map:
+        _check_name(index, name)
     return files, weight_map
 
 
 def _stays_inside(file: str) -> bool:
     # Windows rules see drives, UNC paths and backslashes too.
     path = PureWindowsPath(file)
-    return not (path.drive or path.root or ".." in path.parts or "\\" in file)
+    inside = not (path.drive or path.root or ".." in path.parts or "\\" in file)
+    return inside and file.isprintable() and len(file) <= _NAME
+
+
+def _check_name(where: Path, name: Any) -> None:
+    """Names are shown in messages: what moves a terminal's cursor, or fills its screen, is none."""
+    if not isinstance(name, str) or not 0 < len(name) <= _NAME or not name.isprintable():
+        shown = repr(name)[:60]
+        raise CheckpointError(f"{where} holds a tensor with the name {shown}, which no model has; do not trust it")
 
 
 class SafetensorsReader:
     """The tensors of a checkpoint folder, mapped from its files. A context manager.
 
     headers: {name: TensorInfo} in file order. metadata: the first file's. native: the names are ours, packed.
-    With an index, what it does not name is not part of the checkpoint.
-    Raises CheckpointError for an index or file that is missing, damaged, or not what its name says.
+    With an index, what it does not name is not part of the checkpoint; its total_size is not looked at.
+    Raises CheckpointError for an index or file that is missing, damaged, or not what its name says, and for a file
+    or folder that was replaced meanwhile; HubError for one that cannot be read.
     """
 
     def __init__(self, folder: str | Path):
@@ -133,11 +200,17 @@ class SafetensorsReader:
         self.source = str(folder)
         self.headers: dict[str, TensorInfo] = {}
         self._files: dict[str, Any] = {}
+        self._states: dict[str, tuple[Path, tuple[int, ...]]] = {}
+        with _read_errors(self.folder):
+            identity = self.folder.stat().st_ino
         files, weight_map = weight_files(self.folder, SAFETENSORS)
+        states = {file: check_file(self.folder / file, self.folder) for file in files}
+        _check_headers({self.folder / file: state.st_size for file, state in states.items()})
         twice = []
         for file in files:
             opened = _open(self.folder / file)
             for name in opened.offset_keys():
+                _check_name(self.folder / file, name)
                 if weight_map is not None and weight_map.get(name) != file:
                     twice += [(name, file, opened)] if name in weight_map else []
                     continue
@@ -145,13 +218,22 @@ class SafetensorsReader:
                 dtype = _DTYPES.get(tensor.get_dtype())
                 if dtype is None:
                     raise CheckpointError(f"{self.folder / file}: {name} is quantised ({tensor.get_dtype()})")
-                self.headers[name] = TensorInfo(dtype, tuple(tensor.get_shape()))
+                shape = tuple(tensor.get_shape())
+                if len(shape) > _DIMS or math.prod(max(1, size) for size in shape) >= 2**63:
+                    raise CheckpointError(
+                        f"{self.folder / file}: {name} has {len(shape)} dimensions, too many or large"
+                    )
+                self.headers[name] = TensorInfo(dtype, shape)
                 self._files[name] = opened
+                self._states[name] = self.folder / file, _version(states[file])
             if file == files[0]:
                 self.metadata: dict[str, str] = opened.metadata() or {}
         for name, file in (weight_map or {}).items():
             if name not in self.headers:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
+        with _read_errors(self.folder):
+            if self.folder.stat().st_ino != identity:
+                raise CheckpointError(f"{folder} was replaced while it was opened, by another save; load it again")
         for name, file, opened in twice:
             if not same_bits(self.read(name), opened.get_tensor(name)):
                 raise CheckpointError(
@@ -166,7 +248,13 @@ class SafetensorsReader:
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor as a view of its mapped file: on the CPU, not to be written to."""
+        """The tensor as a view of its mapped file: on the CPU, not to be written to.
+
+        Raises CheckpointError if something wrote to the file since: reading past its end would end the process.
+        """
+        path, version = self._states[name]
+        if (now := _state(path)) is not None and now.st_ino == version[0] and _version(now) != version:
+            raise CheckpointError(f"{path} changed while it was read: something still writes to it. Load it again.")
         return self._files[name].get_tensor(name)
 
     def __enter__(self) -> Self:
@@ -176,19 +264,63 @@ class SafetensorsReader:
         self._files.clear()
 
 
+def _version(state: os.stat_result) -> tuple[int, ...]:
+    return state.st_ino, state.st_size, state.st_mtime_ns
+
+
+def _state(path: Path) -> os.stat_result | None:
+    """None for a file that is gone: what was mapped of it stays."""
+    try:
+        return os.stat(path)
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def _read_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except LigermodelsError:
+        raise
+    except (OSError, ValueError) as error:
+        raise HubError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+def _check_headers(sizes: Mapping[Path, int]) -> None:
+    """Refuses headers that would take more memory than their files and `_SPARE` together."""
+    total = 0
+    for path, size in sizes.items():
+        with _read_errors(path), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+        total += length if length <= size else 0  # else damaged, which `_open` tells
+        if total * _HEADER_COST > sum(sizes.values()) + _SPARE:
+            raise CheckpointError(
+                f"{path} has a header of {length:,} bytes in a file of {size:,}: more names than weights.\n"
+                "  Likely: damaged, or made to exhaust memory; fetch it again from a source that you trust."
+            )
+
+
 def _open(path: Path) -> Any:
-    if not path.is_file():
-        state = "is not a regular file" if path.exists() else "is not there"
-        raise CheckpointError(f"{path} {state}. A download or copy that did not finish? Fetch the checkpoint again.")
     try:
         with path.open("rb") as file:
             start = file.read(64)
-        return safe_open(path, framework="pt")
+            opened = safe_open(path, framework="pt")
+            file.seek(8)
+            header = file.read(int.from_bytes(start[:8], "little"))
     except OSError as error:
         raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
     except SafetensorError as error:
-        kind = _kind(start) or f"it is damaged or cut short; fetch it again. ({error})"
+        kind = _kind(start) or f"it is damaged or cut short; fetch it again. ({_short(error)})"
         raise CheckpointError(f"{path} is not a safetensors file: {kind}") from error
+    if header.count(b'"data_offsets"') > len(opened.offset_keys()):
+        raise CheckpointError(f"{path} names a tensor twice in its header: no program writes that; do not trust it")
+    return opened
+
+
+def _short(error: BaseException) -> str:
+    """The first line of an error, of which the file may have chosen the words."""
+    line = (str(error).splitlines() or [""])[0][:200]
+    return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
 class PickleReader:
@@ -201,15 +333,31 @@ class PickleReader:
         self.source = str(folder)
         self.metadata: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
-        for file in weight_files(self.folder, PICKLES)[0]:
+        files, weight_map = weight_files(self.folder, PICKLES)
+        for file in files:
             path = self.folder / file
+            check_file(path, self.folder)
             try:
+                with path.open("rb") as opened:
+                    start = opened.read(64)
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-                raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {error}") from error
+            except OSError as error:
+                raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
+            except Exception as error:  # of any kind: the file chooses what the unpickler runs into
+                foreign = _kind(start) if start[:2] not in (b"PK", b"\x80\x02") else None
+                kind = foreign or "it asks for more than tensors, or is damaged or cut short; do not trust it."
+                raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {kind}") from error
             if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
                 raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
-            self._tensors |= state
+            for name, tensor in state.items():
+                _check_name(path, name)
+                if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+                    raise CheckpointError(f"{path}: {name} is sparse, quantised or empty; expected a plain tensor")
+                if weight_map is None or weight_map.get(name) == file:
+                    self._tensors[name] = tensor
+        for name, file in (weight_map or {}).items():
+            if name not in self._tensors:
+                raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
         self.headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
@@ -226,9 +374,10 @@ class PickleReader:
 def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> SafetensorsReader | PickleReader:
     """A reader for the weights in `folder`: its safetensors or, if it has none and they are allowed, pickles.
 
-    Raises CheckpointError.
+    Raises CheckpointError, and HubError for a folder or file that cannot be read.
     """
-    present = {path.name.removesuffix(".index.json") for path in Path(folder).iterdir()}
+    with _read_errors(Path(folder)):
+        present = {name.removesuffix(".index.json") for name in os.listdir(folder)}
     if SAFETENSORS in present:
         return SafetensorsReader(folder)
     if PICKLES in present and allow_pickle:
@@ -246,10 +395,10 @@ def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> Safete
 
 def _num_bytes(size: int | str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?)B)?", str(size).upper())
-    count = int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ")) if match else 0
-    if not count:
+    count = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
+    if not 1 <= count < 2**63:
         raise InputError(f"max_shard_size={size!r}: expected a number of bytes, or such as '5GB' or '500MiB'")
-    return count
+    return int(count)
 
 
 def write_checkpoint(
@@ -276,7 +425,10 @@ def write_checkpoint(
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
     """
     limit = _num_bytes(max_shard_size)
-    target = Path(folder).expanduser().resolve()
+    try:
+        target = Path(os.path.realpath(os.path.expanduser(folder)))
+    except ValueError as error:  # a zero byte, or what has no encoding
+        raise HubError(f"{str(folder)!r} is not the path of a folder: {error}") from error
     with _write_errors(target):
         fixed = _check_target(target, overwrite)
         home = target if fixed else target.parent
@@ -310,8 +462,12 @@ def _check_target(target: Path, overwrite: bool) -> bool:
     contents = os.listdir(target)
     if contents and not overwrite:
         raise CheckpointError(f"{target} is not empty. Pass overwrite=True (--overwrite) to save over it.")
+    if not _may(target, os.W_OK | os.X_OK):
+        read_only = hasattr(os, "statvfs") and os.statvfs(target).f_flag & os.ST_RDONLY
+        code = errno.EROFS if read_only else errno.EACCES
+        raise OSError(code, os.strerror(code))
     here = os.path.samefile(target, os.curdir)
-    fixed = here or os.path.ismount(target) or not os.access(target.parent, os.W_OK)
+    fixed = here or os.path.ismount(target) or not _may(target.parent, os.W_OK)
     if fixed and any(map(_is_weights, contents)):
         raise CheckpointError(
             f"{target} holds a checkpoint and cannot be swapped for another: it is a mount point or the "

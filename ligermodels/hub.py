@@ -36,13 +36,13 @@ def resolve(
     inside = PurePosixPath(subfolder or "")
     if inside.is_absolute() or ".." in inside.parts:
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")
-    repo, local = str(repo_or_folder), Path(repo_or_folder).expanduser()
+    repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
-    if local.is_dir() or not is_id:
-        if not (local / inside).is_dir():
+    if os.path.isdir(local) or not is_id:
+        if not os.path.isdir(local / inside):
             raise HubError(
-                f"{local / inside} is {'a file' if (local / inside).exists() else 'not there'}. Give the "
-                "folder of a checkpoint, or a repository of the Hub as owner/name."
+                f"{str(local / inside)[:500]} is {'a file' if os.path.exists(local / inside) else 'not there'}. Give "
+                "the folder of a checkpoint, or a repository of the Hub as owner/name."
             )
         return local / inside
 
@@ -91,7 +91,7 @@ def _cached(repo: str, revision: str | None, cache: Path) -> Path | None:
     """The snapshot that the cache holds of a revision, complete or not."""
     root = cache / f"models--{repo.replace('/', '--')}"
     commit = revision or "main"
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError):
         commit = (root / "refs" / commit).read_text().strip()
     snapshot = root / "snapshots" / commit
     return snapshot if re.fullmatch("[0-9a-f]{40}", commit) and snapshot.is_dir() else None

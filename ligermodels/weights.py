@@ -12,7 +12,9 @@ bits. A native checkpoint holds our names, already packed: its table is the iden
 """
 
 import itertools
+import math
 import re
+import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -37,7 +39,7 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        return self.dtype.itemsize * torch.Size(self.shape).numel()
+        return self.dtype.itemsize * math.prod(self.shape)
 
 
 class Reader(Protocol):
@@ -172,6 +174,7 @@ def load(
     also: tables of other layouts that are read as well; see `layout`.
     Copies one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
     A module that has buffers must rebuild them in its own `_apply`.
+    Weights that hold NaN or infinity once they are in place are loaded, and named in one warning.
     Raises CheckpointError.
     """
     table = layout(model, table, reader.headers, native=reader.native, also=also)
@@ -184,11 +187,15 @@ def load(
         dtypes = {name: dtype or param.dtype for name, param in model.named_parameters()}
     _allocate(model, torch.device(device), dtypes)
     params = dict(model.named_parameters())
+    finite: dict[str, Tensor] = {}
     with torch.no_grad(), _bar(sum(reader.headers[name].nbytes for name in boxes), progress) as bar:
         for name in reader.headers:
             if name in boxes:
-                params[boxes[name].param][boxes[name].index].copy_(reader.read(name))
+                box = params[boxes[name].param][boxes[name].index]
+                box.copy_(reader.read(name))
+                finite[name] = torch.stack(box.aminmax()).isfinite().all()  # NaN spreads, and no copy is made
                 bar.update(reader.headers[name].nbytes)
+    _warn_of_nan(finite, reader.source)
 
 
 def export(model: nn.Module, table: Table) -> Iterator[tuple[str, Tensor]]:
@@ -296,6 +303,20 @@ def _check_tied(reader: Reader, found: Iterable[Region], tied: Mapping[str, str]
                 "  Likely: the head was trained or merged apart from the embedding. Then set "
                 f"tie_word_embeddings to false in config.json; or, to drop this head, delete {name} on disk."
             )
+
+
+def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
+    """finite: {name on disk: a truth value on the device}, read in one go."""
+    if not finite:
+        return
+    broken = [name for name, fine in zip(finite, torch.stack(list(finite.values())).tolist(), strict=True) if not fine]
+    if broken:
+        warnings.warn(
+            f"{where}: {len(broken)} of {len(finite)} tensors hold NaN or infinity: {', '.join(broken[:3])}"
+            f"{', ...' * (len(broken) > 3)}.\n  Likely: a training run that diverged, a damaged file, or a dtype "
+            "with too small a range (float16 ends at 65504). The model's output will be NaN as well.",
+            stacklevel=4,
+        )
 
 
 def _allocate(model: nn.Module, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:

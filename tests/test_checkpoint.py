@@ -247,7 +247,7 @@ def test_read_json(tmp_path):
     assert read_json(tmp_path / "config.json") == {"a": "ü"}
     with pytest.raises(CheckpointError, match=r"none\.json is not there"):
         read_json(tmp_path / "none.json")
-    with pytest.raises(HubError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="is not a regular file"):
         read_json(tmp_path)
 
 

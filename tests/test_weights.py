@@ -18,6 +18,8 @@ from ligermodels.checkpoint import NATIVE, SafetensorsReader, write_checkpoint
 from ligermodels.errors import CheckpointError
 from ligermodels.weights import TensorInfo, same_bits
 
+# Random bits, so that a lost one shows, hold NaN.
+pytestmark = pytest.mark.filterwarnings("ignore:.*NaN or infinity")
 VOCAB, HIDDEN, INTERMEDIATE, LAYERS, EXPERTS = 32, 16, 24, 2, 3
 
 
