@@ -1,13 +1,18 @@
 """The command line. What was asked for goes to stdout, everything about it to stderr.
 
-Exit status: 0 done, 1 `doctor` found something to fix or `demo` failed, 2 wrong usage, 3 an error of
-ligermodels, printed as one message without a traceback, 130 interrupted.
+Exit status: 0 done, 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch,
+2 wrong usage, 3 an error of ligermodels, printed as one message without a traceback, 130 interrupted. `convert` and
+`verify` tell more apart: 2 options that do not fit together too, 3 a source that cannot be used, 4 no space left,
+5 the Hub, the network or the file system refused.
 Each command imports what it needs, so that --help does not wait for torch.
 """
 
 import argparse
 import contextlib
+import dataclasses
+import errno
 import importlib.metadata
+import json
 import math
 import os
 import platform
@@ -27,6 +32,7 @@ if TYPE_CHECKING:
     import torch
 
     from ligermodels.arch import CausalLM
+    from ligermodels.conversion import Report
     from ligermodels.text import Tokenizer
     from ligermodels.weights import TensorInfo
 
@@ -44,10 +50,10 @@ def main(argv: list[str] | None = None) -> int:
             sys.stdout.flush()
             return status
         except LigermodelsError as error:
-            _say(f"error: {error}")
-            return 3
-        except KeyboardInterrupt:
-            _say("")
+            _say("\n".join([f"error: {error}", *getattr(error, "__notes__", ())]))
+            return args.status(error) if "status" in args else 3
+        except KeyboardInterrupt as stop:
+            _say("\n".join(["", *getattr(stop, "__notes__", ())]))
             return 130
         except BrokenPipeError:  # the reader of our stdout has gone, as `| head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -104,9 +110,84 @@ def _parser() -> argparse.ArgumentParser:
     )
     inspect.set_defaults(run=_inspect)
 
+    _add_conversion(commands)
+
     doctor = commands.add_parser("doctor", help="what this machine offers, and how to fix what is missing")
     doctor.set_defaults(run=_doctor)
     return parser
+
+
+def _add_conversion(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    codes = (
+        "Exit status: 0 done, 1 the weights do not match (their model, or each other), 2 wrong usage, 3 a source that "
+        "cannot be used, 4 no space left, 5 the Hub, the network or the file system refused, 130 interrupted."
+    )
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--allow-pickle", action="store_true", help="read pickled weights too, as plain tensors only")
+    shared.add_argument("--json", action="store_true", help="print the report as JSON")
+
+    convert = commands.add_parser(
+        "convert",
+        parents=[shared],
+        help="another layout, dtype or division into files",
+        description="Converts the checkpoint SRC. DST appears when it is complete; conversion.json in it says from "
+        "what it was made. Memory holds one tensor of the result and what it is made from.",
+        epilog=codes,
+        allow_abbrev=False,
+    )
+    convert.add_argument("src", metavar="SRC", help="folder, or repository on the Hub; its layout is found out")
+    convert.add_argument("dst", metavar="DST", nargs="?", help="folder to write; may be left out with --dry-run")
+    convert.add_argument(
+        "--to",
+        choices=_LAYOUTS,
+        default="hf",
+        help="layout to write: Hugging Face's, the packed one of ligermodels, Meta's (Llamas), or a torch distributed "
+        "checkpoint (default: hf)",
+    )
+    convert.add_argument(
+        "--dtype", choices=["keep", "bf16", "fp16", "fp32"], default="keep", help="cast to this (default: keep)"
+    )
+    size = convert.add_mutually_exclusive_group()
+    size.add_argument("--max-shard-size", metavar="SIZE", help="per file, as 5GB or 500MiB (default 5GB)")
+    size.add_argument("--like", action="store_true", help="divide into files as SRC is divided")
+    convert.add_argument(
+        "--ranks", metavar="N", type=int, default=1, help="with --to meta: number of files (default 1)"
+    )
+    convert.add_argument("--adapter", metavar="DIR", help="LoRA adapter, as PEFT saves it, to merge into SRC")
+    convert.add_argument(
+        "--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed SRC without them"
+    )
+    convert.add_argument("--revision", help="branch, tag or commit of SRC")
+    convert.add_argument(
+        "--verify",
+        choices=["none", "keys", "bytes", "logits"],
+        default="none",
+        help="compare the result with SRC before it takes its place: names, shapes and dtypes; every bit too; what "
+        "both say in fp32 too, with the whole model in memory (default: none)",
+    )
+    convert.add_argument("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing")
+    convert.add_argument("--overwrite", action="store_true", help="save over what is in DST")
+    convert.add_argument("--resume", action="store_true", help="go on from an interrupted conversion into DST")
+    convert.set_defaults(run=_convert, status=_conversion_status)
+
+    verify = commands.add_parser(
+        "verify",
+        parents=[shared],
+        help="whether two checkpoints, of any layouts, are the same model",
+        description="Compares names, shapes, dtypes and bits of A and B, and what they say: mean KL divergence and "
+        "likeliest tokens on fixed prompts, in fp32 on the CPU.",
+        epilog=codes,
+        allow_abbrev=False,
+    )
+    verify.add_argument("a", metavar="A", help="folder, or repository on the Hub")
+    verify.add_argument("b", metavar="B", help="folder, or repository on the Hub")
+    verify.add_argument(
+        "--level",
+        choices=["keys", "bytes", "logits"],
+        default="logits",
+        help="how far: headers only, every bit too, logits too with a whole model in memory (default: logits)",
+    )
+    verify.set_defaults(run=_verify, status=_conversion_status)
 
 
 def _say(text: str, end: str = "\n") -> None:
@@ -304,6 +385,53 @@ class _Answer:
         if count > 1:
             line += f", then {(count - 1) / (self.times[-1] - self.times[1]):.1f} tokens/s"
         return line + f"; {count} tokens)"
+
+
+# convert, verify
+
+_LAYOUTS = ("hf", "native", "meta", "dcp")
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from ligermodels.conversion import Options, convert
+
+    names = [field.name for field in dataclasses.fields(Options) if field.name in args]
+    report = convert(args.src, args.dst, Options(**{name: getattr(args, name) for name in names}))
+    _report(report, args, "would be written" if args.dry_run else "written")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ligermodels.conversion import verify
+
+    report = verify(args.a, args.b, level=args.level, allow_pickle=args.allow_pickle)
+    _report(report, args, "compared")
+    return 0 if report.ok else 1
+
+
+def _report(report: "Report", args: argparse.Namespace, done: str) -> None:
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+        return
+    details = "".join(f"{name.replace('_', ' ')}: {value}\n" for name, value in report.details.items())
+    size = _size(report.bytes)
+    print(f"{report.source} -> {report.destination}: {report.tensors} tensors, {size} {done}\n{details}", end="")
+    for line in report.mismatches:
+        print(f"MISMATCH {line}")
+    if done == "compared":
+        print("the same" if report.ok else f"{len(report.mismatches)} mismatches")
+
+
+def _conversion_status(error: LigermodelsError) -> int:
+    from ligermodels.conversion import MismatchError
+
+    if isinstance(error, MismatchError):
+        return 1
+    if isinstance(error, InputError):
+        return 2
+    if isinstance(error, HubError):
+        return 4 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 5
+    return 3
 
 
 # inspect

@@ -466,6 +466,44 @@ def test_inspect_asks_the_hub_for_headers_and_not_for_weights(folder, capsys, mo
     assert "match" in out and "1 kB" in out
 
 
+# ---- convert, verify ----
+
+
+def test_convert_and_verify(folder, capsys, tmp_path):
+    status, out, err = run(capsys, "convert", folder, tmp_path / "native", "--to", "native", "--verify", "logits")
+    assert (status, err) == (0, "") and "tensors, " in out and "verified: logits" in out
+    status, out, _ = run(capsys, "verify", folder, tmp_path / "native")
+    assert status == 0 and out.endswith("the same\n") and "mean kl: " in out
+    status, out, _ = run(capsys, "convert", tmp_path / "native", tmp_path / "half", "--dtype", "fp16", "--json")
+    report = json.loads(out)
+    assert status == 0 and report["ok"] and report["to"] == "hf" and report["destination"] == str(tmp_path / "half")
+    assert ligermodels.load(tmp_path / "half", progress=False).dtype == torch.float16
+    status, out, _ = run(capsys, "verify", folder, tmp_path / "half", "--level", "keys")
+    assert status == 1 and "MISMATCH lm_head" not in out and "float32 and torch.float16" in out
+    status, out, _ = run(capsys, "verify", folder, tmp_path / "half", "--level", "keys", "--json")
+    assert status == 1 and not json.loads(out)["ok"] and len(json.loads(out)["mismatches"]) > 3
+
+
+@pytest.mark.parametrize(
+    "argv, code, words",
+    [
+        (["convert", "MODEL", "MODEL"], 2, "--overwrite"),
+        (["convert", "MODEL"], 2, "--dry-run"),
+        (["convert", "MODEL", "OUT", "--to", "meta", "--resume"], 2, "not for meta"),
+        (["convert", "MODEL", "OUT", "--adapter", "MODEL"], 3, "adapter_config.json"),
+        (["convert", "/nowhere/at/all", "OUT"], 5, "/nowhere/at/all"),
+        (["verify", "MODEL", "/nowhere/at/all"], 5, "/nowhere/at/all"),
+        (["verify", "MODEL", "EMPTY"], 3, "config.json"),
+    ],
+)
+def test_the_exit_status_of_a_conversion(argv, code, words, folder, capsys, tmp_path):
+    (tmp_path / "empty").mkdir()
+    places = {"MODEL": folder, "OUT": tmp_path / "out", "EMPTY": tmp_path / "empty"}
+    status, out, err = run(capsys, *(places.get(word, word) for word in argv))
+    assert (status, out) == (code, "") and err.startswith("error: ") and words in err, err
+    assert not (tmp_path / "out").exists()
+
+
 # ---- doctor ----
 
 

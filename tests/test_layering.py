@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "hub": {"checkpoint", "errors"},
     "text": {"checkpoint", "hub", "errors"},
     "generate": {"cache", "text", "errors"},
+    "conversion": {"arch", "weights", "checkpoint", "hub", "text", "errors"},
     "arch": {"layers", "kernels", "cache", "weights", "checkpoint", "hub", "generate", "errors"},
     "demo": {
         "arch",
@@ -34,6 +35,7 @@ MAY_IMPORT = {
     "__main__": {"cli"},
     "cli": {
         "arch",
+        "conversion",
         "layers",
         "kernels",
         "cache",

@@ -1,0 +1,7 @@
+"""From one checkpoint layout to another, and the proof that nothing was lost."""
+
+from ligermodels.conversion.pipeline import Options, convert
+from ligermodels.conversion.sources import MismatchError
+from ligermodels.conversion.verify import Report, verify
+
+__all__ = ["MismatchError", "Options", "Report", "convert", "verify"]

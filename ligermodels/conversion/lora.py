@@ -1,0 +1,351 @@
+"""A LoRA adapter as PEFT saves it, merged into its base model: W + scale * B A, in fp32, rounded once.
+
+- The adapter may have been trained on Hugging Face's modules (q_proj) or on ours (qkv_proj: its rows are split).
+- scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; rank_pattern and alpha_pattern name exceptions.
+- What modules_to_save and `bias` put beside the factors replaces the base's tensor.
+- fan_in_fan_out is for transposed layers (GPT-2); the zoo has none, and PEFT ignores it on plain ones, as here.
+- DoRA and whatever else changes the sum is refused by name: nothing is merged approximately.
+
+Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ligermodels import weights
+from ligermodels.arch import ARCHS
+from ligermodels.checkpoint import companion_files, json_bytes, read_json
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
+from ligermodels.weights import TensorInfo, same_bits
+
+if TYPE_CHECKING:
+    from ligermodels.conversion.sources import Source
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+
+# Fields of adapter_config.json that the sum does not depend on, or that are read below. Another one, where it is set,
+# may change what is computed.
+_FIELDS = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
+    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying",
+})  # fmt: skip
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base as well
+_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.default)?(\.weight)?")
+_PREFIX = "base_model.model."
+_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_ROWS = 1 << 22  # elements that are merged in fp32 at a time
+
+
+@dataclass(frozen=True)
+class _Patch:
+    """What the adapter does to one tensor: adds scale * left [out, r] @ right [r, in], or replaces it."""
+
+    left: Tensor
+    right: Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.left.shape) if self.right is None else (self.left.shape[0], self.right.shape[1])
+
+
+class MergedSource:
+    """`base` with the adapter in `adapter_folder` merged in: a source like any other. A context manager.
+
+    base: with Hugging Face names; closed with this. allow_pickle: reads adapter_model.bin if there is nothing else.
+    A tokenizer beside the adapter replaces the base's. Where the adapter trains a tied head apart from its embedding,
+    the result is untied. Memory: the adapter is mapped, `read` holds the tensor asked for and 32 MiB.
+    Raises CheckpointError for an adapter that is damaged, incomplete, of another model, or not plain LoRA.
+    """
+
+    native = False
+
+    def __init__(self, base: "Source", adapter_folder: str | Path, *, allow_pickle: bool = False):
+        if base.native:
+            raise InputError(f"{base.source} has native names; convert it to Hugging Face's first, then merge into it")
+        self.base, self.folder = base, Path(adapter_folder)
+        self.source = f"{base.source} + {self.folder}"
+        self._config = dict(base.config())
+        options = _options(self.folder)
+        tensors = _tensors(self.folder, allow_pickle)
+        places = _Places(base, self._config)
+        pairs, whole = self._sort(tensors)
+        self._patches: dict[str, _Patch] = {}
+        for module, (a, b) in pairs.items():
+            right, left = (b, a) if module.embedding else (a, b)
+            if module.embedding:  # kept as [r, vocab] and [hidden, r]; their product is transposed
+                right, left = right.T, left.T
+            scale = _scale(options, self.folder, module.name, right.shape[0])
+            self._add(places, f"{module.name}.weight", _Patch(left, right, scale))
+        for name, tensor in whole.items():
+            self._add(places, name, _Patch(tensor))
+        self._check_complete(places, options, {module.name for module in pairs})
+        self.headers = dict(base.headers)
+        self._untie(places)
+        for name, patch in self._patches.items():
+            info = self.headers[name]
+            grows = patch.right is None and name in (places.embedding, _HEAD) and patch.shape[1:] == info.shape[1:]
+            if patch.shape != info.shape and not grows:
+                self._fail(
+                    f"{name} would change by {list(patch.shape)}, the base has {list(info.shape)}",
+                    "the adapter of another model, or of another size",
+                )
+            if info.dtype not in weights.FLOATS:
+                self._fail(f"{name} is {info.dtype} in the base", "a quantised base; merge into what it was made from")
+            self.headers[name] = TensorInfo(info.dtype, patch.shape)
+        rows = {self.headers[name].shape[0] for name in (places.embedding, _HEAD) if name in self.headers}
+        if len(rows) > 1:
+            self._fail(f"embedding and head have {sorted(rows)} rows", "only one of them was saved with the adapter")
+        if rows:
+            self._config["vocab_size"] = rows.pop()
+
+    def config(self) -> dict[str, Any]:
+        return dict(self._config)
+
+    def files(self) -> dict[str, bytes | Path]:
+        files = {**self.base.files(), **companion_files(self.folder)}
+        if self._config != self.base.config():
+            files["config.json"] = json_bytes(self._config)
+        return files
+
+    def read(self, name: str) -> Tensor:
+        """The merged tensor, in the base's dtype. Raises CheckpointError where that cannot hold it."""
+        if name not in self._patches:
+            return self.base.read(self._sources.get(name, name))
+        patch, info = self._patches[name], self.headers[name]
+        if patch.right is None:
+            merged = patch.left.to(info.dtype)
+            if not merged.isfinite().all():
+                self._overflow(name, info.dtype)
+            return merged
+        old = self.base.read(self._sources.get(name, name))
+        wide = torch.promote_types(torch.float32, info.dtype)
+        merged, right = torch.empty(info.shape, dtype=info.dtype), patch.right.to(wide)
+        step = max(1, _ROWS // max(1, info.shape[1]))
+        for start in range(0, info.shape[0], step):
+            rows = slice(start, start + step)
+            before = old[rows].to(wide)
+            merged[rows] = torch.addmm(before, patch.left[rows].to(wide), right, alpha=patch.scale)
+            if not merged[rows].isfinite().all() and before.isfinite().all():
+                self._overflow(name, info.dtype)
+        return merged
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._patches.clear()
+        self.base.__exit__(*exc_info)
+
+    def _fail(self, what: str, likely: str) -> None:
+        raise CheckpointError(f"{self.folder} cannot be merged into {self.base.source}: {what}.\n  Likely: {likely}.")
+
+    def _overflow(self, name: str, dtype: torch.dtype) -> None:
+        self._fail(f"{name} leaves the range of {dtype}", "the base must be cast to bfloat16 or float32 first")
+
+    def _sort(self, tensors: Mapping[str, Tensor]) -> tuple[dict["_Module", tuple[Tensor, Tensor]], dict[str, Tensor]]:
+        """The pairs (A, B) by module, and the tensors that replace others by name."""
+        halves: dict[_Module, dict[str, Tensor]] = {}
+        whole: dict[str, Tensor] = {}
+        for key, tensor in tensors.items():
+            name = key.removeprefix(_PREFIX)
+            if tensor.dtype not in weights.FLOATS or not tensor.isfinite().all():
+                self._fail(f"{key} is {tensor.dtype} or holds NaN or infinity", "a training run that diverged")
+            if match := _FACTOR.fullmatch(name):
+                module = _Module(match["module"].replace(".base_layer", ""), match["embedding"] is not None)
+                halves.setdefault(module, {})[match["half"]] = tensor
+            elif re.search(r"lora_|trainable_tokens|token_adapter", name):
+                self._fail(f"{key} belongs to a variant of LoRA that is not computed", "DoRA, LoRA bias or the like")
+            else:
+                whole[re.sub(r"\.base_layer\b|\.modules_to_save(\.default)?\b", "", name)] = tensor
+        for module, pair in halves.items():
+            if len(pair) < 2:
+                self._fail(f"{module.name} has lora_{next(iter(pair))} alone", "a partial copy of the adapter")
+            a, b = pair["A"], pair["B"]
+            if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
+                self._fail(f"{module.name} has A {list(a.shape)} and B {list(b.shape)}", "files of two adapters")
+        if not halves and not whole:
+            self._fail("it holds no tensors", "a training run that saved none, as under FSDP or ZeRO-3")
+        return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}, whole
+
+    def _add(self, places: "_Places", name: str, patch: _Patch) -> None:
+        found = places.find(name)
+        if not found:
+            self._fail(f"the base has no {name}", "the adapter of another model, or of a part that has no weights here")
+        for source, index in found:
+            if index and patch.shape != places.shape(name):
+                self._fail(
+                    f"{name} would change by {list(patch.shape)}, the model has {list(places.shape(name))}",
+                    "the adapter of another model, or of another size",
+                )
+            if source in self._patches:
+                self._fail(f"{source} is changed twice", "adapters of two layouts in one file")
+            if patch.right is None:
+                self._patches[source] = _Patch(patch.left[index])
+            else:
+                self._patches[source] = _Patch(patch.left[index], patch.right, patch.scale)
+
+    def _check_complete(self, places: "_Places", options: Mapping[str, Any], found: set[str]) -> None:
+        """Every module that target_modules names must have its factors, where the config says so plainly."""
+        targets = options.get("target_modules")
+        narrowed = any(options.get(key) not in (None, [], {}) for key in ("layers_to_transform", "exclude_modules"))
+        if not isinstance(targets, list) or narrowed or not found:
+            return
+        for module in places.modules(ours=all(places.is_ours(f"{name}.weight") for name in found)):
+            if any(module == target or module.endswith(f".{target}") for target in targets) and module not in found:
+                self._fail(f"target_modules asks for {module}, which is not in the file", "a partial copy of it")
+
+    def _untie(self, places: "_Places") -> None:
+        """Sorts out embedding and head where the base ties them; then both are changed alike, or parted."""
+        self._sources: dict[str, str] = {}
+        changed = [name for name in (places.embedding, _HEAD) if name in self._patches]
+        if not places.tied or not changed:
+            return
+        if len(changed) == 1:
+            self._fail(
+                f"{changed[0]} is changed, but the base ties embedding and head, and which was meant is not recorded",
+                "a tied model trained by PEFT. Untie the base first: lm_head.weight on disk, tie_word_embeddings false",
+            )
+        one, other = (self._patches[name] for name in changed)
+        if one.right is None and other.right is None and same_bits(one.left, other.left):
+            if _HEAD not in self.headers:
+                del self._patches[_HEAD]
+            return
+        if _HEAD not in self.headers:
+            self.headers[_HEAD] = self.headers[places.embedding]
+            self._sources[_HEAD] = places.embedding
+        self._config["tie_word_embeddings"] = False
+
+
+@dataclass(frozen=True)
+class _Module:
+    name: str
+    embedding: bool
+
+
+class _Places:
+    """Where the tensors that an adapter names, by any of the names the zoo knows, lie in the base."""
+
+    def __init__(self, base: "Source", config: Mapping[str, Any]):
+        if (kind := config.get("model_type")) not in ARCHS:
+            raise ConfigError(f"{base.source}: config.json has model_type {kind!r}; the zoo holds {', '.join(ARCHS)}")
+        arch = ARCHS[kind]
+        with torch.device("meta"):
+            model = arch(arch.config_class.from_hf(config))
+        table = weights.layout(model, arch.WEIGHTS, base.headers, also=arch.ALSO_READ)
+        weights.check(model, table, base.headers, ignore=arch.IGNORE, tied=model.tied_weights, where=base.source)
+        self.tied, self._base = bool(model.tied_weights), base
+        self._params = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        self._boxes: dict[str, list[weights.Region]] = {}
+        for region in weights.regions(model, table):
+            self._boxes.setdefault(region.param, []).append(region)
+        tables = (arch.WEIGHTS, *arch.ALSO_READ)
+        self._other = {region.source: region for one in tables for region in weights.regions(model, one)}
+        self.embedding = self._boxes[_EMBEDDING][0].source
+
+    def is_ours(self, name: str) -> bool:
+        return name in self._params and name not in self._base.headers
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of the parameter that has this name in the model."""
+        return self._params[name]
+
+    def modules(self, *, ours: bool) -> list[str]:
+        names = self._params if ours else self._base.headers
+        return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+
+    def find(self, name: str) -> list[tuple[str, tuple[int | slice, ...]]]:
+        """(tensor of the base, the box of the named tensor that goes there); empty where there is none."""
+        if name in self._base.headers or (self.tied and name == _HEAD):
+            return [(name, ())]
+        if name in self._boxes:
+            return [(box.source, box.index) for box in self._boxes[name]]
+        if box := self._other.get(name):
+            return [(same.source, ()) for same in self._boxes[box.param] if same.index == box.index]
+        return []
+
+
+def _options(folder: Path) -> dict[str, Any]:
+    """adapter_config.json, with everything refused in it that is not a sum of low rank."""
+    path = folder / CONFIG
+    options = read_json(path)
+    if options.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path} has peft_type {options.get('peft_type')!r}; LORA is what can be merged")
+    unknown = sorted(key for key, value in options.items() if key not in _FIELDS and value)
+    if unknown:
+        raise CheckpointError(
+            f"{path} sets {', '.join(unknown[:3])}, which is not computed here.\n"
+            "  Next: merge it with PEFT itself (merge_and_unload), then convert the result."
+        )
+    init = options.get("init_lora_weights")
+    if not any(init is one or (isinstance(one, str) and init == one) for one in _INITS):
+        raise CheckpointError(
+            f"{path} has init_lora_weights {init!r}, which changed the base model as well.\n"
+            "  Next: save the adapter again with path_initial_model_for_weight_conversion, or merge it with PEFT."
+        )
+    for key in ("rank_pattern", "alpha_pattern"):
+        patterns = options.get(key) or {}
+        # PEFT reads them as regular expressions; these forms of them take linear time.
+        if not isinstance(patterns, dict) or not all(re.fullmatch(r"\^?(\w|\.|\\\.)+\$?", one) for one in patterns):
+            raise CheckpointError(f"{path}: {key} is {str(patterns)[:80]}; expected names of modules as its keys")
+    return options
+
+
+def _scale(options: Mapping[str, Any], folder: Path, module: str, rank: int) -> float:
+    """lora_alpha over the rank or its root, with the exceptions made for this module."""
+
+    def of(key: str, patterns: str) -> Any:
+        table = options.get(patterns) or {}
+        hit = next((one for one in table if re.match(rf"(.*\.)?({one})$", module)), None)
+        return options.get(key, 8) if hit is None else table[hit]
+
+    r, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
+    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in (r, alpha))
+    if not numbers or r < 1 or r != rank:
+        raise CheckpointError(
+            f"{folder}: {module} has rank {rank} on disk, r {r!r} and lora_alpha {alpha!r} in {CONFIG}.\n"
+            "  Likely: config and weights of two adapters; fetch both again."
+        )
+    return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
+
+
+def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
+    """The adapter's tensors, mapped from its file."""
+    path, pickled = folder / WEIGHTS, folder / PICKLE
+    if not path.is_file() and pickled.is_file():
+        if not allow_pickle:
+            raise CheckpointError(
+                f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
+                "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
+            )
+        try:
+            state = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{pickled} cannot be read as a file of plain tensors: {error}") from error
+        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+            raise CheckpointError(f"{pickled} is not a flat dictionary of tensors; a training checkpoint, perhaps")
+        return state
+    if not path.is_file():
+        raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, and complete?")
+    try:
+        opened = safe_open(path, framework="pt")
+        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+    except OSError as error:
+        raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
+    except SafetensorError as error:
+        raise CheckpointError(
+            f"{path} is not a safetensors file: {error}.\n"
+            "  Likely: cut short, or a git-lfs pointer in its place; fetch it again."
+        ) from error

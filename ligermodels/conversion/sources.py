@@ -1,0 +1,230 @@
+"""What can be converted: a folder in one of several layouts, seen as named tensors, a config and some files."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from ligermodels import checkpoint, weights
+from ligermodels.arch import ARCHS, CausalLM
+from ligermodels.conversion import dcp, lora, meta, mistral
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.weights import TensorInfo
+
+
+class MismatchError(CheckpointError):
+    """Weights that do not match the model of their config, or a result that is not what was to be written."""
+
+
+class Source(weights.Reader, Protocol):
+    """An open checkpoint of any layout, under Hugging Face names (or ours, where `native`)."""
+
+    def config(self) -> dict[str, Any]:
+        """The contents of a config.json."""
+
+    def files(self) -> dict[str, bytes | Path]:
+        """What belongs to the model beside its weights: {name: bytes, or the file to copy}."""
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+
+class FolderSource:
+    """A folder with config.json and safetensors, in Hugging Face's or the native layout, or with pickles.
+
+    places: {tensor: weight file that holds it}.
+    Raises CheckpointError.
+    """
+
+    def __init__(self, folder: Path, *, allow_pickle: bool = False):
+        self.folder, self.source = folder, str(folder)
+        self._config = checkpoint.read_json(folder / "config.json")
+        self._reader = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+        self.headers: Mapping[str, TensorInfo] = self._reader.headers
+        self.native = self._reader.native
+        pickled = isinstance(self._reader, checkpoint.PickleReader)
+        single = checkpoint.PICKLES if pickled else checkpoint.SAFETENSORS
+        files, weight_map = checkpoint.weight_files(folder, single)
+        self.places = weight_map or dict.fromkeys(self.headers, files[0])
+
+    def read(self, name: str) -> Tensor:
+        return self._reader.read(name)
+
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+    def files(self) -> dict[str, bytes | Path]:
+        names = ("config.json", "generation_config.json", "original/tokenizer.model")
+        return {
+            **checkpoint.companion_files(self.folder),
+            **{name: self.folder / name for name in names if (self.folder / name).is_file()},
+        }
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._reader.__exit__(*exc_info)
+
+
+class View:
+    """A source in Hugging Face's layout or the native one, cast to `dtype` if that is given; a source itself.
+
+    Tied copies and names that the architecture ignores are left out. A read holds the tensor that it returns and,
+    where that is both joined from others and cast, the tensor before the cast.
+    arch, model: what the config asks for; the model is on the meta device.
+    Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
+    """
+
+    def __init__(self, source: Source, *, native: bool = False, dtype: torch.dtype | None = None):
+        self.origin, self.source, self.native, self.dtype = source, source.source, native, dtype
+        self.arch = _arch(source)
+        self.model = self.arch.from_config(source.config(), device="meta")
+        model, arch, tied = self.model, self.arch, self.model.tied_weights
+        self.table = weights.layout(model, arch.WEIGHTS, source.headers, native=source.native, also=arch.ALSO_READ)
+        try:
+            weights.check(model, self.table, source.headers, ignore=arch.IGNORE, tied=tied, where=source.source)
+        except CheckpointError as error:
+            raise MismatchError(str(error)) from error
+        if tied.keys() & source.headers.keys():  # compares a head that is there though it is tied
+            next(weights.unpack(model, arch.WEIGHTS, source, tied=tied, also=arch.ALSO_READ))
+        self._boxes: dict[str, list[weights.Region]] = {}
+        for region in weights.regions(model, self.table):
+            self._boxes.setdefault(region.param, []).append(region)
+        wanted = weights.regions(model, weights.identity(model) if native else arch.WEIGHTS)
+        self._wanted = {region.source: region for region in wanted}
+        self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
+        self.headers: Mapping[str, TensorInfo] = {name: self._info(region) for name, region in self._wanted.items()}
+
+    def read(self, name: str) -> Tensor:
+        region = self._wanted[name]
+        same = self._same(region)
+        tensor = self.origin.read(same) if same is not None else self._whole(region.param)[region.index]
+        return tensor.to(self.dtype or tensor.dtype)
+
+    def config(self) -> dict[str, Any]:
+        config = self.origin.config()
+        if self.dtype is None:
+            return config
+        name = str(self.dtype).removeprefix("torch.")
+        return {**config, "dtype": name, "torch_dtype": name}
+
+    def files(self) -> dict[str, bytes | Path]:
+        """With a config.json: the source's own, to the byte, unless the dtype changes."""
+        files = {"config.json": checkpoint.json_bytes(self.config()), **self.origin.files()}
+        if self.dtype is not None:
+            files["config.json"] = checkpoint.json_bytes(self.config())
+        return files
+
+    def places(self) -> dict[str, str] | None:
+        """{tensor: the weight file of the source that holds it, or its first part}, where that is known."""
+        places = getattr(self.origin, "places", None)
+        if places is None:
+            return None
+        sources = {name: self._same(r) or self._boxes[r.param][0].source for name, r in self._wanted.items()}
+        return {name: places[source] for name, source in sources.items()}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.origin.__exit__(*exc_info)
+
+    def _same(self, region: weights.Region) -> str | None:
+        """The tensor of the source that is this region, if there is one."""
+        return next((box.source for box in self._boxes[region.param] if box.index == region.index), None)
+
+    def _whole(self, param: str) -> Tensor:
+        boxes = self._boxes[param]
+        if boxes[0].index == ():
+            return self.origin.read(boxes[0].source)
+        whole = torch.empty(self._shapes[param], dtype=self._stored(param))
+        for box in boxes:
+            whole[box.index].copy_(self.origin.read(box.source))
+        return whole
+
+    def _stored(self, param: str) -> torch.dtype:
+        """The dtype that holds all parts of a parameter without loss."""
+        dtypes = [self.origin.headers[box.source].dtype for box in self._boxes[param]]
+        widest = dtypes[0]
+        for dtype in dtypes[1:]:
+            widest = torch.promote_types(widest, dtype)
+        return widest
+
+    def _info(self, region: weights.Region) -> TensorInfo:
+        same = self._same(region)
+        stored = self._stored(region.param) if same is None else self.origin.headers[same].dtype
+        shape = torch.empty(self._shapes[region.param], device="meta")[region.index].shape
+        return TensorInfo(self.dtype or stored, tuple(shape))
+
+
+Kind = Literal["folder", "meta", "mistral", "dcp"]
+
+
+def kind_of(folder: Path) -> Kind:
+    """What `folder` holds, told from the names of its files; what is like nothing else counts as "folder"."""
+    names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
+    if checkpoint.SAFETENSORS in names or {checkpoint.PICKLES, "config.json"} <= names:
+        return "folder"
+    if dcp.METADATA in names:
+        return "dcp"
+    consolidated = {Path(name).suffix for name in names if name.startswith("consolidated")}
+    if consolidated & {".pth", ".safetensors"} and (meta.PARAMS in names or "config.json" not in names):
+        return "meta" if ".pth" in consolidated else "mistral"
+    if lora.CONFIG in names:
+        raise CheckpointError(
+            f"{folder} holds an adapter, not a whole model.\n"
+            "  Next: give its base model as SRC, and this folder with --adapter (adapter=...)."
+        )
+    return "folder"
+
+
+def open_source(
+    folder: Path, *, allow_pickle: bool = False, config: Path | None = None, adapter: Path | None = None
+) -> Source:
+    """The checkpoint in `folder`, of whichever kind.
+
+    config: the folder of config.json and tokenizer, for a distributed checkpoint that has none. adapter: a LoRA
+    adapter to merge. Raises CheckpointError.
+    """
+    kind = kind_of(folder)
+    if config is not None and kind != "dcp":
+        raise InputError(f"--config is for distributed checkpoints; {folder} has its own configuration")
+    source: Source
+    if kind == "meta":
+        source = meta.MetaSource(folder, allow_pickle=allow_pickle)
+    elif kind == "mistral":
+        source = mistral.MistralSource(folder)
+    elif kind == "dcp":
+        source = dcp.DcpSource(folder, config)
+    else:
+        source = FolderSource(folder, allow_pickle=allow_pickle)
+    return source if adapter is None else lora.MergedSource(View(source), adapter, allow_pickle=allow_pickle)
+
+
+def source_files(folder: Path, *, config: Path | None = None, adapter: Path | None = None) -> list[Path]:
+    """The files that decide what a conversion gives, for its receipt."""
+    kind = kind_of(folder)
+    if kind == "folder":
+        safe = any((folder / f"{checkpoint.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
+        single = checkpoint.SAFETENSORS if safe else checkpoint.PICKLES
+        found = [folder / name for name in checkpoint.weight_files(folder, single)[0]]
+    elif kind == "dcp":
+        found = [folder / dcp.METADATA, *sorted(folder.glob("*.distcp"))]
+    else:
+        found = [*sorted(folder.glob("consolidated*")), folder / meta.PARAMS]
+    if kind in ("folder", "dcp"):
+        found.append((config or folder) / "config.json")
+    if adapter is not None:
+        found += [path for path in sorted(adapter.glob("adapter_*")) if path.is_file()]
+    return found
+
+
+def _arch(source: Source) -> type[CausalLM]:
+    model_type = source.config().get("model_type")
+    if not isinstance(model_type, str) or model_type not in ARCHS:
+        raise ConfigError(f"{source.source} has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
+    return ARCHS[model_type]

@@ -1,0 +1,338 @@
+"""LoRA adapters merged into small models: against the sum in fp64, and against the adapted model's own logits."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ligermodels import weights
+from ligermodels.arch import ARCHS
+from ligermodels.checkpoint import SafetensorsReader, companion_files, read_json
+from ligermodels.conversion.lora import MergedSource
+from ligermodels.errors import CheckpointError, InputError
+
+SIZES = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.2,
+)  # fmt: skip
+
+
+class Base(SafetensorsReader):
+    def config(self):
+        return read_json(self.folder / "config.json")
+
+    def files(self):
+        return {**companion_files(self.folder), "config.json": self.folder / "config.json"}
+
+
+def a_base(folder, *, family="llama", dtype=torch.float32, **changes):
+    config = {**SIZES, "tie_word_embeddings": False, **changes}
+    ARCHS[family].from_config(config, dtype=dtype, device="cpu").save_pretrained(folder)
+    return Base(folder)
+
+
+def an_adapter(folder: Path, modules: dict[str, tuple[int, int]], *, r=4, ranks=None, extra=None, **options):
+    """Factors for {module: (out, in)}; ranks: those that differ from r."""
+    folder.mkdir()
+    tensors = dict(extra or {})
+    for module, (rows, columns) in modules.items():
+        rank = (ranks or {}).get(module, r)
+        tensors[f"base_model.model.{module}.lora_A.weight"] = torch.randn(rank, columns)
+        tensors[f"base_model.model.{module}.lora_B.weight"] = torch.randn(rows, rank)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    targets = sorted({module.rpartition(".")[2] for module in modules})
+    options = {"peft_type": "LORA", "r": r, "lora_alpha": 6, "target_modules": targets, **options}
+    (folder / "adapter_config.json").write_text(json.dumps(options))
+    return tensors
+
+
+def hf_modules(*names):
+    shapes = {"q_proj": (32, 32), "k_proj": (16, 32), "down_proj": (32, 44)}
+    part = {"q_proj": "self_attn", "k_proj": "self_attn", "down_proj": "mlp"}
+    return {f"model.layers.{i}.{part[name]}.{name}": shapes[name] for i in range(2) for name in names}
+
+
+def check_sum(source, base, tensors, module, scale, name=None, rows=slice(None)):
+    a, b = (tensors[f"base_model.model.{module}.lora_{half}.weight"].double() for half in "AB")
+    name = name or f"{module}.weight"
+    exact = base.read(name).double() + scale * (b @ a)[rows]
+    found = source.read(name)
+    assert found.dtype == base.headers[name].dtype and source.headers[name] == base.headers[name]
+    # One rounding to the base's dtype, of a sum in fp32.
+    step = torch.finfo(found.dtype).eps / 2 * exact.abs() + 40 * torch.finfo(torch.float32).eps
+    assert ((found.double() - exact).abs() <= step * 1.01).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("rslora", [False, True])
+def test_the_sum_is_rounded_once(tmp_path, dtype, rslora):
+    base = a_base(tmp_path / "base", dtype=dtype)
+    modules = hf_modules("q_proj", "down_proj")
+    tensors = an_adapter(tmp_path / "adapter", modules, use_rslora=rslora)
+    with MergedSource(base, tmp_path / "adapter") as source:
+        assert list(source.headers) == list(base.headers)
+        for module in modules:
+            check_sum(source, base, tensors, module, 6 / (2 if rslora else 4))
+        for name in base.headers:
+            if name.removesuffix(".weight") not in modules:
+                assert weights.same_bits(source.read(name), base.read(name))
+
+
+def test_rows_are_merged_in_steps(tmp_path, monkeypatch):
+    monkeypatch.setattr("ligermodels.conversion.lora._ROWS", 32 * 5)
+    base = a_base(tmp_path / "base")
+    tensors = an_adapter(tmp_path / "adapter", hf_modules("q_proj"))
+    check_sum(MergedSource(base, tmp_path / "adapter"), base, tensors, "model.layers.1.self_attn.q_proj", 1.5)
+
+
+def test_patterns_name_exceptions(tmp_path):
+    base, one = a_base(tmp_path / "base"), "model.layers.1.self_attn.q_proj"
+    tensors = an_adapter(
+        tmp_path / "adapter",
+        hf_modules("q_proj", "down_proj"),
+        ranks={one: 9, "model.layers.0.mlp.down_proj": 2, "model.layers.1.mlp.down_proj": 2},
+        rank_pattern={"^model.layers.1.self_attn.q_proj": 9, "down_proj": 2},
+        alpha_pattern={"down_proj": 5},
+        use_rslora=True,
+    )
+    source = MergedSource(base, tmp_path / "adapter")
+    check_sum(source, base, tensors, one, 6 / 3)
+    check_sum(source, base, tensors, "model.layers.0.self_attn.q_proj", 6 / 2)
+    check_sum(source, base, tensors, "model.layers.1.mlp.down_proj", 5 / math.sqrt(2))
+
+
+def test_factors_of_packed_projections_are_split(tmp_path):
+    base = a_base(tmp_path / "base")
+    modules = {f"layers.{i}.attn.qkv_proj": (64, 32) for i in range(2)}
+    modules |= {f"layers.{i}.mlp.gate_up_proj": (88, 32) for i in range(2)}
+    tensors = an_adapter(tmp_path / "adapter", modules)
+    source = MergedSource(base, tmp_path / "adapter")
+    for i in range(2):
+        attn, mlp = f"layers.{i}.attn.qkv_proj", f"layers.{i}.mlp.gate_up_proj"
+        for part, rows in dict(q=slice(0, 32), k=slice(32, 48), v=slice(48, 64)).items():
+            check_sum(source, base, tensors, attn, 1.5, f"model.layers.{i}.self_attn.{part}_proj.weight", rows)
+        for part, rows in dict(gate=slice(0, 44), up=slice(44, 88)).items():
+            check_sum(source, base, tensors, mlp, 1.5, f"model.layers.{i}.mlp.{part}_proj.weight", rows)
+
+
+def test_phi3_is_packed_on_disk_too(tmp_path):
+    base = a_base(tmp_path / "base", family="phi3", pad_token_id=0)
+    for number, names in enumerate(("layers.{}.attn.qkv_proj", "model.layers.{}.self_attn.qkv_proj")):
+        tensors = an_adapter(tmp_path / f"{number}", {names.format(i): (64, 32) for i in range(2)})
+        source = MergedSource(base, tmp_path / f"{number}")
+        check_sum(source, base, tensors, names.format(1), 1.5, "model.layers.1.self_attn.qkv_proj.weight")
+
+
+def test_mixtral_takes_both_layouts_names(tmp_path):
+    base = a_base(tmp_path / "base", family="mixtral", num_local_experts=2)
+    expert, router = "model.layers.0.block_sparse_moe.experts.1.w1", "model.layers.0.mlp.gate"
+    modules = {expert: (44, 32), router: (2, 32)}
+    tensors = an_adapter(tmp_path / "adapter", modules, target_modules=".*gate|.*w1")
+    source = MergedSource(base, tmp_path / "adapter")
+    check_sum(source, base, tensors, expert, 1.5)
+    check_sum(source, base, tensors, router, 1.5, "model.layers.0.block_sparse_moe.gate.weight")
+
+
+def test_an_embedding_has_its_factors_the_other_way_round(tmp_path):
+    base = a_base(tmp_path / "base")
+    a, b = torch.randn(4, 61), torch.randn(32, 4)
+    names = [f"base_model.model.model.embed_tokens.lora_embedding_{half}" for half in "AB"]
+    an_adapter(tmp_path / "adapter", {}, extra=dict(zip(names, (a, b), strict=True)), target_modules=["embed_tokens"])
+    name = "model.embed_tokens.weight"
+    found = MergedSource(base, tmp_path / "adapter").read(name)
+    torch.testing.assert_close(found, base.read(name) + 1.5 * (b @ a).T)
+
+
+def test_whole_modules_and_biases_replace(tmp_path):
+    base = a_base(tmp_path / "base", attention_bias=True)
+    rows = torch.randn(64, 32)
+    extra = {
+        "base_model.model.model.embed_tokens.weight": rows,
+        "base_model.model.lm_head.modules_to_save.default.weight": rows * 2,
+        "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.arange(32.0),
+        "base_model.model.layers.1.attn.qkv_proj.base_layer.bias": torch.arange(64.0),
+        "base_model.model.norm.weight": torch.arange(32.0),
+    }
+    an_adapter(tmp_path / "adapter", hf_modules("k_proj"), extra=extra, modules_to_save=["embed_tokens"], bias="all")
+    (tmp_path / "adapter" / "tokenizer.json").write_text("{}")
+    source = MergedSource(base, tmp_path / "adapter")
+    assert torch.equal(source.read("model.embed_tokens.weight"), rows)
+    assert torch.equal(source.read("lm_head.weight"), rows * 2)
+    assert torch.equal(source.read("model.layers.0.self_attn.q_proj.bias"), torch.arange(32.0))
+    assert torch.equal(source.read("model.layers.1.self_attn.k_proj.bias"), torch.arange(32.0, 48.0))
+    assert torch.equal(source.read("model.norm.weight"), torch.arange(32.0))
+    assert source.config() == {**base.config(), "vocab_size": 64}  # three rows were added
+    assert source.headers["lm_head.weight"].shape == (64, 32)
+    files = source.files()
+    assert files["tokenizer.json"] == tmp_path / "adapter" / "tokenizer.json"
+    assert json.loads(files["config.json"]) == source.config()
+
+
+def test_a_tied_head_stays_tied_or_is_parted(tmp_path):
+    base, rows = a_base(tmp_path / "base", tie_word_embeddings=True), torch.randn(61, 32)
+    assert "lm_head.weight" not in base.headers
+    embed, head = "base_model.model.model.embed_tokens.weight", "base_model.model.lm_head.weight"
+    for name, extra in dict(alike={embed: rows, head: rows.clone()}, apart={embed: rows, head: -rows}).items():
+        an_adapter(tmp_path / name, {}, extra=extra)
+        source, tied = MergedSource(base, tmp_path / name), name == "alike"
+        assert ("lm_head.weight" in source.headers) is not tied
+        assert source.config()["tie_word_embeddings"] is tied
+        assert torch.equal(source.read("model.embed_tokens.weight"), rows)
+    assert torch.equal(source.read("lm_head.weight"), -rows)
+    factors = {f"base_model.model.lm_head.lora_{h}.weight": x for h, x in dict(A=rows[:4], B=rows[:, :4]).items()}
+    factors = {name: x.clone() for name, x in factors.items()}
+    an_adapter(tmp_path / "factors", {}, extra={embed: rows, **factors}, target_modules=["lm_head"])
+    found = MergedSource(base, tmp_path / "factors").read("lm_head.weight")
+    expected = base.read("model.embed_tokens.weight") + 1.5 * rows[:, :4] @ rows[:4]
+    torch.testing.assert_close(found, expected)
+    an_adapter(tmp_path / "one", {}, extra={embed: rows})
+    with pytest.raises(CheckpointError, match="ties embedding and head"):
+        MergedSource(base, tmp_path / "one")
+
+
+def test_merged_weights_give_the_adapted_models_logits(tmp_path):
+    """x W' + b_A b_B of the running model, by hooks; then the merged checkpoint, loaded."""
+    base = a_base(tmp_path / "base")
+    tensors = an_adapter(tmp_path / "adapter", {f"layers.{i}.attn.qkv_proj": (64, 32) for i in range(2)})
+    model = ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")
+    for i, layer in enumerate(model.layers):
+        a, b = (tensors[f"base_model.model.layers.{i}.attn.qkv_proj.lora_{half}.weight"] for half in "AB")
+        layer.attn.qkv_proj.register_forward_hook(lambda _, x, y, a=a, b=b: y + 1.5 * (x[0] @ a.T) @ b.T)
+    ids = torch.arange(20).reshape(2, 10)
+    expected = model(ids).logits
+    source = MergedSource(base, tmp_path / "adapter")
+    merged = tmp_path / "merged"
+    merged.mkdir()
+    save_file({name: source.read(name) for name in source.headers}, merged / "model.safetensors", {"format": "pt"})
+    (merged / "config.json").write_text(json.dumps(source.config()))
+    found = ARCHS["llama"].from_hub(merged, device="cpu")(ids).logits
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    assert (found - ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")(ids).logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("modules", [["q_proj", "v_proj", "down_proj"], ["qkv_proj", "gate_up_proj"]], ids=str)
+def test_peft_merges_to_the_same(tmp_path, modules):
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    base = a_base(tmp_path / "base")
+    if "q_proj" in modules:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    else:
+        model = ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")
+    options = peft.LoraConfig(
+        task_type="CAUSAL_LM", target_modules=modules, r=4, lora_alpha=7, use_rslora=True, init_lora_weights=False,
+        rank_pattern={"layers.1.mlp.down_proj": 2}, modules_to_save=["lm_head"],
+    )  # fmt: skip
+    model = peft.get_peft_model(model, options)
+    with torch.no_grad():
+        model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
+    model.save_pretrained(tmp_path / "adapter")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
+    expected = load_file(tmp_path / "merged" / "model.safetensors")
+    source = MergedSource(base, tmp_path / "adapter")
+    assert expected.keys() == source.headers.keys()
+    for name in expected:
+        torch.testing.assert_close(source.read(name), expected[name], rtol=1e-6, atol=1e-6)
+    assert not torch.equal(source.read("lm_head.weight"), base.read("lm_head.weight"))
+
+
+def options(**fields):
+    return lambda folder: (folder / "adapter_config.json").write_text(
+        json.dumps({**json.loads((folder / "adapter_config.json").read_text()), **fields})
+    )
+
+
+def tensors(change):
+    def apply(folder):
+        held = load_file(folder / "adapter_model.safetensors")
+        save_file({name: tensor.clone() for name, tensor in change(held).items()}, folder / "adapter_model.safetensors")
+
+    return apply
+
+
+def write(name, data):
+    return lambda folder: (folder / name).write_bytes(data)
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+BAD = {
+    "no config": (lambda f: (f / "adapter_config.json").unlink(), "is not there"),
+    "config is a list": (write("adapter_config.json", b"[]"), "expected an object"),
+    "IA3": (options(peft_type="IA3"), "peft_type 'IA3'"),
+    "DoRA": (options(use_dora=True), "use_dora"),
+    "LoRA bias": (options(lora_bias=True), "lora_bias"),
+    "an option of the future": (options(use_tomorrow=True), "use_tomorrow"),
+    "parameters as targets": (options(target_parameters=["w"]), "target_parameters"),
+    "replicated layers": (options(layer_replication=[[0, 1]]), "layer_replication"),
+    "PiSSA": (options(init_lora_weights="pissa_niter_4"), "changed the base"),
+    "init is a list": (options(init_lora_weights=[1]), "changed the base"),
+    "rank 0": (options(r=0), "has rank 4"),
+    "another rank": (options(r=8), "has rank 4"),
+    "rank is text": (options(r="4"), "has rank 4"),
+    "alpha is NaN": (options(lora_alpha=float("nan")), "lora_alpha nan"),
+    "a pattern that never ends": (options(rank_pattern={"(a+)+b": 4}), "names of modules"),
+    "patterns are a list": (options(alpha_pattern=[1]), "names of modules"),
+    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is not there"),
+    "weights cut short": (write("adapter_model.safetensors", b"\x08\0\0\0\0\0\0\0{"), "cut short"),
+    "git-lfs pointer": (write("adapter_model.safetensors", b"version https://git-lfs.github.com/spec"), "git-lfs"),
+    "empty": (tensors(lambda t: {}), "no tensors"),
+    "one half": (tensors(lambda t: {k: v for k, v in t.items() if not k.startswith(f"{Q}.lora_B")}), "alone"),
+    "one layer": (tensors(lambda t: {k: v for k, v in t.items() if ".layers.0." in k}), "partial copy"),
+    "NaN": (tensors(lambda t: {k: v / 0 for k, v in t.items()}), "NaN or infinity"),
+    "integers": (tensors(lambda t: {k: v.int() for k, v in t.items()}), "torch.int32"),
+    "magnitudes": (tensors(lambda t: {**t, f"{Q}.lora_magnitude_vector": torch.ones(32)}), "variant of LoRA"),
+    "another model's names": (tensors(lambda t: {k.replace("q_proj", "wq"): v for k, v in t.items()}), "has no"),
+    "another size": (tensors(lambda t: {k: torch.cat([v, v], -1) if "_A" in k else v for k, v in t.items()}), "size"),
+    "factors that do not fit": (tensors(lambda t: {k: v[:2] for k, v in t.items()}), "two adapters"),
+    "factors in 3 dims": (tensors(lambda t: {k: v[None] for k, v in t.items()}), "two adapters"),
+    "a head of its own size": (
+        tensors(lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(70, 32)}),
+        "rows",
+    ),
+    "packed and split": (
+        tensors(lambda t: {**t, "base_model.model.layers.0.attn.qkv_proj.lora_A.weight": torch.ones(4, 32),
+                           "base_model.model.layers.0.attn.qkv_proj.lora_B.weight": torch.ones(64, 4)}),
+        "changed twice",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_adapters(tmp_path, case):
+    base = a_base(tmp_path / "base")
+    an_adapter(tmp_path / "adapter", hf_modules("q_proj"))
+    spoil, message = BAD[case]
+    spoil(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=message):
+        MergedSource(base, tmp_path / "adapter")
+
+
+def test_a_sum_beyond_float16_is_not_written(tmp_path):
+    base = a_base(tmp_path / "base", dtype=torch.float16)
+    an_adapter(tmp_path / "adapter", hf_modules("q_proj"), lora_alpha=1e6)
+    with pytest.raises(CheckpointError, match=r"range of torch\.float16"):
+        MergedSource(base, tmp_path / "adapter").read("model.layers.0.self_attn.q_proj.weight")
+
+
+def test_a_pickle_is_read_only_where_allowed(tmp_path):
+    base = a_base(tmp_path / "base")
+    held = an_adapter(tmp_path / "adapter", hf_modules("q_proj"))
+    expected = MergedSource(base, tmp_path / "adapter").read("model.layers.1.self_attn.q_proj.weight")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    torch.save(held, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        MergedSource(base, tmp_path / "adapter")
+    source = MergedSource(base, tmp_path / "adapter", allow_pickle=True)
+    assert torch.equal(source.read("model.layers.1.self_attn.q_proj.weight"), expected)
+    torch.save({"step": 3, **held}, tmp_path / "adapter" / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="flat dictionary"):
+        MergedSource(base, tmp_path / "adapter", allow_pickle=True)
+
+
+def test_a_native_base_is_refused(tmp_path):
+    base = a_base(tmp_path / "base")
+    base.native = True
+    with pytest.raises(InputError, match="native names"):
+        MergedSource(base, tmp_path)
