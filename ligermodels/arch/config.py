@@ -10,6 +10,7 @@ Source: configuration_utils.py and modeling_rope_utils.py of transformers 4.45, 
 
 import dataclasses
 import math
+import reprlib
 import typing
 import warnings
 from collections.abc import Mapping
@@ -43,6 +44,23 @@ _MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "layer_types")  # follow fr
 
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+
+# Largest values of a size: a few times those of any model, and such that no product of them leaves 63 bits.
+_MOST = {
+    "vocab_size": 2**28,
+    "num_hidden_layers": 2**11,
+    "num_attention_heads": 2**16,
+    "num_key_value_heads": 2**16,
+    "head_dim": 2**16,
+    "num_local_experts": 2**16,
+    "max_position_embeddings": 2**48,
+    "original_max_position_embeddings": 2**48,
+    "max_window_layers": 2**48,
+}
+_MOST_OTHERS = 2**20
+_DEEPEST = 32
+"""Objects and lists within each other in a config.json; real ones have four."""
+_ROPE_NUMBERS = (1e-9, 1e15)
 
 # Carried by files but without a say in what is computed; not written back.
 _DROPPED = {"auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta"}
@@ -116,17 +134,19 @@ class ModelConfig:
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"{cls.model_type}: config.json holds a {type(config).__name__}, expected an object")
+        _check_tree(cls, config)
         model_type = config.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ConfigError(
-                f"config.json has model_type {model_type!r}, but {cls.architecture} reads {cls.model_type!r}. "
+                f"config.json has model_type {_short(model_type)}, but {cls.architecture} reads {cls.model_type!r}. "
                 "ligermodels.load() picks the class by model_type."
             )
         if config.get("quantization_config"):
-            method = dict(config["quantization_config"]).get("quant_method", "unknown")
+            quantization = config["quantization_config"]
+            method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ConfigError(
-                f"{cls.model_type}: quantization_config (quant_method {method!r}) is not supported: weights are "
-                "read as float32, float16 or bfloat16. Use the unquantised checkpoint."
+                f"{cls.model_type}: quantization_config (quant_method {_short(method or 'unknown')}) is not supported: "
+                "weights are read as float32, float16 or bfloat16. Use the unquantised checkpoint."
             )
         known = {f.name for f in dataclasses.fields(cls)} - {"extra", "rope_parameters", "dtype"}
         values = {key: value for key, value in config.items() if key in known}
@@ -141,14 +161,17 @@ class ModelConfig:
             if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
         ]  # fmt: skip
         if missing:
-            raise ConfigError(
-                f"{cls.model_type}: config.json lacks {', '.join(missing)}. Is it the config.json of the model "
-                "itself, rather than of an adapter or a tokenizer?"
+            nested = isinstance(config.get("text_config"), Mapping)
+            hint = (
+                "It has a text_config: a model of more than text, which is not in the zoo."
+                if nested
+                else ("Is it the config.json of the model itself, rather than of an adapter or a tokenizer?")
             )
+            raise ConfigError(f"{cls.model_type}: config.json lacks {', '.join(missing)}. {hint}")
         unknown = sorted(set(values["extra"]) - _KEPT - cls.unused)
         if unknown:
             warnings.warn(
-                f"{cls.model_type}: config.json has keys that are not used here: {', '.join(unknown)}. They are kept "
+                f"{cls.model_type}: config.json has keys that are not used here: {_names(unknown)}. They are kept "
                 "for saving. If one of them changes what the model computes, do not trust its output.",
                 stacklevel=3,
             )
@@ -160,14 +183,15 @@ class ModelConfig:
         old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{cls.model_type}: {name} is {value!r}, expected an object or null")
+                raise ConfigError(f"{cls.model_type}: {name} is {_short(value)}, expected an object or null")
         top_level = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
         rope: dict[str, Any] = {}
         for spelling in (cls._plain_rope(old), cls._plain_rope(new), top_level):
             for key, value in spelling.items():
                 if rope.setdefault(key, value) != value:
+                    both = f"{_short(rope[key])} and as {_short(value)}"
                     raise ConfigError(
-                        f"{cls.model_type}: config.json gives {key} twice, as {rope[key]!r} and as {value!r}. The two "
+                        f"{cls.model_type}: config.json gives {key[:80]} twice, as {both}. The two "
                         "generations of the file disagree; remove the wrong one."
                     )
         rope.setdefault("rope_type", "default")
@@ -181,6 +205,8 @@ class ModelConfig:
     def _plain_rope(cls, rope: Mapping[str, Any]) -> dict[str, Any]:
         """`rope` with its type, where it has one, under the newer key and its own name."""
         rope_type = rope.get("rope_type") or rope.get("type")
+        if rope_type and not isinstance(rope_type, str):
+            raise ConfigError(f"{cls.model_type}: rope_type is {_short(rope_type)}, expected a string")
         named = {"rope_type": cls.rope_aliases.get(rope_type, rope_type)} if rope_type else {}
         return {**{key: value for key, value in rope.items() if key not in ("rope_type", "type")}, **named}
 
@@ -213,13 +239,37 @@ class ModelConfig:
         rope_type, theta = self.rope_parameters.get("rope_type"), self.rope_parameters.get("rope_theta")
         if rope_type not in ROPE_TYPES:
             raise ConfigError(
-                f"{self.model_type}: rope_type {rope_type!r} is not supported; supported: {', '.join(ROPE_TYPES)}"
+                f"{self.model_type}: rope_type {_short(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
-            raise ConfigError(f"{self.model_type}: rope_theta is {theta!r}, expected a positive number")
+            raise ConfigError(f"{self.model_type}: rope_theta is {_short(theta)}, expected a positive number")
+        for name, value in self.rope_parameters.items():
+            self._check_rope_value(name, value)
+        original = self.rope_parameters.get("original_max_position_embeddings")
+        if rope_type == "longrope" and original is not None and original <= 1:
+            raise ConfigError(
+                f"{self.model_type}: original_max_position_embeddings is {_short(original)}; longrope divides by its "
+                "logarithm, so that it must be above 1"
+            )
         partial = self.rope_parameters.get("partial_rotary_factor", 1.0)
         if partial != 1.0 and not self.partial_rotary:
-            raise ConfigError(f"{self.model_type}: partial_rotary_factor {partial!r} is not supported; supported: 1.0")
+            raise ConfigError(
+                f"{self.model_type}: partial_rotary_factor {_short(partial)} is not supported; supported: 1.0"
+            )
+
+    def _check_rope_value(self, name: str, value: Any) -> None:
+        """Numbers that the tables can be made of, lists of them, strings and null; `layers.RotaryEmbedding` checks
+        the rest."""
+        low, high = _ROPE_NUMBERS
+        for item in value if isinstance(value, list | tuple) else [value]:
+            number = isinstance(item, int | float)
+            if not number and (item is not value or not isinstance(value, str | None)):
+                raise ConfigError(f"{self.model_type}: {name} of the rope dict is or holds {_short(item)}, no number")
+            if number and item and not low <= abs(item) <= high:
+                raise ConfigError(
+                    f"{self.model_type}: {name} of the rope dict is or holds {_short(item)}; numbers from {low:g} to "
+                    f"{high:g} can be computed with"
+                )
 
     def _check_layer_types(self, layer_types: list[str]) -> None:
         """One known type for each block."""
@@ -238,16 +288,22 @@ class ModelConfig:
             least = 0 if name in _MAY_BE_ZERO else 1
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise self._error(name, f"must be a{' positive' * least} integer{', zero or more' * (1 - least)}")
+            if value > (most := _MOST.get(name, _MOST_OTHERS)):
+                raise self._error(name, f"is too large to be meant: at most {most}. Is the file damaged?")
         elif float in _plain(kind):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
                 raise self._error(name, "must be a finite number, zero or more")
         elif name == "sliding_window" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             raise self._error(name, "must be a positive number of tokens, or null for no window")
         elif not isinstance(value, _plain(kind)) or (isinstance(value, bool) and bool not in _plain(kind)):
             raise self._error(name, f"must be {_words(kind)}")
+        elif name.endswith("_token_id"):
+            for item in value if isinstance(value, list) else [value]:
+                if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= 2**63:
+                    raise self._error(name, f"must be {_words(kind)}, all of them ids")
 
     def _error(self, name: str, problem: str) -> ConfigError:
-        return ConfigError(f"{self.model_type}: {name}={getattr(self, name)!r} {problem}")
+        return ConfigError(f"{self.model_type}: {name}={_short(getattr(self, name))} {problem}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -304,7 +360,9 @@ def _one_spelling(cls: type[ModelConfig], config: Mapping[str, Any], new: str, o
         for value in (config.get(new), config.get(old))
     )
     if a is not None and b is not None and a != b:
-        raise ConfigError(f"{cls.model_type}: config.json has {new}={a!r} and {old}={b!r}; remove the wrong one")
+        raise ConfigError(
+            f"{cls.model_type}: config.json has {new}={_short(a)} and {old}={_short(b)}; remove the wrong one"
+        )
     return b if a is None else a
 
 
@@ -316,3 +374,42 @@ def _plain(kind: Any) -> tuple[type, ...]:
 
 def _words(kind: Any) -> str:
     return " or ".join("null" if part is type(None) else part.__name__ for part in _plain(kind))
+
+
+def _check_tree(cls: type[ModelConfig], config: Mapping[str, Any]) -> None:
+    """What could be read and not be written again is refused at once: depth, keys, lone surrogates."""
+    level: list[Any] = [config]
+    for _ in range(_DEEPEST):
+        for item in level:
+            if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
+                raise ConfigError(f"{cls.model_type}: config.json has keys that are no strings: {_short(list(item))}")
+            for text in (*item, *item.values()) if isinstance(item, Mapping) else item:
+                if isinstance(text, str) and not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+                    raise ConfigError(
+                        f"{cls.model_type}: config.json holds a lone surrogate, which has no UTF-8: {ascii(text)[:80]}"
+                    )
+        parts = (part for item in level for part in (item.values() if isinstance(item, Mapping) else item))
+        level = [part for part in parts if isinstance(part, Mapping | list | tuple)]
+        if not level:
+            return
+    raise ConfigError(
+        f"{cls.model_type}: config.json nests objects or lists more than {_DEEPEST} deep. Is it the file of a model?"
+    )
+
+
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 80
+
+
+def _short(value: Any) -> str:
+    """`repr`, of a bounded length, for messages."""
+    try:
+        return _REPR.repr(value)
+    except ValueError:  # Python refuses to spell an int of more than 4300 digits
+        return "a number of thousands of digits"
+
+
+def _names(names: list[str]) -> str:
+    """The first names of a list that may be endless."""
+    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+    return ", ".join(name[:80] for name in names[:20]) + more

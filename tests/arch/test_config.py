@@ -128,3 +128,37 @@ def test_trainers_may_assign():
     config = LlamaConfig.from_hf(GOOD)
     config.use_cache, config.pad_token_id = False, 3
     assert config.get_text_config().to_dict()["pad_token_id"] == 3
+
+
+DEEP: list = []
+for _ in range(40):
+    DEEP = [DEEP]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 2**40}, "too large to be meant"),
+        ({"hidden_size": 2**40}, "too large to be meant"),
+        ({"num_hidden_layers": 10**5000}, "too large to be meant"),
+        ({"rms_norm_eps": float("nan")}, "finite number"),
+        ({"rms_norm_eps": 10**400}, "finite number"),
+        ({"hidden_size": "32"}, "positive integer"),
+        ({"eos_token_id": [1, True]}, "all of them ids"),
+        ({"eos_token_id": [1, "2"]}, "all of them ids"),
+        ({"rope_scaling": {"type": ["linear"], "factor": 2.0}}, "rope_type"),
+        ({"rope_scaling": {"type": "linear", "factor": {"a": 1}}}, "no number"),
+        ({"rope_scaling": {"type": "linear", "factor": 1e300}}, "can be computed with"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [[1.0]], "long_factor": [1.0]}}, "no number"),
+        ({"quantization_config": "gptq"}, "quantization_config"),
+        ({"extra_key": DEEP}, "more than 32 deep"),
+        ({"extra_key": "\ud800"}, "lone surrogate"),
+        ({"extra_key": {1: 2}}, "keys that are no strings"),
+        ({"model_type": "x" * 10**6}, "model_type"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+def test_a_config_out_to_hurt_is_refused_in_few_words(changes, words):
+    with pytest.raises(ConfigError) as error:
+        LlamaConfig.from_hf({**GOOD, **changes})
+    assert words in str(error.value) and len(str(error.value)) < 600

@@ -322,7 +322,7 @@ def test_a_window_counts_the_token_itself(tmp_path):
         ),
         (
             dict(rope_scaling={"type": "su", "short_factor": SHORT, "long_factor": [1.0, 2.0, "4", 7.5]}),
-            ["long_factor", "positive numbers"],
+            ["long_factor", "'4', no number"],
         ),
         (
             dict(rope_scaling=longrope() | {"original_max_position_embeddings": 32}),
