@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ligermodels.checkpoint import (
 )
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.weights import TensorInfo
+from tests.children import Child
 
 ROOT = Path(__file__).parents[1]
 
@@ -302,7 +304,7 @@ def test_sizes(tmp_path, size):
             save(tmp_path / "x", 1.0, max_shard_size=size)
     else:
         expected = {"5": 5, "5GB": 5 * 10**9, "1.5 MiB": 3 * 2**19, "2kb": 2000, 7: 7}
-        assert checkpoint._num_bytes(size) == expected[size]
+        assert checkpoint.num_bytes(size) == expected[size]
 
 
 @pytest.mark.parametrize("size", ["5XB", "GB", "-5GB", 0, -1, "0GB", "1e9", "5 GB x"])
@@ -533,19 +535,6 @@ def test_an_exception_midway_leaves_the_old_checkpoint(tmp_path, error):
     untouched(folder)
 
 
-def in_a_child(work) -> int:
-    """Runs `work` in a forked process; its exit status, negative for a signal."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    status = os.waitpid(pid, 0)[1]
-    return -os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
-
-
 STEPS = [(checkpoint, "save_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),
          (os, "unlink"), (os, "rmdir"), (os, "open"), (checkpoint, "_exchange"),
          (checkpoint.shutil, "copymode")]  # fmt: skip
@@ -572,7 +561,7 @@ def test_killed_at_every_step_leaves_the_old_or_the_new(tmp_path):
     for n in range(1, 200):
         folder = save(tmp_path / f"{n}" / "out", 1.0)
         (folder / "README.md").write_text("mine")
-        status = in_a_child(lambda: die_at_step(n, folder))  # noqa: B023
+        status = Child(lambda: die_at_step(n, folder)).wait()  # noqa: B023
         outcomes.append(value_of(folder))
         assert len(list(folder.parent.rglob("README.md"))) == 1, "a file of the user is gone"
         save(folder, 3.0)
@@ -594,13 +583,10 @@ def test_killed_at_any_instant_leaves_the_old_or_the_new(tmp_path):
             save(folder, float(value), max_shard_size=800)
 
     for k in range(25):
-        pid = os.fork()
-        if pid == 0:
-            save_forever()
-            os._exit(0)
-        threading.Event().wait(0.01 * (k + 1))
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+        child = Child(save_forever)
+        time.sleep(0.01 * (k + 1))
+        child.signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
         values.add(value_of(folder))
     assert len(values) > 3
 

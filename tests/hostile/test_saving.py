@@ -5,6 +5,7 @@ The longer run: python -m tests.hostile.test_saving --count 200
 
 import argparse
 import errno
+import functools
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ import torch
 import ligermodels
 from ligermodels import checkpoint
 from ligermodels.errors import CheckpointError, HubError, InputError
+from tests.children import INTERRUPTED, Child
 from tests.hostile.folders import SECONDS, make_model
 
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork, and renameat2 or tmpfs")
@@ -57,17 +59,14 @@ def kill_saves(root: Path, count: int, seed: int = 0) -> dict[str, int]:
     outcomes, old = {"old": 0, "new": 0, "killed within the save": 0}, 0
     for trial in range(-4, count):
         new, start = 1 - old, time.monotonic()
-        pid = os.fork()
-        if pid == 0:
-            made[new].save_pretrained(folder, max_shard_size=SHARD)
-            os._exit(0)
+        child = Child(lambda: made[new].save_pretrained(folder, max_shard_size=SHARD))  # noqa: B023
         if trial < 0:
-            assert os.waitpid(pid, 0)[1] == 0
+            assert child.wait() == 0
             duration, old = time.monotonic() - start, new
             continue
         time.sleep(instant.uniform(0, 1.3 * duration))
-        os.kill(pid, signal.SIGKILL)
-        outcomes["killed within the save"] += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        child.signal(signal.SIGKILL)
+        outcomes["killed within the save"] += child.wait() == -signal.SIGKILL
         found = which(folder, made)
         outcomes["old" if found == old else "new"] += 1
         duration *= 1.25 if found == old else 0.8
@@ -107,33 +106,27 @@ def test_killed_at_random_instants(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted(made, folder, number):
     """Ctrl-C cleans up behind itself; what may not, leaves the old or the new whole."""
-    for wait in (0.001, 0.004, 0.008, 0.016):
-        pid = os.fork()
-        if pid == 0:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            try:
-                for _ in range(1000):
-                    made[1].save_pretrained(folder, max_shard_size=SHARD)
-            except KeyboardInterrupt:
-                os._exit(3)
-            os._exit(0)
+
+    def save():
+        for _ in range(10_000):
+            made[1].save_pretrained(folder, max_shard_size=SHARD)
+
+    for wait in (0, 0.001, 0.004, 0.008, 0.016, 0.05):
+        child = Child(save)
         time.sleep(wait)
-        os.kill(pid, number)
-        os.waitpid(pid, 0)
+        child.signal(number)
+        assert child.wait() == (INTERRUPTED if number == signal.SIGINT else -number)
         assert which(folder, made) in (0, 1)
 
 
 @linux
 def test_two_processes_at_once(made, folder):
-    children = []
-    for model in made:
-        pid = os.fork()
-        if pid == 0:
-            for _ in range(20):
-                model.save_pretrained(folder, max_shard_size=SHARD)
-            os._exit(0)
-        children.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0, 0]
+    def save(model):
+        for _ in range(20):
+            model.save_pretrained(folder, max_shard_size=SHARD)
+
+    children = [Child(functools.partial(save, model)) for model in made]
+    assert [child.wait() for child in children] == [0, 0]
     assert which(folder, made) in (0, 1)
     assert [path.name for path in folder.parent.iterdir()] == ["out"]
 

@@ -1,0 +1,61 @@
+"""Child processes to kill and to interrupt, forked from a test: they never run on as the test, and none is waited for
+without end."""
+
+import os
+import signal
+import time
+import traceback
+from collections.abc import Callable
+
+import torch
+
+SIGNALS = {signal.SIGINT, signal.SIGTERM}
+INTERRUPTED = 3
+SECONDS = 120  # far more than any of them takes: a child that hangs fails its test, and not the whole run
+
+
+class Child:
+    """A fork of this process that does `work` and ends: with 0, with 3 if it was interrupted, else with 1.
+
+    A signal that comes before the child is ready waits until it is. It must not act earlier: the KeyboardInterrupt
+    would rise through the test and the runner above it, whose copy in the child then writes into the parent's pipes.
+    """
+
+    def __init__(self, work: Callable[[], object]):
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            self.pid = os.fork()
+            if self.pid == 0:
+                _end_with(work, mask)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def wait(self) -> int:
+        """Its exit status, negative for the signal that it died of."""
+        end = time.monotonic() + SECONDS
+        while not (ended := os.waitpid(self.pid, os.WNOHANG))[0]:
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise TimeoutError(f"a child was still running after {SECONDS} s")
+            time.sleep(0.001)
+        return os.waitstatus_to_exitcode(ended[1])
+
+
+def _end_with(work: Callable[[], object], mask: set[signal.Signals]) -> None:
+    status = 1
+    try:
+        torch.set_num_threads(1)  # the parent's pool of threads is not in a fork, and waiting for it would be forever
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        work()
+        status = 0
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(status)
