@@ -45,8 +45,10 @@ class Case:
 
     attention: of transformers, one that computes this model; `hf+liger` and `hf+compile` take it. inexact: provider
     -> what it leaves out; it is timed all the same, and marked.
-    parity_layers: depth of the model that parity is checked on, one layer of each kind at least.
+    picture: height and width, in pixels, of the one that each sequence begins with.
+    shallow: what makes the model that parity is checked on out of config: one layer of each kind at least.
     tiny: what `--dry` changes beside _TINY.
+    Both reach into nested dicts.
     """
 
     config: dict[str, Any]
@@ -57,12 +59,19 @@ class Case:
     attention: str = "sdpa"
     providers: tuple[str, ...] = ("ligermodels", "hf", "hf+liger")
     inexact: Mapping[str, str] = field(default_factory=dict)
-    parity_layers: int = 2
+    picture: tuple[int, int] | None = None
+    shallow: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
     def dry(self) -> dict[str, Any]:
         """The config at a size for a CPU."""
-        return {**self.config, **_TINY, **self.tiny}
+        return changed(self.config if "text_config" in self.config else {**self.config, **_TINY}, self.tiny)
+
+
+def changed(config: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of config with `changes`, dict by dict."""
+    nested = {name: changed(config[name], value) for name, value in changes.items() if isinstance(value, Mapping)}
+    return {**config, **changes, **nested}
 
 
 _NO_SOFTCAP = "sdpa leaves the softcap of the scores out"
@@ -244,5 +253,134 @@ CASES: dict[str, Case] = {
         checkpointing="block",
         steps=6,
         tiny={"sliding_window": 24},
+    ),
+    "qwen2-vl-2b": Case(
+        {
+            "architectures": ["Qwen2VLForConditionalGeneration"],
+            "model_type": "qwen2_vl",
+            "vocab_size": 151936,
+            "hidden_size": 1536,
+            "intermediate_size": 8960,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 12,
+            "num_key_value_heads": 2,
+            "hidden_act": "silu",
+            "initializer_range": 0.02,
+            "max_position_embeddings": 32768,
+            "max_window_layers": 28,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 1e6,
+            "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+            "sliding_window": 32768,
+            "use_sliding_window": False,
+            "tie_word_embeddings": True,
+            "torch_dtype": "bfloat16",
+            "bos_token_id": 151643,
+            "eos_token_id": 151645,
+            "vision_start_token_id": 151652,
+            "vision_end_token_id": 151653,
+            "vision_token_id": 151654,
+            "image_token_id": 151655,
+            "video_token_id": 151656,
+            "vision_config": {
+                "depth": 32,
+                "embed_dim": 1280,
+                "mlp_ratio": 4,
+                "num_heads": 16,
+                "in_chans": 3,
+                "hidden_size": 1536,
+                "patch_size": 14,
+                "spatial_merge_size": 2,
+                "temporal_patch_size": 2,
+            },
+        },
+        seq=1883,  # 74 x 74 patches are 1369 tokens; two more around them, and 512 of text
+        picture=(1036, 1036),
+        shallow={"num_hidden_layers": 2, "vision_config": {"depth": 2}},
+        tiny={
+            "rope_scaling": {"mrope_section": [2, 3, 3]},
+            "vision_start_token_id": 3,
+            "vision_end_token_id": 4,
+            "vision_token_id": 5,
+            "image_token_id": 6,
+            "video_token_id": 7,
+            "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
+        },
+    ),
+    "llama-3.2-11b-vision": Case(
+        {
+            "architectures": ["MllamaForConditionalGeneration"],
+            "model_type": "mllama",
+            "image_token_index": 128256,
+            "torch_dtype": "bfloat16",
+            "text_config": {
+                "model_type": "mllama_text_model",
+                "bos_token_id": 128000,
+                "eos_token_id": 128001,
+                "pad_token_id": 128004,
+                "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
+                "dropout": 0,
+                "hidden_act": "silu",
+                "hidden_size": 4096,
+                "initializer_range": 0.02,
+                "intermediate_size": 14336,
+                "max_position_embeddings": 131072,
+                "num_attention_heads": 32,
+                "num_hidden_layers": 40,
+                "num_key_value_heads": 8,
+                "rms_norm_eps": 1e-5,
+                "rope_scaling": {**_LLAMA_3_ROPE, "factor": 8.0},
+                "rope_theta": 500000.0,
+                "tie_word_embeddings": False,
+                "torch_dtype": "bfloat16",
+                "vocab_size": 128256,
+            },
+            "vision_config": {
+                "model_type": "mllama_vision_model",
+                "attention_heads": 16,
+                "hidden_act": "gelu",
+                "hidden_size": 1280,
+                "image_size": 560,
+                "intermediate_layers_indices": [3, 7, 15, 23, 30],
+                "intermediate_size": 5120,
+                "max_num_tiles": 4,
+                "norm_eps": 1e-5,
+                "num_channels": 3,
+                "num_global_layers": 8,
+                "num_hidden_layers": 32,
+                "patch_size": 14,
+                "supported_aspect_ratios": [[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
+                "torch_dtype": "bfloat16",
+                "vision_output_dim": 7680,
+            },
+        },
+        batch=2,
+        seq=2048,
+        picture=(1120, 1120),
+        checkpointing="block",
+        steps=6,
+        shallow={
+            "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
+            "vision_config": {
+                "num_hidden_layers": 2,
+                "num_global_layers": 1,
+                "intermediate_layers_indices": [0],
+                "vision_output_dim": 2560,
+            },
+        },
+        tiny={
+            "image_token_index": 512,
+            "text_config": {**_TINY, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+            "vision_config": {
+                "attention_heads": 2,
+                "hidden_size": 32,
+                "image_size": 28,
+                "intermediate_layers_indices": [0],
+                "intermediate_size": 48,
+                "num_global_layers": 1,
+                "num_hidden_layers": 2,
+                "vision_output_dim": 64,
+            },
+        },
     ),
 }

@@ -38,7 +38,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import PACKAGES, environment, table, write_json
-from benchmarks.train_cases import CASES, Case
+from benchmarks.pictures import for_transformers, with_pictures
+from benchmarks.train_cases import CASES, Case, changed
 
 GIB = 2**30
 CHECKPOINTING = ("none", "mlp", "block")
@@ -100,29 +101,35 @@ def prepare(case: Case, options: argparse.Namespace, folder: Path) -> None:
     device, config = _device(options), _config(case, options)
     torch.manual_seed(options.seed)
     _initialised(config, case, device).save_pretrained(folder / "model")
-    model = _initialised({**config, "num_hidden_layers": case.parity_layers}, case, device)
+    shallow = config if options.dry else changed(config, case.shallow)
+    model = _initialised(shallow, case, device)
     _sharpen(model)
     model.save_pretrained(folder / "parity")
-    draws = _tokens(config, PARITY_DRAWS, 1, options.seq, device, seed=options.seed + 1)
-    in_bf16 = [probe(model.train(), ids) for ids in draws]
-    exact = [probe(model.float(), ids) for ids in draws]
+    draws = _batches(case, options, PARITY_DRAWS, 1, seed=options.seed + 1)
+    in_bf16 = [probe(model.train(), for_transformers(model, inputs)) for inputs in draws]
+    exact = [probe(model.float(), for_transformers(model, inputs)) for inputs in draws]
     pairs = list(zip(in_bf16, exact, strict=True))
     errors = {"logits": statistics.mean(_typical_error(a["logits"], b["logits"]) for a, b in pairs)}
     for name in ("loss", "gradient_norm"):
         errors[name] = statistics.mean((a[name] - b[name]) ** 2 for a, b in pairs) ** 0.5
-    torch.save({"ids": draws[0], "exact": exact[0], "errors_in_bf16": errors}, folder / "parity.pt")
+    torch.save({"inputs": draws[0], "exact": exact[0], "errors_in_bf16": errors}, folder / "parity.pt")
 
 
 def _config(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     return case.dry() if options.dry else case.config
 
 
+def _auto(case: Case) -> Any:
+    import transformers
+
+    return transformers.AutoModelForImageTextToText if case.picture else transformers.AutoModelForCausalLM
+
+
 def _initialised(config: Mapping[str, Any], case: Case, device: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(
+        return _auto(case).from_config(
             CONFIG_MAPPING[config["model_type"]].from_dict(config),
             dtype=torch.bfloat16,
             attn_implementation=ATTENTION[case.attention],
@@ -144,16 +151,16 @@ def _sharpen(model: nn.Module) -> None:
             parameter[:rows].normal_(0, (SHARP_SCORES / parameter.shape[1]) ** 0.5)
 
 
-def probe(model: nn.Module, ids: Tensor) -> dict[str, Any]:
-    """Logits of the last positions, loss and gradient norm of one forward and backward on ids [1, S]."""
-    output = model(input_ids=ids, labels=ids)
+def probe(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Logits of the last positions, loss and gradient norm of one forward and backward on one sequence."""
+    output = model(**inputs)
     output["loss"].backward()
     norm = _gradient_norm(model)
     model.zero_grad(set_to_none=True)
     logits = output.logits
     if logits is None:  # a fused loss does not make them
         with torch.no_grad():
-            logits = model(input_ids=ids).logits
+            logits = model(**{name: x for name, x in inputs.items() if name != "labels"}).logits
     logits = logits[:, -PARITY_LOGITS:].detach().float()
     return {"logits": logits, "loss": output["loss"].item(), "gradient_norm": norm}
 
@@ -182,23 +189,33 @@ def _gradient_norm(model: nn.Module) -> float:
     return torch.stack(norms).norm().item()
 
 
-def _tokens(config: Mapping[str, Any], steps: int, batch: int, length: int, device: str, *, seed: int) -> Tensor:
-    """Random ids [steps, B, S], the same on every device. No padding: transformers does not train its row."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(config["vocab_size"], (steps, batch, length), generator=generator)
-    if config.get("pad_token_id") is not None:
-        ids[ids == config["pad_token_id"]] = config["bos_token_id"]
-    return ids.to(device)
+def _batches(case: Case, options: argparse.Namespace, steps: int, batch: int, *, seed: int) -> list[dict[str, Tensor]]:
+    """Model inputs for each step: random ids [B, S] and labels, and the case's picture in front.
+
+    The same on every device. Neither padding nor, in the text, ids of pictures: transformers does not train the row of
+    the one, and takes the others for pictures.
+    """
+    config, generator = _config(case, options), torch.Generator().manual_seed(seed)
+    text = config.get("text_config", config)
+    ids = torch.randint(text["vocab_size"], (steps, batch, options.seq), generator=generator)
+    names = {name for name in config if name.endswith("token_id")} - {"bos_token_id", "eos_token_id"} | {"pad_token_id"}
+    special = [text[name] for name in names if text.get(name) is not None]
+    ids[torch.isin(ids, torch.tensor(special, dtype=torch.int64))] = text["bos_token_id"]
+    ids = ids.to(_device(options))
+    if case.picture is None:
+        return [{"input_ids": row, "labels": row} for row in ids]
+    height, width = (56, 56) if options.dry else case.picture
+    return [with_pictures(config, row, height, width, seed=seed + i) for i, row in enumerate(ids)]
 
 
-def build(provider: Provider, folder: Path, device: str) -> nn.Module:
+def build(provider: Provider, case: Case, folder: Path, device: str) -> nn.Module:
     """The provider's model with the checkpoint's weights in bf16, ready to train."""
     if provider.ours:
         import ligermodels
 
         model: nn.Module = ligermodels.load(folder, dtype=torch.bfloat16, device=device, progress=False)
     else:
-        model = _theirs(provider, folder, device)
+        model = _theirs(provider, case, folder, device)
     model.train()
     if provider.checkpointing != "none":
         options: dict[str, Any] = {"use_reentrant": False}
@@ -211,15 +228,13 @@ def build(provider: Provider, folder: Path, device: str) -> nn.Module:
     return model
 
 
-def _theirs(provider: Provider, folder: Path, device: str) -> nn.Module:
-    from transformers import AutoModelForCausalLM
-
+def _theirs(provider: Provider, case: Case, folder: Path, device: str) -> nn.Module:
     options: dict[str, Any] = {"attn_implementation": ATTENTION[provider.attention]}
     if provider.experts:
         options["experts_implementation"] = EXPERTS[provider.experts]
     if device == "cuda" and importlib.util.find_spec("accelerate"):
         options["device_map"] = device  # straight to the card
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options).to(device)
+    model = _auto(case).from_pretrained(folder, dtype=torch.bfloat16, **options).to(device)
     model.config.use_cache = False
     if "liger" in provider.patches:
         patches = importlib.import_module("liger_kernel.transformers")
@@ -232,9 +247,9 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
     device = _device(options)
     started = time.perf_counter()
     provider = Provider.of(name, case, options.checkpointing)
-    model = build(provider, folder / "parity", device)
+    model = build(provider, case, folder / "parity", device)
     expected = torch.load(folder / "parity.pt", map_location=device)
-    found = probe(model, expected["ids"])
+    found = probe(model, expected["inputs"] if provider.ours else for_transformers(model, expected["inputs"]))
     factor = LOGITS_FACTOR if provider.ours else PEERS_LOGITS_FACTOR
     row: dict[str, Any] = {
         "provider": name,
@@ -257,10 +272,12 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
     if device == "cuda":
         torch.cuda.empty_cache()
 
-    model = build(provider, folder / "model", device)
+    model = build(provider, case, folder / "model", device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     total = options.warmup + options.steps
-    ids = _tokens(_config(case, options), total, options.batch, options.seq, device, seed=options.seed)
+    batches = _batches(case, options, total, options.batch, seed=options.seed)
+    if not provider.ours:
+        batches = [for_transformers(model, inputs) for inputs in batches]
     marks, losses = [], []
     for step in range(total):
         if step == options.warmup:
@@ -269,7 +286,7 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
                 torch.cuda.reset_peak_memory_stats()
             row["setup_s"] = time.perf_counter() - started
             marks.append(_now(device))
-        loss = model(input_ids=ids[step], labels=ids[step])["loss"]
+        loss = model(**batches[step])["loss"]
         loss.backward()
         if step == 0:
             row["first_gradient_norm"] = _gradient_norm(model)

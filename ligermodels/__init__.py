@@ -20,6 +20,8 @@ if TYPE_CHECKING:
         GemmaConfig,
         Llama,
         LlamaConfig,
+        LlamaVision,
+        LlamaVisionConfig,
         Mistral,
         MistralConfig,
         Mixtral,
@@ -28,9 +30,12 @@ if TYPE_CHECKING:
         Phi3Config,
         Qwen2,
         Qwen2Config,
+        Qwen2VL,
+        Qwen2VLConfig,
         load,
     )
     from ligermodels.text import Tokenizer
+    from ligermodels.vision import Processor
 
 from ligermodels.errors import (
     CheckpointError,
@@ -51,6 +56,8 @@ _ARCH = (
     "GemmaConfig",
     "Llama",
     "LlamaConfig",
+    "LlamaVision",
+    "LlamaVisionConfig",
     "Mistral",
     "MistralConfig",
     "Mixtral",
@@ -59,9 +66,15 @@ _ARCH = (
     "Phi3Config",
     "Qwen2",
     "Qwen2Config",
+    "Qwen2VL",
+    "Qwen2VLConfig",
     "load",
 )
-_HOMES = {"Tokenizer": "ligermodels.text", **dict.fromkeys(_ARCH, "ligermodels.arch")}
+_HOMES = {
+    "Processor": "ligermodels.vision",
+    "Tokenizer": "ligermodels.text",
+    **dict.fromkeys(_ARCH, "ligermodels.arch"),
+}
 
 __all__ = [
     "ARCHS",
@@ -76,14 +89,19 @@ __all__ = [
     "LigermodelsError",
     "Llama",
     "LlamaConfig",
+    "LlamaVision",
+    "LlamaVisionConfig",
     "Mistral",
     "MistralConfig",
     "Mixtral",
     "MixtralConfig",
     "Phi3",
     "Phi3Config",
+    "Processor",
     "Qwen2",
     "Qwen2Config",
+    "Qwen2VL",
+    "Qwen2VLConfig",
     "Tokenizer",
     "TokenizerError",
     "kernels",

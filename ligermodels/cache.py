@@ -1,6 +1,7 @@
 """Keys and values of past tokens, so that generating a token costs one token's work."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -131,14 +132,48 @@ class LayerCache:
             )
 
 
+class CrossCache:
+    """One cross-attention layer's keys and values [B, N, HK, D] of all pictures so far; None before the first."""
+
+    def __init__(self) -> None:
+        self.keys: Tensor | None = None
+        self.values: Tensor | None = None
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends k, v [B, N, HK, D] of new pictures and returns those of all; only the new ones have gradients.
+
+        Raises InputError if batch size, heads or dtype are not those of the pictures before.
+        """
+        if self.keys is not None and self.values is not None:
+            if (self.keys.shape[0], *self.keys.shape[2:]) != (k.shape[0], *k.shape[2:]) or self.keys.dtype != k.dtype:
+                raise InputError(
+                    f"KV cache: keys {list(k.shape)} in {k.dtype} of new pictures do not fit those of the pictures "
+                    f"before, {list(self.keys.shape)} in {self.keys.dtype}; was the cache made for another batch?"
+                )
+            k, v = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
+        self.keys, self.values = k.detach(), v.detach()
+        return k, v
+
+    def reset(self) -> None:
+        """Forgets the pictures."""
+        self.keys = self.values = None
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes the old row rows[i]."""
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = self.keys.index_select(0, rows), self.values.index_select(0, rows)
+
+
 class KVCache:
-    """A `LayerCache` per layer: `cache[i]`, iterable, `len(cache)` layers.
+    """A `LayerCache` per layer, or a `CrossCache`: `cache[i]`, iterable, `len(cache)` layers.
 
     max_length: tokens that memory is set aside for; a longer sequence makes a layer's buffers double.
     windows: for each layer the tokens that a query of it sees, counting itself, or None for all; left out: all
-    layers see all. Memory: 2 * batch_size * num_kv_heads * head_dim elements per token held, and a layer holds
-    max_length tokens, one with a window at most window - 1 + SLACK of them. Lengths are known to the host:
-    nothing synchronises.
+    layers see all. cross_layers: the layers that attend to pictures instead; at least one does not. Memory:
+    2 * batch_size * num_kv_heads * head_dim elements per token held, and a layer holds max_length tokens, one with a
+    window at most window - 1 + SLACK of them, one of cross_layers as many as the pictures have states. Lengths are
+    known to the host: nothing synchronises. `state` is a dict for what else a model remembers of the tokens; its
+    tensors have a row for each sequence.
     """
 
     def __init__(
@@ -150,6 +185,7 @@ class KVCache:
         head_dim: int,
         *,
         windows: Sequence[int | None] | None = None,
+        cross_layers: Container[int] = (),
         dtype: torch.dtype,
         device: torch.device | str,
     ):
@@ -166,14 +202,21 @@ class KVCache:
                 "give one for each, None where a layer sees everything"
             )
         self._layers = [
-            LayerCache(batch_size, max_length, num_kv_heads, head_dim, window=window, dtype=dtype, device=device)
-            for window in windows
-        ]
+            CrossCache() if layer in cross_layers else LayerCache(
+                batch_size, max_length, num_kv_heads, head_dim, window=window, dtype=dtype, device=device
+            )
+            for layer, window in enumerate(windows)
+        ]  # fmt: skip
+        texts = [layer for layer in self._layers if isinstance(layer, LayerCache)]
+        if not texts:
+            raise InputError(f"KV cache: all {num_layers} layers are cross_layers, so that none would count the tokens")
+        self._text = texts[0]
+        self.state: dict[str, Any] = {}
 
-    def __getitem__(self, layer: int) -> LayerCache:
+    def __getitem__(self, layer: int) -> LayerCache | CrossCache:
         return self._layers[layer]
 
-    def __iter__(self) -> Iterator[LayerCache]:
+    def __iter__(self) -> Iterator[LayerCache | CrossCache]:
         return iter(self._layers)
 
     def __len__(self) -> int:
@@ -182,11 +225,11 @@ class KVCache:
     @property
     def length(self) -> int:
         """Tokens seen, of which a layer with a window holds only the last."""
-        return self._layers[0].length
+        return self._text.length
 
     @property
     def batch_size(self) -> int:
-        return self._layers[0].keys.shape[0]
+        return self._text.keys.shape[0]
 
     def get_seq_length(self) -> int:
         """Tokens seen, by the name that transformers has for it."""
@@ -196,8 +239,11 @@ class KVCache:
         """Forgets the tokens and keeps the memory."""
         for layer in self._layers:
             layer.reset()
+        self.state.clear()
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes the old row rows[i], in every layer."""
+        """Row i becomes the old row rows[i], in every layer and in the tensors of `state`."""
         for layer in self._layers:
             layer.reorder(rows)
+        for name, value in self.state.items():
+            self.state[name] = value.index_select(0, rows) if isinstance(value, Tensor) else value

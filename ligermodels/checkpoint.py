@@ -43,13 +43,13 @@ COMPANIONS = (
 
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
 
-_DTYPES = {
+DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "BOOL": torch.bool,
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "C64": torch.complex64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
 }  # fmt: skip
-
+"""{the code of a dtype in a safetensors header: the dtype}."""
 
 _SPARE = 64 * 2**20
 """Memory that reading headers may take beyond the size of the files."""
@@ -102,7 +102,7 @@ def companion_files(folder: Path) -> dict[str, Path]:
 def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
     """The object that a JSON file holds; `lenient` mends its commas. Raises CheckpointError if it holds none."""
     if not os.path.lexists(path) and _may(path.parent, os.X_OK):
-        raise CheckpointError(f"{path} is not there. Is {path.parent} the folder of a checkpoint?")
+        raise CheckpointError(f"{path} is not there. {_other_layout(path.parent)}")
     size = check_file(path).st_size
     try:
         with path.open("rb") as file:
@@ -122,6 +122,15 @@ def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
     return value
+
+
+def _other_layout(folder: Path) -> str:
+    """What a folder may be that lacks config.json."""
+    with contextlib.suppress(OSError):
+        if any(re.match(r"consolidated.*\.(pth|safetensors)|adapter_config\.json|\.metadata$", name)
+               for name in os.listdir(folder)):  # fmt: skip
+            return f"It is of another layout: `ligermodels inspect {folder}` says of which, and what reads it."
+    return f"Is {folder} the folder of a checkpoint?"
 
 
 def lenient_json(text: str) -> Any:
@@ -186,11 +195,52 @@ def _check_name(where: Path, name: Any) -> None:
         raise CheckpointError(f"{where} holds a tensor with the name {shown}, which no model has; do not trust it")
 
 
+class SafetensorsFile:
+    """One safetensors file, mapped and held against its size; `open_safetensors` makes them.
+
+    names: of its tensors, in file order. metadata: what stands beside them.
+    """
+
+    def __init__(self, path: Path, version: tuple[int, ...]):
+        self.path, self._seen = path, {path: version}
+        self._opened = _open(path)
+        self.names: list[str] = self._opened.offset_keys()
+        for name in self.names:
+            _check_name(path, name)
+        self.metadata: dict[str, str] = self._opened.metadata() or {}
+
+    def info(self, name: str) -> TensorInfo:
+        """What the header says of a tensor. Raises CheckpointError for a dtype or shape that torch cannot hold."""
+        stored = self._opened.get_slice(name)
+        dtype, shape = DTYPES.get(stored.get_dtype()), tuple(stored.get_shape())
+        if dtype is None:
+            raise CheckpointError(f"{self.path}: {name} is quantised ({stored.get_dtype()})")
+        if len(shape) > _DIMS or math.prod(max(1, size) for size in shape) >= 2**63:
+            raise CheckpointError(f"{self.path}: {name} has {len(shape)} dimensions, too many or large")
+        return TensorInfo(dtype, shape)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor as a view of the mapped file: on the CPU, not to be written to. Raises as `check_unchanged`."""
+        check_unchanged(self._seen)
+        return self._opened.get_tensor(name)
+
+
+def open_safetensors(folder: Path, files: Iterable[str]) -> dict[str, SafetensorsFile]:
+    """{file: the open file}, for files of `folder`; their headers together fit into memory.
+
+    Raises CheckpointError for one that is not there, damaged, or not what its name says; HubError (cannot be read).
+    """
+    paths = {file: folder / file for file in files}
+    seen = versions(paths.values(), folder)
+    _check_headers({path: path.stat().st_size for path in seen})
+    return {file: SafetensorsFile(path, seen[path]) for file, path in paths.items()}
+
+
 class SafetensorsReader:
     """The tensors of a checkpoint folder, mapped from its files. A context manager.
 
-    headers: {name: TensorInfo} in file order. metadata: the first file's. native: the names are ours, packed.
-    With an index, what it does not name is not part of the checkpoint; its total_size is not looked at.
+    headers: {name: TensorInfo} in file order. places: {name: file}. metadata: the first file's. native: the names are
+    ours, packed. With an index, what it does not name is not part of the checkpoint; its total_size is not looked at.
     Raises CheckpointError for an index or file that is missing, damaged, or not what its name says, and for a file
     or folder that was replaced meanwhile; HubError for one that cannot be read.
     """
@@ -199,47 +249,32 @@ class SafetensorsReader:
         self.folder = Path(folder)
         self.source = str(folder)
         self.headers: dict[str, TensorInfo] = {}
-        self._files: dict[str, Any] = {}
-        self._states: dict[str, tuple[Path, tuple[int, ...]]] = {}
-        with _read_errors(self.folder):
+        self.places: dict[str, str] = {}
+        with read_errors(self.folder):
             identity = self.folder.stat().st_ino
         files, weight_map = weight_files(self.folder, SAFETENSORS)
-        states = {file: check_file(self.folder / file, self.folder) for file in files}
-        _check_headers({self.folder / file: state.st_size for file, state in states.items()})
+        self._files = open_safetensors(self.folder, files)
         twice = []
-        for file in files:
-            opened = _open(self.folder / file)
-            for name in opened.offset_keys():
-                _check_name(self.folder / file, name)
+        for file, opened in self._files.items():
+            for name in opened.names:
                 if weight_map is not None and weight_map.get(name) != file:
-                    twice += [(name, file, opened)] if name in weight_map else []
+                    twice += [(name, opened)] if name in weight_map else []
                     continue
-                tensor = opened.get_slice(name)
-                dtype = _DTYPES.get(tensor.get_dtype())
-                if dtype is None:
-                    raise CheckpointError(f"{self.folder / file}: {name} is quantised ({tensor.get_dtype()})")
-                shape = tuple(tensor.get_shape())
-                if len(shape) > _DIMS or math.prod(max(1, size) for size in shape) >= 2**63:
-                    raise CheckpointError(
-                        f"{self.folder / file}: {name} has {len(shape)} dimensions, too many or large"
-                    )
-                self.headers[name] = TensorInfo(dtype, shape)
-                self._files[name] = opened
-                self._states[name] = self.folder / file, _version(states[file])
-            if file == files[0]:
-                self.metadata: dict[str, str] = opened.metadata() or {}
+                self.headers[name] = opened.info(name)
+                self.places[name] = file
         for name, file in (weight_map or {}).items():
             if name not in self.headers:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
-        with _read_errors(self.folder):
+        with read_errors(self.folder):
             if self.folder.stat().st_ino != identity:
                 raise CheckpointError(f"{folder} was replaced while it was opened, by another save; load it again")
-        for name, file, opened in twice:
-            if not same_bits(self.read(name), opened.get_tensor(name)):
+        for name, opened in twice:
+            if not same_bits(self.read(name), opened.read(name)):
                 raise CheckpointError(
-                    f"{self.folder / file} and {(weight_map or {})[name]} hold different tensors {name}.\n"
+                    f"{opened.path} and {self.places[name]} hold different tensors {name}.\n"
                     "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
                 )
+        self.metadata = self._files[files[0]].metadata
         self.native = self.metadata.get("format") == NATIVE["format"]
         if self.native and self.metadata.get("version") != NATIVE["version"]:
             raise CheckpointError(
@@ -248,20 +283,26 @@ class SafetensorsReader:
             )
 
     def read(self, name: str) -> Tensor:
-        """The tensor as a view of its mapped file: on the CPU, not to be written to.
-
-        Raises CheckpointError if something wrote to the file since: reading past its end would end the process.
-        """
-        path, version = self._states[name]
-        if (now := _state(path)) is not None and now.st_ino == version[0] and _version(now) != version:
-            raise CheckpointError(f"{path} changed while it was read: something still writes to it. Load it again.")
-        return self._files[name].get_tensor(name)
+        """As `SafetensorsFile.read`."""
+        return self._files[self.places[name]].read(name)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._files.clear()
+
+
+def versions(paths: Iterable[Path], home: Path) -> dict[Path, tuple[int, ...]]:
+    """{file: what changes when it is written to}, each one safe to open. Raises as `check_file`."""
+    return {path: _version(check_file(path, home)) for path in paths}
+
+
+def check_unchanged(seen: Mapping[Path, tuple[int, ...]]) -> None:
+    """Raises CheckpointError if something wrote to a mapped file: reading past its end would end the process."""
+    for path, version in seen.items():
+        if (now := _state(path)) is not None and now.st_ino == version[0] and _version(now) != version:
+            raise CheckpointError(f"{path} changed while it was read: something still writes to it. Load it again.")
 
 
 def _version(state: os.stat_result) -> tuple[int, ...]:
@@ -277,20 +318,21 @@ def _state(path: Path) -> os.stat_result | None:
 
 
 @contextlib.contextmanager
-def _read_errors(path: Path) -> Iterator[None]:
+def read_errors(where: str | Path) -> Iterator[None]:
+    """For a block that reads `where` alone: what the system refuses in it becomes a HubError that names this."""
     try:
         yield
     except LigermodelsError:
         raise
-    except (OSError, ValueError) as error:
-        raise HubError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except (OSError, ValueError, SafetensorError) as error:
+        raise HubError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def _check_headers(sizes: Mapping[Path, int]) -> None:
     """Refuses headers that would take more memory than their files and `_SPARE` together."""
     total = 0
     for path, size in sizes.items():
-        with _read_errors(path), path.open("rb") as file:
+        with read_errors(path), path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
         total += length if length <= size else 0  # else damaged, which `_open` tells
         if total * _HEADER_COST > sum(sizes.values()) + _SPARE:
@@ -323,8 +365,50 @@ def _short(error: BaseException) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in line)
 
 
+_LEGACY = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How torch.save began before torch 1.6."""
+
+
+def read_pickle(path: Path, home: Path | None = None) -> dict[str, Tensor]:
+    """The tensors of a file that torch.save wrote, mapped; unpickled without running code.
+
+    home: the folder that the file must be in, as for `check_file`.
+    Raises CheckpointError for a file that is not there, damaged, or holds anything but plain tensors under names; also
+    for a tensor that claims more than is stored of it: a stride of 0 makes terabytes of a few bytes. HubError.
+    """
+    check_file(path, home)
+    with read_errors(path), path.open("rb") as opened:
+        start = opened.read(64)
+    if start.startswith(_LEGACY):
+        raise CheckpointError(
+            f"{path} is no file of plain tensors that can be mapped: a torch before 1.6 wrote it.\n"
+            "  Next, with torch 2.6 or later: torch.save(torch.load(FILE), FILE) writes it anew."
+        )
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # of any kind: the file chooses what the unpickler runs into
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):  # a place before the file's start
+            raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
+        foreign = _kind(start) if start[:2] not in (b"PK", b"\x80\x02") else None
+        kind = foreign or "it asks for more than tensors, or is damaged or cut short; do not trust it."
+        raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {kind}") from error
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
+    for name, tensor in state.items():
+        _check_name(path, name)
+        plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+        if not plain:
+            raise CheckpointError(f"{path}: {name} is sparse, quantised or empty; expected a plain tensor")
+        if tensor.nbytes > (stored := tensor.untyped_storage().nbytes()):
+            raise CheckpointError(
+                f"{path}: {name} claims {tensor.nbytes:,} bytes and {stored:,} are stored: no plain tensor.\n"
+                "  Likely: a tensor that was expanded, not copied, or a file made to exhaust memory; do not trust it."
+            )
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
 class PickleReader:
-    """SafetensorsReader's twin for pytorch_model.bin and its index; unpickled without running code."""
+    """SafetensorsReader's twin for pytorch_model.bin and its index."""
 
     native = False
 
@@ -332,36 +416,22 @@ class PickleReader:
         self.folder = Path(folder)
         self.source = str(folder)
         self.metadata: dict[str, str] = {}
+        self.places: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
         files, weight_map = weight_files(self.folder, PICKLES)
+        self._seen = versions((self.folder / file for file in files), self.folder)
         for file in files:
-            path = self.folder / file
-            check_file(path, self.folder)
-            try:
-                with path.open("rb") as opened:
-                    start = opened.read(64)
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            except OSError as error:
-                raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
-            except Exception as error:  # of any kind: the file chooses what the unpickler runs into
-                foreign = _kind(start) if start[:2] not in (b"PK", b"\x80\x02") else None
-                kind = foreign or "it asks for more than tensors, or is damaged or cut short; do not trust it."
-                raise CheckpointError(f"{path} cannot be read as a file of plain tensors: {kind}") from error
-            if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-                raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
-            for name, tensor in state.items():
-                _check_name(path, name)
-                if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
-                    raise CheckpointError(f"{path}: {name} is sparse, quantised or empty; expected a plain tensor")
+            for name, tensor in read_pickle(self.folder / file, self.folder).items():
                 if weight_map is None or weight_map.get(name) == file:
-                    self._tensors[name] = tensor
+                    self._tensors[name], self.places[name] = tensor, file
         for name, file in (weight_map or {}).items():
             if name not in self._tensors:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
         self.headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:
-        """The tensor as a view of its mapped file: on the CPU, not to be written to."""
+        """The tensor as a view of its mapped file: on the CPU, not to be written to. Raises as `check_unchanged`."""
+        check_unchanged(self._seen)
         return self._tensors[name]
 
     def __enter__(self) -> Self:
@@ -376,7 +446,7 @@ def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> Safete
 
     Raises CheckpointError, and HubError for a folder or file that cannot be read.
     """
-    with _read_errors(Path(folder)):
+    with read_errors(Path(folder)):
         present = {name.removesuffix(".index.json") for name in os.listdir(folder)}
     if SAFETENSORS in present:
         return SafetensorsReader(folder)
@@ -393,7 +463,8 @@ def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> Safete
     )
 
 
-def _num_bytes(size: int | str) -> int:
+def num_bytes(size: int | str) -> int:
+    """A number of bytes, given as one or as "5GB" (10^9) or "5GiB" (2^30). Raises InputError."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?)B)?", str(size).upper())
     count = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
     if not 1 <= count < 2**63:
@@ -424,13 +495,10 @@ def write_checkpoint(
     file, the weights last, and a second one is refused. A killed process leaves a folder .<name>.saving-*.
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
     """
-    limit = _num_bytes(max_shard_size)
-    try:
-        target = Path(os.path.realpath(os.path.expanduser(folder)))
-    except ValueError as error:  # a zero byte, or what has no encoding
-        raise HubError(f"{str(folder)!r} is not the path of a folder: {error}") from error
-    with _write_errors(target):
-        fixed = _check_target(target, overwrite)
+    limit = num_bytes(max_shard_size)
+    target = absolute(folder)
+    with write_errors(target):
+        fixed = check_target(target, overwrite)
         home = target if fixed else target.parent
         home.mkdir(parents=True, exist_ok=True)
         prefix = f".{target.name[:100]}.saving-"
@@ -438,23 +506,46 @@ def write_checkpoint(
         staging = home / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             staging.mkdir()
-            _write_files(staging, files or {})
             _write_shards(staging, tensors, limit, dict(metadata or {"format": "pt"}))
-            for path in [*staging.rglob("*"), staging]:
-                _sync(path)
+            finish(staging, files or {})
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        if fixed:
-            _move_in(staging, target)
-        else:
-            _swap(staging, target)
-        _sync(home)
+        install(staging, target, fixed=fixed)
     return target
 
 
-def _check_target(target: Path, overwrite: bool) -> bool:
-    """Whether the folder must be filled where it is, since it cannot be renamed. Raises if it may not be."""
+def absolute(path: str | Path) -> Path:
+    """Where `path` leads to, with its links followed and its ~ resolved. Raises HubError for what can be no path."""
+    try:
+        return Path(os.path.realpath(os.path.expanduser(path)))
+    except (OSError, ValueError) as error:  # a zero byte, or what has no encoding
+        raise HubError(f"{str(path)!r} is not the path of a folder: {error}") from error
+
+
+def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Adds `files` to a folder and puts all that it holds safely on the disk. Raises OSError, and HubError for a file
+    that cannot be copied since it cannot be read."""
+    _write_files(staging, files)
+    for path in [*staging.rglob("*"), staging]:
+        _sync(path)
+
+
+def install(staging: Path, target: Path, *, fixed: bool) -> None:
+    """Puts the finished folder `staging` in the place of `target`; `fixed`, from `check_target`, file by file. Raises
+    OSError."""
+    if fixed:
+        _move_in(staging, target)
+    else:
+        _swap(staging, target)
+    _sync(target if fixed else target.parent)
+
+
+def check_target(target: Path, overwrite: bool) -> bool:
+    """Whether the folder must be filled where it is, since it cannot be renamed.
+
+    Raises CheckpointError or HubError if it may not be filled, OSError if its state cannot be found out.
+    """
     if not target.exists():
         return False
     if not target.is_dir():
@@ -495,10 +586,17 @@ def _check_room(home: Path, prefix: str, expected: int) -> None:
 def _write_files(staging: Path, files: Mapping[str, bytes | Path]) -> None:
     for name, content in files.items():
         (staging / name).parent.mkdir(parents=True, exist_ok=True)
-        if isinstance(content, Path):
-            shutil.copyfile(content, staging / name)
-        else:
-            (staging / name).write_bytes(content)
+        with (staging / name).open("wb") as file:
+            for block in _blocks(content) if isinstance(content, Path) else [content]:
+                file.write(block)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The contents of a file. What fails here is the reading, which is not to be taken for the writing."""
+    with read_errors(path), path.open("rb") as file:
+        size = 1 << 20
+        while block := file.read(size):
+            yield block
 
 
 def _write_shards(staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, metadata: dict[str, str]) -> None:
@@ -606,7 +704,11 @@ def _move_in(staging: Path, target: Path) -> None:
 
 
 @contextlib.contextmanager
-def _write_errors(target: Path) -> Iterator[None]:
+def write_errors(target: Path) -> Iterator[None]:
+    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`.
+
+    What the block reads from elsewhere belongs into `read_errors`.
+    """
     try:
         yield
     except HubError:

@@ -13,7 +13,6 @@ import dataclasses
 import errno
 import importlib.metadata
 import json
-import math
 import os
 import platform
 import re
@@ -23,18 +22,15 @@ import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ligermodels import __version__
 from ligermodels.errors import HubError, InputError, LigermodelsError, TokenizerError
 
 if TYPE_CHECKING:
-    import torch
-
     from ligermodels.arch import CausalLM
-    from ligermodels.conversion import Report
+    from ligermodels.conversion import Inspection, Report
     from ligermodels.text import Tokenizer
-    from ligermodels.weights import TensorInfo
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -60,10 +56,25 @@ def main(argv: list[str] | None = None) -> int:
             return 0
 
 
+class _Command(argparse.ArgumentParser):
+    """Complains of unknown arguments itself, with its own usage and not that of the whole program."""
+
+    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="ligermodels", description="Language models built from fused Triton layers.")
+    parser = argparse.ArgumentParser(
+        prog="ligermodels",
+        description="Language models built from fused Triton layers.",
+        epilog="ligermodels COMMAND --help says more.",
+    )
     parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    kind: type[argparse.ArgumentParser] = _Command
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=kind)
 
     demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
     demo.add_argument("--seconds", type=float, default=20.0, help="time for training (default 20)")
@@ -105,11 +116,6 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--max-new-tokens", type=int, help="per answer; default 1024, or what the context leaves")
     chat.set_defaults(run=_chat, usual_length=1024)
 
-    inspect = commands.add_parser(
-        "inspect", parents=[model], help="what a checkpoint is, from its configuration and headers alone"
-    )
-    inspect.set_defaults(run=_inspect)
-
     _add_conversion(commands)
 
     doctor = commands.add_parser("doctor", help="what this machine offers, and how to fix what is missing")
@@ -117,32 +123,75 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+_EPILOG = """\
+layouts, found out by the files of the folder:
+  Hugging Face, native  model.safetensors, or model-*.safetensors and their index
+  pickled               pytorch_model*.bin, with --allow-pickle
+  Meta                  consolidated.NN.pth and params.json, with --allow-pickle
+  Mistral               consolidated*.safetensors and params.json
+  distributed           .metadata and *.distcp; if there is no config.json, with --config
+  LoRA adapter          adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
+
+exit status:
+  0    done
+  1    the weights do not match: their model, or each other
+  2    wrong usage
+  3    a source that cannot be used
+  4    no space left
+  5    the Hub, the network or the file system refused
+  130  interrupted"""
+
+
 def _add_conversion(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    codes = (
-        "Exit status: 0 done, 1 the weights do not match (their model, or each other), 2 wrong usage, 3 a source that "
-        "cannot be used, 4 no space left, 5 the Hub, the network or the file system refused, 130 interrupted."
-    )
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--allow-pickle", action="store_true", help="read pickled weights too, as plain tensors only")
     shared.add_argument("--json", action="store_true", help="print the report as JSON")
+    shared.add_argument(
+        "--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed checkpoint without them"
+    )
+    shared.add_argument(
+        "--rope-factor",
+        metavar="X",
+        type=float,
+        help="of Meta's use_scaled_rope, for a model of a size that Meta has not published; as 8 in Llama 3.1",
+    )
+
+    inspect = commands.add_parser(
+        "inspect",
+        parents=[shared],
+        help="what a checkpoint is, and what reads it, from its headers alone",
+        description="Prints parameters by part, dtypes, files, what the configuration says, and the call or command\n"
+        "that reads SRC. Weights stay unread.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    inspect.add_argument("src", metavar="SRC", help="folder, or repository on the Hub, whose weights are not fetched")
+    inspect.add_argument("--revision", help="branch, tag or commit of SRC")
+    inspect.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
+    inspect.set_defaults(run=_inspect, status=_conversion_status)
 
     convert = commands.add_parser(
         "convert",
         parents=[shared],
         help="another layout, dtype or division into files",
-        description="Converts the checkpoint SRC. DST appears when it is complete; conversion.json in it says from "
-        "what it was made. Memory holds one tensor of the result and what it is made from.",
-        epilog=codes,
+        description="Converts the checkpoint SRC. DST appears when it is complete; conversion.json in it (beside it,\n"
+        "for a GGUF file) says from what it was made. Memory holds one tensor of the result and what\n"
+        "it is made from.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     convert.add_argument("src", metavar="SRC", help="folder, or repository on the Hub; its layout is found out")
-    convert.add_argument("dst", metavar="DST", nargs="?", help="folder to write; may be left out with --dry-run")
+    convert.add_argument(
+        "dst", metavar="DST", nargs="?", help="folder to write, or file with --to gguf; may be left out with --dry-run"
+    )
     convert.add_argument(
         "--to",
         choices=_LAYOUTS,
         default="hf",
-        help="layout to write: Hugging Face's, the packed one of ligermodels, Meta's (Llamas), or a torch distributed "
-        "checkpoint (default: hf)",
+        help="layout to write: Hugging Face's, the packed one of ligermodels, Meta's (Llamas), a torch distributed "
+        "checkpoint, or one GGUF file for llama.cpp (default: hf)",
     )
     convert.add_argument(
         "--dtype", choices=["keep", "bf16", "fp16", "fp32"], default="keep", help="cast to this (default: keep)"
@@ -153,17 +202,21 @@ def _add_conversion(commands: "argparse._SubParsersAction[argparse.ArgumentParse
     convert.add_argument(
         "--ranks", metavar="N", type=int, default=1, help="with --to meta: number of files (default 1)"
     )
-    convert.add_argument("--adapter", metavar="DIR", help="LoRA adapter, as PEFT saves it, to merge into SRC")
     convert.add_argument(
-        "--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed SRC without them"
+        "--embedding-axis",
+        type=int,
+        choices=[0, 1],
+        help="with --to meta and --ranks: cut the embedding by rows, 0, as in Llama 3, or by columns, 1, as in Llama 2 "
+        "(default: by rope_theta)",
     )
+    convert.add_argument("--adapter", metavar="DIR", help="LoRA adapter, as PEFT saves it, to merge into SRC")
     convert.add_argument("--revision", help="branch, tag or commit of SRC")
     convert.add_argument(
         "--verify",
         choices=["none", "keys", "bytes", "logits"],
         default="none",
         help="compare the result with SRC before it takes its place: names, shapes and dtypes; every bit too; what "
-        "both say in fp32 too, with the whole model in memory (default: none)",
+        "both say in fp32 too, with the whole model in memory, not for gguf (default: none)",
     )
     convert.add_argument("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing")
     convert.add_argument("--overwrite", action="store_true", help="save over what is in DST")
@@ -174,9 +227,11 @@ def _add_conversion(commands: "argparse._SubParsersAction[argparse.ArgumentParse
         "verify",
         parents=[shared],
         help="whether two checkpoints, of any layouts, are the same model",
-        description="Compares names, shapes, dtypes and bits of A and B, and what they say: mean KL divergence and "
-        "likeliest tokens on fixed prompts, in fp32 on the CPU.",
-        epilog=codes,
+        description="Compares names, shapes, dtypes and bits of A and B, and what they say: their logits and\n"
+        "likeliest tokens on fixed prompts, in fp32 on the CPU. Logits that differ by up to 5e-5 of their size\n"
+        "do so by rounding, 0 is usual, and rows of q or k in a wrong order make it 2e-4 and more.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     verify.add_argument("a", metavar="A", help="folder, or repository on the Hub")
@@ -389,7 +444,7 @@ class _Answer:
 
 # convert, verify
 
-_LAYOUTS = ("hf", "native", "meta", "dcp")
+_LAYOUTS = ("hf", "native", "meta", "dcp", "gguf")
 
 
 def _convert(args: argparse.Namespace) -> int:
@@ -404,7 +459,8 @@ def _convert(args: argparse.Namespace) -> int:
 def _verify(args: argparse.Namespace) -> int:
     from ligermodels.conversion import verify
 
-    report = verify(args.a, args.b, level=args.level, allow_pickle=args.allow_pickle)
+    reading = {name: getattr(args, name) for name in ("allow_pickle", "config", "rope_factor")}
+    report = verify(args.a, args.b, level=args.level, **reading)
     _report(report, args, "compared")
     return 0 if report.ok else 1
 
@@ -414,10 +470,14 @@ def _report(report: "Report", args: argparse.Namespace, done: str) -> None:
         print(json.dumps(report.to_json(), indent=2))
         return
     details = "".join(f"{name.replace('_', ' ')}: {value}\n" for name, value in report.details.items())
-    size = _size(report.bytes)
-    print(f"{report.source} -> {report.destination}: {report.tensors} tensors, {size} {done}\n{details}", end="")
-    for line in report.mismatches:
+    between = " and " if done == "compared" else " -> "
+    names = report.source if report.destination is None else f"{report.source}{between}{report.destination}"
+    print(f"{names}: {report.tensors} tensors, {_size(report.bytes)} {done}\n{details}", end="")
+    shown = 20
+    for line in report.mismatches[:shown]:
         print(f"MISMATCH {line}")
+    if len(report.mismatches) > shown:
+        print(f"... and {len(report.mismatches) - shown} more; --json lists them all")
     if done == "compared":
         print("the same" if report.ok else f"{len(report.mismatches)} mismatches")
 
@@ -438,109 +498,60 @@ def _conversion_status(error: LigermodelsError) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from ligermodels import weights
-    from ligermodels.arch import arch_of
-    from ligermodels.checkpoint import read_json
+    from ligermodels.conversion import inspect
 
-    folder, headers, files, native = _headers(args)
-    arch = arch_of(folder)
-    config = arch.config_class.from_hf(read_json(folder / "config.json"))
-    model = arch.from_config(config, device="meta")
-
-    total = model.num_parameters()
-    parts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
-    stored: dict[str, int] = {}
-    for info in headers.values():
-        stored[_name(info.dtype)] = stored.get(_name(info.dtype), 0) + math.prod(info.shape)
-    rope = {
-        key: value if not isinstance(value, list) else f"[{len(value)}]"
-        for key, value in config.rope_parameters.items()
-    }
-    rows = {
-        "checkpoint": str(folder),
-        "architecture": f"{config.model_type}: ligermodels.{arch.__name__}.from_hub, or ligermodels.load",
-        "layout": "native, packed" if native else "Hugging Face",
-        "parameters": f"{total:,}",
-        **{f"  {part}": f"{count:,} ({count / total:.1%})" for part, count in parts.items()},
-        "lm_head": "tied to the embedding" if config.tie_word_embeddings else "its own weight",
-        "stored as": ", ".join(f"{name} ({count:,})" for name, count in stored.items()),
-        "loaded as": f"{_name(config.torch_dtype)} with dtype='auto'",
-        "files": _files(files),
-        "context": f"{config.max_position_embeddings:,} tokens",
-        "rope": ", ".join(f"{key} {value}" for key, value in rope.items()),
-        "layers": f"{config.num_hidden_layers} of width {config.hidden_size}, MLP {config.intermediate_size}",
-        "heads": f"{config.num_attention_heads} query and {config.num_key_value_heads} key-value heads "
-        f"of {config.head_dim}",
-        "tokenizer": _tokenizer(folder),
-    }
-    for name, value in rows.items():
-        print(f"{name:16}{value}")
-    table = weights.layout(model, arch.WEIGHTS, headers, native=native, also=arch.ALSO_READ)
-    weights.check(model, table, headers, ignore=arch.IGNORE, tied=model.tied_weights, where=args.model)
-    print(f"{'weights':16}match: {len(headers)} tensors of the names and shapes that {arch.__name__} expects")
-    return 0
-
-
-def _headers(args: argparse.Namespace) -> "tuple[Path, Mapping[str, TensorInfo], dict[str, int], bool]":
-    """(folder of the small files, headers, {weight file: bytes}, whether the names are ours); no weights."""
-    from ligermodels import checkpoint, hub
-    from ligermodels.weights import TensorInfo
-
-    try:
-        folder = hub.resolve(args.model, revision=args.revision, local_files_only=True, allow_pickle=args.allow_pickle)
-    except HubError:
-        if Path(args.model).exists() or args.local_files_only:
-            raise
+    names = ("revision", "local_files_only", "allow_pickle", "config", "rope_factor")
+    found = inspect(args.src, **{name: getattr(args, name) for name in names})
+    if args.json:
+        print(json.dumps(found.to_json(), indent=2))
     else:
-        with checkpoint.open_checkpoint(folder, allow_pickle=args.allow_pickle) as reader:
-            pickles = isinstance(reader, checkpoint.PickleReader)
-            names, _ = checkpoint.weight_files(folder, checkpoint.PICKLES if pickles else checkpoint.SAFETENSORS)
-            files = {name: (folder / name).stat().st_size for name in names}
-            return folder, reader.headers, files, reader.native
+        for name, value in {**_checkpoint_rows(found), **_model_rows(found)}.items():
+            print(f"{name:16}{value}")
+    if found.problem is not None:
+        _say(f"error: {found.problem}")
+    return 0 if found.ok else 1
 
-    from huggingface_hub import HfApi
 
-    folder = hub.resolve(args.model, revision=args.revision, weights=False)
-    try:
-        shards = HfApi().get_safetensors_metadata(args.model, revision=folder.name).files_metadata
-    except Exception as error:
-        raise HubError(
-            f"{args.model}: the headers of its weight files could not be read ({type(error).__name__}). "
-            "Likely it has no safetensors, or the network failed: try again, or `hf download` it first"
-        ) from error
-    headers = {
-        name: TensorInfo(_dtype(info.dtype), tuple(info.shape))
-        for shard in shards.values()
-        for name, info in shard.tensors.items()
+def _checkpoint_rows(found: "Inspection") -> dict[str, str]:
+    parts = {f"  {part}": f"{count:,} ({count / found.parameters:.1%})" for part, count in found.parts.items()}
+    return {
+        "checkpoint": found.folder,
+        "layout": found.layout,
+        "to use it": found.use,
+        "parameters": f"{found.parameters:,}",
+        **parts,
+        "stored as": ", ".join(f"{name} ({count:,})" for name, count in found.dtypes.items()),
+        "files": _files(found.files),
+        "weights": f"{found.tensors} tensors" + f", {'' if found.ok else 'NOT '}as expected" * bool(found.model),
+        "tokenizer": _tokenizer(found.tokenizer),
     }
-    sizes = {name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()}
-    native = any((shard.metadata or {}).get("format") == checkpoint.NATIVE["format"] for shard in shards.values())
-    return folder, headers, dict(sorted(sizes.items())), native
 
 
-def _part(name: str) -> str:
-    """The part of a model that a parameter counts to."""
-    words = name.split(".")
-    if words[-2].endswith("norm"):
-        return "norms"
-    if words[0] == "layers":
-        return {"attn": "attention"}.get(words[2], words[2])
-    return {"embed_tokens": "embedding"}.get(words[0], words[0])
-
-
-def _name(dtype: "torch.dtype") -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _dtype(code: str) -> "torch.dtype":
-    """The dtype of a header's code, such as BF16; uint8 for packed bits that torch has no name for."""
-    import torch
-
-    words = {"F": "float", "BF": "bfloat", "I": "int", "U": "uint", "BOOL": "bool", "C": "complex"}
-    letters = code.rstrip("0123456789")
-    return getattr(torch, f"{words.get(letters)}{code[len(letters) :]}", torch.uint8)
+def _model_rows(found: "Inspection") -> dict[str, str]:
+    """What config.json, params.json or adapter_config.json say."""
+    model = found.model
+    if not model:
+        words = {
+            "base": "base model",
+            "lora_alpha": "alpha",
+            "target_modules": "targets",
+            "modules_to_save": "replaces",
+        }
+        return {
+            words.get(name, name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            for name, value in found.adapter.items()
+        }
+    rope = {key: f"[{len(value)}]" if isinstance(value, list) else value for key, value in model["rope"].items()}
+    return {
+        "architecture": f"{model['model_type']}, ligermodels.{model['architecture']}",
+        "lm_head": "tied to the embedding" if model["tied"] else "its own weight",
+        "loaded as": f"{model['dtype']} with dtype='auto'",
+        "context": f"{model['context']:,} tokens",
+        "rope": ", ".join(f"{key} {value}" for key, value in rope.items()),
+        "layers": f"{model['layers']} of width {model['hidden_size']}, MLP {model['intermediate_size']}",
+        "heads": f"{model['heads']} query and {model['kv_heads']} key-value heads of {model['head_dim']}",
+        "vocabulary": f"{model['vocab_size']:,} ids",
+    }
 
 
 def _size(count: float) -> str:
@@ -558,17 +569,14 @@ def _files(files: dict[str, int]) -> str:
     return f"{len(files)} shards of {_size(min(files.values()))} to {_size(max(files.values()))}, {total} in all"
 
 
-def _tokenizer(folder: Path) -> str:
-    from ligermodels.text import Tokenizer
-
-    try:
-        tokenizer = Tokenizer.from_hub(folder)
-    except TokenizerError as error:
-        return f"cannot be read: {error}"
-    kind = "tokenizer.json" if tokenizer.files.path("tokenizer.json") else "tokenizer.model (sentencepiece)"
-    templates = ", ".join(tokenizer.files.templates) or "none"
-    stops = ", ".join(map(str, tokenizer.eos_token_ids)) or "none"
-    return f"{kind}, {tokenizer.vocab_size:,} ids; stop ids {stops}; chat templates: {templates}"
+def _tokenizer(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "none here"
+    if "problem" in found:
+        return f"cannot be read: {found['problem']}"
+    stops = ", ".join(map(str, found["stop_ids"])) or "none"
+    templates = ", ".join(found["chat_templates"]) or "none"
+    return f"{found['file']}, {found['vocab_size']:,} ids; stop ids {stops}; chat templates: {templates}"
 
 
 # doctor

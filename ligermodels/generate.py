@@ -14,6 +14,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,11 @@ from ligermodels.errors import InputError
 from ligermodels.text import StopStrings, StreamDecoder
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
+
+_LONGEST = 2**24
+"""Tokens of prompt and continuation: from there on fp32, in which positions are turned, does not tell them apart."""
+_LEAST, _MOST = 1e-20, 1e20
+"""What logits are divided by, so that fp32 holds the quotient."""
 
 
 class Streamer(Protocol):
@@ -54,6 +60,7 @@ def generate(
     tokenizer: Any = None,
     streamer: Streamer | None = None,
     logits_processor: LogitsProcessor | None = None,
+    **inputs: Any,
 ) -> Tensor:
     """Continues each row of `input_ids` until a stop id, a stop string or `max_new_tokens`.
 
@@ -71,11 +78,13 @@ def generate(
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely
             (https://arxiv.org/abs/1909.05858). Greedy decoding obeys it too.
         seed: draws come from a generator of their own; None: from torch's global one.
-        eos_token_id: stop ids; None: those of model.generation_config and model.config together; (): none.
+        eos_token_id: stop ids, of which those outside the vocabulary never come; None: those of
+            model.generation_config and model.config together; (): none.
         pad_token_id: fills rows that finished early; None: the checkpoint's, else the first stop id.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
         streamer: receives ids as they come, see `Streamer`.
         logits_processor: (ids [B, S + step], logits [B, V] fp32) -> logits, before temperature and cuts.
+        inputs: what else the model's forward takes, for the prompt: pixel_values and the like.
 
     Returns:
         [B, S + new] ids, prompt included; new is the length of the longest row. They are ordinary tensors,
@@ -83,14 +92,16 @@ def generate(
 
     Raises:
         InputError: arguments out of range or that do not fit, padding on the right, ids outside the
-            vocabulary, NaN logits for the prompt.
+            vocabulary, NaN logits.
     """
     request = _Request.checked(
         model, input_ids, attention_mask, max_new_tokens,
         _Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-        eos_token_id, pad_token_id, stop_strings, tokenizer, logits_processor,
+        eos_token_id, pad_token_id, stop_strings, tokenizer, logits_processor, inputs,
     )  # fmt: skip
     if streamer is not None:
+        if not callable(getattr(streamer, "put", None)) or not callable(getattr(streamer, "end", None)):
+            raise InputError(f"streamer is a {type(streamer).__name__}; it must have put and end, see Streamer")
         streamer.put(input_ids.cpu())
     to_host = streamer is not None or bool(request.eos_ids or request.stop_strings)
     ids = input_ids
@@ -121,6 +132,7 @@ def generate_iter(
     stop_strings: str | Sequence[str] | None = None,
     tokenizer: Any = None,
     logits_processor: LogitsProcessor | None = None,
+    **inputs: Any,
 ) -> Iterator[Tensor]:
     """`generate` as an iterator: yields the new ids [B] of each step, on the CPU, pad ids for finished rows.
 
@@ -130,7 +142,7 @@ def generate_iter(
     request = _Request.checked(
         model, input_ids, attention_mask, max_new_tokens,
         _Sampler(temperature, top_k, top_p, min_p, repetition_penalty, seed),
-        eos_token_id, pad_token_id, stop_strings, tokenizer, logits_processor,
+        eos_token_id, pad_token_id, stop_strings, tokenizer, logits_processor, inputs,
     )  # fmt: skip
     return (step.new for step in _decode(request, to_host=True) if step.new is not None)
 
@@ -173,18 +185,23 @@ class _Sampler:
     seed: int | None
 
     def __post_init__(self):
-        if not 0 <= self.temperature < math.inf:
-            raise InputError(f"temperature={self.temperature} must be 0 (greedy) or a finite positive number")
-        if self.top_k is not None and (self.top_k != int(self.top_k) or self.top_k < 0):
-            raise InputError(f"top_k={self.top_k} must be a positive integer, or 0 or None for no limit")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise InputError(f"top_p={self.top_p} must be above 0 and at most 1; 1 or None keeps every token")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise InputError(f"min_p={self.min_p} must be from 0 to 1; 0 or None keeps every token")
-        if not 0 < self.repetition_penalty < math.inf:
+        if not _is_number(self.temperature) or not (self.temperature == 0 or _LEAST <= self.temperature < math.inf):
             raise InputError(
-                f"repetition_penalty={self.repetition_penalty} must be finite and positive; 1 is no penalty"
+                f"temperature={self.temperature!r} must be 0 (greedy) or a finite positive number, from {_LEAST:g} up"
             )
+        if self.top_k is not None and (not _is_int(self.top_k) or self.top_k < 0):
+            raise InputError(f"top_k={self.top_k!r} must be a positive integer, or 0 or None for no limit")
+        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
+            raise InputError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 or None keeps every token")
+        if self.min_p is not None and (not _is_number(self.min_p) or not 0 <= self.min_p <= 1):
+            raise InputError(f"min_p={self.min_p!r} must be from 0 to 1; 0 or None keeps every token")
+        if not _is_number(self.repetition_penalty) or not _LEAST <= self.repetition_penalty <= _MOST:
+            raise InputError(
+                f"repetition_penalty={self.repetition_penalty!r} must be finite and positive, from {_LEAST:g} to "
+                f"{_MOST:g}; 1 is no penalty"
+            )
+        if self.seed is not None and (not _is_int(self.seed) or not -(2**63) <= self.seed < 2**64):
+            raise InputError(f"seed={self.seed!r} must be an integer of 64 bits, or None for torch's own generator")
         if self.temperature == 0 and (self.top_k or self.min_p or (self.top_p is not None and self.top_p < 1)):
             warnings.warn(
                 "top_k, top_p and min_p change nothing at temperature=0, which always takes the likeliest "
@@ -193,7 +210,7 @@ class _Sampler:
             )
 
     def generator(self, device: torch.device) -> torch.Generator | None:
-        return None if self.seed is None else torch.Generator(device).manual_seed(self.seed)
+        return None if self.seed is None else torch.Generator(device).manual_seed(int(self.seed))
 
     def pick(self, logits: Tensor, generator: torch.Generator | None) -> Tensor:
         """Token ids [B] from logits [B, V] fp32."""
@@ -202,7 +219,7 @@ class _Sampler:
         if self.temperature != 1:
             logits = logits / self.temperature
         if self.top_k:
-            logits = keep_top_k(logits, self.top_k)
+            logits = keep_top_k(logits, int(self.top_k))
         if self.top_p is not None and self.top_p < 1:
             logits = keep_top_p(logits, self.top_p)
         if self.min_p:
@@ -227,6 +244,7 @@ class _Request:
     stop_strings: tuple[str, ...]
     tokenizer: Any
     logits_processor: LogitsProcessor | None
+    inputs: dict[str, Any]  # of the prompt, besides ids and mask
 
     @classmethod
     def checked(
@@ -241,12 +259,30 @@ class _Request:
         stop_strings: str | Sequence[str] | None,
         tokenizer: Any,
         logits_processor: LogitsProcessor | None,
+        inputs: dict[str, Any],
     ) -> "_Request":
-        if max_new_tokens != int(max_new_tokens) or max_new_tokens < 1:
-            raise InputError(f"max_new_tokens={max_new_tokens} must be an integer of at least 1")
+        if not _is_int(max_new_tokens) or max_new_tokens < 1:
+            raise InputError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
         mask, longest = _checked_prompt(model, input_ids, attention_mask)
+        if inputs and (unknown := inputs.keys() - model.own_inputs):
+            raise InputError(
+                f"{', '.join(sorted(unknown))}: neither an option of generate nor an input of {type(model).__name__}; "
+                f"inputs of its own: {', '.join(sorted(model.own_inputs)) or 'none, it reads text only'}"
+            )
 
+        if input_ids.shape[1] + max_new_tokens > _LONGEST:
+            raise InputError(
+                f"max_new_tokens={max_new_tokens} is too large: with the prompt at most {_LONGEST} tokens. Memory is "
+                "set aside for all of them"
+            )
+        if logits_processor is not None and not callable(logits_processor):
+            raise InputError(f"logits_processor is a {type(logits_processor).__name__}; it must be callable")
+
+        if not isinstance(stop_strings, str | Sequence | None) or isinstance(stop_strings, bytes):
+            raise InputError(f"stop_strings is a {type(stop_strings).__name__}; it must be a string or a list of them")
         strings = (stop_strings,) if isinstance(stop_strings, str) else tuple(stop_strings or ())
+        if not all(isinstance(string, str) for string in strings):
+            raise InputError(f"stop_strings holds {strings!r:.200}; they must be strings")
         if not all(strings):
             raise InputError("stop_strings holds an empty string, which every text contains; leave it out")
         if strings and tokenizer is None:
@@ -255,19 +291,22 @@ class _Request:
         def saved(name: str) -> list[Any]:
             return [model.generation_config.get(name), getattr(model.config, name, None)]
 
+        vocabulary = range(model.config.vocab_size)
         eos_ids = tuple(dict.fromkeys(_flat_ids(saved("eos_token_id") if eos_token_id is None else eos_token_id)))
-        if pad_token_id is not None and not 0 <= pad_token_id < model.config.vocab_size:
-            raise InputError(
-                f"pad_token_id={pad_token_id} is outside the vocabulary (0 to {model.config.vocab_size - 1})"
-            )
-        # some checkpoints write -1 for "none"
-        pad_ids = (i for i in [pad_token_id, *saved("pad_token_id"), *eos_ids] if i is not None)
-        pad_id = next((i for i in pad_ids if 0 <= i < model.config.vocab_size), None)
+        if pad_token_id is not None and (not _is_int(pad_token_id) or pad_token_id not in vocabulary):
+            raise InputError(f"pad_token_id={pad_token_id!r} is outside the vocabulary (0 to {len(vocabulary) - 1})")
+        if eos_token_id is None:  # some checkpoints write -1 for "none"
+            eos_ids = tuple(i for i in eos_ids if i in vocabulary)
+        pad_ids = [pad_token_id, *_flat_ids(saved("pad_token_id")), *eos_ids]
+        pad_id = next((i for i in pad_ids if i is not None and i in vocabulary), None)
         if pad_id is None and (strings or eos_ids) and input_ids.shape[0] > 1:
             raise InputError(
                 "a row that stops before the others must be filled up, and this checkpoint names no pad id "
                 "within its vocabulary: pass pad_token_id"
             )
+
+        if strings and not callable(getattr(tokenizer, "decode", None)):
+            raise InputError(f"tokenizer is a {type(tokenizer).__name__}; stop_strings need a ligermodels.Tokenizer")
 
         limit = getattr(model.config, "max_position_embeddings", None)
         length = longest + int(max_new_tokens)
@@ -280,17 +319,29 @@ class _Request:
         return cls(
             model=model, input_ids=input_ids, mask=mask, longest=longest, max_new_tokens=int(max_new_tokens),
             sampler=sampler, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings, tokenizer=tokenizer,
-            logits_processor=logits_processor,
+            logits_processor=logits_processor, inputs={k: v for k, v in inputs.items() if v is not None},
         )  # fmt: skip
 
 
-def _flat_ids(ids: Any) -> list[int]:
-    """Ids from an int, None, or any nesting of sequences of those, as config files have them."""
+def _is_int(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def _flat_ids(ids: Any, depth: int = 0) -> list[int]:
+    """Ids from an int, None, a tensor, or lists of those within each other, as config files have them."""
     if ids is None:
         return []
-    if isinstance(ids, int):
-        return [ids]
-    return [i for part in ids for i in _flat_ids(part)]
+    if isinstance(ids, Tensor):
+        ids = ids.tolist()
+    if _is_int(ids) and abs(ids) < 2**63:
+        return [int(ids)]
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or depth > 3:
+        raise InputError(f"eos and pad ids must be integers of 64 bits or lists of them, not {ids!r:.200}")
+    return [i for part in ids for i in _flat_ids(part, depth + 1)]
 
 
 def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor | None, int]:
@@ -315,13 +366,19 @@ def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None
             f"input_ids has shape {list(input_ids.shape)}: an empty prompt has nothing to continue; "
             "start with the bos token (Tokenizer.encode adds it where the model has one)"
         )
+    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.is_complex()):
+        kind = attention_mask.dtype if isinstance(attention_mask, Tensor) else type(attention_mask).__name__
+        raise InputError(f"attention_mask is a {kind}; it must be a tensor, 1 at tokens and 0 at padding")
+    if model.device.type == "meta":
+        raise InputError("the model is on the meta device: it has shapes and no weights; load or initialise it")
     for name, tensor in (("input_ids", input_ids), ("attention_mask", attention_mask)):
         if tensor is not None and tensor.device != model.device:
             raise InputError(f"{name} is on {tensor.device}, the model on {model.device}: use .to(model.device)")
     low, high = torch.stack(input_ids.aminmax()).tolist()
-    if low < 0 or high >= model.config.vocab_size:
+    rows = model.get_input_embeddings().num_embeddings  # more than vocab_size where the head has none for pictures
+    if low < 0 or high >= rows:
         raise InputError(
-            f"input_ids reach from {low} to {high}, the vocabulary from 0 to {model.config.vocab_size - 1}; "
+            f"input_ids reach from {low} to {high}, the vocabulary from 0 to {rows - 1}; "
             "likely the tokenizer of another model, or a label value such as -100"
         )
     if attention_mask is None:
@@ -333,7 +390,10 @@ def _checked_prompt(model: Any, input_ids: Tensor, attention_mask: Tensor | None
         )
     mask = attention_mask != 0
     tokens = mask.sum(1)
-    shortest, longest, ends_in_token = torch.stack([*tokens.aminmax(), mask[:, -1].all()]).tolist()
+    plain = (mask == attention_mask).all()
+    shortest, longest, ends_in_token, is_plain = torch.stack([*tokens.aminmax(), mask[:, -1].all(), plain]).tolist()
+    if not is_plain:
+        raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it holds something else")
     if not ends_in_token:
         row = int((~mask[:, -1]).nonzero()[0])
         raise InputError(
@@ -395,11 +455,9 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **(request.inputs if step_ids.shape[1] == length else {}),
         )
         logits = output.logits[:, -1].float()
-        first = length == start
-        if first:
-            broken = logits.isnan().any()
         if sampler.repetition_penalty != 1:
             if seen is None:
                 seen = _seen_tokens(ids[:, :start], request.mask, logits.shape[-1])
@@ -407,7 +465,11 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
                 seen.scatter_(1, ids[:, length - 1 : length], True)
             logits = penalize_repetition(logits, seen[:, : logits.shape[-1]], sampler.repetition_penalty)
         if request.logits_processor is not None:
+            shape = logits.shape
             logits = request.logits_processor(ids[:, :length], logits)
+            if not isinstance(logits, Tensor) or logits.shape != shape:
+                raise InputError(f"logits_processor must return logits of shape {list(shape)}")
+        broken = broken | ~(logits.amax(-1) > -math.inf).all()  # NaN is above nothing
         token = sampler.pick(logits, generator)
         if finished is not None:
             token = torch.where(finished, request.pad_id, token)
@@ -419,13 +481,13 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
 
         new = None
         if to_host:
-            # the one transfer of the step; the first brings the verdict on the prompt's logits along
-            host = (torch.cat([token, broken[None]]) if first else token).cpu()
+            # the one transfer of the step, with the verdict on its logits
+            *values, is_broken = (host := torch.cat([token, broken[None]]).cpu()).tolist()
             new = host[:rows]
-            if first and host[-1]:
+            if is_broken:
                 raise _nan_logits()
             stopped_by_text = False
-            for row, value in enumerate(new.tolist()):
+            for row, value in enumerate(values):
                 if done[row]:
                     continue
                 done[row] = value in request.eos_ids
@@ -454,8 +516,8 @@ def _seen_tokens(prompt: Tensor, mask: Tensor | None, vocab_size: int) -> Tensor
 
 def _nan_logits() -> InputError:
     return InputError(
-        "the model's logits for the prompt are NaN, so no token can be chosen; likely float16 overflow or "
-        "damaged weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files"
+        "the model's logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or damaged "
+        "weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files and the logits_processor"
     )
 
 

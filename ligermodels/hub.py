@@ -143,7 +143,8 @@ def _explained(error: Exception, repo: str, revision: str | None, token: str | b
     """What a failure of huggingface_hub means and what to do. Never the token, but where it came from."""
     from huggingface_hub import constants, errors
 
-    where, url, source = _at(repo, revision), f"{constants.ENDPOINT}/{repo}", _token_source(token)
+    endpoint = re.sub(r"//[^/]*@", "//", constants.ENDPOINT)  # HF_ENDPOINT may hold a name and a password
+    where, url, source = _at(repo, revision), f"{endpoint}/{repo}", _token_source(token)
     if isinstance(error, errors.GatedRepoError):
         problem = f"is gated, and access was refused. Token: {source}."
         step = f"accept its terms at {url} with your account, then `hf auth login` or set HF_TOKEN."
@@ -171,7 +172,7 @@ def _explained(error: Exception, repo: str, revision: str | None, token: str | b
         problem = f"could not be stored: {error.strerror}: {error.filename}."
         step = "free some space or rights, or set HF_HOME to another disk."
     else:
-        problem = f"could not be fetched from {constants.ENDPOINT} ({type(error).__name__})."
+        problem = f"could not be fetched from {endpoint} ({type(error).__name__})."
         step = f"check network, proxy and HF_ENDPOINT, then try again; `hf download {repo}` shows the details."
     explained = HubError(f"{where} {problem}\n  Next: {step}")
     explained.errno = error.errno if isinstance(error, OSError) else None

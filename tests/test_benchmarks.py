@@ -303,7 +303,7 @@ class Wrong(nn.Module):
 
 def test_a_wrong_model_makes_no_step(tmp_path, monkeypatch):
     ids = torch.randint(32, (1, 100))
-    torch.save({"ids": ids, **expected()}, tmp_path / "parity.pt")
+    torch.save({"inputs": {"input_ids": ids, "labels": ids}, **expected()}, tmp_path / "parity.pt")
     monkeypatch.setattr(train_step, "build", lambda *arguments: Wrong())
     monkeypatch.setattr(torch.optim, "AdamW", None)
     options = argparse.Namespace(dry=True, checkpointing="none")
@@ -411,7 +411,7 @@ def test_parity_sees_what_is_left_out(name, field, value, tmp_path):
     ours = train_step.Provider.of("ligermodels", case, "none")
 
     def red():
-        found = train_step.probe(train_step.build(ours, tmp_path / "parity", "cpu"), parity["ids"])
+        found = train_step.probe(train_step.build(ours, case, tmp_path / "parity", "cpu"), parity["inputs"])
         return train_step.disagreement(found, parity, train_step.LOGITS_FACTOR)
 
     assert red() == []

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -234,6 +235,38 @@ def test_pickles_only_when_allowed_and_never_run(tmp_path):
         open_checkpoint(tmp_path, allow_pickle=True)
     save_file({"a": torch.ones(5)}, tmp_path / "model.safetensors")
     assert isinstance(open_checkpoint(tmp_path, allow_pickle=True), SafetensorsReader)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pickled_tensor_that_claims_more_than_is_stored(tmp_path, dtype):
+    """Of a stride of 0, four bytes make a tensor of any size; one that is shared is no larger than its store."""
+    x = torch.arange(6, dtype=dtype)
+    fine = {"whole": x, "part": x[2:4], "shared": x.view(2, 3), "turned": x.view(2, 3).T, "none": torch.ones(0, 4)}
+    torch.save(fine, tmp_path / "pytorch_model.bin")
+    with open_checkpoint(tmp_path, allow_pickle=True) as reader:
+        assert all(torch.equal(reader.read(name), fine[name]) for name in fine)
+    for bad in (torch.ones(1, dtype=dtype).expand(1 << 40), x.as_strided((4, 3), (1, 1))):
+        torch.save({**fine, "bad": bad}, tmp_path / "pytorch_model.bin")
+        with pytest.raises(CheckpointError, match=r"(?s)bad claims [\d,]+ bytes and \d+ are stored.*do not trust it"):
+            open_checkpoint(tmp_path, allow_pickle=True)
+
+
+def test_a_pickle_that_is_written_to_meanwhile(tmp_path):
+    torch.save({"a": torch.ones(5000)}, tmp_path / "pytorch_model.bin")
+    with open_checkpoint(tmp_path, allow_pickle=True) as reader:
+        os.truncate(tmp_path / "pytorch_model.bin", 100)
+        with pytest.raises(CheckpointError, match="changed while it was read"):
+            reader.read("a")
+
+
+def test_a_pickle_of_an_old_torch_says_how_it_becomes_new(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(5)}, path, _use_new_zipfile_serialization=False)
+    with pytest.raises(CheckpointError, match=r"before 1\.6") as caught:
+        open_checkpoint(tmp_path, allow_pickle=True)
+    (command,) = re.findall(r"torch\.save\(.*\), FILE\)", str(caught.value))
+    eval(command, {"torch": torch, "FILE": path})
+    assert open_checkpoint(tmp_path, allow_pickle=True).headers == {"a": TensorInfo(torch.float32, (5,))}
 
 
 def test_pickles_in_shards(tmp_path):

@@ -20,6 +20,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
+import ligermodels
 from ligermodels import hub
 from ligermodels.checkpoint import open_checkpoint, read_json
 from ligermodels.errors import CheckpointError, HubError
@@ -351,16 +352,18 @@ def server(tmp_path):
 def ask(server, cache: Path, *calls: str) -> list[str]:
     """What `hub.resolve` returns with these arguments, or its error, call by call in a new process."""
     code = f"""if True:
-        import warnings
+        import logging, traceback, warnings
         from ligermodels import hub
         from ligermodels.errors import HubError
         warnings.simplefilter("ignore")
+        logging.basicConfig(level=logging.DEBUG)
         for options in [{", ".join(f"dict({call})" for call in calls)}]:
             repo = options.pop("repo", {REPO!r})
             try:
                 print(hub.resolve(repo, **options))
             except HubError as error:
                 print(str(error).replace(chr(10), " "))
+                traceback.print_exc()  # with all that led to it
     """
     environment = {
         **os.environ,
@@ -376,7 +379,7 @@ def ask(server, cache: Path, *calls: str) -> list[str]:
     }
     command = [sys.executable, "-c", code]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, check=True)
-    assert SECRET not in result.stdout + result.stderr
+    assert SECRET not in result.stdout + result.stderr, "in a message, a traceback or a log"
     return result.stdout.splitlines()
 
 
@@ -500,6 +503,16 @@ def test_the_endpoint_is_honoured(online, monkeypatch):
         hub.resolve(REPO)
 
 
+@pytest.mark.parametrize("name", ["gated", "expired"])
+def test_a_password_in_the_endpoint_is_not_shown(online, monkeypatch, name):
+    monkeypatch.setattr(constants, "ENDPOINT", f"https://me:{SECRET}@mirror.example")
+    for failure in (failures()[name][0], OSError("no route")):
+        online.failure = failure
+        with pytest.raises(HubError, match=r"https://mirror\.example") as caught:
+            hub.resolve(REPO)
+        assert SECRET not in str(caught.value)
+
+
 # Uploading
 
 
@@ -542,6 +555,76 @@ def test_push(tmp_path, monkeypatch):
     ]
     assert hub.push(tmp_path, REPO, create_pr=True, revision="dev") == "https://huggingface.co/pr/1"
     assert [call[0] for call in Api.calls[4:]] == ["token", "create_repo", "upload_folder"]
+
+
+def test_the_token_is_in_no_file(online, tmp_path, monkeypatch):
+    """Neither in what a model that was loaded with it writes, nor in the model, nor in what is uploaded."""
+    config = dict(model_type="llama", vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+                  num_attention_heads=1)  # fmt: skip
+    shutil.rmtree(online.remote)
+    ligermodels.Llama.from_config(config, device="cpu").save_pretrained(online.remote)
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    loaded = ligermodels.load(REPO, token=SECRET, progress=False)
+    assert {call["token"] for call in online.calls} == {SECRET}
+    loaded.save_pretrained(tmp_path / "out")
+    for folder in (tmp_path / "out", online.cache):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files and all(SECRET.encode() not in path.read_bytes() for path in files)
+    assert SECRET not in repr(vars(loaded)) + repr(loaded)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(Api, "calls", [])
+    loaded.push_to_hub(REPO, token=SECRET)
+    assert Api.calls[0] == ("token", SECRET) and all(SECRET not in repr(call) for call in Api.calls[1:])
+
+
+def test_what_is_on_this_machine_needs_no_network(tmp_path):
+    """Importing, building, saving, loading, tokenizing, generating and converting: no connection, no name asked for.
+
+    In a process of its own, in which huggingface_hub is not told to be offline.
+    """
+    code = f"""if True:
+        import sys, warnings
+
+        def hook(event, args):
+            if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
+                raise AssertionError(f"the network was asked: {{event}} {{args}}")
+
+        sys.addaudithook(hook)
+        warnings.simplefilter("ignore")
+        import socket, torch, ligermodels, ligermodels.kernels, ligermodels.layers
+        from ligermodels.cli import main
+        from tokenizers import Tokenizer, models
+        folder = {str(tmp_path / "owner" / "model")!r}
+        config = dict(model_type="llama", vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+                      num_attention_heads=1, auto_map={{"AutoModel": "evil/repo--x.Model"}})
+        ligermodels.Llama.from_config(config, device="cpu").save_pretrained(folder)
+        Tokenizer(models.WordLevel({{"a": 0, "b": 1}}, "a")).save(folder + "/tokenizer.json")
+        model = ligermodels.load(folder, token={SECRET!r}, progress=False)
+        ids = torch.tensor([ligermodels.Tokenizer.from_hub(folder).encode("a")])
+        model(ids, labels=ids).loss.backward()
+        model.generate(ids, max_new_tokens=2)
+        model.save_pretrained(folder + "-2")
+        for arguments in (["inspect", folder], ["verify", folder, folder + "-2"],
+                          ["convert", folder, folder + "-3", "--to", "native"]):
+            try:
+                assert not main(arguments), arguments
+            except SystemExit as end:
+                assert not end.code, arguments
+        try:
+            socket.create_connection(("localhost", 9))
+        except AssertionError:
+            print("the hook was in place")
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment |= {"HF_TOKEN": SECRET, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the hook was in place\n") and SECRET not in done.stdout + done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert any("conversion" in path.name for path in written), "a receipt"
+    assert all(SECRET.encode() not in path.read_bytes() for path in written)
 
 
 def test_push_refused(tmp_path, monkeypatch):

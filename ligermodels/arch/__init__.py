@@ -5,14 +5,16 @@ from typing import Any
 
 from ligermodels import checkpoint, hub
 from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ModelConfig
+from ligermodels.arch.config import ModelConfig, short
 from ligermodels.arch.gemma import Gemma, GemmaConfig
 from ligermodels.arch.gemma2 import Gemma2, Gemma2Config
 from ligermodels.arch.llama import Llama, LlamaConfig
+from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig
 from ligermodels.arch.mistral import Mistral, MistralConfig
 from ligermodels.arch.mixtral import Mixtral, MixtralConfig
 from ligermodels.arch.phi3 import Phi3, Phi3Config
 from ligermodels.arch.qwen2 import Qwen2, Qwen2Config
+from ligermodels.arch.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from ligermodels.errors import ConfigError
 
 __all__ = [
@@ -25,6 +27,8 @@ __all__ = [
     "GemmaConfig",
     "Llama",
     "LlamaConfig",
+    "LlamaVision",
+    "LlamaVisionConfig",
     "Mistral",
     "MistralConfig",
     "Mixtral",
@@ -34,12 +38,15 @@ __all__ = [
     "Phi3Config",
     "Qwen2",
     "Qwen2Config",
+    "Qwen2VL",
+    "Qwen2VLConfig",
     "arch_of",
     "load",
 ]
 
 ARCHS: dict[str, type[CausalLM]] = {
-    arch.config_class.model_type: arch for arch in (Llama, Mistral, Mixtral, Gemma, Gemma2, Qwen2, Phi3)
+    arch.config_class.model_type: arch
+    for arch in (Llama, Mistral, Mixtral, Gemma, Gemma2, Qwen2, Phi3, Qwen2VL, LlamaVision)
 }
 """model_type of config.json -> the class that reads it."""
 
@@ -47,8 +54,8 @@ ARCHS: dict[str, type[CausalLM]] = {
 def arch_of(folder: Path) -> type[CausalLM]:
     """The class for the checkpoint in `folder`. Raises ConfigError for a model_type that is not in the zoo."""
     model_type = checkpoint.read_json(folder / "config.json").get("model_type")
-    if model_type not in ARCHS:
-        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
+    if not isinstance(model_type, str) or model_type not in ARCHS:
+        raise ConfigError(f"{folder}: config.json has model_type {short(model_type)}; the zoo holds {', '.join(ARCHS)}")
     return ARCHS[model_type]
 
 

@@ -6,6 +6,7 @@ things are kept here, and none of them is imported.
 """
 
 import functools
+import inspect
 import itertools
 import tempfile
 from collections.abc import Mapping
@@ -19,15 +20,18 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
 from ligermodels import checkpoint, hub, weights
-from ligermodels.arch.config import DTYPES, ModelConfig, RoutedConfig
+from ligermodels.arch.config import DTYPES, ModelConfig, RoutedConfig, check_generation_config
+from ligermodels.arch.inputs import check_inputs, same_bounds
 from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import (
     Batch,
+    CrossStates,
     Experts,
     GatedMLP,
+    LayerNorm,
     LMHead,
     MoE,
     RMSNorm,
@@ -97,6 +101,8 @@ class CausalLM(nn.Module):
     supports_gradient_checkpointing = True
     main_input_name = "input_ids"
     _no_split_modules: ClassVar[tuple[str, ...]]
+    _position_axes: ClassVar[int] = 1
+    """How many positions a token may have; `rotary` says what it makes of several."""
 
     embed_tokens: nn.Embedding
     rotary: nn.Module
@@ -182,7 +188,9 @@ class CausalLM(nn.Module):
                 also=cls.ALSO_READ,
             )
         if (folder / "generation_config.json").is_file():
-            model.generation_config.update(checkpoint.read_json(folder / "generation_config.json", lenient=True))
+            values = checkpoint.read_json(folder / "generation_config.json", lenient=True)
+            check_generation_config(str(folder / "generation_config.json"), values)
+            model.generation_config.update(values)
         model.source_folder = folder
         return model.eval()
 
@@ -222,6 +230,8 @@ class CausalLM(nn.Module):
                     weight.normal_(0.0, self.config.initializer_range, generator=generator)
             elif isinstance(module, RMSNorm) and module.weight is not None:
                 module.weight.fill_(1.0 - module.offset)
+            elif isinstance(module, LayerNorm):
+                module.reset_parameters()
 
     def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
         """Writes a checkpoint in Hugging Face's layout, which transformers loads. Returns the folder.
@@ -277,16 +287,18 @@ class CausalLM(nn.Module):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
+        cross: CrossStates | None = None,
     ) -> CausalLMOutput:
         """Logits, or with `labels` the loss.
 
         input_ids: [B, S], or inputs_embeds: [B, S, hidden_size] in their place.
         attention_mask: [B, past + S], 1 at tokens, 0 at padding on either side. Leave it out where nothing is padded:
             looking into it costs a host synchronisation.
-        position_ids: [B, S] or [1, S]; default 0, 1, ... behind what the cache holds. Without a mask and a cache, ids
-            that restart mark a packed batch: no token sees another sequence. Finding the restarts costs a host
-            synchronisation (and breaks the graph of torch.compile); `cu_seqlens`, int32 [N + 1], the boundaries of the
-            sequences in a batch of one row, with `max_seqlen`, the longest one's length, saves it.
+        position_ids: [B, S] or [1, S], or [axes, B or 1, S] where positions have several axes (multimodal); default
+            0, 1, ... behind what the cache holds. Without a mask and a cache, ids of one axis that restart mark a
+            packed batch: no token sees another sequence. Finding the restarts costs a host synchronisation (and
+            breaks the graph of torch.compile); `cu_seqlens`, int32 [N + 1], the boundaries of the sequences in a
+            batch of one row, with `max_seqlen`, the longest one's length, saves it.
         labels: [B, S], the ids themselves (the shift by one happens here), -100 where nothing is to be predicted. The
             fused linear cross entropy then runs, and logits are None unless `return_logits=True`.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
@@ -303,6 +315,7 @@ class CausalLM(nn.Module):
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
             transformers and TRL name them, queries and keys apart; here they are the same. seq_idx, which comes
             with them, says nothing more.
+        cross: of models with cross-attention, what their own forward found in the pictures.
 
         Raises InputError where arguments do not fit together.
         """
@@ -312,8 +325,21 @@ class CausalLM(nn.Module):
             raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
         if return_dict is False:
             raise InputError("return_dict=False is not supported: the output is a dict with attributes")
-        if cu_seqlens is None:
-            cu_seqlens, max_seqlen = cu_seq_lens_q, max_length_q
+        if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
+            cu_seqlens, max_seqlen = same_bounds(cu_seq_lens_q, cu_seq_lens_k), max_length_q
+        check_inputs(
+            self,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            labels=labels,
+            past_key_values=past_key_values,
+            num_items_in_batch=num_items_in_batch,
+            logits_to_keep=logits_to_keep,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if x.dim() != 3:
             raise InputError(f"ids have shape {tuple(x.shape[:-1])}, expected [batch, sequence]")
@@ -322,21 +348,23 @@ class CausalLM(nn.Module):
             raise InputError(
                 f"labels have shape {tuple(labels.shape)}, expected that of the ids, {(batch_size, length)}"
             )
-        if position_ids is not None and position_ids.shape not in ((1, length), (batch_size, length)):
+        axes = () if position_ids is None or position_ids.dim() < 3 else (self._position_axes,)
+        if position_ids is not None and position_ids.shape not in ((*axes, 1, length), (*axes, batch_size, length)):
             raise InputError(
                 f"position_ids have shape {tuple(position_ids.shape)}, expected {(batch_size, length)} or {(1, length)}"
             )
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache(batch_size, length)
-        if cu_seqlens is None and position_ids is not None and attention_mask is None and past_key_values is None:
+        alone = attention_mask is None and past_key_values is None
+        if cu_seqlens is None and position_ids is not None and not axes and alone:
             cu_seqlens, max_seqlen = packed_sequences(position_ids.expand(batch_size, length))
         if cu_seqlens is not None:
             if past_key_values is not None or attention_mask is not None:
                 raise InputError("packed sequences (cu_seqlens) go with neither attention_mask nor past_key_values")
             x = x.reshape(1, batch_size * length, -1)
             if position_ids is not None:
-                position_ids = position_ids.expand(batch_size, length).reshape(1, -1)
-        batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, past_key_values)
+                position_ids = position_ids.expand(*axes, batch_size, length).reshape(*axes, 1, -1)
+        batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, past_key_values, cross)
         targets = None if labels is None else _Targets(labels, cu_seqlens)
 
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
@@ -418,6 +446,7 @@ class CausalLM(nn.Module):
         cu_seqlens: Tensor | None,
         max_seqlen: int | None,
         past_key_values: KVCache | None,
+        cross: CrossStates | None,
     ) -> Batch:
         """What the attention layers need to know besides x: rotation tables and who may see whom."""
         batch_size, length = x.shape[:2]
@@ -425,9 +454,9 @@ class CausalLM(nn.Module):
         if position_ids is None:
             position_ids = torch.arange(past, past + length, device=x.device)[None]
             if cu_seqlens is not None:
-                position_ids = position_ids - torch.repeat_interleave(
-                    cu_seqlens[:-1], cu_seqlens.diff(), output_size=length
-                )
+                # Whatever the bounds are, this reads within them; torch.repeat_interleave writes beyond its memory.
+                sequence = torch.searchsorted(cu_seqlens, position_ids[0].int(), right=True) - 1
+                position_ids = position_ids - cu_seqlens[sequence]
         cos, sin = self.rotary(position_ids)
         key_mask = None
         if attention_mask is not None:
@@ -439,7 +468,7 @@ class CausalLM(nn.Module):
             key_mask = attention_mask.bool()
             if past == 0 and not torch.compiler.is_compiling() and _pads_only_behind(key_mask):
                 key_mask = None  # no real token looks ahead, so padding behind it is out of sight already
-        return Batch(cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen)
+        return Batch(cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cross=cross)
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_length` tokens."""
@@ -455,6 +484,12 @@ class CausalLM(nn.Module):
         )
 
     generate = generate
+
+    @property
+    def own_inputs(self) -> set[str]:
+        """What forward takes beyond the arguments of every language model: pictures. Also for `generate`."""
+        own, shared = (inspect.signature(cls.forward).parameters for cls in (type(self), CausalLM))
+        return {name for name in own.keys() - shared.keys() if own[name].kind is not inspect.Parameter.VAR_KEYWORD}
 
     @property
     def device(self) -> torch.device:
@@ -512,6 +547,8 @@ class CausalLM(nn.Module):
             for module in layer.modules():
                 if isinstance(module, GatedMLP | MoE):
                     module.recompute = recompute == "mlp" and i < blocks
+        if (tower := getattr(self, "vision", None)) is not None:
+            tower.recompute = recompute == "block" and blocks > 0
 
     def activation_checkpointing_enable(
         self,

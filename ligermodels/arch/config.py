@@ -13,7 +13,7 @@ import math
 import reprlib
 import typing
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
@@ -48,19 +48,25 @@ _NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
 # Largest values of a size: a few times those of any model, and such that no product of them leaves 63 bits.
 _MOST = {
     "vocab_size": 2**28,
-    "num_hidden_layers": 2**11,
+    "num_hidden_layers": 2**10,
     "num_attention_heads": 2**16,
     "num_key_value_heads": 2**16,
     "head_dim": 2**16,
-    "num_local_experts": 2**16,
+    "num_local_experts": 2**12,
     "max_position_embeddings": 2**48,
     "original_max_position_embeddings": 2**48,
     "max_window_layers": 2**48,
+    "sliding_window": 2**48,
 }
 _MOST_OTHERS = 2**20
+_MOST_EXPERTS_IN_ALL = 2**13  # the largest of the zoo has 448
+_LEAST_FLOAT = 1e-30
+"""Above zero, and fp32 can divide by it."""
 _DEEPEST = 32
 """Objects and lists within each other in a config.json; real ones have four."""
-_ROPE_NUMBERS = (1e-9, 1e15)
+_ROPE_NUMBERS, _ROPE_KEYS, _ROPE_LIST = (1e-9, 1e15), 32, 2**12
+_NAME = 200
+"""Characters of a key that messages may show."""
 
 # Carried by files but without a say in what is computed; not written back.
 _DROPPED = {"auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta"}
@@ -134,18 +140,18 @@ class ModelConfig:
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"{cls.model_type}: config.json holds a {type(config).__name__}, expected an object")
-        _check_tree(cls, config)
+        _check_tree(f"{cls.model_type}: config.json", config)
         model_type = config.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ConfigError(
-                f"config.json has model_type {_short(model_type)}, but {cls.architecture} reads {cls.model_type!r}. "
+                f"config.json has model_type {short(model_type)}, but {cls.architecture} reads {cls.model_type!r}. "
                 "ligermodels.load() picks the class by model_type."
             )
         if config.get("quantization_config"):
             quantization = config["quantization_config"]
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ConfigError(
-                f"{cls.model_type}: quantization_config (quant_method {_short(method or 'unknown')}) is not supported: "
+                f"{cls.model_type}: quantization_config (quant_method {short(method or 'unknown')}) is not supported: "
                 "weights are read as float32, float16 or bfloat16. Use the unquantised checkpoint."
             )
         known = {f.name for f in dataclasses.fields(cls)} - {"extra", "rope_parameters", "dtype"}
@@ -180,18 +186,21 @@ class ModelConfig:
     @classmethod
     def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """`rope_parameters` with `rope_type` and `rope_theta`, from either spelling."""
-        old, new = config.get("rope_scaling") or {}, config.get("rope_parameters") or {}
+        old, new = ({} if config.get(name) is None else config[name] for name in ("rope_scaling", "rope_parameters"))
         for name, value in (("rope_scaling", old), ("rope_parameters", new)):
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{cls.model_type}: {name} is {_short(value)}, expected an object or null")
+                raise ConfigError(f"{cls.model_type}: {name} is {short(value)}, expected an object or null")
+            if len(value) > _ROPE_KEYS:
+                raise ConfigError(f"{cls.model_type}: {name} has {len(value)} keys; a rope type has at most nine")
+            _check_names(f"{cls.model_type}: {name} of config.json", value)
         top_level = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
         rope: dict[str, Any] = {}
         for spelling in (cls._plain_rope(old), cls._plain_rope(new), top_level):
             for key, value in spelling.items():
                 if rope.setdefault(key, value) != value:
-                    both = f"{_short(rope[key])} and as {_short(value)}"
+                    both = f"{short(rope[key])} and as {short(value)}"
                     raise ConfigError(
-                        f"{cls.model_type}: config.json gives {key[:80]} twice, as {both}. The two "
+                        f"{cls.model_type}: config.json gives {key} twice, as {both}. The two "
                         "generations of the file disagree; remove the wrong one."
                     )
         rope.setdefault("rope_type", "default")
@@ -204,10 +213,10 @@ class ModelConfig:
     @classmethod
     def _plain_rope(cls, rope: Mapping[str, Any]) -> dict[str, Any]:
         """`rope` with its type, where it has one, under the newer key and its own name."""
-        rope_type = rope.get("rope_type") or rope.get("type")
-        if rope_type and not isinstance(rope_type, str):
-            raise ConfigError(f"{cls.model_type}: rope_type is {_short(rope_type)}, expected a string")
-        named = {"rope_type": cls.rope_aliases.get(rope_type, rope_type)} if rope_type else {}
+        rope_type = rope.get("type") if rope.get("rope_type") is None else rope["rope_type"]
+        if rope_type is not None and (not isinstance(rope_type, str) or not rope_type):
+            raise ConfigError(f"{cls.model_type}: rope_type is {short(rope_type)}, expected a string")
+        named = {} if rope_type is None else {"rope_type": cls.rope_aliases.get(rope_type, rope_type)}
         return {**{key: value for key, value in rope.items() if key not in ("rope_type", "type")}, **named}
 
     def __post_init__(self) -> None:
@@ -239,35 +248,43 @@ class ModelConfig:
         rope_type, theta = self.rope_parameters.get("rope_type"), self.rope_parameters.get("rope_theta")
         if rope_type not in ROPE_TYPES:
             raise ConfigError(
-                f"{self.model_type}: rope_type {_short(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
+                f"{self.model_type}: rope_type {short(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
             )
         if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
-            raise ConfigError(f"{self.model_type}: rope_theta is {_short(theta)}, expected a positive number")
+            raise ConfigError(f"{self.model_type}: rope_theta is {short(theta)}, expected a positive number")
         for name, value in self.rope_parameters.items():
             self._check_rope_value(name, value)
         original = self.rope_parameters.get("original_max_position_embeddings")
         if rope_type == "longrope" and original is not None and original <= 1:
             raise ConfigError(
-                f"{self.model_type}: original_max_position_embeddings is {_short(original)}; longrope divides by its "
+                f"{self.model_type}: original_max_position_embeddings is {short(original)}; longrope divides by its "
                 "logarithm, so that it must be above 1"
             )
         partial = self.rope_parameters.get("partial_rotary_factor", 1.0)
-        if partial != 1.0 and not self.partial_rotary:
+        if (partial != 1.0 or isinstance(partial, bool)) and not self.partial_rotary:
             raise ConfigError(
-                f"{self.model_type}: partial_rotary_factor {_short(partial)} is not supported; supported: 1.0"
+                f"{self.model_type}: partial_rotary_factor {short(partial)} is not supported; supported: 1.0"
             )
 
     def _check_rope_value(self, name: str, value: Any) -> None:
         """Numbers that the tables can be made of, lists of them, strings and null; `layers.RotaryEmbedding` checks
         the rest."""
         low, high = _ROPE_NUMBERS
-        for item in value if isinstance(value, list | tuple) else [value]:
+        many = isinstance(value, list | tuple)
+        most = _ROPE_LIST if name in ("short_factor", "long_factor") else _ROPE_KEYS
+        if many and len(value) > most:
+            raise ConfigError(
+                f"{self.model_type}: {name} of the rope dict is a list of {len(value)}; read are at most {most} numbers"
+            )
+        if isinstance(value, str) and len(value) > _NAME:
+            raise ConfigError(f"{self.model_type}: {name} of the rope dict is {short(value)}, no number")
+        for item in value if many else [value]:
             number = isinstance(item, int | float)
             if not number and (item is not value or not isinstance(value, str | None)):
-                raise ConfigError(f"{self.model_type}: {name} of the rope dict is or holds {_short(item)}, no number")
+                raise ConfigError(f"{self.model_type}: {name} of the rope dict is or holds {short(item)}, no number")
             if number and item and not low <= abs(item) <= high:
                 raise ConfigError(
-                    f"{self.model_type}: {name} of the rope dict is or holds {_short(item)}; numbers from {low:g} to "
+                    f"{self.model_type}: {name} of the rope dict is or holds {short(item)}; numbers from {low:g} to "
                     f"{high:g} can be computed with"
                 )
 
@@ -293,17 +310,20 @@ class ModelConfig:
         elif float in _plain(kind):
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
                 raise self._error(name, "must be a finite number, zero or more")
-        elif name == "sliding_window" and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise self._error(name, "must be a positive number of tokens, or null for no window")
+            if 0 < value < _LEAST_FLOAT:
+                raise self._error(name, f"is too small to be meant; fp32 can compute with {_LEAST_FLOAT:g} and more")
+            if name == "rms_norm_eps" and value > 1:
+                raise self._error(name, "is too large to be meant: at most 1. It would drown what is normed")
+        elif name == "sliding_window":
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
+                raise self._error(name, "must be a positive number of tokens, at most 2^48, or null for no window")
         elif not isinstance(value, _plain(kind)) or (isinstance(value, bool) and bool not in _plain(kind)):
             raise self._error(name, f"must be {_words(kind)}")
-        elif name.endswith("_token_id"):
-            for item in value if isinstance(value, list) else [value]:
-                if isinstance(item, bool) or not isinstance(item, int) or abs(item) >= 2**63:
-                    raise self._error(name, f"must be {_words(kind)}, all of them ids")
+        elif name.endswith("_token_id") and not all(map(_is_id, value if isinstance(value, list) else [value])):
+            raise self._error(name, f"must be {_words(kind)}, all of them ids")
 
     def _error(self, name: str, problem: str) -> ConfigError:
-        return ConfigError(f"{self.model_type}: {name}={_short(getattr(self, name))} {problem}")
+        return ConfigError(f"{self.model_type}: {name}={short(getattr(self, name))} {problem}")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -352,6 +372,16 @@ class RoutedConfig(ModelConfig):
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        experts = getattr(self, "num_local_experts", 1)
+        if experts * self.num_hidden_layers > _MOST_EXPERTS_IN_ALL:
+            raise self._error(
+                "num_local_experts",
+                f"in each of {self.num_hidden_layers} blocks are too many to be meant: at most "
+                f"{_MOST_EXPERTS_IN_ALL} in all. Is the file damaged?",
+            )
+
 
 def _one_spelling(cls: type[ModelConfig], config: Mapping[str, Any], new: str, old: str) -> Any:
     """The value of a field with two names, which must not contradict each other."""
@@ -361,7 +391,7 @@ def _one_spelling(cls: type[ModelConfig], config: Mapping[str, Any], new: str, o
     )
     if a is not None and b is not None and a != b:
         raise ConfigError(
-            f"{cls.model_type}: config.json has {new}={_short(a)} and {old}={_short(b)}; remove the wrong one"
+            f"{cls.model_type}: config.json has {new}={short(a)} and {old}={short(b)}; remove the wrong one"
         )
     return b if a is None else a
 
@@ -376,32 +406,62 @@ def _words(kind: Any) -> str:
     return " or ".join("null" if part is type(None) else part.__name__ for part in _plain(kind))
 
 
-def _check_tree(cls: type[ModelConfig], config: Mapping[str, Any]) -> None:
-    """What could be read and not be written again is refused at once: depth, keys, lone surrogates."""
-    level: list[Any] = [config]
+def check_generation_config(where: str, values: Mapping[str, Any]) -> None:
+    """Raises ConfigError for the contents of a generation_config.json that generation or saving would trip over.
+
+    where: the file, for messages. Looked at are the ids that `generate` takes from it, which may lie outside the
+    vocabulary (some files write -1 for none), and what `from_hf` asks of every key and value.
+    """
+    _check_tree(where, values)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = values.get(name)
+        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
+        if not all(item is None or _is_id(item) for item in ids):
+            lists = " or a list of ids" if name == "eos_token_id" else ""
+            raise ConfigError(f"{where}: {name}={short(value)} must be a token id{lists}, or null")
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def _check_tree(where: str, tree: Mapping[str, Any]) -> None:
+    """What could be read and not be shown, compared or written again is refused at once: depth, keys, lone surrogates,
+    NaN."""
+    level: list[Any] = [tree]
     for _ in range(_DEEPEST):
         for item in level:
             if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
-                raise ConfigError(f"{cls.model_type}: config.json has keys that are no strings: {_short(list(item))}")
-            for text in (*item, *item.values()) if isinstance(item, Mapping) else item:
-                if isinstance(text, str) and not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-                    raise ConfigError(
-                        f"{cls.model_type}: config.json holds a lone surrogate, which has no UTF-8: {ascii(text)[:80]}"
-                    )
+                raise ConfigError(f"{where} has keys that are no strings: {short(list(item))}")
+            for key, value in item.items() if isinstance(item, Mapping) else enumerate(item):
+                for text in (key, value):
+                    if isinstance(text, str) and not text.isascii() and not _has_utf8(text):
+                        raise ConfigError(f"{where} holds a lone surrogate, which has no UTF-8: {ascii(text)[:80]}")
+                if isinstance(value, float) and math.isnan(value):
+                    raise ConfigError(f"{where} has {_names([str(key)])}=nan, which must be a finite number")
         parts = (part for item in level for part in (item.values() if isinstance(item, Mapping) else item))
         level = [part for part in parts if isinstance(part, Mapping | list | tuple)]
         if not level:
-            return
-    raise ConfigError(
-        f"{cls.model_type}: config.json nests objects or lists more than {_DEEPEST} deep. Is it the file of a model?"
-    )
+            return _check_names(where, tree)
+    raise ConfigError(f"{where} nests objects or lists more than {_DEEPEST} deep. Is it the file of a model?")
+
+
+def _has_utf8(text: str) -> bool:
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def _check_names(where: str, keys: Iterable[str]) -> None:
+    """Keys are shown in messages: what moves a terminal's cursor, or fills its screen, is none."""
+    for key in keys:
+        if not 0 < len(key) <= _NAME or not key.isprintable():
+            raise ConfigError(f"{where} has the key {short(key)}, which no model has; do not trust it")
 
 
 _REPR = reprlib.Repr()
 _REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 80
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """`repr`, of a bounded length, for messages."""
     try:
         return _REPR.repr(value)
@@ -412,4 +472,4 @@ def _short(value: Any) -> str:
 def _names(names: list[str]) -> str:
     """The first names of a list that may be endless."""
     more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(name[:80] for name in names[:20]) + more
+    return ", ".join(name[:80] if name.isprintable() else ascii(name[:80]) for name in names[:20]) + more

@@ -13,8 +13,6 @@ import math
 import os
 import pickle
 import re
-import secrets
-import shutil
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -72,6 +70,11 @@ class DcpSource:
     def __init__(self, folder: str | Path, config_folder: str | Path | None = None):
         self.folder, self.source = Path(folder), str(folder)
         self.config_folder = Path(config_folder or folder)
+        if config_folder is None and not os.path.lexists(self.folder / "config.json"):
+            raise CheckpointError(
+                f"{folder} is a distributed checkpoint without its config.json, which says what model it is.\n"
+                "  Next: give the folder of the model's config.json and tokenizer with --config DIR (config=...)."
+            )
         self._config = read_json(self.config_folder / "config.json")
         stored, chunks = _read_metadata(self.folder)
         prefix, self.native = self._prefix(stored)
@@ -166,13 +169,12 @@ class DcpSource:
         return held
 
 
-def write_dcp(reader: weights.Reader, folder: str | Path, *, files: Mapping[str, bytes | Path] | None = None) -> Path:
-    """Writes the tensors of `reader`, under its names, as a distributed checkpoint of one file. Returns its path.
+def write_dcp(reader: weights.Reader, folder: str | Path) -> None:
+    """Writes the tensors of `reader`, under its names, into `folder` as a distributed checkpoint of one file.
 
     `torch.distributed.checkpoint.load` reads it into any sharding of a model whose state dict has these names: with a
-    native reader our models, else transformers'. files: beside it, as in `checkpoint.write_checkpoint`.
-    One tensor is in memory at a time. The folder grows beside its place and is renamed.
-    Raises CheckpointError where `folder` holds anything, HubError (with `errno`) if it cannot be written.
+    native reader our models, else transformers'. One tensor is in memory at a time.
+    Raises OSError if it cannot be written, and what `reader` raises.
     """
     import torch.distributed.checkpoint as dcp
 
@@ -182,37 +184,17 @@ def write_dcp(reader: weights.Reader, folder: str | Path, *, files: Mapping[str,
         def lookup_object(self, index: Any) -> Any:
             return reader.read(index.fqn)
 
-    target = Path(folder).expanduser().resolve()
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise CheckpointError(f"{target} is not an empty folder. Give another one, or remove it first.")
-    staging = target.parent / f".{target.name[:100]}.saving-{os.getpid()}-{secrets.token_hex(4)}"
     state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in reader.headers.items()}
+    writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        needed, free = sum(info.nbytes for info in reader.headers.values()), shutil.disk_usage(target.parent).free
-        if needed > free:
-            raise OSError(errno.ENOSPC, f"it takes {needed / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
-        writer = dcp.FileSystemWriter(staging, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
-                dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
-        except dcp.api.CheckpointException as error:
-            cause = next(iter(error.failures.values()))[0]
-            raise cause if isinstance(cause, Exception) else error from error
-        for name, content in (files or {}).items():
-            (staging / name).parent.mkdir(parents=True, exist_ok=True)
-            (staging / name).write_bytes(content.read_bytes() if isinstance(content, Path) else content)
-        os.replace(staging, target)
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, HubError):
-            raise
-        failure = HubError(f"{target} cannot be written: {error}.\n  Next: check the disk, or save elsewhere.")
-        failure.errno = error.errno if isinstance(error, OSError) else None
-        raise failure from error
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return target
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
+            dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
+    except dcp.api.CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if isinstance(cause, RuntimeError):  # of torch.save: a failed write has no type of its own
+            raise OSError(errno.EIO, f"torch.save: {cause}") from error
+        raise cause from error
 
 
 class _Record:

@@ -10,7 +10,6 @@ Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
 """
 
 import math
-import pickle
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,13 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ligermodels import weights
+from ligermodels import checkpoint, weights
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import companion_files, json_bytes, read_json
-from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.weights import TensorInfo, same_bits
 
 if TYPE_CHECKING:
@@ -78,7 +76,7 @@ class MergedSource:
         self.base, self.folder = base, Path(adapter_folder)
         self.source = f"{base.source} + {self.folder}"
         self._config = dict(base.config())
-        options = _options(self.folder)
+        options = read_options(self.folder)
         tensors = _tensors(self.folder, allow_pickle)
         places = _Places(base, self._config)
         pairs, whole = self._sort(tensors)
@@ -277,9 +275,28 @@ class _Places:
         return []
 
 
-def _options(folder: Path) -> dict[str, Any]:
-    """adapter_config.json, with everything refused in it that is not a sum of low rank."""
+def headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorInfo]:
+    """What the file of an adapter holds; nothing of it is read. Raises CheckpointError, HubError."""
+    opened = _open(folder, allow_pickle)
+    if isinstance(opened, checkpoint.SafetensorsFile):
+        return {name: opened.info(name) for name in opened.names}
+    return {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in opened.items()}
+
+
+def module_of(key: str) -> str:
+    """The module that a tensor of an adapter belongs to."""
+    name = key.removeprefix(_PREFIX)
+    match = _FACTOR.fullmatch(name)
+    return match["module"] if match else name.rpartition(".")[0]
+
+
+def read_options(folder: Path) -> dict[str, Any]:
+    """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank."""
     path = folder / CONFIG
+    with checkpoint.read_errors(folder):
+        there = path.exists()
+    if not there:
+        raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, as PEFT saves it?")
     options = read_json(path)
     if options.get("peft_type") != "LORA":
         raise CheckpointError(f"{path} has peft_type {options.get('peft_type')!r}; LORA is what can be merged")
@@ -323,6 +340,11 @@ def _scale(options: Mapping[str, Any], folder: Path, module: str, rank: int) -> 
 
 def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
     """The adapter's tensors, mapped from its file."""
+    opened = _open(folder, allow_pickle)
+    return opened if isinstance(opened, dict) else {name: opened.read(name) for name in opened.names}
+
+
+def _open(folder: Path, allow_pickle: bool) -> checkpoint.SafetensorsFile | dict[str, Tensor]:
     path, pickled = folder / WEIGHTS, folder / PICKLE
     if not path.is_file() and pickled.is_file():
         if not allow_pickle:
@@ -330,22 +352,7 @@ def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
                 f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
                 "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
             )
-        try:
-            state = torch.load(pickled, map_location="cpu", weights_only=True, mmap=True)
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{pickled} cannot be read as a file of plain tensors: {error}") from error
-        if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-            raise CheckpointError(f"{pickled} is not a flat dictionary of tensors; a training checkpoint, perhaps")
-        return state
+        return checkpoint.read_pickle(pickled)
     if not path.is_file():
         raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, and complete?")
-    try:
-        opened = safe_open(path, framework="pt")
-        return {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
-    except OSError as error:
-        raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
-    except SafetensorError as error:
-        raise CheckpointError(
-            f"{path} is not a safetensors file: {error}.\n"
-            "  Likely: cut short, or a git-lfs pointer in its place; fetch it again."
-        ) from error
+    return checkpoint.open_safetensors(folder, [WEIGHTS])[WEIGHTS]

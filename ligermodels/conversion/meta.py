@@ -22,17 +22,14 @@ Source: args.py and model.py of meta-llama/llama-models (llama3), example_params
 convert_llama_weights_to_hf.py of transformers' sources.
 """
 
-import contextlib
 import errno
 import itertools
 import math
 import mmap
 import os
 import re
-import secrets
-import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -209,19 +206,6 @@ def refuse_both(folder: Path, names: Iterable[str]) -> None:
         )
 
 
-def versions(paths: Iterable[Path], home: Path) -> dict[Path, tuple[int, ...]]:
-    """{file: what changes when it is written to}, each one safe to open. Raises as `checkpoint.check_file`."""
-    return {path: checkpoint._version(checkpoint.check_file(path, home)) for path in paths}
-
-
-def check_unchanged(seen: Mapping[Path, tuple[int, ...]]) -> None:
-    """Raises CheckpointError if a mapped file was written to: reading past its new end would end the process."""
-    for path, version in seen.items():
-        now = checkpoint._state(path)
-        if now is not None and now.st_ino == version[0] and checkpoint._version(now) != version:
-            raise CheckpointError(f"{path} changed while it was read: something still writes to it. Load it again.")
-
-
 class MetaSource:
     """Meta's files as a checkpoint with Hugging Face names; a weights.Reader and a context manager.
 
@@ -246,7 +230,7 @@ class MetaSource:
         params = read_json(self._params_file)
         self.params: dict[str, Any] = params["model"] if isinstance(params.get("model"), dict) else params
         check_keys(self.params, _KNOWN, self._params_file)
-        self._seen = versions([self.folder / file for file in files], self.folder)
+        self._seen = checkpoint.versions([self.folder / file for file in files], self.folder)
         self._ranks = [_load(path) for path in self._seen]
         self._files = files
         sizes = self._sizes()
@@ -306,7 +290,7 @@ class MetaSource:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, whole and in Hugging Face's order of rows: not to be written to."""
-        check_unchanged(self._seen)
+        checkpoint.check_unchanged(self._seen)
         place, axis = self._places[name], self._axes[name]
         parts = [rank[place.name] for rank in self._ranks]
         if axis is None:
@@ -372,15 +356,19 @@ class MetaSource:
         where, scaled = self._params_file, self.params.get("use_scaled_rope") or False
         if not isinstance(scaled, bool):
             raise CheckpointError(f"{where}: use_scaled_rope is {str(scaled)[:50]!r}, expected true or false")
+        if not scaled and factor is not None:
+            raise InputError(f"rope_factor={factor} was given, and {where} does not use scaled rope; leave it out")
         if not scaled:
             return None
+        if factor is not None and not 1 <= factor < math.inf:
+            raise InputError(f"rope_factor={factor}: expected a number of at least 1, such as 8 (3.1) or 32 (3.2)")
         if factor is None:
             known = ROPE_FACTORS.get(self.params["dim"], 0.0)
             factor = number(self.params, "rope_scaling_factor", where, float, known)
         if not factor:
             raise CheckpointError(
                 f"{where} has use_scaled_rope without its factor, and no Llama of dim {self.params['dim']} is known.\n"
-                "  Next: add rope_scaling_factor to it (3.1: 8, 3.2: 32), or pass rope_factor."
+                "  Next: add rope_scaling_factor to it (3.1: 8, 3.2: 32), or pass rope_factor (--rope-factor)."
             )
         return {"rope_type": "llama3", "factor": float(factor), **_SCALED_ROPE}
 
@@ -434,19 +422,17 @@ def write_meta(
     *,
     shards: int = 1,
     embedding_axis: int | None = None,
-    files: Mapping[str, bytes | Path] | None = None,
-) -> Path:
-    """Writes consolidated.00.pth ... and params.json of a Llama with Hugging Face names. Returns the folder's path.
+) -> None:
+    """Writes consolidated.00.pth ... and params.json of a Llama with Hugging Face names into `folder`.
 
     config: the contents of its config.json. shards: tensor-parallel ranks; must divide heads and key/value heads.
     embedding_axis: the dim along which tok_embeddings is cut; None: 0 for a rope_theta of 500000 (Llama 3), else 1.
-    files: {name in the folder: its bytes, or a file to copy}, for tokenizer.model.
     A tied head is written as a copy, as Meta does. The longest text has no field in params.json and is lost.
 
     The files are made at their full size first and filled through a mapping: memory holds the tensor that `reader`
-    gives, whatever the number of shards. `folder` must be new or empty, and appears when it is complete.
+    gives, whatever the number of shards. Nothing is written before all but the reading is known to be possible.
     Raises CheckpointError (another architecture, or one that Meta's code does not compute), ConfigError, InputError
-    (arguments), HubError (cannot be written).
+    (arguments), OSError (cannot be written).
     """
     if reader.native:
         raise InputError(f"{reader.source} is native; convert it to Hugging Face's layout first")
@@ -480,14 +466,12 @@ def write_meta(
                 f"{reader.source}: {name} is {info.dtype} {list(info.shape)}, config.json makes it floating "
                 f"{list(layout[name].shape)}.\n  Likely: config.json is another model's; fetch both again."
             )
-    size = sum(info.nbytes * (1 if axes[name] is not None else shards) for name, info in infos.items())
-    with _staged(Path(folder), size) as staging:
-        checkpoint._write_files(staging, {**(files or {}), PARAMS: json_bytes(params)})
-        ranks = [_blank(staging / f"consolidated.{n:02}.pth", layout, axes, infos, shards) for n in range(shards)]
-        for name, place in layout.items():
-            _fill(ranks, place, axes[name], reader.read(stored[name]))
-        ranks.clear()
-    return Path(folder)
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    (target / PARAMS).write_bytes(json_bytes(params))
+    ranks = [_blank(target / f"consolidated.{n:02}.pth", layout, axes, infos, shards) for n in range(shards)]
+    for name, place in layout.items():
+        _fill(ranks, place, axes[name], reader.read(stored[name]))
 
 
 def _intermediate(dim: int, multiple_of: int, multiplier: float) -> int:
@@ -512,34 +496,14 @@ def _shard_files(folder: Path) -> list[str]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     """The tensors of one .pth, mapped, without rope.freqs. Raises CheckpointError."""
-    try:
-        with path.open("rb") as file:
-            start = file.read(64)
-    except OSError as error:
-        raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
-    try:
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # what a damaged pickle raises is without bound
-        kind = None if start.startswith((b"PK", b"\x80")) else checkpoint._kind(start)
-        words = str(error).partition("\n")[0][:200]
-        raise CheckpointError(
-            f"{path} cannot be read as a file of plain tensors: {kind or f'{type(error).__name__}: {words}'}\n"
-            "  Likely: damaged, cut short, or more than tensors (then do not trust it); fetch it again."
-        ) from error
-    if not isinstance(state, dict) or not all(
-        isinstance(name, str) and isinstance(value, Tensor) for name, value in state.items()
-    ):
-        raise CheckpointError(f"{path} is not a flat dictionary of tensors; a training checkpoint, perhaps")
+    state = checkpoint.read_pickle(path)
     for name, tensor in state.items():
-        checkpoint._check_name(path, name)
-        plain = tensor.layout is torch.strided and tensor.device.type == "cpu" and tensor.dtype in FLOATS
-        # A stride of 0 makes terabytes of a few bytes.
-        if not plain or tensor.nbytes > tensor.untyped_storage().nbytes():
+        if tensor.dtype not in FLOATS:
             raise CheckpointError(
-                f"{path}: {name} is not a plain floating tensor ({tensor.dtype}, {tensor.layout}, shape "
-                f"{list(tensor.shape)} on {tensor.device}).\n  Likely: quantised, or not a checkpoint of Meta's."
+                f"{path}: {name} is not floating but {tensor.dtype}.\n"
+                "  Likely: quantised, or not a checkpoint of Meta's."
             )
-    return {name: tensor.detach() for name, tensor in state.items() if name != "rope.freqs"}
+    return {name: tensor for name, tensor in state.items() if name != "rope.freqs"}
 
 
 def _is_tiktoken(path: Path) -> bool:
@@ -598,12 +562,13 @@ def _rounding(dim: int, intermediate: int) -> tuple[int, float]:
 def _check_cuts(layout: Mapping[str, Place], axes: Mapping[str, int | None], shards: int, sizes: Sizes) -> None:
     """Raises InputError where the ranks would not be equal, or would cut a head."""
     if not 1 <= shards <= 99:
-        raise InputError(f"shards={shards}: expected 1 to 99")
+        raise InputError(f"{shards} shards (--ranks): expected 1 to 99")
     uneven = [name for name, axis in axes.items() if axis is not None and layout[name].shape[axis] % shards]
     if uneven or sizes.heads % shards or sizes.kv_heads % shards:
         raise InputError(
-            f"shards={shards} must divide {sizes.heads} heads, {sizes.kv_heads} key/value heads, an intermediate size "
-            f"of {sizes.intermediate}, and the embedding's {sizes.vocab} rows and {sizes.dim} columns. Choose fewer."
+            f"{shards} shards (--ranks) must divide {sizes.heads} heads, {sizes.kv_heads} key/value heads, an "
+            f"intermediate size of {sizes.intermediate}, and the embedding's {sizes.vocab} rows and {sizes.dim} "
+            "columns. Choose fewer."
         )
 
 
@@ -642,26 +607,3 @@ def _fill(ranks: list[dict[str, Tensor]], place: Place, axis: int | None, tensor
             target.unflatten(0, (heads, -1, 2)).copy_(to_pairs(part, heads))
         else:
             target.copy_(part)
-
-
-@contextlib.contextmanager
-def _staged(folder: Path, size: int) -> Iterator[Path]:
-    """A folder beside `folder` that takes its name when the block ends, and goes when it fails. Raises HubError."""
-    target = folder.expanduser().resolve()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"{target} is there and not an empty folder; give a new one")
-    with checkpoint._write_errors(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        prefix = f".{target.name[:100]}.saving-"
-        checkpoint._check_room(target.parent, prefix, size)
-        staging = target.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
-        try:
-            staging.mkdir()
-            yield staging
-            for path in [*staging.rglob("*"), staging]:
-                checkpoint._sync(path)
-            os.rename(staging, target)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        checkpoint._sync(target.parent)

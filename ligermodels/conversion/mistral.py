@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from torch import Tensor
 
 from ligermodels import checkpoint
@@ -33,13 +32,11 @@ from ligermodels.conversion.meta import (
     check_keys,
     check_layers,
     check_names,
-    check_unchanged,
     listing,
     number,
     places,
     refuse_both,
     to_halves,
-    versions,
 )
 from ligermodels.errors import CheckpointError
 from ligermodels.weights import FLOATS, TensorInfo
@@ -70,24 +67,18 @@ class MistralSource:
         check_keys(self._params, known, self._params_file)
         self._sizes = self._read_sizes()
         self._tied = self._flag("tied_embeddings")
-        self._files: dict[str, Any] = {}
+        self._files: dict[str, checkpoint.SafetensorsFile] = {}
         infos: dict[str, TensorInfo] = {}
-        self._seen = versions([self.folder / file for file in files], self.folder)
-        checkpoint._check_headers({path: path.stat().st_size for path in self._seen})
-        for file in files:
-            opened = checkpoint._open(self.folder / file)
-            for name in opened.offset_keys():
-                checkpoint._check_name(self.folder / file, name)
+        for file, opened in checkpoint.open_safetensors(self.folder, files).items():
+            for name in opened.names:
                 if weight_map is not None and weight_map.get(name) != file:
                     continue
                 if name in infos:
                     raise CheckpointError(
-                        f"{self.folder / file} holds {name}, which another file of the folder holds too.\n"
+                        f"{opened.path} holds {name}, which another file of the folder holds too.\n"
                         "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
                     )
-                stored = opened.get_slice(name)
-                dtype = checkpoint._DTYPES.get(stored.get_dtype(), torch.uint8)
-                infos[name] = TensorInfo(dtype, tuple(stored.get_shape()))
+                infos[name] = opened.info(name)
                 self._files[name] = opened
         for name, file in (weight_map or {}).items():
             if name not in infos:
@@ -145,9 +136,8 @@ class MistralSource:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, in Hugging Face's order of rows: not to be written to."""
-        check_unchanged(self._seen)
         place = self._places[name]
-        tensor = self._files[place.name].get_tensor(place.name)
+        tensor = self._files[place.name].read(place.name)
         return to_halves(tensor, place.heads).reshape(place.shape) if place.heads else tensor
 
     def __enter__(self) -> Self:

@@ -8,6 +8,7 @@ keeps those whose digest is still the receipt's.
 import contextlib
 import errno
 import hashlib
+import importlib.metadata
 import json
 import os
 import shutil
@@ -21,9 +22,9 @@ import safetensors
 import torch
 from tqdm import tqdm
 
-from ligermodels import __version__, checkpoint, hub
-from ligermodels.conversion import dcp, meta
-from ligermodels.conversion.sources import MismatchError, Source, View, open_source, source_files
+from ligermodels import __version__, checkpoint
+from ligermodels.conversion import dcp, gguf, meta
+from ligermodels.conversion.sources import MismatchError, Source, View, locate, open_source, source_files
 from ligermodels.conversion.verify import LEVELS, Level, Report, compare
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.weights import TensorInfo
@@ -31,21 +32,24 @@ from ligermodels.weights import TensorInfo
 DTYPES: dict[str, torch.dtype | None] = {
     "keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 }  # fmt: skip
-Layout = Literal["hf", "native", "meta", "dcp"]
-LAYOUTS: tuple[Layout, ...] = ("hf", "native", "meta", "dcp")
+Layout = Literal["hf", "native", "meta", "dcp", "gguf"]
+LAYOUTS: tuple[Layout, ...] = ("hf", "native", "meta", "dcp", "gguf")
 RECEIPT = "conversion.json"
-_CODES = {torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+GGUF = "model.gguf"
+_CODES = {dtype: code for code, dtype in checkpoint.DTYPES.items()}
 
 
 @dataclass(frozen=True)
 class Options:
     """What to make of a checkpoint.
 
-    to: "hf", "native", "meta" (Llamas only) or "dcp". dtype: "keep", "bf16", "fp16" or "fp32".
+    to: "hf", "native", "meta" (Llamas only), "dcp" or "gguf" (one file, for llama.cpp).
+    dtype: "keep", "bf16", "fp16" or "fp32".
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
-    instead. ranks: how many consolidated.NN.pth, for "meta".
+    instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
+    embedding, by default 0 for a rope_theta of 500000 (Llama 3), else 1.
     adapter: the folder of a LoRA adapter to merge. config: of a distributed checkpoint, the folder of config.json and
-    tokenizer if it has none itself.
+    tokenizer if it has none itself. rope_factor: of Meta's files with `use_scaled_rope` and a size without a known one.
     revision: of a repository. allow_pickle: read pickled weights, as plain tensors.
     verify: how far the result is compared with the source before it takes its place; see `verify`.
     overwrite: replace weights and files in the destination. resume: go on from an interrupted conversion.
@@ -57,8 +61,10 @@ class Options:
     max_shard_size: int | str | None = None
     like: bool = False
     ranks: int = 1
+    embedding_axis: int | None = None
     adapter: str | Path | None = None
     config: str | Path | None = None
+    rope_factor: float | None = None
     revision: str | None = None
     allow_pickle: bool = False
     verify: Level = "none"
@@ -76,64 +82,96 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
     """Converts `src`, a folder or a repository of the Hub, into the folder `dst`, which `dry_run` does without.
 
     Memory holds one tensor of the result and what it is joined or cast from, whatever the shard size.
-    `conversion.json` in `dst` says what was made from what, with SHA-256 digests.
+    `conversion.json` in `dst` says what was made from what, with SHA-256 digests. For "gguf", `dst` is a file, and
+    `<dst>.conversion.json` stands beside it.
     Raises InputError for options that do not fit together, MismatchError where the weights do not fit the model or
     the result failed its verification (`dst` is as before then), CheckpointError or ConfigError for a source that
     cannot be used, HubError (with `errno`) where Hub, network, disk or file system refuse.
     """
     options = options or Options()
     target = _check_options(dst, options)
-    folder = hub.resolve(src, revision=options.revision, allow_pickle=options.allow_pickle)
-    config, adapter = (Path(path).expanduser() if path else None for path in (options.config, options.adapter))
-    with open_source(folder, allow_pickle=options.allow_pickle, config=config, adapter=adapter) as source:
-        view = View(source, native=options.to == "native", dtype=DTYPES[options.dtype])
+    folder = locate(src, revision=options.revision, allow_pickle=options.allow_pickle)
+    config, adapter = (Path(os.path.expanduser(path)) if path else None for path in (options.config, options.adapter))
+    with open_source(
+        folder,
+        allow_pickle=options.allow_pickle,
+        config=config,
+        rope_factor=options.rope_factor,
+        adapter=adapter,
+    ) as source:
+        dtype, origin = DTYPES[options.dtype], _origin(src, folder, adapter)
+        view = View(source, native=options.to == "native", dtype=None if options.to == "gguf" else dtype)
+        file = None
+        if options.to == "gguf":
+            file = gguf.GgufView(view, dtype=dtype, name=Path(origin.get("folder") or origin["repository"]).name)
         plan = _plan(view, options) if options.to in ("hf", "native") else {}
-        report = Report(str(src), str(dst), len(view.headers), sum(info.nbytes for info in view.headers.values()))
+        headers = view.headers if file is None else file.headers
+        size = sum(info.nbytes for info in headers.values())
+        report = Report(str(src), None if dst is None else str(dst), len(headers), size)
         report.details = {"architecture": view.arch.__name__, "to": options.to}
+        if plan:
+            report.details["files"] = len(plan)
         if target is None:
             return report
         receipt = {
             "ligermodels": __version__,
             "torch": torch.__version__,
             "safetensors": safetensors.__version__,
-            "source": _origin(src, folder, adapter),
-            "options": {"to": options.to, "dtype": options.dtype},
+            "source": origin,
+            "options": {"to": options.to, "dtype": options.dtype}
+            | ({"rope_factor": options.rope_factor} if options.rope_factor is not None else {}),
             "plan": _digest_of([plan, {name: str(info) for name, info in view.headers.items()}]),
         }
-        with checkpoint._write_errors(target):
-            fixed = checkpoint._check_target(target, overwrite=True)
+        with checkpoint.write_errors(target):
+            fixed = file is None and checkpoint.check_target(target, overwrite=True)
             home = target if fixed else target.parent
             home.mkdir(parents=True, exist_ok=True)
-            with _staging(home / f".{target.name[:100]}.converting") as staging, checkpoint._write_errors(target):
+            with _staging(home / f".{target.name[:100]}.converting") as staging, checkpoint.write_errors(target):
                 sources = source_files(folder, config=config, adapter=adapter)
-                if plan:
-                    _fill(staging, view, plan, receipt, sources, options, report)
+                if file is not None:
+                    _fill_gguf(staging, file, receipt, sources, options, report)
+                    _move_file(staging, target)
                 else:
-                    _fill_other(staging, view, receipt, sources, options)
-                if options.verify != "none":
-                    _verify(staging, source, options, report)
-                (checkpoint._move_in if fixed else checkpoint._swap)(staging, target)
-            checkpoint._sync(home)
+                    if plan:
+                        _fill(staging, view, plan, receipt, sources, options, report)
+                    else:
+                        _fill_other(staging, view, receipt, sources, options)
+                    if options.verify != "none":
+                        _verify(staging, source, options, report)
+                    checkpoint.install(staging, target, fixed=fixed)
     return report
 
 
 def _check_options(dst: str | Path | None, options: Options) -> Path | None:
-    """The folder to write, None for a dry run. Raises InputError."""
+    """The folder or, for "gguf", the file to write; None for a dry run. Raises InputError."""
     for name, known in (("to", LAYOUTS), ("dtype", tuple(DTYPES)), ("verify", LEVELS)):
         if getattr(options, name) not in known:
             raise InputError(f"{name}={getattr(options, name)!r} is not known; known: {', '.join(known)}")
     if options.to in ("hf", "native"):
-        checkpoint._num_bytes(_shard_size(options))
+        checkpoint.num_bytes(_shard_size(options))
     elif options.like or options.resume or options.max_shard_size is not None:
         raise InputError(f"like, resume and max_shard_size are for the layouts hf and native, not for {options.to}")
-    if options.ranks != 1 and options.to != "meta":
-        raise InputError(f"ranks={options.ranks} is for the layout meta, not for {options.to}")
-    if dst is None and not options.dry_run:
+    if (options.ranks != 1 or options.embedding_axis is not None) and options.to != "meta":
+        raise InputError(f"ranks and embedding_axis are for the layout meta, not for {options.to}")
+    if options.embedding_axis not in (None, 0, 1):
+        raise InputError(f"embedding_axis={options.embedding_axis}: expected 0, rows, or 1, columns")
+    if options.to == "gguf" and options.verify == "logits":
+        raise InputError("verify=logits needs a model that runs, and GGUF files run in llama.cpp; give keys or bytes")
+    if not (dst is None and options.dry_run) and not str(dst or ""):
         raise InputError("DST is missing: give the folder to write, or --dry-run to write nothing")
     if dst is None:
         return None
-    target = Path(dst).expanduser().resolve()
-    if not options.overwrite and target.is_dir() and any(not p.name.endswith(".converting") for p in target.iterdir()):
+    target = checkpoint.absolute(dst)
+    with checkpoint.write_errors(target):
+        is_folder, is_there = target.is_dir(), target.exists()
+        filled = is_folder and any(not path.name.endswith(".converting") for path in target.iterdir())
+    if options.to == "gguf" and is_folder:
+        raise InputError(f"{dst} is a folder; GGUF is one file: give its name, such as {Path(dst) / 'model.gguf'}")
+    if options.to == "gguf" and is_there and not options.overwrite:
+        raise InputError(f"{dst} is there; overwrite=True (--overwrite) saves over it")
+    if options.to != "gguf" and is_there and not is_folder:
+        raise InputError(f"{dst} is a file; give the name of a folder to write")
+    if filled and not options.overwrite:
         raise InputError(f"{dst} is not empty; overwrite=True (--overwrite) saves over it")
     return None if options.dry_run else target
 
@@ -144,7 +182,7 @@ def _shard_size(options: Options) -> int | str:
 
 def _plan(view: View, options: Options) -> Plan:
     if not options.like:
-        shards = _by_size(view, checkpoint._num_bytes(_shard_size(options)))
+        shards = _by_size(view, checkpoint.num_bytes(_shard_size(options)))
     elif (places := view.places()) is not None:
         files: dict[str, list[str]] = {}
         for name in view.headers:
@@ -219,14 +257,14 @@ def _fill(
     report: Report,
 ) -> None:
     """Shards, index, other files and, last, the complete receipt."""
-    receipt["state"] = _digest_of([[str(path), path.stat().st_size, path.stat().st_mtime_ns] for path in sources])
+    receipt["state"] = _digest_of([[str(path), *_state_of_source(path)] for path in sources])
     done = _kept(staging, receipt) if options.resume else {}
     for path in staging.iterdir():
         if path.name not in done and path.name != RECEIPT:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     receipt["shards"] = done
     _write_receipt(staging, receipt)
-    report.details |= {"files": len(plan), "kept": len(done)}
+    report.details["kept"] = len(done)
     left = {file: names for file, names in plan.items() if file not in done}
     size = sum(view.headers[name].nbytes for names in left.values() for name in names)
     _check_room(staging, size)
@@ -239,7 +277,7 @@ def _fill(
         ) as bar,
     ):
         # Digests are made beside the writing: of what was read and of what was written, both still in the page cache.
-        digests = {path: read.submit(_sha256, path) for path in sources}
+        digests = {path: read.submit(_sha256_of_source, path) for path in sources}
         written: dict[str, Future[str]] = {}
         try:
             for file, names in left.items():
@@ -258,36 +296,73 @@ def _fill(
         weight_map = {name: file for file, names in plan.items() for name in names}
         index = {"metadata": {"total_size": report.bytes}, "weight_map": dict(sorted(weight_map.items()))}
         files[f"{checkpoint.SAFETENSORS}.index.json"] = checkpoint.json_bytes(index)
-    checkpoint._write_files(staging, files)
-    _finish(staging, receipt)
+    _finish(staging, receipt, files)
 
 
 def _fill_other(staging: Path, view: View, receipt: dict[str, Any], sources: list[Path], options: Options) -> None:
     """The layouts that are written whole, by their own writers."""
     for path in staging.iterdir():
         shutil.rmtree(path) if path.is_dir() else path.unlink()
-    inside, files = staging / "inside", view.files()
+    _check_room(staging, sum(info.nbytes for info in view.headers.values()))
+    files = view.files()
     if options.to == "dcp":
-        dcp.write_dcp(view, inside, files=files)
+        dcp.write_dcp(view, staging)
     else:
-        kept = {name: file for name, file in files.items() if name not in ("config.json", "generation_config.json")}
-        if "original/tokenizer.model" in kept:
-            kept["tokenizer.model"] = kept.pop("original/tokenizer.model")
-        meta.write_meta(view, view.config(), inside, shards=options.ranks, files=kept)
-    for path in list(inside.iterdir()):
-        path.rename(staging / path.name)
-    inside.rmdir()
-    receipt["source"]["files"] = {path.name: _sha256(path) for path in sources}
+        files = {name: file for name, file in files.items() if name not in ("config.json", "generation_config.json")}
+        if "original/tokenizer.model" in files:
+            files["tokenizer.model"] = files.pop("original/tokenizer.model")
+        config, axis = view.config(), options.embedding_axis
+        meta.write_meta(view, config, staging, shards=options.ranks, embedding_axis=axis)
+    receipt["source"]["files"] = {path.name: _sha256_of_source(path) for path in sources}
     weights = [path for path in sorted(staging.iterdir()) if path.suffix in (".pth", ".distcp", "")]
     receipt["shards"] = {path.name: _sha256(path) for path in weights if path.is_file()}
-    _finish(staging, receipt)
+    _finish(staging, receipt, files)
 
 
-def _finish(staging: Path, receipt: Mapping[str, Any]) -> None:
-    """The receipt without what only a resumption needs, and all of it safe on the disk."""
-    _write_receipt(staging, {key: value for key, value in receipt.items() if key not in ("plan", "state")})
-    for path in [*staging.rglob("*"), staging]:
-        checkpoint._sync(path)
+def _fill_gguf(
+    staging: Path,
+    file: gguf.GgufView,
+    receipt: dict[str, Any],
+    sources: list[Path],
+    options: Options,
+    report: Report,
+) -> None:
+    """The file, compared with what it was to be where that is asked for, and its receipt."""
+    for path in staging.iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _check_room(staging, report.bytes)
+    disable = None if options.progress else True
+    written = staging / GGUF
+    with tqdm(desc="Converting", total=report.bytes, unit="B", unit_scale=True, disable=disable) as bar:
+        file.write(written, bar)
+    if options.verify != "none":
+        file.compare(written, level=options.verify, report=report)
+        _check_report(report)
+    words = [path for path in file.view.files().values() if isinstance(path, Path)]  # they are in the file too
+    receipt["source"]["files"] = {path.name: _sha256_of_source(path) for path in (*words, *sources)}
+    receipt["shards"] = {Path(report.destination or GGUF).name: _sha256(written)}
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):  # used from its sources
+        receipt["gguf"] = importlib.metadata.version("gguf")
+    _finish(staging, receipt, {})
+
+
+def _move_file(staging: Path, target: Path) -> None:
+    """The file to its place, then the receipt to its own: one that is there belongs to the file beside it."""
+    receipt = target.with_name(f"{target.name}.{RECEIPT}")
+    receipt.unlink(missing_ok=True)
+    os.replace(staging / GGUF, target)
+    os.replace(staging / RECEIPT, receipt)
+    shutil.rmtree(staging)
+    if os.name != "nt":  # which opens no folder
+        descriptor = os.open(target.parent, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _finish(staging: Path, receipt: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> None:
+    """`files`, then the receipt without what only a resumption needs, and all of it safe on the disk."""
+    kept = {key: value for key, value in receipt.items() if key not in ("plan", "state")}
+    checkpoint.finish(staging, {**files, RECEIPT: checkpoint.json_bytes(kept)})
 
 
 def _kept(staging: Path, receipt: Mapping[str, Any]) -> dict[str, str]:
@@ -347,6 +422,11 @@ def _verify(staging: Path, source: Source, options: Options, report: Report) -> 
     expected = View(source, dtype=DTYPES[options.dtype])
     with View(open_source(staging, allow_pickle=True)) as written:  # our own pickles, in the layout meta
         compare(expected, written, level=options.verify, report=report, progress=options.progress)
+    _check_report(report)
+
+
+def _check_report(report: Report) -> None:
+    """Raises MismatchError."""
     if not report.ok:
         lines = "\n  ".join(report.mismatches[:5])
         raise MismatchError(f"{report.destination} was not written, for the result differs from the source:\n  {lines}")
@@ -360,7 +440,7 @@ def _check_room(staging: Path, size: int) -> None:
 
 def _origin(src: str | Path, folder: Path, adapter: Path | None) -> dict[str, Any]:
     """A repository and its commit, or a folder's name without where it lies."""
-    given = Path(src).expanduser() == folder
+    given = Path(os.path.expanduser(src)) == folder
     origin = {"folder": folder.resolve().name} if given else {"repository": str(src), "commit": folder.name}
     return origin | ({"adapter": adapter.resolve().name} if adapter else {})
 
@@ -368,6 +448,17 @@ def _origin(src: str | Path, folder: Path, adapter: Path | None) -> dict[str, An
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _sha256_of_source(path: Path) -> str:
+    with checkpoint.read_errors(path):
+        return _sha256(path)
+
+
+def _state_of_source(path: Path) -> tuple[int, int]:
+    with checkpoint.read_errors(path):
+        state = path.stat()
+    return state.st_size, state.st_mtime_ns
 
 
 def _digest_of(value: object) -> str:

@@ -1,5 +1,6 @@
 """What can be converted: a folder in one of several layouts, seen as named tensors, a config and some files."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, Protocol, Self
@@ -7,10 +8,10 @@ from typing import Any, Literal, Protocol, Self
 import torch
 from torch import Tensor
 
-from ligermodels import checkpoint, weights
+from ligermodels import checkpoint, hub, weights
 from ligermodels.arch import ARCHS, CausalLM
 from ligermodels.conversion import dcp, lora, meta, mistral
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 from ligermodels.weights import TensorInfo
 
 
@@ -18,11 +19,26 @@ class MismatchError(CheckpointError):
     """Weights that do not match the model of their config, or a result that is not what was to be written."""
 
 
-class Source(weights.Reader, Protocol):
-    """An open checkpoint of any layout, under Hugging Face names (or ours, where `native`)."""
+class Described(Protocol):
+    """What is known of a checkpoint before a weight is read."""
+
+    @property
+    def source(self) -> str:
+        """Where it was read from, for messages."""
+
+    @property
+    def headers(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, under Hugging Face's name, or ours if `native`."""
+
+    @property
+    def native(self) -> bool: ...
 
     def config(self) -> dict[str, Any]:
         """The contents of a config.json."""
+
+
+class Source(weights.Reader, Described, Protocol):
+    """An open checkpoint of any layout."""
 
     def files(self) -> dict[str, bytes | Path]:
         """What belongs to the model beside its weights: {name: bytes, or the file to copy}."""
@@ -35,7 +51,7 @@ class Source(weights.Reader, Protocol):
 class FolderSource:
     """A folder with config.json and safetensors, in Hugging Face's or the native layout, or with pickles.
 
-    places: {tensor: weight file that holds it}.
+    places: {tensor: weight file that holds it}. pickled: whether these are pickles.
     Raises CheckpointError.
     """
 
@@ -44,11 +60,8 @@ class FolderSource:
         self._config = checkpoint.read_json(folder / "config.json")
         self._reader = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
         self.headers: Mapping[str, TensorInfo] = self._reader.headers
-        self.native = self._reader.native
-        pickled = isinstance(self._reader, checkpoint.PickleReader)
-        single = checkpoint.PICKLES if pickled else checkpoint.SAFETENSORS
-        files, weight_map = checkpoint.weight_files(folder, single)
-        self.places = weight_map or dict.fromkeys(self.headers, files[0])
+        self.native, self.places = self._reader.native, self._reader.places
+        self.pickled = isinstance(self._reader, checkpoint.PickleReader)
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -81,16 +94,13 @@ class View:
 
     def __init__(self, source: Source, *, native: bool = False, dtype: torch.dtype | None = None):
         self.origin, self.source, self.native, self.dtype = source, source.source, native, dtype
-        self.arch = _arch(source)
-        self.model = self.arch.from_config(source.config(), device="meta")
-        model, arch, tied = self.model, self.arch, self.model.tied_weights
-        self.table = weights.layout(model, arch.WEIGHTS, source.headers, native=source.native, also=arch.ALSO_READ)
-        try:
-            weights.check(model, self.table, source.headers, ignore=arch.IGNORE, tied=tied, where=source.source)
-        except CheckpointError as error:
-            raise MismatchError(str(error)) from error
+        self.model, self.table = model_of(source)
+        check_fit(source, self.model, self.table)
+        model, arch, tied = self.model, type(self.model), self.model.tied_weights
+        self.arch = arch
         if tied.keys() & source.headers.keys():  # compares a head that is there though it is tied
-            next(weights.unpack(model, arch.WEIGHTS, source, tied=tied, also=arch.ALSO_READ))
+            with checkpoint.read_errors(source.source):
+                next(weights.unpack(model, arch.WEIGHTS, source, tied=tied, also=arch.ALSO_READ))
         self._boxes: dict[str, list[weights.Region]] = {}
         for region in weights.regions(model, self.table):
             self._boxes.setdefault(region.param, []).append(region)
@@ -102,7 +112,8 @@ class View:
     def read(self, name: str) -> Tensor:
         region = self._wanted[name]
         same = self._same(region)
-        tensor = self.origin.read(same) if same is not None else self._whole(region.param)[region.index]
+        with checkpoint.read_errors(f"{self.source}: {name}"):  # a fault of the source, whatever is being written
+            tensor = self.origin.read(same) if same is not None else self._whole(region.param)[region.index]
         return tensor.to(self.dtype or tensor.dtype)
 
     def config(self) -> dict[str, Any]:
@@ -161,12 +172,47 @@ class View:
         return TensorInfo(self.dtype or stored, tuple(shape))
 
 
-Kind = Literal["folder", "meta", "mistral", "dcp"]
+Kind = Literal["folder", "meta", "mistral", "dcp", "adapter"]
+KINDS: dict[Kind, str] = {
+    "folder": "Hugging Face",
+    "meta": "Meta's own (consolidated.NN.pth, params.json)",
+    "mistral": "Mistral's own (consolidated*.safetensors, params.json)",
+    "dcp": "torch distributed checkpoint",
+    "adapter": "LoRA adapter, as PEFT saves it",
+}
+"""In words."""
+
+
+def locate(
+    src: str | Path, *, revision: str | None = None, local_files_only: bool = False, allow_pickle: bool = False
+) -> Path:
+    """The folder of a checkpoint that is given as one, or as a repository of the Hub; see `hub.resolve`.
+
+    Raises HubError, and CheckpointError where `src` is a file.
+    """
+    if not str(src):
+        raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
+    path = os.path.expanduser(src)
+    if os.path.isfile(path):
+        with checkpoint.read_errors(path), open(path, "rb") as file:
+            gguf = file.read(4) == b"GGUF"
+        raise CheckpointError(
+            f"{src} is a GGUF file: llama.cpp reads it.\n  Next: give the checkpoint that it was made from."
+            if gguf
+            else f"{src} is a file. Give the folder that holds the checkpoint."
+        )
+    try:
+        return hub.resolve(src, revision=revision, local_files_only=local_files_only, allow_pickle=allow_pickle)
+    except HubError as error:
+        if not os.path.isdir(path):
+            error.add_note(f"  If a folder was meant: there is none at {os.path.abspath(path)}.")
+        raise
 
 
 def kind_of(folder: Path) -> Kind:
     """What `folder` holds, told from the names of its files; what is like nothing else counts as "folder"."""
-    names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
+    with checkpoint.read_errors(folder):
+        names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
     if checkpoint.SAFETENSORS in names or {checkpoint.PICKLES, "config.json"} <= names:
         return "folder"
     if dcp.METADATA in names:
@@ -174,28 +220,35 @@ def kind_of(folder: Path) -> Kind:
     consolidated = {Path(name).suffix for name in names if name.startswith("consolidated")}
     if consolidated & {".pth", ".safetensors"} and (meta.PARAMS in names or "config.json" not in names):
         return "meta" if ".pth" in consolidated else "mistral"
-    if lora.CONFIG in names:
+    return "adapter" if lora.CONFIG in names else "folder"
+
+
+def open_source(
+    folder: Path,
+    *,
+    allow_pickle: bool = False,
+    config: Path | None = None,
+    rope_factor: float | None = None,
+    adapter: Path | None = None,
+) -> Source:
+    """The checkpoint in `folder`, of whichever kind.
+
+    config: the folder of config.json and tokenizer, for a distributed checkpoint that has none. rope_factor: for
+    Meta's files, see there. adapter: a LoRA adapter to merge. Raises CheckpointError, HubError, InputError.
+    """
+    kind = kind_of(folder)
+    if kind == "adapter":
         raise CheckpointError(
             f"{folder} holds an adapter, not a whole model.\n"
             "  Next: give its base model as SRC, and this folder with --adapter (adapter=...)."
         )
-    return "folder"
-
-
-def open_source(
-    folder: Path, *, allow_pickle: bool = False, config: Path | None = None, adapter: Path | None = None
-) -> Source:
-    """The checkpoint in `folder`, of whichever kind.
-
-    config: the folder of config.json and tokenizer, for a distributed checkpoint that has none. adapter: a LoRA
-    adapter to merge. Raises CheckpointError.
-    """
-    kind = kind_of(folder)
     if config is not None and kind != "dcp":
         raise InputError(f"--config is for distributed checkpoints; {folder} has its own configuration")
+    if rope_factor is not None and kind != "meta":
+        raise InputError(f"--rope-factor is for Meta's files; {folder} has its own configuration")
     source: Source
     if kind == "meta":
-        source = meta.MetaSource(folder, allow_pickle=allow_pickle)
+        source = meta.MetaSource(folder, allow_pickle=allow_pickle, rope_factor=rope_factor)
     elif kind == "mistral":
         source = mistral.MistralSource(folder)
     elif kind == "dcp":
@@ -208,23 +261,43 @@ def open_source(
 def source_files(folder: Path, *, config: Path | None = None, adapter: Path | None = None) -> list[Path]:
     """The files that decide what a conversion gives, for its receipt."""
     kind = kind_of(folder)
-    if kind == "folder":
-        safe = any((folder / f"{checkpoint.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
-        single = checkpoint.SAFETENSORS if safe else checkpoint.PICKLES
-        found = [folder / name for name in checkpoint.weight_files(folder, single)[0]]
-    elif kind == "dcp":
-        found = [folder / dcp.METADATA, *sorted(folder.glob("*.distcp"))]
-    else:
-        found = [*sorted(folder.glob("consolidated*")), folder / meta.PARAMS]
-    if kind in ("folder", "dcp"):
-        found.append((config or folder) / "config.json")
+    found = weight_paths(folder)
+    if kind == "dcp":
+        found.insert(0, folder / dcp.METADATA)
+    found.append(folder / meta.PARAMS if kind in ("meta", "mistral") else (config or folder) / "config.json")
     if adapter is not None:
         found += [path for path in sorted(adapter.glob("adapter_*")) if path.is_file()]
     return found
 
 
-def _arch(source: Source) -> type[CausalLM]:
-    model_type = source.config().get("model_type")
+def weight_paths(folder: Path) -> list[Path]:
+    """The files that hold the weights of a checkpoint of any kind."""
+    kind = kind_of(folder)
+    if kind == "folder":
+        safe = any((folder / f"{checkpoint.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
+        single = checkpoint.SAFETENSORS if safe else checkpoint.PICKLES
+        return [folder / name for name in checkpoint.weight_files(folder, single)[0]]
+    pattern = {"dcp": "*.distcp", "adapter": "adapter_model.*"}.get(kind, "consolidated*")
+    return sorted(folder.glob(pattern))
+
+
+def model_of(source: Described) -> tuple[CausalLM, weights.Table]:
+    """(the model that the source's config asks for, on the meta device; the table of the source's layout).
+
+    Raises ConfigError.
+    """
+    config = source.config()
+    model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHS:
         raise ConfigError(f"{source.source} has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
-    return ARCHS[model_type]
+    arch = ARCHS[model_type]
+    model = arch.from_config(config, device="meta")
+    return model, weights.layout(model, arch.WEIGHTS, source.headers, native=source.native, also=arch.ALSO_READ)
+
+
+def check_fit(source: Described, model: CausalLM, table: weights.Table) -> None:
+    """Raises MismatchError where the weights do not fit the model of their config; names and shapes alone count."""
+    try:
+        weights.check(model, table, source.headers, ignore=model.IGNORE, tied=model.tied_weights, where=source.source)
+    except CheckpointError as error:
+        raise MismatchError(str(error)) from error

@@ -1,5 +1,6 @@
 """Whether two checkpoints are one: names, shapes, dtypes, every bit, and what the models say."""
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,26 +10,29 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels import hub, weights
-from ligermodels.conversion.sources import View, open_source
+from ligermodels import weights
+from ligermodels.arch.config import ModelConfig
+from ligermodels.conversion.sources import View, kind_of, locate, open_source
 from ligermodels.errors import InputError
 
 Level = Literal["none", "keys", "bytes", "logits"]
 LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 
-MEAN_KL = 1e-9
-"""Above this the models differ. Equal weights give 0, the same function in other roundings up to 2e-12, and rows of q
-and k in another order from 9e-7 on, where a tiny model with weights as they are drawn before training shows it least
-(weights of std 0.02 to 0.1, hidden sizes 64 and 256)."""
+DIFFERENCE = 5e-5
+"""Above this the models differ: the root mean square of what separates their logits, over that of the larger logits,
+each about the mean of its position. Measured with six families, hidden sizes of 64 to 512, 2 to 24 layers and weights
+of std 0.006 to 0.2: 0 for equal weights, at most 1.2e-5 for the same function in other roundings, at least 2.1e-4 where
+rows of q and k, or of one layer's k, are in another order. The KL divergence grows with the square of the logits and
+tells the two apart for models of one scale only: at most 6e-10, at least 3e-10."""
 _PROMPTS, _LENGTH = 4, 48
 
 
 @dataclass
 class Report:
-    """What was done or compared. `mismatches` is empty if all of it agreed."""
+    """What was done or compared. `mismatches` is empty if all of it agreed; destination None: nothing was written."""
 
     source: str
-    destination: str
+    destination: str | None
     tensors: int = 0
     bytes: int = 0
     mismatches: list[str] = field(default_factory=list)
@@ -55,19 +59,32 @@ def verify(
     *,
     level: Level = "logits",
     allow_pickle: bool = False,
+    config: str | Path | None = None,
+    rope_factor: float | None = None,
     progress: bool = True,
 ) -> Report:
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
 
-    level: "keys" reads headers only and compares names, shapes and dtypes; "bytes" every bit too; "logits" also runs
+    level: "keys" reads headers only and compares names, shapes and dtypes, and from the configs what texts of some
+    lengths alone would show: rope and windows; "bytes" every bit too; "logits" also runs
     both models in fp32 on the CPU, one after the other, on the same prompts: memory holds one model in fp32.
+    config, rope_factor: as in `Options`, for those of the two that are distributed checkpoints or Meta's files.
     Raises MismatchError if one of them does not fit its own config; what differs between the two is in the report.
     """
-    folders = [hub.resolve(one, allow_pickle=allow_pickle) for one in (a, b)]
-    with (
-        View(open_source(folders[0], allow_pickle=allow_pickle)) as one,
-        View(open_source(folders[1], allow_pickle=allow_pickle)) as other,
-    ):
+    folders = [locate(one, allow_pickle=allow_pickle) for one in (a, b)]
+    kinds = [kind_of(folder) for folder in folders]
+    if config is not None and "dcp" not in kinds:
+        raise InputError(f"--config is for distributed checkpoints, and neither {a} nor {b} is one")
+    if rope_factor is not None and "meta" not in kinds:
+        raise InputError(f"--rope-factor is for Meta's files, and neither {a} nor {b} holds some")
+
+    def view(index: int) -> View:
+        meta, dcp = kinds[index] == "meta", kinds[index] == "dcp"
+        folder = Path(os.path.expanduser(config)) if config is not None and dcp else None
+        factor = rope_factor if meta else None
+        return View(open_source(folders[index], allow_pickle=allow_pickle, config=folder, rope_factor=factor))
+
+    with view(0) as one, view(1) as other:
         size = sum(info.nbytes for info in one.headers.values())
         report = Report(str(a), str(b), len(one.headers), size)
         return compare(one, other, level=level, report=report, progress=progress)
@@ -84,14 +101,16 @@ def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = 
     if depth >= 2:
         report.mismatches += _bytes(a, b, progress)
     if depth >= 3 and a.arch is b.arch:
-        report.mismatches += _logits(a, b, report)
+        report.mismatches[:0] = _logits(a, b, report)  # before the tensors, which may be many
     return report
 
 
 def _keys(a: View, b: View) -> Iterator[str]:
-    if a.arch is not b.arch:
+    if a.arch is b.arch:
+        yield from _settings(a.model.config, b.model.config)
+    else:
         yield f"architecture: {a.arch.__name__} and {b.arch.__name__}"
-    for name in a.headers.keys() | b.headers.keys():
+    for name in {**a.headers, **b.headers}:
         if name not in b.headers:
             yield f"{name}: only in {a.source}"
         elif name not in a.headers:
@@ -99,7 +118,16 @@ def _keys(a: View, b: View) -> Iterator[str]:
         elif a.headers[name].shape != b.headers[name].shape:
             yield f"{name}: shape {list(a.headers[name].shape)} and {list(b.headers[name].shape)}"
         elif a.headers[name].dtype != b.headers[name].dtype:
-            yield f"{name}: {a.headers[name].dtype} and {b.headers[name].dtype}"
+            yield f"{name}: {str(a.headers[name].dtype)[6:]} and {str(b.headers[name].dtype)[6:]}"
+
+
+def _settings(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
+    """What the prompts may be too short to show."""
+    if a.rope_parameters != b.rope_parameters:
+        yield f"config: rope is {a.rope_parameters} and {b.rope_parameters}"
+    windows = [[c.window(i) for i in range(c.num_hidden_layers)] if hasattr(c, "window") else [] for c in (a, b)]
+    if windows[0] != windows[1]:
+        yield f"config: the sliding windows of the layers are {windows[0]} and {windows[1]}"
 
 
 def _bytes(a: View, b: View, progress: bool) -> Iterator[str]:
@@ -126,11 +154,19 @@ def _logits(a: View, b: View, report: Report) -> Iterator[str]:
             return
     kl = (one.exp() * (one - other)).sum(-1).mean().item()
     greedy = (one.argmax(-1) != other.argmax(-1)).sum().item()
-    report.details |= {"mean_kl": kl, "greedy_tokens_that_differ": greedy, "positions": ids.numel()}
-    if not kl <= MEAN_KL:
-        yield f"logits: mean KL {kl:.2e} over {ids.numel()} positions, at most {MEAN_KL:.0e} is rounding"
+    apart = _spread(one - other)
+    difference = apart / max(_spread(one), _spread(other)) if apart else 0.0
+    report.details |= {"difference_of_logits": difference, "mean_kl": kl}
+    report.details |= {"greedy_tokens_that_differ": greedy, "positions": ids.numel()}
+    if not difference <= DIFFERENCE:
+        yield f"logits: they differ by {difference:.1e} of their size; up to {DIFFERENCE:.0e} is rounding"
     if greedy:
         yield f"logits: the likeliest token differs at {greedy} of {ids.numel()} positions"
+
+
+def _spread(logits: Tensor) -> float:
+    """Root mean square about the mean of each position."""
+    return (logits - logits.mean(-1, keepdim=True)).square().mean().sqrt().item()
 
 
 @torch.no_grad()

@@ -12,7 +12,9 @@ sequences; the choice of engine.
 | one query (decode)                     | FlashAttention-2: cuDNN would plan anew for every length K        |
 | softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
-| S < K causal                           | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
+| padding, S < K causal                  | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
+| long packed sequences, their lengths   | a batch for each run of equal lengths, each as above, so that     |
+| known to the host                      | whole pictures and their frames get torch's first choice          |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
 |                                        | with a softcap `attention_reference`                              |
 
@@ -26,6 +28,7 @@ choose, or switch, to ones that do. Those of the Triton kernels always sum in on
 Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
 
+import itertools
 from typing import Any
 
 import torch
@@ -50,6 +53,7 @@ def attention_reference(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """The specification of `attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, groups = accumulator(q.dtype), q.shape[2] // k.shape[2]
@@ -58,13 +62,19 @@ def attention_reference(
     scores = torch.einsum("bshd,bkhd->bhsk", q.to(dtype), k) * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    visible = _visible(q, k, causal, window, key_mask, cu_seqlens)
+    visible = _visible(q, k, causal, window, key_mask, cu_seqlens, padding)
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1)
     return torch.einsum("bhsk,bkhd->bshd", weights, v).to(q.dtype)
 
 
 def _visible(
-    q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    window: int | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    padding: Tensor | None,
 ) -> Tensor:
     """Which query sees which key: bool [B or 1, 1, S, K], at least one True per row."""
     length, num_keys = q.shape[1], k.shape[1]
@@ -81,6 +91,9 @@ def _visible(
     visible = visible[None, None]
     if key_mask is not None:
         visible = visible & key_mask[:, None, None]
+    if padding is not None:
+        visible = visible & ~(padding[:, None, :, None] & padding[:, None, None])
+    if key_mask is not None or padding is not None:
         # A row of padding sees nothing, and the softmax of nothing is NaN both ways: let it see itself.
         itself = keys == aligned.clamp(min=0)
         visible = visible | (itself & ~visible.any(-1, keepdim=True))
@@ -99,6 +112,7 @@ def attention(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """Each query's mean of the values it may see, weighted by softmax(scale * q k^T): [B, S, HQ, D].
 
@@ -111,20 +125,32 @@ def attention(
         own, so that the output of padding is finite; nothing else may be read into it.
     cu_seqlens: int32 [N + 1], 0 = first, ascending, S = last, with B = 1 and K = S: boundaries of N packed
         sequences which do not see each other. On a GPU the values are taken on trust: looking would stall it.
+        It may be on the CPU wherever q is: known lengths let few long sequences run as batches, which is faster.
     max_seqlen: at least the longest packed sequence; no engine here needs it.
+    padding: bool [B, S] for K = S, True at tokens that do not see each other, nor themselves, but see, and are seen
+        by, all others. A query left without a key sees its own.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
-    _check(q, k, v, causal, window, softcap, key_mask, cu_seqlens)
+    _check(q, k, v, causal, window, softcap, key_mask, cu_seqlens, padding)
     length, num_keys = q.shape[1], k.shape[1]
+    if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # one sequence, which is all there is
+        cu_seqlens = None
+    if cu_seqlens is not None and cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        runs = _runs(cu_seqlens)
+        if length >= _LONG * len(runs) or not _triton_takes(q, softcap):
+            options: dict[str, Any] = dict(causal=causal, window=window, softcap=softcap, scale=scale)
+            return _run_by_run(q, k, v, runs, key_mask, padding, **options)
+    if cu_seqlens is not None:
+        cu_seqlens = cu_seqlens.to(q.device)
     if window is not None and num_keys > length + window - 1:
         start = num_keys - (length + window - 1)
         k, v, num_keys = k[:, start:], v[:, start:], num_keys - start
         key_mask = key_mask if key_mask is None else key_mask[:, start:]
     if window is not None and window >= num_keys:
         window = None
-    options: dict[str, Any] = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens)
-    plain = window is None and key_mask is None and cu_seqlens is None
+    options = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens, padding=padding)
+    plain = window is None and key_mask is None and cu_seqlens is None and padding is None
     everything = plain and (length == num_keys or not causal)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if _triton_takes(q, softcap) and (softcap is not None or not (everything or length == 1)):
@@ -137,6 +163,34 @@ def attention(
     if everything:
         return _sdpa(q, k, v, None, causal, scale)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
+
+
+# Tokens per run above which torch's engines, call by call, are taken for packed sequences: there they are what takes
+# the time, not the launches, and have head sizes between the powers of two, which our tiles fill up with zeros.
+_LONG = 1024
+
+
+def _runs(cu_seqlens: Tensor) -> list[tuple[int, int]]:
+    """(how many, how long) of the packed sequences that lie side by side and are equally long, empty ones left out."""
+    lengths = [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if end > start]
+    return [(len(list(run)), length) for length, run in itertools.groupby(lengths)]
+
+
+def _run_by_run(
+    q: Tensor, k: Tensor, v: Tensor, runs: list[tuple[int, int]],
+    key_mask: Tensor | None, padding: Tensor | None, **options: Any,
+) -> Tensor:  # fmt: skip
+    """Each of `runs` as a batch of its own."""
+    if not runs:
+        return attention(q, k, v, key_mask=key_mask, padding=padding, **options)
+    sizes = [count * length for count, length in runs]
+    tensors = (q, k, v, key_mask, padding)
+    parts: list[Any] = [itertools.repeat(None) if x is None else x.split(sizes, dim=1) for x in tensors]
+    outs = []
+    for run, *part in zip(runs, *parts, strict=False):
+        batch: list[Any] = [x if x is None else x.unflatten(1, run)[0] for x in part]
+        outs.append(attention(*batch[:3], key_mask=batch[3], padding=batch[4], **options).flatten(0, 1))
+    return (torch.cat(outs) if len(outs) > 1 else outs[0])[None]
 
 
 def _triton_takes(q: Tensor, softcap: float | None) -> bool:
@@ -200,6 +254,7 @@ def _check(
     softcap: float | None,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    padding: Tensor | None,
 ) -> None:
     if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
         raise InputError(
@@ -231,6 +286,13 @@ def _check(
         raise InputError(
             f"attention: key_mask is {key_mask.dtype} {list(key_mask.shape)}; "
             f"expected torch.bool {list(k.shape[:2])}, one entry per key, cached ones included"
+        )
+    if padding is not None and (
+        padding.shape != q.shape[:2] or padding.dtype != torch.bool or q.shape[1] != k.shape[1]
+    ):
+        raise InputError(
+            f"attention: padding is {padding.dtype} {list(padding.shape)}, for {q.shape[1]} queries and {k.shape[1]} "
+            f"keys; expected torch.bool {list(q.shape[:2])} and as many keys: both are the same tokens"
         )
     if cu_seqlens is not None:
         _check_packing(q, k, cu_seqlens)

@@ -3,9 +3,9 @@
     o = softmax(mask(softcap(scale * q k^T))) v
 
 What differs from a plain flash attention:
-- Every token sees one interval of tokens, lo <= j < hi: causality, window and packed sequences only move its two
-  ends, which rise with the token. So the loop of a block starts and ends where its first and last token do, and a
-  tile is compared with the ends only where they cross it.
+- Every token sees one interval of tokens, lo <= j < hi, less those that a mask of keys, or of padding, hides.
+  Causality, window and packed sequences only move its two ends, which rise with the token. So the loop of a block
+  starts and ends where its first and last token do, and a tile is compared with the ends only where they cross it.
 - A softcapped score is bounded. Where exp of the bound fits, no maximum is kept and nothing is ever scaled again.
 - The gradients are sums in a fixed order, without atomics: one kernel makes dq, one dk and dv over all the query
   heads that share a key head (two for heads wider than 128, whose sums do not fit the registers together). Scores
@@ -135,7 +135,7 @@ def _forward_kernel(
     o_ptr, lse_ptr, q_ptr, k_src, v_src, v_ptr, mask_ptr, ends_ptr, S, K, window, splits,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, lse_s,
     SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, SPLIT: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -161,6 +161,9 @@ def _forward_kernel(
         begin += out_b % splits * part
         end = tl.minimum(end, begin + part)
     q = _tile(q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, BLOCK_D, False)
+    codes = rows
+    if PAIRS:
+        codes = tl.load(mask_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
     acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
     total = tl.zeros([BLOCK_M], ACC)
     highest = tl.full([BLOCK_M], float("-inf"), ACC)
@@ -175,7 +178,7 @@ def _forward_kernel(
             visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
             if MASK:
                 seen = tl.load(mask_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-                visible = visible & (seen != 0)[None, :]
+                visible = _unhidden(visible, seen[None, :], codes[:, None], PAIRS)
             s = tl.where(visible, s, float("-inf"))
         if RUNNING_MAX:
             higher = tl.maximum(highest, tl.max(s, 1) * FACTOR)
@@ -230,6 +233,15 @@ def _combine_kernel(
 
 
 @triton.jit
+def _unhidden(visible, keys, queries, PAIRS: tl.constexpr):
+    """`visible` less keys that nobody sees (bit 0 is 0) and, with PAIRS, less padding as padding sees it (bit 1)."""
+    if PAIRS:
+        return visible & ((keys & 1) != 0) & ((keys & queries & 2) == 0)
+    else:
+        return visible & (keys != 0)
+
+
+@triton.jit
 def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
     """The softmax's weights, made again from the scores, and the derivative of the softcap."""
     if CAP is not None:
@@ -244,7 +256,8 @@ def _dq_kernel(
     dq_ptr, delta_ptr, q_ptr, k_src, v_src, o_ptr, do_ptr, lse_ptr, mask_ptr, ends_ptr, S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
     SCALE: tl.constexpr, CAP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, DQ: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
+    DQ: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -272,6 +285,9 @@ def _dq_kernel(
         full_begin, end = _span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
         lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0)
         q = _tile(q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, BLOCK_D, False)
+        codes = rows
+        if PAIRS:
+            codes = tl.load(mask_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
         dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
         for n in tl.range(begin, end, BLOCK_N):
             k = _tile(k_src, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, BLOCK_D, TMA)
@@ -284,7 +300,7 @@ def _dq_kernel(
                 visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
                 if MASK:
                     seen = tl.load(mask_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-                    visible = visible & (seen != 0)[None, :]
+                    visible = _unhidden(visible, seen[None, :], codes[:, None], PAIRS)
                 p = tl.where(visible, p, 0.0)
             ds = p * (dp - delta[:, None]).to(ACC)
             if CAP is not None:
@@ -298,7 +314,7 @@ def _dkdv_kernel(
     dk_ptr, dv_ptr, q_src, k_ptr, v_ptr, do_src, lse_src, delta_src, mask_ptr, ends_ptr, S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
     SCALE: tl.constexpr, CAP: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -319,7 +335,7 @@ def _dkdv_kernel(
     k = _tile(k_ptr, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, BLOCK_D, False)
     v = _tile(v_ptr, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, BLOCK_D, False)
     if MASK:
-        seen = tl.load(mask_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0) != 0
+        seen = tl.load(mask_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     dv = tl.zeros([BLOCK_N, BLOCK_D], ACC)
     begin = begin // 4 * 4  # the copy engine starts on a border of 16 bytes
@@ -336,7 +352,10 @@ def _dkdv_kernel(
         if MASK or (m < full_begin) or (m + BLOCK_M > full_end):
             visible = (rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None])
             if MASK:
-                visible = visible & seen[:, None]
+                codes = rows
+                if PAIRS:
+                    codes = tl.load(mask_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
+                visible = _unhidden(visible, seen[:, None], codes[None, :], PAIRS)
             p = tl.where(visible, p, 0.0)
         if DV:
             given = p
@@ -458,7 +477,8 @@ def _statistics(q: Tensor, batch_size: int) -> Tensor:
 
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, ends: Tensor | None,
-    causal: bool, window: int | None, softcap: float | None, scale: float, splits: int | None = None,
+    causal: bool, window: int | None, softcap: float | None, scale: float, pairs: bool = False,
+    splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """o and lse; with splits those of each part of the keys, [B * splits, ...], o in fp32."""
     batch_size, length = q.shape[:2]
@@ -479,7 +499,7 @@ def _forward(
             q if key_mask is None else key_mask, q if ends is None else ends,
             length, k.shape[1], window or 1, splits or 1, *_strides(q, k, v), lse.shape[2],
             scale, softcap, running_max, splits is not None,
-            causal, window is not None, ends is not None, key_mask is not None,
+            causal, window is not None, ends is not None, key_mask is not None, pairs,
             num_heads, num_kv_heads, size, width, block_m, block_n, tma, _precision(q),
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -490,18 +510,18 @@ class _Flash(torch.autograd.Function):
     """q [B, S, HQ, D], k and v [B, K, HK, D] -> [B, S, HQ, D]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, key_mask, ends, causal, window, softcap, scale):
+    def forward(ctx, q, k, v, key_mask, ends, causal, window, softcap, scale, pairs):
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        out, lse = _forward(q, k, v, key_mask, ends, causal, window, softcap, scale)
+        out, lse = _forward(q, k, v, key_mask, ends, causal, window, softcap, scale, pairs)
         ctx.save_for_backward(q, k, v, out, lse, key_mask, ends)
-        ctx.options = causal, window, softcap, scale
+        ctx.options = causal, window, softcap, scale, pairs
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
         q, k, v, out, lse, key_mask, ends = ctx.saved_tensors
-        causal, window, softcap, scale = ctx.options
+        causal, window, softcap, scale, pairs = ctx.options
         need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
         do = last_dim_contiguous(do)
         (batch_size, length), num_keys = q.shape[:2], k.shape[1]
@@ -513,7 +533,7 @@ class _Flash(torch.autograd.Function):
         delta = _statistics(q, batch_size)
         tensors = q if key_mask is None else key_mask, q if ends is None else ends
         numbers = length, num_keys, window or 1, *_strides(q, k, v, do), lse.shape[2]
-        flags = scale, softcap, causal, window is not None, ends is not None, key_mask is not None
+        flags = scale, softcap, causal, window is not None, ends is not None, key_mask is not None, pairs
         width, narrow = max(16, triton.next_power_of_2(size)), window is not None or ends is not None
         with device_guard(q):
             tma = _tma_takes(q, k.shape[1], k, v)
@@ -542,7 +562,7 @@ class _Flash(torch.autograd.Function):
                     num_heads, num_kv_heads, size, width, block_m, block_n, tma, _precision(q),
                     num_warps=warps, num_stages=stages,
                 )  # fmt: skip
-        return dq, dk, dv, None, None, None, None, None, None
+        return dq, dk, dv, None, None, None, None, None, None, None
 
 
 def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: float) -> Tensor:
@@ -551,7 +571,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: fl
     num_kv_heads, splits = operator.index(k.shape[2]), 16
     group = operator.index(num_heads) // num_kv_heads
     grouped = q.reshape(batch_size, num_kv_heads, group, size).transpose(1, 2)
-    parts, lse = _forward(grouped, k, v, None, None, False, None, softcap, scale, splits)
+    parts, lse = _forward(grouped, k, v, None, None, False, None, softcap, scale, splits=splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with device_guard(q):
         _combine_kernel[(batch_size * num_heads,)](
@@ -579,14 +599,17 @@ def flash_attention(
     scale: float,
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """`ligermodels.kernels.attention.attention`, which says what the arguments are and checks them; D <= 256."""
     if scale <= 0:  # the kernels take the largest score before they scale
         q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    if q.shape[1] == 1 and key_mask is None and not trained:
+    if q.shape[1] == 1 and key_mask is None and padding is None and not trained:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         return _one_query(q, k, v, softcap, scale)
     ends = None if cu_seqlens is None else _ends(cu_seqlens, q.shape[1])
+    if padding is not None:  # bit 0: the key is seen; bit 1: padding, which padding does not see
+        key_mask = padding.to(torch.uint8) * 2 + (1 if key_mask is None else key_mask)
     key_mask = None if key_mask is None else key_mask.contiguous()
-    return _Flash.apply(q, k, v, key_mask, ends, causal, window, softcap, scale)
+    return _Flash.apply(q, k, v, key_mask, ends, causal, window, softcap, scale, padding is not None)

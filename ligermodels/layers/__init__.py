@@ -1,28 +1,33 @@
 """Modules and losses over the kernels. They take numbers, never configs: each can be built in one line.
 
 A block chains them on a residual stream: a norm takes `(x, residual)` and returns `(normed, new residual)`,
-so that the add is part of the norm's kernel; attention and the gated unit map x to x.
+so that the add is part of the norm's kernel; attention and the feed-forward units map x to x.
 """
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.batch import Batch
+from ligermodels.layers.cross_attention import CrossAttention, CrossStates
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.head import LMHead, TiedLMHead
 from ligermodels.layers.linear import Linear, PackedLinear
 from ligermodels.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss
-from ligermodels.layers.mlp import GatedMLP
+from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, load_balancing_loss
-from ligermodels.layers.norm import RMSNorm
-from ligermodels.layers.rotary import RotaryEmbedding
+from ligermodels.layers.norm import LayerNorm, RMSNorm
+from ligermodels.layers.rotary import RotaryEmbedding, VisionRotary
 
 __all__ = [
+    "MLP",
     "Attention",
     "Batch",
+    "CrossAttention",
     "CrossEntropyLoss",
+    "CrossStates",
     "Embedding",
     "Experts",
     "GatedMLP",
     "LMHead",
+    "LayerNorm",
     "Linear",
     "LinearCrossEntropyLoss",
     "MoE",
@@ -30,5 +35,6 @@ __all__ = [
     "RMSNorm",
     "RotaryEmbedding",
     "TiedLMHead",
+    "VisionRotary",
     "load_balancing_loss",
 ]

@@ -1,22 +1,31 @@
 """What a forward pass tells every attention layer about its tokens."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from ligermodels.layers.cross_attention import CrossStates
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Where the tokens of one forward pass stand, and which of them are real.
 
-    cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`.
+    cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None where nothing rotates.
     key_mask: bool [B, K], False at padding, over cached and new tokens alike; None if nothing is padded.
     cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row; None if not packed.
     max_seqlen: the longest packed sequence, in tokens; None if not known.
+    padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
+        attention that is not causal.
+    cross: what `CrossAttention` attends to; None where there is nothing, or it is in the cache already.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor | None = None
+    sin: Tensor | None = None
     key_mask: Tensor | None = None
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
+    padding: Tensor | None = None
+    cross: "CrossStates | None" = None

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.layers.losses import check_count
 
 
 class _Head(nn.Module):
@@ -41,6 +42,8 @@ class _Head(nn.Module):
         if labels is None:
             logits = nn.functional.linear(x, self.weight, self.bias)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if num_items_in_batch is not None:
+            check_count(num_items_in_batch)
         return linear_cross_entropy(
             x,
             self.weight,

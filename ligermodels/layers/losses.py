@@ -5,8 +5,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ligermodels.errors import InputError
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+
+
+def check_count(num_items_in_batch: Tensor | int) -> None:
+    """Raises InputError for what no sum over tokens can be divided by; zero is for batches without a label.
+
+    The value of a tensor is read on the CPU only, and never in torch.compile: elsewhere it would cost a wait.
+    """
+    count: Any = num_items_in_batch
+    if torch.compiler.is_compiling():
+        return
+    if isinstance(count, Tensor):
+        if count.numel() != 1 or count.is_complex() or count.device.type == "meta":
+            raise InputError(
+                f"num_items_in_batch is {count.dtype} {list(count.shape)} on {count.device}; it must be one number"
+            )
+        if count.device.type != "cpu":
+            return
+        count = count.item()
+    if isinstance(count, bool) or not isinstance(count, int | float) or not 0 <= count < 2**63:
+        raise InputError(f"num_items_in_batch={count!r} must be the number of labels in the batch, zero or more")
 
 
 class _Loss(nn.Module):
@@ -53,6 +74,8 @@ class CrossEntropyLoss(_Loss):
     def forward(
         self, logits: Tensor, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None
     ) -> Tensor | CrossEntropyOutput:
+        if num_items_in_batch is not None:
+            check_count(num_items_in_batch)
         return cross_entropy(
             logits,
             labels,
@@ -111,6 +134,8 @@ class LinearCrossEntropyLoss(_Loss):
         num_valid: int | None = None,
     ) -> Tensor | CrossEntropyOutput:
         """x: [..., hidden_size], weight: [V, hidden_size], labels: [...]."""
+        if num_items_in_batch is not None:
+            check_count(num_items_in_batch)
         return linear_cross_entropy(
             x,
             weight,

@@ -1,9 +1,10 @@
-"""The gated feed-forward unit."""
+"""The feed-forward units: gated, and plain."""
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ligermodels.kernels.activation import activate, activation_linear
 from ligermodels.kernels.glu import glu, glu_linear
 from ligermodels.layers.linear import Linear, PackedLinear, is_plain
 
@@ -41,6 +42,45 @@ class GatedMLP(nn.Module):
         if not is_plain(down):
             return down(glu(gate_up, activation=self.activation))
         return glu_linear(gate_up, down.weight, down.bias, activation=self.activation)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+class MLP(nn.Module):
+    """fc2(activation(fc1(x))): [..., size] -> [..., out_features], which is `size` unless given.
+
+    Saves only its input and fc1's output for the backward, which makes the activation anew. activation: "quick_gelu"
+    (x * sigmoid(1.702 x)), "gelu" (exact, by erf) or "gelu_tanh". `recompute`, an attribute, False at first: saves
+    only the input, and runs again in the backward.
+    """
+
+    recompute = False
+
+    def __init__(
+        self,
+        size: int,
+        intermediate_size: int,
+        *,
+        activation: str,
+        bias: bool = True,
+        out_features: int | None = None,
+    ):
+        super().__init__()
+        self.activation = activation
+        self.fc1 = Linear(size, intermediate_size, bias=bias)
+        self.fc2 = Linear(intermediate_size, size if out_features is None else out_features, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.recompute and torch.is_grad_enabled():
+            return checkpoint(self._forward, x, use_reentrant=False)
+        return self._forward(x)
+
+    def _forward(self, x: Tensor) -> Tensor:
+        h, fc2 = self.fc1(x), self.fc2
+        if not is_plain(fc2):
+            return fc2(activate(h, activation=self.activation))
+        return activation_linear(h, fc2.weight, fc2.bias, activation=self.activation)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -1,8 +1,9 @@
-"""RMSNorm with the residual add before it in the same kernel."""
+"""RMSNorm and LayerNorm, with the residual add before them in the same kernel."""
 
 import torch
 from torch import Tensor, nn
 
+from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 
 
@@ -46,3 +47,37 @@ class RMSNorm(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}"
+
+
+class LayerNorm(nn.Module):
+    """Layer normalisation of the residual stream, called as `RMSNorm` is.
+
+    forward(x [..., size], residual [..., size] or None) -> (normed, new residual): the new residual is x + residual,
+    and x itself where there is none yet.
+
+    eps is absolute, inside the root. elementwise_affine=False: no weight and no bias; bias=False: a weight alone.
+    """
+
+    def __init__(self, size: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True):
+        super().__init__()
+        self.size = size
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(size)) if elementwise_affine else None
+        self.bias = nn.Parameter(torch.empty(size)) if elementwise_affine and bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.weight is not None:
+            nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            return layer_norm(x, self.weight, self.bias, eps=self.eps), x
+        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
+
+    def extra_repr(self) -> str:
+        return (
+            f"{self.size}, eps={self.eps}, elementwise_affine={self.weight is not None}, bias={self.bias is not None}"
+        )

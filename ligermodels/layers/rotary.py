@@ -15,19 +15,22 @@ with:
 The arithmetic is fp32 in the order in which transformers does it, so that the tables agree to the bit: at
 position 10000 the last bit of a frequency is worth 1e-3 of an angle.
 
+A token of a picture stands at three positions (time, row, column): with `sections`, the first frequencies turn by the
+first of them, the next by the second, the last by the third. `VisionRotary` has two, a row and a column.
+
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; Peng et al. 2023, "YaRN",
-https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.org/abs/2402.13753; transformers
-5.23, modeling_rope_utils.py.
+https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.org/abs/2402.13753; Wang et al. 2024,
+"Qwen2-VL", https://arxiv.org/abs/2409.12191 (sections, pictures); transformers 5.23, modeling_rope_utils.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import ConfigError
+from ligermodels.errors import ConfigError, InputError
 
 # Keys of a config.json's rope dict: needed, allowed. The original length may come from
 # max_position_embeddings.
@@ -60,11 +63,13 @@ class RotaryEmbedding(nn.Module):
     """Cosines and sines of every position's angles.
 
     forward(position_ids, integers [B or 1, S]) -> (cos, sin), fp32 [B or 1, S, R/2] with
-    R = int(head_dim * partial_rotary_factor): one entry per pair of dims, for `ligermodels.kernels.rope`.
+    R = int(head_dim * partial_rotary_factor): one entry per pair of dims, for `ligermodels.kernels.rope`. With
+    `sections`, also for position_ids [len(sections), B or 1, S]; [B, S] then means that all of them are equal.
 
     theta: base of the frequencies. scaling: a rope dict in config.json's words, of either generation
     (`rope_type` or the older `type`). max_position_embeddings: tokens; "dynamic" needs it, and others fall
-    back on it where `scaling` lacks original_max_position_embeddings.
+    back on it where `scaling` lacks original_max_position_embeddings. sections: how many of the R/2 frequencies,
+    from the first on, turn by each of several positions; together all of them.
 
     "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Keys that
     a cache holds keep the frequencies of the call that made them; `switches` says when they must not.
@@ -83,6 +88,7 @@ class RotaryEmbedding(nn.Module):
         scaling: Mapping[str, Any] | None = None,
         max_position_embeddings: int | None = None,
         partial_rotary_factor: float = 1.0,
+        sections: Sequence[int] | None = None,
     ):
         super().__init__()
         self.dim = int(head_dim * partial_rotary_factor)
@@ -93,6 +99,12 @@ class RotaryEmbedding(nn.Module):
             )
         if not theta > 1:
             raise ConfigError(f"rope: theta={theta} must be above 1")
+        if sections is not None and (min(sections, default=-1) < 0 or sum(sections) != self.dim // 2):
+            raise ConfigError(
+                f"rope: sections={list(sections)} must split the {self.dim // 2} frequencies: none negative, and "
+                "together as many"
+            )
+        self.sections = None if sections is None else tuple(sections)
         self.theta = theta
         self.scaling = _read(scaling or {}, theta, partial_rotary_factor, self.dim // 2)
         self.rope_type = self.scaling["rope_type"]
@@ -119,11 +131,22 @@ class RotaryEmbedding(nn.Module):
             frequencies = torch.where(length > self.original_length, longer, inv_freq[0])
         else:
             frequencies = inv_freq[0]
-        angles = position_ids[..., None].float() * frequencies
+        angles = self._angles(position_ids, frequencies)
         cos, sin = angles.cos(), angles.sin()
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos, sin
+
+    def _angles(self, position_ids: Tensor, frequencies: Tensor) -> Tensor:
+        if position_ids.dim() < 3:
+            return position_ids[..., None].float() * frequencies
+        if self.sections is None or len(position_ids) != len(self.sections):
+            raise InputError(
+                f"rope: position_ids have shape {tuple(position_ids.shape)}, and this table takes [B, S]"
+                + ("" if self.sections is None else f" or [{len(self.sections)}, B, S]")
+            )
+        parts = zip(position_ids, frequencies.split(self.sections), strict=True)
+        return torch.cat([positions[..., None].float() * part for positions, part in parts], dim=-1)
 
     def switches(self, past: int, length: int) -> bool:
         """True if a call that reaches `length` tokens has no use for keys made in calls of up to `past` tokens.
@@ -134,7 +157,8 @@ class RotaryEmbedding(nn.Module):
         return self.rope_type == "longrope" and 0 < past <= self.original_length < length
 
     def extra_repr(self) -> str:
-        return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}"
+        sections = "" if self.sections is None else f", sections={self.sections}"
+        return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}{sections}"
 
     def _inv_freq_on(self, device: torch.device) -> Tensor:
         there = self._inv_freq_there
@@ -218,6 +242,25 @@ class RotaryEmbedding(nn.Module):
         return self.max_position_embeddings / self.original_length
 
 
+class VisionRotary(nn.Module):
+    """Cosines and sines for the patches of pictures: half of a head's frequencies turn by the row, half by the column.
+
+    forward(positions, integers [2, ...]: row and column) -> (cos, sin), fp32 [..., head_dim / 2]: first the row's
+    entries, then the column's, for `ligermodels.kernels.rope`. fp32 whatever the model is cast to, as
+    `RotaryEmbedding` is.
+    """
+
+    def __init__(self, head_dim: int, *, theta: float = 10000.0):
+        super().__init__()
+        if head_dim % 4:
+            raise ConfigError(f"rope: head_dim={head_dim} of a vision tower must be a multiple of 4")
+        self.axis = RotaryEmbedding(head_dim // 2, theta=theta)
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = (torch.cat([*table], dim=-1) for table in self.axis(positions.flatten(1)))  # of [2, N, head_dim / 4]
+        return cos.unflatten(0, positions.shape[1:]), sin.unflatten(0, positions.shape[1:])
+
+
 def _yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
     def magnitude(weight: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
@@ -244,7 +287,7 @@ def _read(
     needed, allowed = _KEYS[rope_type]
     given = options.keys() - {"rope_type"}
     if missing := sorted(needed - given):
-        raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: {dict(scaling)}")
+        raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: {', '.join(scaling)}")
     if unknown := sorted(given - needed - allowed):
         raise ConfigError(
             f"rope_type={rope_type!r} has no {', '.join(unknown)}; "

@@ -7,6 +7,7 @@ Limits on what it may do: `ligermodels.text.sandbox`. Checked against transforme
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as short
 from types import CodeType
 from typing import Any
 
@@ -15,7 +16,10 @@ import jinja2
 from ligermodels.errors import TokenizerError
 from ligermodels.text import limits, sandbox
 
-MAX_TEMPLATE_CHARS = 2**20
+# In messages, tools, documents and variables together: dicts, lists and what they hold.
+MAX_GIVEN = 2**19
+# Of an error's own words: a template may say what it likes.
+_MAX_WORDS = 500
 
 # Marks the end of a message in the output.
 _MARK = "\ue000continue here\ue000"
@@ -50,22 +54,15 @@ class ChatTemplates:
             )
         for label, items in (("messages", messages), ("tools", tools or ()), ("documents", documents or ())):
             wrong = items if not isinstance(items, list | tuple) else [i for i in items if not isinstance(i, Mapping)]
-            if wrong:
-                raise TokenizerError(f"{label} must be a list of dicts; got {str(wrong)[:80]!r}.")
-        chat = _plain(list(messages))
+            if wrong or not isinstance(items, list | tuple):
+                raise TokenizerError(f"{label} must be a list of dicts; got {short(wrong)}.")
+        source, where = self._choose(template, tools is not None)
+        copy = _Copy()
+        seen = {**self._variables, **copy(variables), "messages": copy(messages)}
+        seen |= {"tools": copy(tools), "documents": copy(documents), "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
-            _mark_end(chat)
-        text = self._run(
-            self._choose(template, tools is not None),
-            {
-                **self._variables,
-                **_plain(dict(variables)),
-                "messages": chat,
-                "tools": _plain(tools),
-                "documents": _plain(documents),
-                "add_generation_prompt": add_generation_prompt,
-            },
-        )
+            _mark_end(seen["messages"])
+        text = self._run(source, where, seen, copy.given)
         return _cut_at_end(text) if continue_final_message else text
 
     def turn_end(self) -> str:
@@ -88,12 +85,15 @@ class ChatTemplates:
             return ""
         return text.rpartition(_MARK)[2] if _MARK in text else ""
 
-    def _choose(self, template: str | None, has_tools: bool) -> str:
-        """The text of the template asked for by name, given as text, or found under the usual names."""
+    def _choose(self, template: str | None, has_tools: bool) -> tuple[str, str]:
+        """(text, what an error calls it) of the template asked for by name or as text, or of the usual names."""
+        if template is not None and not isinstance(template, str):
+            raise TokenizerError(f"template must be a name or a template's text, not {type(template).__name__}.")
+        names = short(list(self.templates))
         if template is not None and template not in self.templates:
             if "{" in template:
-                return template
-            raise TokenizerError(f"there is no chat template {template!r}; {self._folder} has {list(self.templates)}.")
+                return template, "the chat template that was passed"
+            raise TokenizerError(f"there is no chat template {short(template)}; {self._folder} has {names}.")
         if not self.templates:
             raise TokenizerError(
                 f"{self._folder} has no chat template. Likely cause: a base model, not an instruct model. "
@@ -102,40 +102,51 @@ class ChatTemplates:
         name = template or ("tool_use" if has_tools and "tool_use" in self.templates else "default")
         if name not in self.templates:
             raise TokenizerError(
-                f"{self._folder} has no default chat template. Next step: pass template= one of {list(self.templates)}."
+                f"{self._folder} has no default chat template. Next step: pass template= one of {names}."
             )
-        return self.templates[name]
+        return self.templates[name], f"the chat template {short(name)} of {self._folder}"
 
-    def _run(self, source: str, variables: Mapping[str, Any]) -> str:
-        environment = sandbox.TemplateSandbox()
+    def _run(self, source: str, where: str, variables: Mapping[str, Any], given: int) -> str:
+        account = limits.Account(given)
+        environment = sandbox.TemplateSandbox(account)
         try:
             if source not in self._compiled:
-                if len(source) > MAX_TEMPLATE_CHARS:
-                    raise limits.TooMuch(f"a template of more than {MAX_TEMPLATE_CHARS:,} characters")
-                self._compiled[source] = environment.compile(source)
+                self._compiled[source] = environment.compile_checked(source)
             program = jinja2.Template.from_code(environment, self._compiled[source], environment.make_globals(None))
-            size, parts = 0, []
-            for part in program.generate(variables):
-                size += len(part)
-                if size > limits.MAX_CHARS:
-                    raise limits.TooMuch(f"an output of more than {limits.MAX_CHARS:,} characters")
-                parts.append(part)
-            return "".join(parts)
-        except jinja2.TemplateSyntaxError as error:
-            raise TokenizerError(f"chat template, line {error.lineno}: syntax error: {error.message}") from error
-        except sandbox.SecurityError as error:
-            raise TokenizerError(f"chat template{_line(error)}: blocked by the sandbox: {error}") from error
-        except limits.TooMuch as error:
-            raise TokenizerError(f"chat template{_line(error)}: stopped at {error}.") from error
+            return limits.join(program.generate(variables), account.largest)
         except sandbox.RaisedByTemplate as error:
-            raise TokenizerError(f"the chat template refuses these messages: {error}") from error
+            raise TokenizerError(f"{where} refuses these messages: {_words(error)}") from error
         except Exception as error:
-            reason = "it calls itself without end" if isinstance(error, RecursionError) else error
-            raise TokenizerError(f"chat template{_line(error)}: {type(error).__name__}: {reason}") from error
+            raise TokenizerError(f"{where}{_line(error)}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong in a template, the likely cause and the next step."""
+    other = "Next step: take the template from the checkpoint's repository again, or pass another as template=..."
+    match error:
+        case jinja2.TemplateSyntaxError():
+            return f"syntax error: {_words(error.message)}. Likely cause: a hand edit, or a damaged file. {other}"
+        case sandbox.SecurityError():
+            return f"blocked by the sandbox: {_words(error)} Likely cause: a template that is out to harm. {other}"
+        case limits.TooMuch():
+            return f"stopped at {error}. Likely cause: a template that is broken or out to harm. {other}"
+        case RecursionError():
+            return f"RecursionError: it calls itself without end, or nests too deep. {other}"
+    return (
+        f"{type(error).__name__}: {_words(error)}. Likely cause: messages or variables of another shape than it "
+        "reads. Next step: compare them with the template at this line."
+    )
+
+
+def _words(message: object) -> str:
+    text = str(message)
+    return text if len(text) <= _MAX_WORDS else f"{text[:_MAX_WORDS]}..."
 
 
 def _line(error: BaseException) -> str:
     """ ", line 7": jinja maps the frames of a template to its lines."""
+    if isinstance(error, jinja2.TemplateSyntaxError):
+        return f", line {error.lineno}"
     lines, trace = [], error.__traceback__
     while trace is not None:
         if trace.tb_frame.f_code.co_filename == "<template>":
@@ -144,18 +155,33 @@ def _line(error: BaseException) -> str:
     return f", line {lines[-1]}" if lines else ""
 
 
-def _plain(value: Any) -> Any:
-    """A copy made of dict, list, str, int, float, bool and None."""
-    if value is None or isinstance(value, bool):
-        return value
-    for kind in (str, int, float):
-        if isinstance(value, kind):
-            return kind(value)
-    if isinstance(value, Mapping):
-        return {_plain(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return f"<{type(value).__name__}>"
+class _Copy:
+    """Copies made of dict, list, str, int, float, bool and None; counts their items, and characters and items."""
+
+    def __init__(self) -> None:
+        self.given = self._items = 0
+
+    def __call__(self, value: Any, depth: int = 0) -> Any:
+        self.given += 1 + (len(value) if isinstance(value, str) else 0)
+        self._items += 1
+        if self._items > MAX_GIVEN or depth >= limits.MAX_DEPTH:
+            raise TokenizerError(
+                f"messages, tools, documents and variables may hold {MAX_GIVEN:,} items, "
+                f"{limits.MAX_DEPTH} deep, and one of them holds more. Likely cause: a list or dict that holds itself."
+            )
+        if value is None or isinstance(value, bool):
+            return value
+        for kind in (str, int, float):
+            if isinstance(value, kind):
+                return kind(value)
+        if isinstance(value, Mapping):
+            return {
+                key if key is None or isinstance(key, int | float) else str(key): self(item, depth + 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            return [self(item, depth + 1) for item in value]
+        return f"<{type(value).__name__}>"
 
 
 def _mark_end(chat: list[dict[str, Any]]) -> None:

@@ -12,16 +12,24 @@ Checked against transformers 5.23, `PreTrainedTokenizerBase._from_pretrained`.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
-from ligermodels.checkpoint import lenient_json
-from ligermodels.errors import TokenizerError
+from ligermodels.checkpoint import check_file, lenient_json
+from ligermodels.errors import CheckpointError, HubError, TokenizerError
 
-# The largest tokenizer.json of the zoo has 17 MB; parsing takes about ten times the file in memory.
-MAX_FILE_BYTES = 2**28
+# The largest tokenizer.json known has 33 MB; parsing takes about ten times the file in memory.
+MAX_FILE_BYTES = 2**26
+# 65,000 added tokens take 12 MB of tokenizer_config.json. Text beyond ASCII takes up to four times its bytes.
+_MAX_JSON_BYTES, _MAX_JSON_ITEMS, _MAX_WIDE_BYTES = 2**24, 600_000, 2**22
+# Each comma that is mended costs a parse of all.
+_MAX_MENDED = 2**16
+_MAX_TEMPLATES, _MAX_CONTENT = 100, 1000
+MAX_ID = 2**31 - 1
 
 COPIED_FILES = (
     "tokenizer.json",
@@ -76,9 +84,14 @@ class TokenizerFiles:
 
 def read_files(folder: str | Path) -> TokenizerFiles:
     """Reads everything but the vocabulary. Raises TokenizerError for a file that is damaged."""
-    folder = Path(folder)
-    if not folder.is_dir():
-        raise TokenizerError(f"{folder} is not a folder. Next step: pass the folder that holds tokenizer.json.")
+    try:
+        os.listdir(folder)
+        folder = Path(folder)
+    except (OSError, TypeError, ValueError) as error:
+        raise TokenizerError(
+            f"{str(folder)[:1000]} is not a folder that can be read ({type(error).__name__}). Next step: pass the "
+            "folder that holds tokenizer.json."
+        ) from error
     config = _read_object(folder, "tokenizer_config.json")
     names = dict(config)
     if "added_tokens_decoder" not in config:
@@ -87,7 +100,7 @@ def read_files(folder: str | Path) -> TokenizerFiles:
     extra = names.get("extra_special_tokens") or names.get("additional_special_tokens") or []
     extra = list(extra.values()) if isinstance(extra, Mapping) else extra
     if not isinstance(extra, list):
-        raise TokenizerError(f"{folder}: the extra special tokens must be a list, not {extra!r}.")
+        raise TokenizerError(f"{folder}: the extra special tokens must be a list, not {short(extra)}.")
     extra_special = tuple(text for value in extra if (text := _content(value)))
     model, generation = _read_object(folder, "config.json"), _read_object(folder, "generation_config.json")
     text_model = model.get("text_config")
@@ -111,22 +124,22 @@ def read_files(folder: str | Path) -> TokenizerFiles:
             (i for source in (generation, model, text_model) for i in _ids(source, "pad_token_id", folder)),
             None,
         ),
-        model_vocab_size=next((size for size in sizes if isinstance(size, int)), None),
-        copied=tuple(path for name in COPIED_FILES if (path := _existing(folder, name)))
-        + tuple(sorted((folder / "additional_chat_templates").glob("*.jinja"))),
+        model_vocab_size=next((size for size in sizes if type(size) is int), None),
+        copied=(*(path for name in COPIED_FILES if (path := _existing(folder, name))), *_more_templates(folder)),
     )
 
 
-def read_bytes(path: Path) -> bytes:
+def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
     """The file, unless it is too large, a git-lfs pointer or an HTML page."""
-    size = path.stat().st_size
-    if size > MAX_FILE_BYTES:
-        raise TokenizerError(
-            f"{path} is too large to be a tokenizer file: {size:,} bytes, the limit is {MAX_FILE_BYTES:,}. "
-            "Likely cause: another file under this name."
-        )
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(limit + 1) if size <= limit else b""
+        if max(size, len(data)) > limit:
+            raise TokenizerError(
+                f"{path} is too large to be a tokenizer file: {size:,} bytes, the limit is {limit:,}. "
+                "Likely cause: another file under this name."
+            )
     except OSError as error:
         raise TokenizerError(f"{path} cannot be read: {error}.") from error
     if data.startswith(b"version https://git-lfs"):
@@ -136,37 +149,61 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, limit: int = MAX_FILE_BYTES) -> str:
     try:
-        return read_bytes(path).decode("utf-8")
+        return read_bytes(path, limit).decode("utf-8")
     except UnicodeDecodeError as error:
         raise TokenizerError(f"{path} is not UTF-8: {error}. Likely cause: a damaged or converted file.") from error
 
 
 def _existing(folder: Path, name: str) -> Path | None:
     path = folder / name
-    if path.exists() and not path.is_file():
-        raise TokenizerError(f"{path} is not a regular file. Next step: put the tokenizer's {name} in its place.")
-    return path if path.is_file() else None
+    if not os.path.lexists(path):
+        return None
+    try:
+        check_file(path, folder)
+    except (CheckpointError, HubError) as error:
+        raise TokenizerError(str(error)) from error
+    return path
+
+
+def _more_templates(folder: Path) -> list[Path]:
+    found = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if len(found) > _MAX_TEMPLATES:
+        raise TokenizerError(f"{folder} has {len(found)} additional chat templates; at most {_MAX_TEMPLATES} are read.")
+    return [path for path in found if _existing(folder, path.relative_to(folder).as_posix())]
 
 
 def _read_object(folder: Path, name: str) -> dict[str, Any]:
     path = _existing(folder, name)
     if path is None:
         return {}
-    text = read_text(path)
+    data = read_bytes(path, _MAX_JSON_BYTES)
+    items = sum(map(data.count, b",[{"))
+    if items > _MAX_JSON_ITEMS or (len(data) > _MAX_WIDE_BYTES and not data.isascii()):
+        raise TokenizerError(
+            f"{path} is too large, with {len(data):,} bytes and {items:,} items; read are at most "
+            f"{_MAX_JSON_ITEMS:,} items, and {_MAX_WIDE_BYTES:,} bytes where not all is ASCII. Likely cause: another "
+            "file under this name."
+        )
     try:
-        value = lenient_json(text) if name == "generation_config.json" else json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+        text = data.decode("utf-8")
+        mend = name == "generation_config.json" and len(text) <= _MAX_MENDED
+        value = lenient_json(text) if mend else json.loads(text)
+        if "\\ud" in text or "\\uD" in text:
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise TokenizerError(f"{path} is not UTF-8: {error}. Likely cause: a damaged or converted file.") from error
+    except UnicodeEncodeError as error:
+        raise TokenizerError(
+            f"{path} holds a lone surrogate, which has no UTF-8. Likely cause: a hand edit."
+        ) from error
+    except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
         raise TokenizerError(
             f"{path} is not valid JSON: {error}. Likely cause: an interrupted download or a hand edit."
         ) from error
     if not isinstance(value, dict):
         raise TokenizerError(f"{path} must hold a JSON object; it holds a {type(value).__name__}.")
-    try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise TokenizerError(f"{path} holds a lone surrogate, which has no UTF-8: {error}.") from error
     return value
 
 
@@ -180,14 +217,18 @@ def _ids(source: Mapping[str, Any], key: str, path: Path) -> tuple[int, ...]:
     value = source.get(key)
     values = value if isinstance(value, list) else [] if value is None else [value]
     for item in values:
-        if not isinstance(item, int) or isinstance(item, bool):
-            raise TokenizerError(f"{path}: {key} must be an integer or a list of integers, not {value!r}.")
+        if not isinstance(item, int) or isinstance(item, bool) or item > MAX_ID:
+            raise TokenizerError(
+                f"{path}: {key} must be an integer or a list of integers up to {MAX_ID:,}, not {short(value)}. "
+                "Likely cause: a hand edit."
+            )
     # -1 is how some configs write "none".
     return tuple(item for item in values if item >= 0)
 
 
 def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) -> tuple[AddedToken, ...]:
     tokens = []
+    older = {} if "added_tokens_decoder" in config else _read_object(folder, "added_tokens.json")
     try:
         if "added_tokens_decoder" in config:
             flags = ("special", "lstrip", "rstrip", "normalized", "single_word")
@@ -195,23 +236,27 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
                 given = {flag: bool(value[flag]) for flag in flags if flag in value}
                 tokens.append(AddedToken(id=int(index), content=value["content"], **given))
         else:
-            for content, index in _read_object(folder, "added_tokens.json").items():
+            for content, index in older.items():
                 is_special = content in special
                 tokens.append(AddedToken(id=int(index), content=content, special=is_special, normalized=not is_special))
-        assert all(isinstance(token.content, str) and token.content and token.id >= 0 for token in tokens)
-    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
+        for token in tokens:
+            if not (isinstance(token.content, str) and 0 < len(token.content) <= _MAX_CONTENT):
+                raise ValueError(f"content {short(token.content)}")
+            if not 0 <= token.id <= MAX_ID:
+                raise ValueError(f"id {short(token.id)}")
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerError(
-            f"{folder}: an added token cannot be read ({type(error).__name__}: {error}). It must have a "
-            "content and an id of 0 or more, in tokenizer_config.json (added_tokens_decoder) or "
-            "added_tokens.json."
+            f"{folder}: an added token cannot be read ({type(error).__name__}: {str(error)[:80]}). It must have a "
+            f"content of 1 to {_MAX_CONTENT:,} characters and an id of 0 or more and below 2**31, in "
+            "tokenizer_config.json (added_tokens_decoder) or added_tokens.json."
         ) from error
     return tuple(sorted(tokens, key=lambda token: token.id))
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    found = {path.stem: read_text(path) for path in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    found = {path.stem: read_text(path, _MAX_WIDE_BYTES // 8) for path in _more_templates(folder)}
     if path := _existing(folder, "chat_template.jinja"):
-        found["default"] = read_text(path)
+        found["default"] = read_text(path, _MAX_WIDE_BYTES)
     if found:
         return found
     declared = config.get("chat_template") or _read_object(folder, "chat_template.json").get("chat_template")
@@ -222,10 +267,11 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     try:
         pairs = declared.items() if isinstance(declared, Mapping) else [(t["name"], t["template"]) for t in declared]
         found = dict(pairs)
-        assert all(isinstance(text, str) for pair in found.items() for text in pair)
-    except (AssertionError, KeyError, TypeError) as error:
+        if not all(isinstance(text, str) for pair in found.items() for text in pair):
+            raise TypeError("names and templates must be texts")
+    except (KeyError, TypeError, ValueError) as error:
         raise TokenizerError(
             f"{folder}: chat_template must be a string or a list of objects with name and template; it is "
-            f"{str(declared)[:80]!r}."
+            f"{short(declared)}. Likely cause: a hand edit."
         ) from error
     return found

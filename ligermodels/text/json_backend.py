@@ -10,15 +10,26 @@ own code, for what the file alone says: in Llama 2 the dummy prefix behind a spe
 beside a leading space; in Gemma added tokens that tokenizer_config.json leaves out.
 """
 
+import base64
 import contextlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from ligermodels.errors import TokenizerError
 from ligermodels.text import pieces
 from ligermodels.text.files import TokenizerFiles, read_text
+
+# How many times longer the steps before the vocabulary, or the decoder, may make a text. SentencePiece's nmt_nfkc
+# alone says 33, a replacement by pattern 2.
+_MAX_GROWTH = 256
+_MAX_PROCESSOR = 2**16
+# Parsed in Python as well, where it must be: items of the JSON, and characters of a file that is refused.
+_MAX_ITEMS, _MAX_DIAGNOSED = 2**20, 2**20
+_PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 class JsonBackend:
@@ -28,6 +39,7 @@ class JsonBackend:
         import tokenizers
 
         text = read_text(path)
+        _check_parts(path, text)
         try:
             with _native_errors(str(path)):
                 self._native = tokenizers.Tokenizer.from_str(text)
@@ -82,6 +94,7 @@ class JsonBackend:
         import tokenizers
 
         present = self._native.get_added_tokens_decoder()
+        new, size = [], self.vocab_size
         for token in files.added:
             native = tokenizers.AddedToken(
                 token.content,
@@ -93,23 +106,95 @@ class JsonBackend:
             )
             if repr(present.get(token.id)) == repr(native):
                 continue
-            if self._native.token_to_id(token.content) is None and self.vocab_size != token.id:
-                raise TokenizerError(
-                    f"{path} lacks the added token {token.content!r}, which the folder's other files give id "
-                    f"{token.id}; the next free id is {self.vocab_size}. Likely cause: files of two "
-                    "checkpoints mixed, or a tokenizer.json saved before tokens were added."
-                )
-            self._native.add_tokens([native])
+            if self._native.token_to_id(token.content) is None:
+                if size != token.id:
+                    raise TokenizerError(
+                        f"{path} lacks the added token {short(token.content)}, which the folder's other files give id "
+                        f"{token.id}; the next free id is {size}. Likely cause: files of two "
+                        "checkpoints mixed, or a tokenizer.json saved before tokens were added."
+                    )
+                size += 1
+            new.append(native)
+        # All at once: each call builds the search for all of them anew.
+        with _native_errors(f"{path}, adding tokens"):
+            self._native.add_tokens(new)
+        for token in files.added:
             if (found := self._native.token_to_id(token.content)) != token.id:
                 raise TokenizerError(
-                    f"{path} gives {token.content!r} the id {found}, the folder's other files say "
+                    f"{path} gives {short(token.content)} the id {found}, the folder's other files say "
                     f"{token.id}. Likely cause: files of two checkpoints mixed."
                 )
         by_content = {token.content: token for token in self._native.get_added_tokens_decoder().values()}
-        for content in dict.fromkeys((*files.named.values(), *files.extra_special)):
-            native = by_content.get(content, tokenizers.AddedToken(content, normalized=False))
-            if not native.special and self._native.token_to_id(content) is not None:
-                self._native.add_special_tokens([native])
+        named = dict.fromkeys((*files.named.values(), *files.extra_special))
+        natives = (by_content.get(content, tokenizers.AddedToken(content, normalized=False)) for content in named)
+        special = [n for n in natives if not n.special and self._native.token_to_id(n.content) is not None]
+        with _native_errors(f"{path}, adding tokens"):
+            self._native.add_special_tokens(special)
+
+
+def _check_parts(path: Path, text: str) -> None:
+    """Refuses steps that make a text much longer, each of them or one after the other: sixty replacements of "a" by
+    "aa" would fill any memory, some while the file is loaded."""
+    try:
+        parts = _parts(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path} cannot be loaded: {_diagnose(text)}. ({error})") from error
+    growth = _growth([parts.get("normalizer"), parts.get("pre_tokenizer")]), _growth([parts.get("decoder")])
+    processor = len(json.dumps(parts.get("post_processor")))
+    if max(growth) > _MAX_GROWTH or processor > _MAX_PROCESSOR:
+        raise TokenizerError(
+            f"{path} cannot be loaded: its steps make a text up to {min(max(growth), 10**9):,} times longer (the limit "
+            f"is {_MAX_GROWTH}), its post-processor has {processor:,} characters (the limit is {_MAX_PROCESSOR:,}). "
+            "Likely cause: a file that is out to harm."
+        )
+
+
+def _parts(text: str) -> Mapping[str, Any]:
+    """What tokenizer.json holds beside the vocabulary, which is parsed only where it may hide something of it."""
+    head, found, rest = text.partition('"model"')
+    hidden = [name for name in _PARTS if f'"{name}"' in rest and re.search(rf'"{name}"\s*:\s*[^\s\d]', rest)]
+    # All serializers escape control characters, and some 7F; other ASCII that is escaped could spell one of the names.
+    escaped = "\\u00" in text and re.search(r"\\u00(?!7[fF])[2-7]", text)
+    if not (hidden or escaped or found):
+        return {}
+    if not (hidden or escaped):
+        with contextlib.suppress(ValueError):
+            return json.loads(f'{head}"model": 0}}')
+    if sum(map(text.count, ",[{")) > _MAX_ITEMS:
+        raise ValueError("its vocabulary does not come last; save it again with the tokenizers library")
+    parts = json.loads(text)
+    return parts if isinstance(parts, dict) else {}
+
+
+def _growth(parts: list[Any]) -> int:
+    """The product over all steps, by their fields: the library reads steps without a `type` as well."""
+    growth = 1
+    for part in parts:
+        if isinstance(part, list):
+            parts += part
+        elif isinstance(part, dict):
+            parts += part.values()
+            content, pattern = part.get("content"), part.get("pattern")
+            if isinstance(content, str) and pattern is not None:
+                replaced = pattern.get("String") if isinstance(pattern, dict) else pattern
+                length = len(replaced) if isinstance(replaced, str) else 0
+                growth *= max(1, -(-len(content) // length)) if length else 1 + len(content)
+            if isinstance(part.get("prepend"), str):
+                growth *= 1 + len(part["prepend"])
+            if part.get("type") == "ByteLevel" or "trim_offsets" in part:
+                growth *= 2
+            if isinstance(part.get("precompiled_charsmap"), str):
+                growth *= _longest_replacement(part["precompiled_charsmap"])
+            growth = min(growth, 10**9)
+    return growth
+
+
+def _longest_replacement(charsmap: str) -> int:
+    """In a charsmap of SentencePiece: the size of a trie, the trie, and strings that end with a zero byte."""
+    with contextlib.suppress(ValueError):
+        data = base64.b64decode(charsmap)
+        return max(1, *map(len, data[4 + int.from_bytes(data[:4], "little") :].split(b"\0")))
+    return 1
 
 
 def _has_byte_fallback(decoder: Mapping[str, Any] | None) -> bool:
@@ -135,14 +220,16 @@ def _native_errors(where: str) -> Iterator[None]:
 
 
 def _diagnose(text: str) -> str:
+    if len(text) > _MAX_DIAGNOSED:
+        return "it is damaged, or of another kind. Likely cause: an interrupted download"
     try:
         content = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         return f"it is not valid JSON: {error}. Likely cause: an interrupted download"
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict):
         return "it has no `model` object. Likely cause: another JSON file under this name"
     kind = model.get("type")
     if kind not in ("BPE", "Unigram", "WordPiece", "WordLevel", None):
-        return f"its model type {kind!r} is unknown; known are BPE, Unigram, WordPiece and WordLevel"
+        return f"its model type {short(kind)} is unknown; known are BPE, Unigram, WordPiece and WordLevel"
     return "a part of it is malformed, or it was written by a newer tokenizers; next step: update tokenizers"

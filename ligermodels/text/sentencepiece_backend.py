@@ -26,6 +26,9 @@ from ligermodels.text.files import AddedToken, TokenizerFiles, read_bytes
 
 SPACE = "\u2581"
 
+# Added tokens, and their characters together: they become one regular expression. Gemma 3 has 6,242.
+_MAX_ADDED, _MAX_ADDED_CHARS = 20_000, 2**18
+
 # ModelProto{normalizer_spec{add_dummy_prefix: false}}: appended to a serialised model, protobuf merges it in.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
@@ -167,6 +170,13 @@ class SentencePieceBackend:
         return [index]
 
     def _collect_added(self, path: Path, files: TokenizerFiles) -> dict[int, AddedToken]:
+        chars = sum(len(token.content) for token in files.added)
+        if len(files.added) > _MAX_ADDED or chars > _MAX_ADDED_CHARS:
+            raise TokenizerError(
+                f"{path}: beside a tokenizer.model at most {_MAX_ADDED:,} added tokens of {_MAX_ADDED_CHARS:,} "
+                f"characters together are read, the folder has {len(files.added):,} of {chars:,}. Next step: take "
+                "tokenizer.json from the checkpoint's repository."
+            )
         added = {token.id: token for token in files.added}
         for token in files.added:
             index = self._native.piece_to_id(token.content)

@@ -1,9 +1,12 @@
 """Text that appears while ids do: StreamDecoder turns ids into text, StopStrings finds where to stop."""
 
+import operator
 from collections.abc import Iterable, Sequence
+from reprlib import repr as short
 from typing import TYPE_CHECKING
 
 from ligermodels.errors import InputError
+from ligermodels.text.files import MAX_ID
 from ligermodels.text.pieces import PieceStream
 
 if TYPE_CHECKING:
@@ -36,9 +39,12 @@ class StreamDecoder:
 
     def put(self, index: int) -> str:
         """The text that the token `index` completes; "" while a character is still open."""
-        index = int(index)
-        if index < 0:
-            raise InputError(f"{index} is not a token id: ids are 0 or more.")
+        try:
+            index = operator.index(index)
+        except (TypeError, RuntimeError) as error:
+            raise InputError(f"put takes one id, an int or a tensor of one, not {short(index)}.") from error
+        if not 0 <= index <= MAX_ID:
+            raise InputError(f"{short(index)} is not a token id: ids are 0 or more, up to {MAX_ID:,}.")
         token = None if index in self._skipped else self._backend.id_to_token(index)
         return "" if token is None else self._pieces.put(token)
 

@@ -1,11 +1,13 @@
 """Text to ids and back, from the files of a checkpoint, without transformers."""
 
 import functools
+import operator
 import os
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, Protocol
 
 import torch
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text.chat import ChatTemplates
-from ligermodels.text.files import TokenizerFiles, read_files
+from ligermodels.text.files import MAX_ID, TokenizerFiles, read_files
 from ligermodels.text.json_backend import JsonBackend
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend, check_agreement
 
@@ -58,13 +60,13 @@ class Tokenizer:
         for name in ("bos_token", "eos_token"):
             if name in files.named and ids[name] is None:
                 raise TokenizerError(
-                    f"{files.folder}: {name} is {files.named[name]!r}, which has no id. Likely cause: an "
+                    f"{files.folder}: {name} is {short(files.named[name])}, which has no id. Likely cause: an "
                     "added token is missing from tokenizer.json or added_tokens.json."
                 )
         missing = {*files.named.values(), *files.extra_special}
         missing -= {token for token in missing if backend.token_to_id(token) is not None}
         if missing:
-            text = f"{files.folder}: special tokens without an id, left out: {sorted(missing)}"
+            text = f"{files.folder}: special tokens without an id, left out: {short(sorted(missing))}"
             warnings.warn(text, stacklevel=3)
         self.bos_token_id = ids.get("bos_token")
         own = [index for index in (ids.get("eos_token"),) if index is not None]
@@ -142,9 +144,10 @@ class Tokenizer:
         self, texts: Sequence[str], padding_side: str = "left", add_special_tokens: bool = True
     ) -> tuple[Tensor, Tensor]:
         """(input_ids, attention_mask), both int64 [B, S], S the longest; the mask is 1 on real tokens."""
-        if isinstance(texts, str) or padding_side not in ("left", "right"):
+        if isinstance(texts, str) or not isinstance(texts, Iterable) or padding_side not in ("left", "right"):
             raise InputError(
-                f"encode_batch takes a list of texts and padding_side 'left' or 'right', not {padding_side!r}."
+                "encode_batch takes a list of texts and padding_side 'left' or 'right', "
+                f"not {type(texts).__name__} and {short(padding_side)}."
             )
         rows = self._encode_many(list(texts), add_special_tokens)
         width = max(map(len, rows), default=0)
@@ -163,13 +166,14 @@ class Tokenizer:
         characters stay, as in SentencePiece, where the tokenizers library gives up the whole run.
         """
         try:
-            values = [int(index) for index in (ids.tolist() if isinstance(ids, Tensor) else ids)]
-        except (TypeError, ValueError) as error:
+            values = list(map(operator.index, ids.tolist() if isinstance(ids, Tensor) else ids))
+        except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                "decode takes one text: a list of ints or a 1-D tensor. Decode a batch by rows."
+                f"decode takes one text: a list of ints or a 1-D tensor of them, not {short(ids)}. Decode a batch by "
+                "rows."
             ) from error
-        if wrong := [index for index in values if not 0 <= index < 2**31]:
-            raise InputError(f"{wrong[0]} is not a token id. Likely cause: labels, where -100 means ignored.")
+        if wrong := [index for index in values if not 0 <= index <= MAX_ID]:
+            raise InputError(f"{short(wrong[0])} is not a token id. Likely cause: labels, where -100 means ignored.")
         return self.backend.decode(values, skip_special_tokens)
 
     def token_to_id(self, token: str) -> int | None:

@@ -419,14 +419,14 @@ BAD_WEIGHTS = {
         "in different shards",
     ),
     "more shards than heads": (lambda: cut(meta_weights(), 4, 1), "4 shards, which cannot share"),
-    "integers": (lambda: one(lambda s: s.update({"norm.weight": torch.ones(32).int()})), "not a plain floating"),
+    "integers": (lambda: one(lambda s: s.update({"norm.weight": torch.ones(32).int()})), "not floating"),
     "stride of zero": (
-        lambda: one(lambda s: s.update({"output.weight": torch.ones(1).expand(1 << 20, 32)})), "not a plain floating",
+        lambda: one(lambda s: s.update({"output.weight": torch.ones(1).expand(1 << 20, 32)})), "claims 134,217,728",
     ),
     "a list": (lambda: [[1, 2]], "flat dictionary"),
     "nested": (lambda: [{"model": meta_weights()}], "flat dictionary"),
     "numbers": (lambda: [{"a": 1}], "flat dictionary"),
-    "names that are no text": (lambda: [{1: torch.ones(1)}], "flat dictionary"),
+    "names that are no text": (lambda: [{1: torch.ones(1)}], "with the name 1"),
     "nothing": (lambda: [{}], "holds 0 tensors"),
     "code": (lambda: [OrderedDict(a=subprocess.Popen)], "plain tensors"),
 }  # fmt: skip
@@ -594,23 +594,3 @@ def test_what_cannot_be_written_leaves_nothing(good, tmp_path, case):
     with opened(damage(good)) as source, pytest.raises(error, match=words):
         write_meta(source, hf_config(**changes), tmp_path / "out", **options)
     assert not list(tmp_path.iterdir())
-
-
-def test_a_write_that_fails_midway_leaves_nothing_and_what_is_there_stays(good, tmp_path, monkeypatch):
-    with opened(damage(good)) as source:
-        read = source.read
-
-        def failing(name: str) -> Tensor:
-            if name == "model.norm.weight":
-                raise OSError(28, "No space left on device")
-            return read(name)
-
-        monkeypatch.setattr(source, "read", failing)
-        with pytest.raises(HubError, match="free some space"):
-            write_meta(source, hf_config(), tmp_path / "out")
-        assert not list(tmp_path.iterdir())
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "mine").write_text("kept")
-        with pytest.raises(CheckpointError, match="not an empty folder"):
-            write_meta(source, hf_config(), tmp_path / "out")
-        assert (tmp_path / "out" / "mine").read_text() == "kept"

@@ -1,11 +1,12 @@
 """Conversions of every family: the same bits, whole or resumed, and what is left behind when one fails."""
 
+import errno
 import hashlib
 import json
-import os
 import random
 import signal
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,15 +17,23 @@ from ligermodels import weights
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import SafetensorsReader, json_bytes, read_json
 from ligermodels.conversion import MismatchError, Options, convert, pipeline
-from ligermodels.conversion.sources import View
+from ligermodels.conversion.sources import FolderSource, View
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.weights import same_bits
+from tests.children import Child
+from tests.conversion.layouts import SIZES, write_mistral
 
-SIZES = {
-    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": None,
+EXTRA = {
+    "mixtral": {"num_local_experts": 2}, "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 4},
+    "qwen2_vl": {
+        "hidden_size": 32, "head_dim": 8, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "image_token_id": 40, "video_token_id": 41, "vision_start_token_id": 42, "vision_end_token_id": 43,
+        "vision_config": {
+            "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+        },
+    },
 }  # fmt: skip
-EXTRA = {"mixtral": {"num_local_experts": 2}, "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 4}}
 FILES = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"eos_token_id": 2}'}
 
 
@@ -163,25 +172,7 @@ def test_distributed_and_back(tmp_path, family):
 
 def test_mistrals_own_files(tmp_path):
     tensors = finite(tmp_path / "hf", "mistral", sliding_window=None, rope_theta=10000.0)
-    (tmp_path / "own").mkdir()
-    rename = {
-        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
-        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
-        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "lm_head": "output",
-        "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "tok_embeddings", "model.norm": "norm",
-        "model.layers": "layers",
-    }  # fmt: skip
-    own = {}
-    for name, x in tensors.items():
-        if "q_proj" in name or "k_proj" in name:  # halves to pairs, heads of 4
-            x = x.unflatten(0, (-1, 2, 2)).transpose(1, 2).reshape(x.shape).contiguous()
-        for theirs, its in rename.items():
-            name = name.replace(theirs, its)
-        own[name] = x
-    save_file(own, tmp_path / "own" / "consolidated.safetensors")
-    params = {"dim": 16, "n_layers": 2, "head_dim": 4, "hidden_dim": 24, "n_heads": 4, "n_kv_heads": 2}
-    params |= {"norm_eps": 1e-6, "vocab_size": 48, "rope_theta": 10000.0}
-    (tmp_path / "own" / "params.json").write_text(json.dumps(params))
+    write_mistral(tmp_path / "own", tensors)
     convert(tmp_path / "own", tmp_path / "back", Options(progress=False, verify="bytes"))
     assert same(stored(tmp_path / "back"), tensors)
 
@@ -287,16 +278,11 @@ def test_killed_at_any_instant(tmp_path):
     for trial in range(25):
         options = Options(max_shard_size="3KB", progress=False, overwrite=True, resume=bool(trial % 2))
         start = time.perf_counter()
-        child = os.fork()
-        if child == 0:
-            try:
-                convert(tmp_path / "hf", tmp_path / "out", options)
-            finally:
-                os._exit(0)
+        child = Child(lambda: convert(tmp_path / "hf", tmp_path / "out", options))  # noqa: B023
         if trial:
             time.sleep(draw.random() * started * 1.2)
-            os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+            child.signal(signal.SIGKILL)
+        assert child.wait() in (0, -signal.SIGKILL)
         started = started or time.perf_counter() - start
         with SafetensorsReader(tmp_path / "out") as reader:
             found = {name: reader.read(name).clone() for name in reader.headers}
@@ -368,6 +354,72 @@ def test_no_room_is_found_before_anything_is_written(tmp_path, monkeypatch):
     assert caught.value.errno == 28 and names(tmp_path) == ["hf"]
 
 
+LAYOUTS_OF_FOLDERS = ["hf", "native", "meta", "dcp"]
+
+
+@pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
+@pytest.mark.parametrize("step", ["a tensor", "a digest", "a file"])
+def test_a_source_that_fails_midway_is_named_and_not_the_destination(tmp_path, monkeypatch, to, step):
+    finite(tmp_path / "hf")
+    old = a_checkpoint(tmp_path / "out", seed=1)
+    fault = OSError(errno.ESTALE, "Stale file handle")
+    if step == "a tensor":
+        read = FolderSource.read
+
+        def fail(source, name):
+            if name == "model.norm.weight":
+                raise fault
+            return read(source, name)
+
+        monkeypatch.setattr(FolderSource, "read", fail)
+    elif step == "a digest":
+        digest = hashlib.file_digest
+
+        def fail_to_digest(file, name):
+            if "/hf/" in file.name:
+                raise fault
+            return digest(file, name)
+
+        monkeypatch.setattr(hashlib, "file_digest", fail_to_digest)
+    else:
+        failing(monkeypatch, tmp_path / "hf" / "tokenizer.json", fault)
+    with pytest.raises(HubError, match=r"/hf.* cannot be read: Stale file handle") as caught:
+        convert(tmp_path / "hf", tmp_path / "out", Options(to=to, overwrite=True, progress=False))
+    assert "/out" not in str(caught.value) and "written" not in str(caught.value)
+    assert same(stored(tmp_path / "out"), old) and set(names(tmp_path)) <= {"hf", "out", ".out.converting"}
+
+
+@pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
+@pytest.mark.parametrize("step", ["weights", "a file"])
+def test_a_destination_that_fails_midway_is_named_and_not_the_source(tmp_path, monkeypatch, to, step):
+    finite(tmp_path / "hf")
+    (weights,) = {"meta": ["consolidated.00.pth"], "dcp": ["__0_0.distcp"]}.get(to, ["model.safetensors"])
+    file = tmp_path / ".out.converting" / {"weights": weights, "a file": "tokenizer.json"}[step]
+    failing(monkeypatch, file, OSError(errno.ENOSPC, "No space left on device"))
+    with pytest.raises(HubError, match=r"(?s)/out cannot be written: .*Next: free some space") as caught:
+        convert(tmp_path / "hf", tmp_path / "out", Options(to=to, progress=False))
+    assert caught.value.errno == errno.ENOSPC and "/hf" not in str(caught.value)
+    assert set(names(tmp_path)) <= {"hf", ".out.converting"}  # the latter with shards that are done
+
+
+def failing(monkeypatch, path, error):
+    """Opening this file raises `error`, through pathlib, or when torch saves to it."""
+    opened, save = Path.open, torch.save
+
+    def fail(file, *arguments, **options):
+        if file == path:
+            raise error
+        return opened(file, *arguments, **options)
+
+    def fail_to_save(state, file, **options):
+        if file == path:
+            raise error
+        return save(state, file, **options)
+
+    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(torch, "save", fail_to_save)
+
+
 @pytest.mark.parametrize(
     "options, words",
     [
@@ -377,7 +429,9 @@ def test_no_room_is_found_before_anything_is_written(tmp_path, monkeypatch):
         ({"max_shard_size": "no"}, "max_shard_size='no'"),
         ({"to": "meta", "resume": True}, "not for meta"),
         ({"to": "dcp", "max_shard_size": "1GB"}, "not for dcp"),
-        ({"ranks": 2}, "ranks=2"),
+        ({"ranks": 2}, "for the layout meta"),
+        ({"embedding_axis": 0}, "for the layout meta"),
+        ({"to": "meta", "embedding_axis": 2}, "embedding_axis=2"),
     ],
 )
 def test_options(tmp_path, options, words):

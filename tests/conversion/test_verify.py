@@ -1,6 +1,7 @@
 """Two checkpoints compared: what is the same passes, and each way of not being the same is named."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from safetensors.torch import load_file, save_file
 import ligermodels
 from ligermodels import checkpoint
 from ligermodels.conversion import MismatchError, Options, convert, verify
-from ligermodels.errors import InputError
+from ligermodels.conversion.verify import DIFFERENCE
+from ligermodels.errors import CheckpointError, InputError
+from tests.conversion.layouts import OF_LLAMA, write_all, write_mistral
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -17,9 +20,9 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[0.02, 0.1], ids=["small weights", "large weights"])
+@pytest.fixture(scope="module", params=[0.006, 0.02, 0.1], ids=["tiny weights", "small weights", "large weights"])
 def folder(tmp_path_factory, request):
-    """A model as it is drawn before training, where order within heads shows least, and one with larger weights."""
+    """Models as they are drawn before training, where order within heads shows least, and one with larger weights."""
     model = ligermodels.Llama.from_config({**CONFIG, "initializer_range": request.param}, device="cpu", seed=3)
     return model.save_pretrained(tmp_path_factory.mktemp("verify") / "a")
 
@@ -47,7 +50,7 @@ def permuted(tensors):
 def test_either_layout_is_the_same_model(tmp_path, folder, to):
     convert(folder, tmp_path / "b", Options(to=to, max_shard_size="20KB", progress=False, verify="logits"))
     report = verify(folder, tmp_path / "b", progress=False)
-    assert report.ok and report.tensors == 21 and report.details["mean_kl"] < 1e-13
+    assert report.ok and report.tensors == 21 and report.details["difference_of_logits"] < 1e-7
     assert report.to_json() | {"ok": True, "verified": "logits", "positions": 192} == report.to_json()
 
 
@@ -56,17 +59,83 @@ def test_permuted_rows_of_q_and_k_are_caught_by_the_logits_alone(tmp_path, folde
     other = changed(folder, tmp_path / "b", permuted)
     assert verify(folder, other, level="keys", progress=False).ok
     report = verify(folder, other, progress=False)
-    assert any(line.startswith("logits: mean KL") for line in report.mismatches)
-    assert report.details["mean_kl"] > 1e-7
+    assert report.mismatches[0].startswith("logits: they differ by ")
+    assert report.details["difference_of_logits"] > 4 * DIFFERENCE
     assert sum("values differ" in line for line in report.mismatches) == 4
+
+
+@pytest.fixture(scope="module")
+def layouts(tmp_path_factory):
+    return write_all(tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.mark.parametrize("b", OF_LLAMA)
+@pytest.mark.parametrize("a", OF_LLAMA)
+def test_any_layout_with_any_other(layouts, a, b):
+    report = verify(layouts[a], layouts[b], allow_pickle=True, progress=False)
+    assert report.ok and report.tensors == 21 and report.details["difference_of_logits"] < 1e-7
+
+
+@pytest.mark.parametrize("layout", ["meta", "mistral"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_rows_of_q_and_k_in_the_order_of_another_layout(layouts, tmp_path, layout, turned):
+    """The negative control for the layouts that order them otherwise: files with the rows left as they were."""
+    shutil.copytree(layouts[layout], tmp_path / "own")
+    hf = layouts["hf of mistral" if layout == "mistral" else "hf"]
+    tensors = load_file(hf / "model.safetensors")
+    if layout == "mistral":
+        shutil.rmtree(tmp_path / "own")
+        write_mistral(tmp_path / "own", tensors, rotate=turned)
+    elif not turned:
+        for rank in range(2):
+            path = tmp_path / "own" / f"consolidated.{rank:02}.pth"
+            state = torch.load(path, weights_only=True)
+            for i in range(2):
+                for own, theirs in (("wq", "q_proj"), ("wk", "k_proj")):
+                    rows = tensors[f"model.layers.{i}.self_attn.{theirs}.weight"].chunk(2)[rank]
+                    state[f"layers.{i}.attention.{own}.weight"] = rows.clone()
+            torch.save(state, path)
+    report = verify(hf, tmp_path / "own", allow_pickle=True, progress=False)
+    assert report.ok == turned
+    if not turned:
+        assert sum("values differ" in line for line in report.mismatches) == 4
+        assert report.details["difference_of_logits"] > 4 * DIFFERENCE
+
+
+def test_a_distributed_checkpoint_with_its_config_elsewhere(layouts, tmp_path):
+    shutil.copytree(layouts["dcp"], tmp_path / "dcp", ignore=shutil.ignore_patterns("config.json"))
+    with pytest.raises(CheckpointError, match="--config"):
+        verify(layouts["hf"], tmp_path / "dcp")
+    for a, b in ((layouts["hf"], tmp_path / "dcp"), (tmp_path / "dcp", layouts["native"])):
+        assert verify(a, b, config=layouts["hf"], level="bytes", progress=False).ok
+    for options, words in (
+        ({"config": layouts["hf"]}, "--config is for"),
+        ({"rope_factor": 8}, "--rope-factor is for"),
+    ):
+        with pytest.raises(InputError, match=words):
+            verify(layouts["hf"], layouts["native"], **options)
 
 
 def test_another_config_is_another_model(tmp_path, folder):
     rope = {"rope_type": "default", "rope_theta": 500.0}
     other = changed(folder, tmp_path / "b", rope_theta=500.0, rope_parameters=rope)
-    assert verify(folder, other, level="bytes", progress=False).ok
-    (line,) = [line for line in verify(folder, other, progress=False).mismatches if "KL" in line]
-    assert "192 positions" in line
+    (line,) = verify(folder, other, level="bytes", progress=False).mismatches
+    assert line.startswith("config: rope is ") and "10000.0" in line and "500.0" in line
+    line, *_ = verify(folder, other, progress=False).mismatches
+    assert line.startswith("logits: they differ by ")
+
+
+def test_a_window_that_no_prompt_reaches_is_another_model(tmp_path):
+    config = {**CONFIG, "model_type": "mistral", "max_position_embeddings": 4096}
+    model = ligermodels.Mistral.from_config(config, device="cpu", seed=3)
+    folder = model.save_pretrained(tmp_path / "a")
+    given = [json.loads((folder / "config.json").read_text()) | {"sliding_window": w} for w in (4096, 512, None)]
+    for window, other in zip((4096, 512, None), given, strict=True):
+        changed(folder, tmp_path / str(window), **other)
+    assert verify(tmp_path / "512", tmp_path / "512", level="keys").ok
+    for a, b in (("4096", "512"), ("512", "None")):
+        (line,) = verify(tmp_path / a, tmp_path / b, progress=False).mismatches
+        assert line.startswith(f"config: the sliding windows of the layers are [{a}, {a}] and [{b}, {b}]")
 
 
 def test_what_rounding_leaves_passes(tmp_path, folder):
@@ -77,8 +146,18 @@ def test_what_rounding_leaves_passes(tmp_path, folder):
         tensors["model.layers.0.mlp.down_proj.weight"] /= 3.0
 
     report = verify(folder, changed(folder, tmp_path / "b", rescaled), progress=False)
-    assert 0 < report.details["mean_kl"] < 1e-11 and not any("KL" in line for line in report.mismatches)
-    assert len(report.mismatches) == 2
+    assert 0 < report.details["difference_of_logits"] < DIFFERENCE / 4
+    assert len(report.mismatches) == 2 and all("values differ" in line for line in report.mismatches)
+
+
+def test_a_head_of_zeros_says_nothing_and_no_number_is_divided_by_it(tmp_path, folder):
+    def silent(tensors):
+        tensors["lm_head.weight"].zero_()
+
+    a, b = (changed(folder, tmp_path / name, silent) for name in "ab")
+    assert verify(a, b, progress=False).ok
+    report = verify(a, folder, progress=False)
+    assert not report.ok and report.mismatches[0].startswith("logits: they differ by 1.0e+00")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +165,7 @@ def test_what_rounding_leaves_passes(tmp_path, folder):
     [
         (
             lambda t: t.update({"model.norm.weight": t["model.norm.weight"].half()}),
-            {}, "keys", "float32 and torch.float16",
+            {}, "keys", "float32 and float16",
         ),
         (lambda t: t["model.norm.weight"].neg_(), {}, "bytes", "model.norm.weight: values differ"),
         (lambda t: t["model.norm.weight"].fill_(float("nan")), {}, "logits", "NaN or infinity"),

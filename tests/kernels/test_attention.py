@@ -21,6 +21,11 @@ OPTIONS = [
 SHAPES = [(7, 7), (5, 9), (1, 6), (1, 1)]  # S, K
 
 
+needs_triton = pytest.mark.skipif(
+    not use_triton(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")), reason="needs Triton"
+)
+
+
 @pytest.fixture
 def torch_on_cpu(monkeypatch):
     """On the CPU torch's engines, though Triton be interpreted: its kernels have their tests below."""
@@ -47,7 +52,7 @@ def padding(num_keys, batch_size=2, device="cpu"):
     return mask[:batch_size].to(device)
 
 
-def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None):
+def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, segments=None, padding=None):
     """One query, one head at a time, visible keys collected in a list."""
     batch_size, length, num_heads, size = q.shape
     num_keys, groups = k.shape[1], num_heads // k.shape[2]
@@ -61,6 +66,7 @@ def by_hand(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_
             and (window is None or j > at - window)
             and (key_mask is None or key_mask[b, j])
             and (segments is None or segments[j] == segments[at])
+            and (padding is None or not (padding[b, i] and padding[b, j]))
         ] or [max(at, 0)]
         scores = (k[b, keys, h // groups] @ q[b, i, h]) * (size**-0.5 if scale is None else scale)
         if softcap is not None:
@@ -105,7 +111,7 @@ def test_matches_reference(length, num_keys, heads, device, torch_on_cpu, poison
         torch.testing.assert_close(actual, exact, rtol=1e-9, atol=1e-11, msg=lambda text, o=options: f"{o}: {text}")
 
 
-def eager(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None):
+def eager(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, padding=None):
     """The plain composition, every step rounded to the dtype but the softmax."""
     length, num_keys, groups = q.shape[1], k.shape[1], q.shape[2] // k.shape[2]
     scores = torch.einsum("bshd,bkhd->bhsk", q, k.repeat_interleave(groups, 2))
@@ -118,6 +124,9 @@ def eager(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_ma
     visible = visible if window is None else visible & (keys > at - window)
     if key_mask is not None:
         visible = visible & key_mask[:, None, None]
+    if padding is not None:
+        visible = visible & ~(padding[:, None, :, None] & padding[:, None, None])
+    if key_mask is not None or padding is not None:
         visible = visible | (~visible.any(-1, keepdim=True) & (keys == at))
     weights = scores.masked_fill(~visible, float("-inf")).softmax(-1, dtype=accumulator(q.dtype)).to(q.dtype)
     return torch.einsum("bhsk,bkhd->bshd", weights, v.repeat_interleave(groups, 2))
@@ -144,9 +153,11 @@ def assert_error(actual, plain, exact, name):
 def whole(op):
     """op with attention's defaults, for `flash_attention`, which has none."""
 
-    def call(q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, cu_seqlens=None):
+    def call(
+        q, k, v, *, causal=True, window=None, softcap=None, scale=None, key_mask=None, cu_seqlens=None, padding=None
+    ):
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        options = {"causal": causal, "window": window, "softcap": softcap, "key_mask": key_mask}
+        options = {"causal": causal, "window": window, "softcap": softcap, "key_mask": key_mask, "padding": padding}
         return op(q, k, v, scale=scale, cu_seqlens=cu_seqlens, **options)
 
     return call
@@ -235,6 +246,90 @@ def test_packed_is_the_definition(options, device):
         torch.testing.assert_close(actual.cpu(), exact)
 
 
+@pytest.mark.parametrize("options", [{"causal": False}, {}, {"causal": False, "softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("masked, segments", [(False, None), (True, None), (True, [0] * 4 + [1] * 5)])
+def test_padding_is_the_definition(options, masked, segments, device, torch_on_cpu):
+    """Padding does not see padding, in no engine; a row that is nothing but padding sees, each token, itself."""
+    batch_size = 2 if segments is None else 1
+    packed, q, k, v = inputs(9, 9, batch_size=batch_size)
+    pads = torch.rand(batch_size, 9) < 0.4
+    pads[0] = torch.arange(9) > 4 if batch_size == 1 else True
+    options = {**options, "key_mask": padding(9, batch_size) if masked else None, "padding": pads}
+    exact = by_hand(q, k, v, segments=segments, **options)
+    weights = torch.randn_like(exact)
+    (grad,) = torch.autograd.grad(exact, packed, weights)
+    leaf = packed.detach().to(device).requires_grad_()
+    q, k, v = (x.unflatten(-1, (-1, 8)) for x in leaf.split([32, 16, 16], -1))
+    options = {name: x.to(device) if isinstance(x, torch.Tensor) else x for name, x in options.items()}
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+    for op, bounds in ((attention, ends), (attention, ends.to(device)), (attention_reference, ends.to(device))):
+        actual = op(q, k, v, cu_seqlens=None if segments is None else bounds, **options)
+        torch.testing.assert_close(actual.cpu(), exact)
+        torch.testing.assert_close(torch.autograd.grad(actual, leaf, weights.to(device))[0].cpu(), grad)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """(rows of the batch, queries, has a mask) of each call of an engine, the reference included."""
+    module, made = importlib.import_module("ligermodels.kernels.attention"), []
+
+    def watch(name, has_mask):
+        engine = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda q, *a, **o: made.append((*q.shape[:2], has_mask(*a, **o))) or engine(q, *a, **o)
+        )
+
+    watch("_sdpa", lambda k, v, mask, *rest: mask is not None)
+    watch("_decode", lambda k, v, mask, scale: mask is not None)
+    watch("flash_attention", lambda k, v, *, key_mask, cu_seqlens, **o: key_mask is not None or cu_seqlens is not None)
+    watch("attention_reference", lambda k, v, *, key_mask, **o: key_mask is not None)
+    return made
+
+
+RUNS = [
+    ([12], [(1, 12)]),
+    ([4, 4, 4], [(3, 4)]),
+    ([5, 0, 5, 2], [(2, 5), (1, 2)]),
+    ([1, 1, 6, 1, 3, 0], [(2, 1), (1, 6), (1, 1), (1, 3)]),
+]
+
+
+@pytest.mark.parametrize("lengths, runs", RUNS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"window": 2}, {"causal": False}, {"softcap": 2.0}], ids=str)
+@pytest.mark.parametrize("padded", [False, True])
+def test_packed_by_lengths_that_the_host_knows(lengths, runs, options, padded, device, torch_on_cpu, calls):
+    """Sequences of one length side by side are one batch, and nothing is hidden in it but by options."""
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)  # on the CPU, wherever q is
+    segments = [i for i, length in enumerate(lengths) for _ in range(length)]
+    key_mask = padding(12, batch_size=1) if padded else None
+    packed, q, k, v = inputs(12, 12, batch_size=1)
+    exact = by_hand(q, k, v, segments=segments, key_mask=key_mask, **options)
+    weights = torch.randn(exact.shape, dtype=torch.float64)
+    grad = torch.autograd.grad(exact, packed, weights)[0]
+    leaf = packed.detach().to(device).requires_grad_()
+    q, k, v = (x.unflatten(-1, (-1, 8)) for x in leaf.split([32, 16, 16], -1))
+    mask = None if key_mask is None else key_mask.to(device)
+    actual = attention(q, k, v, cu_seqlens=ends, key_mask=mask, **options)
+    torch.testing.assert_close(actual.cpu(), exact)
+    torch.testing.assert_close(torch.autograd.grad(actual, leaf, weights.to(device))[0].cpu(), grad)
+    if not padded and options != {"window": 2}:
+        assert calls == [(*run, False) for run in runs]
+
+
+@needs_triton
+def test_packed_engine_by_length(device, monkeypatch, calls):
+    """Known lengths or not: short sequences go to the kernels of packed ones, long ones to torch, one by one."""
+    module = importlib.import_module("ligermodels.kernels.attention")
+    q, k, v = torch.randn(3, 1, 12, 2, 8, device=device).half()
+    ends = torch.tensor([0, 4, 8, 12], dtype=torch.int32)
+    results = [attention(q, k, v, cu_seqlens=ends, causal=False)]
+    monkeypatch.setattr(module, "_LONG", 12)
+    results.append(attention(q, k, v, cu_seqlens=ends, causal=False))
+    attention(q, k, v, cu_seqlens=ends[::3], causal=False)
+    assert calls == [(1, 12, True), (3, 4, False), (1, 12, False)]
+    torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-3)
+
+
 @pytest.mark.parametrize("length, num_keys", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 2}, {"softcap": 3.0}], ids=str)
 def test_rows_that_see_nothing_are_finite(length, num_keys, options, device):
@@ -274,6 +369,9 @@ def test_empty(shape, device):
     ((2, 4, 4, 8), (2, 4, 2, 8), {"key_mask": torch.ones(2, 5) > 0}, r"\[2, 5\]; expected"),
     ((2, 4, 4, 8), (2, 4, 2, 8), {"key_mask": torch.ones(2, 4)}, "key_mask is torch.float32"),
     ((2, 4, 4, 8), (2, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 4]).int()}, "end to end in one row"),
+    ((2, 4, 4, 8), (2, 4, 2, 8), {"padding": torch.ones(2, 4)}, r"padding is torch.float32 \[2, 4\]"),
+    ((2, 4, 4, 8), (2, 4, 2, 8), {"padding": torch.ones(1, 4) > 0}, r"expected torch.bool \[2, 4\]"),
+    ((2, 4, 4, 8), (2, 5, 2, 8), {"padding": torch.ones(2, 4) > 0}, "4 queries and 5 keys"),
     ((1, 4, 4, 8), (1, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 4])}, "expected torch.int32"),
     ((1, 4, 4, 8), (1, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 3]).int()}, "runs from 0 to 3"),
     ((1, 4, 4, 8), (1, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 3, 2, 4]).int()}, "must ascend"),
@@ -436,10 +534,8 @@ FLASH_OPTIONS = [
     {"key_mask": True}, {"key_mask": True, "window": 40, "softcap": 3.0}, {"packed": True},
     {"packed": True, "causal": False}, {"packed": True, "window": 40, "softcap": 3.0},
     {"packed": True, "key_mask": True},
+    {"causal": False, "padding": True}, {"packed": True, "padding": True, "key_mask": True, "causal": False},
 ]  # fmt: skip
-needs_triton = pytest.mark.skipif(
-    not use_triton(torch.empty(0, device="cuda" if torch.cuda.is_available() else "cpu")), reason="needs Triton"
-)
 flash = whole(flash_attention)
 
 
@@ -453,6 +549,9 @@ def flash_case(options, length, num_keys, *, heads=(4, 2), size=16, dtype=torch.
     if options.pop("key_mask", False):
         options["key_mask"] = padding(num_keys, batch_size, device)
         options["key_mask"][0, : num_keys // 2] = False
+    if options.pop("padding", False):  # the end of each row, as the tiles of a picture have it, and some before
+        options["padding"] = torch.rand(batch_size, length, device=device) < 0.1
+        options["padding"][0, -length // 3 :] = True
     packed = torch.randn(batch_size, max(length, num_keys), heads[0] + 2 * heads[1], size, device=device).to(dtype)
     q, k, v = packed.split([heads[0], heads[1], heads[1]], 2)
     weights = torch.randn(batch_size, length, heads[0], size, device=device).to(dtype)
@@ -495,9 +594,10 @@ def assert_flash(options, length, num_keys, dtype, device, **kwargs):
 @pytest.mark.parametrize("options", FLASH_OPTIONS, ids=str)
 def test_flash_is_the_reference(options, poison):
     """Across the borders of tiles, in fp64, where only the order of the sums differs."""
-    for length, num_keys in [(70, 70)] if options.get("packed") else [(70, 133), (1, 1)]:
+    same = options.get("packed") or options.get("padding")
+    for length, num_keys in [(70, 70)] if same else [(70, 133), (1, 1)]:
         assert_flash(options, length, num_keys, torch.float64, "cpu")
-    if not options.get("causal", True) and not options.get("packed"):
+    if not options.get("causal", True) and not same:
         assert_flash(options, 70, 40, torch.float64, "cpu")
 
 
@@ -505,6 +605,7 @@ def test_flash_is_the_reference(options, poison):
 @pytest.mark.parametrize("dtype", [dtype for dtype in dtypes() if dtype != torch.float64])
 @pytest.mark.parametrize("options", [
     {}, {"window": 40}, {"softcap": 1.0}, {"softcap": 50.0}, {"key_mask": True}, {"packed": True},
+    {"padding": True, "causal": False},
 ], ids=str)  # fmt: skip
 def test_flash_is_as_exact_as_eager(options, dtype, device):
     assert_flash(options, 150, 150, dtype, device)
@@ -609,7 +710,10 @@ def copy_engine(monkeypatch):
     monkeypatch.setattr(importlib.import_module("ligermodels.kernels.flash_attention"), "_SMALL", 0)
 
 
-FLASH_GPU = [{}, {"window": 100}, {"softcap": 5.0}, {"key_mask": True}, {"packed": True, "window": 50}]
+FLASH_GPU = [
+    {}, {"window": 100}, {"softcap": 5.0}, {"key_mask": True}, {"packed": True, "window": 50},
+    {"packed": True, "causal": False}, {"padding": True, "causal": False},
+]  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -618,7 +722,7 @@ FLASH_GPU = [{}, {"window": 100}, {"softcap": 5.0}, {"key_mask": True}, {"packed
 @pytest.mark.parametrize("options", FLASH_GPU, ids=str)
 def test_flash_on_a_gpu(options, dtype, size, copy_engine):
     for length, num_keys in [(300, 300), (100, 300)]:
-        if not (options.get("packed") and length != num_keys):
+        if length == num_keys or not (options.get("packed") or options.get("padding")):
             assert_flash(options, length, num_keys, dtype, "cuda", heads=(8, 2), size=size)
 
 

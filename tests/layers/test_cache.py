@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels import cache as cache_file
-from ligermodels.cache import SLACK, KVCache, LayerCache
+from ligermodels.cache import SLACK, CrossCache, KVCache, LayerCache
 from ligermodels.errors import InputError
 
 
@@ -234,3 +234,51 @@ def test_impossible_sizes_are_named():
         KVCache(0, 2, 8, 3, 4, dtype=torch.float32, device="cpu")
     with pytest.raises(InputError, match="max_length=-1"):
         make(-1)
+
+
+def with_pictures(**options):
+    return KVCache(3, 2, 8, 3, 4, cross_layers=[0, 2], **{"dtype": torch.float32, "device": "cpu", **options})
+
+
+def test_cross_layers_hold_pictures_and_count_no_tokens():
+    cache = with_pictures()
+    assert [isinstance(layer, CrossCache) for layer in cache] == [True, False, True] and len(cache) == 3
+    first, second = tokens(7, requires_grad=True), tokens(5, requires_grad=True)
+    assert all(a is b for a, b in zip(cache[0].update(*first), first, strict=True))
+    assert cache.length == 0 and cache[2].keys is None and not cache[0].keys.requires_grad
+    cache[1].update(*tokens(4))
+    assert cache.length == cache.get_seq_length() == 4 and cache.batch_size == 2
+    both = cache[0].update(*second)
+    for found, held, old, new in zip(both, (cache[0].keys, cache[0].values), first, second, strict=True):
+        assert torch.equal(found, torch.cat([old, new], 1)) and torch.equal(held, found)
+    sum(x.square().sum() for x in both).backward()
+    assert all(x.grad is None for x in first) and all(torch.equal(x.grad, 2 * x) for x in second)
+    cache.reset()
+    assert cache.length == 0 and cache[0].keys is None and cache[0].values is None
+
+
+@pytest.mark.parametrize("rows", [[1, 0], [0, 0], [1], [1, 0, 1]])
+def test_reorder_moves_rows_of_pictures_and_of_what_a_model_remembers(rows):
+    cache = with_pictures()
+    k, v = tokens(7)
+    cache[0].update(k, v)
+    for _ in range(2):
+        cache[1].update(*tokens(1))
+    deltas = torch.randn(2, 1)
+    cache.state.update(deltas=deltas, pictures=3)
+    cache.reorder(torch.tensor(rows))
+    assert torch.equal(cache[0].keys, k[rows]) and torch.equal(cache[0].values, v[rows])
+    assert cache[2].keys is None and cache.batch_size == len(rows)
+    assert torch.equal(cache.state["deltas"], deltas[rows]) and cache.state["pictures"] == 3
+    cache.reset()
+    assert cache.state == {}
+
+
+def test_pictures_of_another_batch_are_named():
+    cache = with_pictures()
+    cache[0].update(*tokens(7))
+    for k in (torch.zeros(3, 1, 3, 4), torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16)):
+        with pytest.raises(InputError, match="was the cache made for another batch"):
+            cache[0].update(k, k)
+    with pytest.raises(InputError, match="all 3 layers are cross_layers"):
+        KVCache(3, 2, 8, 3, 4, cross_layers=range(3), dtype=torch.float32, device="cpu")

@@ -337,7 +337,7 @@ def test_embedding():
     expected = torch.zeros(11, 4).index_add(0, ids.flatten(), weights.view(6, 4))
     expected[3] = 0
     torch.testing.assert_close(table.weight.grad, expected)
-    with pytest.raises(IndexError):
+    with pytest.raises(InputError, match="from 11 to 11"):
         table(torch.tensor([11]))
 
 

@@ -5,8 +5,8 @@ import copy
 import pytest
 import torch
 
-from ligermodels.errors import ConfigError
-from ligermodels.layers import RotaryEmbedding
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import RotaryEmbedding, VisionRotary
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -318,3 +318,58 @@ def test_on_a_gpu(name):
         torch.cuda.set_sync_debug_mode("default")
     # Angles up to 20, and a base that "dynamic" raises on the device: a few ulp of each.
     torch.testing.assert_close([x.cpu() for x in actual], list(expected), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, YARN | {"mscale": 2.0}, DYNAMIC], ids=["default", "yarn", "dynamic"])
+@pytest.mark.parametrize("sections", [(16, 24, 24), (0, 60, 4), (64, 0, 0)])
+def test_each_section_turns_by_its_own_position(scaling, sections):
+    plain = RotaryEmbedding(128, theta=1e6, scaling=scaling, max_position_embeddings=32768)
+    rotary = RotaryEmbedding(128, theta=1e6, scaling=scaling, max_position_embeddings=32768, sections=sections)
+    positions = torch.randint(30000, (3, 2, 5))
+    ends = torch.tensor([0, *sections]).cumsum(0).tolist()
+    for found, *axes in zip(rotary(positions), *map(plain, positions), strict=True):
+        for axis, start, end in zip(axes, ends, ends[1:], strict=False):
+            assert torch.equal(found[..., start:end], axis[..., start:end])
+    for text in (positions[0], positions[:1, :1].expand(3, 1, 5)):
+        expected = plain(text if text.dim() == 2 else text[0])
+        assert all(torch.equal(a, b) for a, b in zip(rotary(text), expected, strict=True))
+
+
+def test_sections_as_transformers_has_them():
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
+    config = transformers.Qwen2VLTextConfig(hidden_size=512, num_attention_heads=4, rope_parameters=rope)
+    positions = torch.randint(100000, (3, 2, 7))
+    expected = Qwen2VLRotaryEmbedding(config)(torch.zeros(1), positions)
+    for ours, theirs in zip(RotaryEmbedding(128, theta=1e6, sections=(16, 24, 24))(positions), expected, strict=True):
+        assert torch.equal(torch.cat([ours, ours], dim=-1), theirs)
+
+
+@pytest.mark.parametrize("head_dim", [80, 8, 4])
+def test_patches_turn_by_row_and_column(head_dim):
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
+
+    config = transformers.AutoConfig.for_model("qwen2_vl", vision_config=dict(embed_dim=2 * head_dim, num_heads=2))
+    positions = torch.randint(2000, (2, 12))
+    rotary = VisionRotary(head_dim).to(torch.bfloat16)
+    theirs = Qwen2VLVisionRotaryEmbedding(config.vision_config)(positions, positions.T)
+    for ours, expected in zip(rotary(positions), theirs, strict=True):
+        assert ours.dtype == torch.float32 and torch.equal(torch.cat([ours, ours], dim=-1), expected)
+    folded = rotary(positions.view(2, 3, 4))
+    assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(folded, rotary(positions), strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(rotary(positions.flip(0)), rotary(positions), strict=True))
+
+
+def test_sections_that_cannot_work():
+    for sections in ((16, 24), (16, 24, 25), (70, -3, -3), ()):
+        with pytest.raises(ConfigError, match="sections"):
+            RotaryEmbedding(128, sections=sections)
+    with pytest.raises(ConfigError, match="multiple of 4"):
+        VisionRotary(10)
+    with pytest.raises(InputError, match=r"\(2, 1, 4\), and this table takes \[B, S\] or \[3, B, S\]"):
+        RotaryEmbedding(128, sections=(16, 24, 24))(torch.zeros(2, 1, 4, dtype=torch.long))
+    with pytest.raises(InputError, match=r"takes \[B, S\]$"):
+        RotaryEmbedding(128)(torch.zeros(3, 1, 4, dtype=torch.long))

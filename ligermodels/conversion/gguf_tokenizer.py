@@ -1,0 +1,265 @@
+"""A checkpoint's tokenizer in llama.cpp's words: tokens, their types and scores or merges, special ids, chat templates.
+
+Two kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or from the merges of a tokenizer.json) and
+byte-level tokens with merges, where llama.cpp has a name for how a text is cut before they apply.
+What it has no words for is refused.
+Checked against: gguf 0.19 (gguf_writer.py) and src/llama-vocab.cpp of llama.cpp.
+"""
+
+import dataclasses
+import json
+import re
+import struct
+import tempfile
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ligermodels import checkpoint
+from ligermodels.errors import CheckpointError, TokenizerError
+from ligermodels.text import Tokenizer
+from ligermodels.text.files import read_bytes, read_text
+from ligermodels.text.sentencepiece_backend import SPACE, is_tiktoken
+
+_PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # sentencepiece's numbers too
+_ADDED_SCORE = -1000.0
+
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@|"
+_CASED_REST = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
+_WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
+_PRE_TOKENIZERS = {
+    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", True): "llama-bpe",
+    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", False): "dbrx",
+    (rf"{_WORDS}\p{{N}}|{_REST}", False): "qwen2",
+    (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", True): "tekken",
+    # Made from tiktoken's ranks, where merges lead to every token: the flag changes nothing.
+    (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
+    (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", False): "gpt-4o",
+    ("ByteLevel", False): "gpt-2",
+    ("Digits ByteLevel", False): "smollm",
+}
+"""(the pattern that cuts a text, whether whole words go before merges) -> llama.cpp's name for it."""
+
+
+@dataclass(frozen=True)
+class _Piece:
+    text: str
+    score: float = 0.0
+    type: int = _NORMAL
+
+
+def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, where: str) -> bool:
+    """Tokens, special ids and chat templates. Returns whether special tokens take the white space behind them, as in
+    Phi-3. Raises CheckpointError, TokenizerError."""
+    if not files.keys() & {"tokenizer.json", "tokenizer.model"}:
+        tiktoken = "original/tokenizer.model" in files
+        raise CheckpointError(
+            f"{where} has {'only a tiktoken file' if tiktoken else 'no tokenizer.json and no tokenizer.model'}: "
+            "llama.cpp finds its tokens in the GGUF file.\n"
+            "  Next: put the tokenizer's files of the checkpoint's Hugging Face repository beside the weights."
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint.finish(Path(folder), files)
+        try:
+            tokenizer = Tokenizer.from_folder(folder)
+            strips = _add_tokens(writer, tokenizer, rows, where)
+        except TokenizerError as error:
+            raise TokenizerError(str(error).replace(folder, where)) from error
+        except (
+            AttributeError,
+            KeyError,
+            TypeError,
+            ValueError,
+        ) as error:  # tokenizers reads past what it does not know
+            raise TokenizerError(
+                f"{where}: tokenizer.json is not built as others are: {type(error).__name__}: {str(error)[:200]}.\n"
+                "  Likely: damaged or edited; fetch it again."
+            ) from error
+    ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
+    for kind in ("unk", "pad"):
+        token = tokenizer.files.named.get(f"{kind}_token")
+        ids[kind] = tokenizer.token_to_id(token) if token else None
+    ids["pad"] = tokenizer.files.pad_token_id if ids["pad"] is None else ids["pad"]
+    if len(tokenizer.chat_stop_ids) > len(tokenizer.eos_token_ids):
+        ids["eot"] = tokenizer.chat_stop_ids[-1]
+    for kind, index in ids.items():
+        if index is not None and index < rows:
+            getattr(writer, f"add_{kind}_token_id")(index)
+    around = tokenizer.encode("a")
+    writer.add_add_bos_token(around[:1] == [tokenizer.bos_token_id])
+    writer.add_add_eos_token(around[-1:] == [tokenizer.eos_token_id])
+    if templates := tokenizer.files.templates:
+        writer.add_chat_template([{"name": name, "template": text} for name, text in templates.items()])
+    return strips
+
+
+def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> bool:
+    """The vocabulary: pieces and scores, or byte-level tokens and merges. Returns as `add_tokenizer`."""
+    json_path, model_path = tokenizer.files.path("tokenizer.json"), tokenizer.files.path("tokenizer.model")
+    state = json.loads(read_text(json_path)) if json_path else {}
+    flags = [*(state.get("added_tokens") or ()), *map(dataclasses.asdict, tokenizer.files.added)]
+    added = {token["id"] for token in flags}
+    model = state.get("model") or {}
+    data = read_bytes(model_path) if model_path else b""
+    pieces: dict[int, _Piece] | None = None
+    if data and not is_tiktoken(data):
+        pieces = _sentencepiece(data)
+    elif model.get("type") == "BPE" and model.get("byte_fallback"):
+        pieces = _from_merges(model, added)
+    elif model.get("type") != "BPE":
+        raise TokenizerError(f"{where}: llama.cpp has no words for a tokenizer of type {model.get('type')!r}")
+    if odd := _normalizers(state.get("normalizer")) - {"NFC", "Prepend", "Replace"}:
+        raise TokenizerError(f"{where}: llama.cpp does not compute the normalizer {', '.join(odd)} of tokenizer.json")
+    if tokenizer.vocab_size > rows:
+        warnings.warn(
+            f"{where}: the tokens from id {rows} on, to {tokenizer.vocab_size - 1}, are left out: the embedding has no "
+            "rows for them.",
+            stacklevel=5,
+        )
+    special, text_of = tokenizer.backend.special_ids, tokenizer.backend.id_to_token
+    tokens = [_token(index, text_of(index), pieces, special, added) for index in range(rows)]
+    ids: dict[str, int] = {}
+    for index, piece in enumerate(tokens):
+        if ids.setdefault(piece.text, index) != index:
+            both = f"{ids[piece.text]} and {index}"
+            raise TokenizerError(f"{where}: {both} are both {piece.text[:80]!r}, which llama.cpp cannot tell apart")
+    writer.add_tokenizer_model("gpt2" if pieces is None else "llama")
+    writer.add_tokenizer_pre(_pre_tokenizer(state, where) if pieces is None else "default")
+    writer.add_token_list([piece.text.encode() for piece in tokens])
+    writer.add_token_types([piece.type for piece in tokens])
+    if pieces is None:
+        writer.add_token_merges([" ".join(_pair(merge)) for merge in model["merges"]])
+        return False
+    writer.add_token_scores([float(piece.score) for piece in tokens])
+    starts = [tokenizer.backend.id_to_token(index) or "" for index in tokenizer.encode("a", add_special_tokens=False)]
+    writer.add_add_space_prefix("".join(starts).startswith(SPACE))
+    return any(token["special"] and token["rstrip"] for token in flags) and ids.keys() >= _PHI3_TOKENS
+
+
+def _token(
+    index: int, text: str | None, pieces: Mapping[int, _Piece] | None, special: Container[int], added: Container[int]
+) -> _Piece:
+    """The token of a row. pieces: sentencepiece's, None for byte-level tokens. special, added: ids that are."""
+    if text is None:
+        return _Piece(f"[PAD{index}]", _ADDED_SCORE, _UNUSED)
+    own = pieces.get(index) if pieces is not None else None
+    if own is None or own.text != text:
+        kind = _USER_DEFINED if pieces is not None or index in added else _NORMAL
+        own = _Piece(text, _ADDED_SCORE, _CONTROL if index in special else kind)
+    elif own.type in (_NORMAL, _USER_DEFINED) and (index in special or index in added):
+        own = _Piece(text, _ADDED_SCORE, _CONTROL if index in special else _USER_DEFINED)
+    if pieces is not None and own.type == _USER_DEFINED:  # looked for in the text before its spaces are replaced
+        own = _Piece(own.text.replace(SPACE, " "), own.score, own.type)
+    return own
+
+
+def _sentencepiece(data: bytes) -> dict[int, _Piece]:
+    """The pieces of a tokenizer.model, a protobuf: its Python library does not tell all of their types."""
+    pieces: dict[int, _Piece] = {}
+    try:
+        for number, value in _fields(data):
+            if number == 1:
+                fields = dict(_fields(value))
+                score = struct.unpack("<f", fields.get(2, bytes(4)))[0]
+                pieces[len(pieces)] = _Piece(fields[1].decode(), score, fields.get(3, _NORMAL))
+            elif number == 2 and dict(_fields(value)).get(3, 1) != 2:
+                raise TokenizerError("tokenizer.model is not of sentencepiece's BPE, the one that llama.cpp computes")
+            elif number == 3 and dict(_fields(value)).get(4, 1):
+                warnings.warn("tokenizer.model merges runs of spaces, which llama.cpp does not", stacklevel=6)
+    except (IndexError, KeyError, struct.error, TypeError, UnicodeDecodeError) as error:
+        raise TokenizerError(f"tokenizer.model is damaged: {type(error).__name__}: {error}") from error
+    return pieces
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """(number, int or bytes) of each field of a protobuf message."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value, shift = 0, 0
+        while True:
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return value
+            shift += 7
+
+    while at < len(data):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = varint() if key & 7 == 2 else {1: 8, 5: 4}[key & 7]
+        yield key >> 3, data[at : at + size]
+        at += size
+
+
+def _from_merges(model: Mapping[str, Any], added: set[int]) -> dict[int, _Piece]:
+    """The pieces of a sentencepiece model of which only a tokenizer.json is left.
+
+    Its merges are all the ways to make each piece, in the order of the pieces' scores; so the place of the first way
+    is a score that orders them alike. Raises TokenizerError where merges are not of that kind.
+    """
+    vocab, merges = model["vocab"], [_pair(merge) for merge in model["merges"]]
+    ranks: dict[str, int] = {}
+    for rank, (left, right) in enumerate(merges):
+        ranks.setdefault(left + right, rank)
+    ways = set(merges)
+    for text in ranks:
+        cuts = ((text[:cut], text[cut:]) for cut in range(1, len(text)))
+        lost = next((cut for cut in cuts if cut not in ways and cut[0] in vocab and cut[1] in vocab), None)
+        if lost and not {vocab[part] for part in lost} & added:
+            raise TokenizerError(
+                f"tokenizer.json makes {text[:80]!r}, and not of {lost[0][:80]!r} and {lost[1][:80]!r}: its merges are "
+                "not those of a sentencepiece model, and llama.cpp would cut texts otherwise.\n"
+                "  Next: put the tokenizer.model that it was made from beside it."
+            )
+    pieces, unknown = {}, model.get("unk_token")
+    for text, index in vocab.items():
+        kind = _BYTE if re.fullmatch("<0x[0-9A-F]{2}>", text) else _UNKNOWN if text == unknown else _NORMAL
+        pieces[index] = _Piece(text, -float(ranks.get(text, len(merges))), kind)
+    return pieces
+
+
+def _normalizers(state: Mapping[str, Any] | None) -> set[str]:
+    """The types of the steps of a normalizer."""
+    if state is None:
+        return set()
+    steps = state.get("normalizers")
+    return {state["type"]} if steps is None else set().union(*map(_normalizers, steps))
+
+
+def _pair(merge: Any) -> tuple[str, str]:
+    """A merge, which older files write as one string."""
+    left, right = merge.split(" ") if isinstance(merge, str) else merge
+    return left, right
+
+
+def _pre_tokenizer(state: Mapping[str, Any], where: str) -> str:
+    """llama.cpp's name for how a tokenizer.json cuts a text before it merges. Raises TokenizerError."""
+    steps = state.get("pre_tokenizer") or {}
+    steps = steps.get("pretokenizers") or [steps]
+    cuts = []
+    for step in steps:
+        pattern = step.get("pattern") or {}
+        cuts += [pattern.get("Regex") or str(pattern)] * (step.get("type") == "Split")
+        cuts += ["Digits"] * (step.get("type") == "Digits" and bool(step.get("individual_digits")))
+        cuts += ["ByteLevel"] * (step.get("type") == "ByteLevel" and bool(step.get("use_regex", True)))
+    known = all(step.get("type") in ("Split", "Digits", "ByteLevel") for step in steps)
+    byte_level = any(step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps)
+    name = _PRE_TOKENIZERS.get((" ".join(cuts), bool(state["model"].get("ignore_merges"))))
+    if name is None or not known or not byte_level:
+        raise TokenizerError(
+            f"{where}: llama.cpp has no name for how tokenizer.json cuts texts: {' '.join(cuts)[:200] or steps!r}.\n"
+            "  Likely: a tokenizer of another family than those of the zoo."
+        )
+    return name

@@ -1,0 +1,270 @@
+"""What a checkpoint of any layout is, and what reads it: from its headers and configuration, without its weights."""
+
+import math
+import os
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ligermodels import checkpoint, hub
+from ligermodels.conversion import lora
+from ligermodels.conversion.sources import (
+    KINDS,
+    Described,
+    FolderSource,
+    Kind,
+    MismatchError,
+    check_fit,
+    kind_of,
+    locate,
+    model_of,
+    open_source,
+    weight_paths,
+)
+from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerError
+from ligermodels.weights import TensorInfo
+
+
+@dataclass
+class Inspection:
+    """What was found. Counts are of numbers, sizes of bytes.
+
+    layout: in words. use: the call or command that takes it. problem: why the weights do not fit the model of their
+    config, or the adapter cannot be merged; None if nothing is wrong.
+    tensors, dtypes {name: numbers}: as stored; files {weight file: size}.
+    parameters, parts {part of the model: numbers}: as loaded, where a tied head counts once; of an adapter, its own.
+    model: what its config says of the model, {} for an adapter; adapter: what that is, {} for a model.
+    tokenizer: what was found of it, None for nothing, {"problem": ...} for one that cannot be read.
+    """
+
+    source: str
+    folder: str
+    layout: str
+    use: str
+    tensors: int
+    parameters: int
+    parts: dict[str, int]
+    dtypes: dict[str, int]
+    files: dict[str, int]
+    model: dict[str, Any] = field(default_factory=dict)
+    adapter: dict[str, Any] = field(default_factory=dict)
+    tokenizer: dict[str, Any] | None = None
+    problem: str | None = None
+
+    @property
+    def ok(self) -> bool:
+        return self.problem is None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ok": self.ok, **{name: value for name, value in vars(self).items() if value not in ({}, None)}}
+
+
+def inspect(
+    src: str | Path,
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    allow_pickle: bool = False,
+    config: str | Path | None = None,
+    rope_factor: float | None = None,
+) -> Inspection:
+    """What `src`, a folder or a repository of the Hub, holds. Of a repository that is not in the cache, the headers of
+    its safetensors are fetched, not the weights.
+
+    config, rope_factor: as in `Options`. Of Meta's files with a head that may be the embedding, the two are compared;
+    no other weights are read. Pickles are mapped, as plain tensors.
+    Raises CheckpointError, ConfigError, InputError, HubError; weights that do not fit their config are a `problem`.
+    """
+    try:
+        folder = locate(src, revision=revision, local_files_only=True, allow_pickle=allow_pickle)
+    except HubError as error:
+        if os.path.exists(src) or local_files_only:
+            raise
+        try:
+            remote = _Remote(str(src), revision)
+        except HubError as other:
+            for note in getattr(error, "__notes__", ()):
+                other.add_note(note)
+            raise
+        return _of_model(str(src), remote, "folder", remote.sizes, remote.folder, [], revision)
+    paths = weight_paths(folder)
+    if kind_of(folder) == "adapter":
+        if config is not None or rope_factor is not None:
+            raise InputError(f"{src} holds an adapter; --config and --rope-factor are for models")
+        return _of_adapter(str(src), folder, _sizes(paths), allow_pickle)
+    given = Path(os.path.expanduser(config)) if config is not None else None
+    flags = ["--allow-pickle"] * (kind_of(folder) == "meta")
+    flags += ["--revision", revision] if revision is not None else []
+    flags += ["--config", str(config)] if config is not None else []
+    flags += ["--rope-factor", str(rope_factor)] if rope_factor is not None else []
+    with open_source(folder, allow_pickle=allow_pickle, config=given, rope_factor=rope_factor) as source:
+        return _of_model(str(src), source, kind_of(folder), _sizes(paths), given or folder, flags, revision)
+
+
+def _of_model(
+    src: str,
+    source: Described,
+    kind: Kind,
+    sizes: dict[str, int],
+    small_files: Path,
+    flags: list[str],
+    revision: str | None,
+) -> Inspection:
+    model, table = model_of(source)
+    problem = None
+    try:
+        check_fit(source, model, table)
+    except MismatchError as error:
+        problem = str(error)
+    parts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
+    config, arch = model.config, type(model).__name__
+    if kind == "folder":
+        pickled = isinstance(source, FolderSource) and source.pickled
+        layout = "native, packed" if source.native else KINDS[kind]
+        layout += ", pickled" if pickled else ""
+        at = "" if revision is None else f", revision={revision!r}"
+        use = f"ligermodels.load({src!r}{at}{', allow_pickle=True' if pickled else ''})"
+    else:
+        layout = KINDS[kind]
+        use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
+    return Inspection(
+        source=src,
+        folder=source.source,
+        layout=layout,
+        use=use,
+        tensors=len(source.headers),
+        parameters=model.num_parameters(),
+        parts=parts,
+        dtypes=_dtypes(source.headers),
+        files=sizes,
+        model={
+            "architecture": arch,
+            "model_type": config.model_type,
+            "tied": bool(config.tie_word_embeddings),
+            "dtype": _name(config.torch_dtype),
+            "context": config.max_position_embeddings,
+            "rope": dict(config.rope_parameters),
+            "layers": config.num_hidden_layers,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "heads": config.num_attention_heads,
+            "kv_heads": config.num_key_value_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+        },
+        tokenizer=_tokenizer(small_files),
+        problem=problem,
+    )
+
+
+def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: bool) -> Inspection:
+    options, headers = checkpoint.read_json(folder / lora.CONFIG), lora.headers(folder, allow_pickle=allow_pickle)
+    problem = None
+    try:
+        lora.read_options(folder)
+    except CheckpointError as error:
+        problem = str(error)
+    parts: dict[str, int] = {}
+    for name, info in headers.items():
+        module = lora.module_of(name).rpartition(".")[2]
+        parts[module] = parts.get(module, 0) + math.prod(info.shape)
+    base = options.get("base_model_name_or_path")
+    base = base if isinstance(base, str) and base else None
+    pickled = not (folder / lora.WEIGHTS).is_file()
+    command = ["ligermodels", "convert", base or "BASE", "DST", "--adapter", src, *["--allow-pickle"] * pickled]
+    keys = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
+    return Inspection(
+        source=src,
+        folder=str(folder),
+        layout=KINDS["adapter"] + (", pickled" if pickled else ""),
+        use=shlex.join(command),
+        tensors=len(headers),
+        parameters=sum(parts.values()),
+        parts=parts,
+        dtypes=_dtypes(headers),
+        files=sizes,
+        adapter={"base": base, **{key: options[key] for key in keys if options.get(key) not in (None, False, [])}},
+        tokenizer=_tokenizer(folder),
+        problem=problem,
+    )
+
+
+class _Remote:
+    """A repository of the Hub in Hugging Face's layout or the native one, of which headers and small files are fetched.
+
+    sizes: {weight file: bytes}.
+    """
+
+    def __init__(self, repo: str, revision: str | None):
+        from huggingface_hub import HfApi
+
+        self.folder = hub.resolve(repo, revision=revision, weights=False)
+        self.source = repo
+        self._config = checkpoint.read_json(self.folder / "config.json")
+        try:
+            shards = HfApi().get_safetensors_metadata(repo, revision=self.folder.name).files_metadata
+        except Exception as error:
+            raise HubError(
+                f"{repo}: the headers of its weight files could not be read ({type(error).__name__}).\n"
+                "  Likely: it has no model.safetensors, or the network failed; try again, or `hf download` it first."
+            ) from error
+        self.headers: Mapping[str, TensorInfo] = {
+            name: TensorInfo(checkpoint.DTYPES.get(info.dtype, torch.uint8), tuple(info.shape))
+            for shard in shards.values()
+            for name, info in shard.tensors.items()
+        }
+        ends = {name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()}
+        self.sizes = dict(sorted(ends.items()))
+        native = checkpoint.NATIVE["format"]
+        self.native = any((shard.metadata or {}).get("format") == native for shard in shards.values())
+
+    def config(self) -> dict[str, Any]:
+        return self._config
+
+
+def _sizes(paths: list[Path]) -> dict[str, int]:
+    return {path.name: checkpoint.check_file(path).st_size for path in paths}
+
+
+def _part(name: str) -> str:
+    """The part of a model that a parameter counts to."""
+    words = name.split(".")
+    if words[0] == "norm" or (words[0] == "layers" and words[-2].endswith("norm")):
+        return "norms"
+    if words[0] == "layers":
+        return {"attn": "attention"}.get(words[2], words[2])
+    return {"embed_tokens": "embedding"}.get(words[0], words[0])
+
+
+def _dtypes(headers: Mapping[str, TensorInfo]) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for info in headers.values():
+        found[_name(info.dtype)] = found.get(_name(info.dtype), 0) + math.prod(info.shape)
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tokenizer(folder: Path) -> dict[str, Any] | None:
+    from ligermodels.text import Tokenizer
+
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        return None
+    try:
+        tokenizer = Tokenizer.from_hub(folder)
+    except TokenizerError as error:
+        return {"problem": str(error)}
+    return {
+        "file": "tokenizer.json" if tokenizer.files.path("tokenizer.json") else "tokenizer.model",
+        "vocab_size": tokenizer.vocab_size,
+        "stop_ids": list(tokenizer.eos_token_ids),
+        "chat_templates": list(tokenizer.files.templates),
+    }

@@ -1,0 +1,106 @@
+"""Attention of text to the states of pictures, as Llama-3.2-Vision's cross layers have it.
+
+Nothing rotates, nothing is causal, and queries and keys are normed head by head. Which token sees which picture
+differs from token to token, so that prefill and training hand torch's attention a boolean mask [B, 1, S, N]: no engine
+writes scores, but this one expands the mask to the inputs' dtype, S * N elements a row of the batch. A single query,
+as in decoding, needs a mask of its keys only.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.cache import CrossCache
+from ligermodels.errors import InputError
+from ligermodels.kernels.attention import attention
+from ligermodels.layers.batch import Batch
+from ligermodels.layers.linear import Linear, PackedLinear
+from ligermodels.layers.norm import RMSNorm
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossStates:
+    """What the tokens of one forward pass may attend to besides each other.
+
+    states: [B, N, states_size] of new pictures; None where all keys and values are in the cache already.
+    mask: bool [B, S, N], True where a token sees a state, of the cached pictures first; at least one True for each
+        token. None: all see all.
+    attn_rows, mlp_rows: [B, S, 1], 0 at tokens to which a block must not add its attention, or its unit, and else 1;
+        None: nowhere.
+    """
+
+    states: Tensor | None
+    mask: Tensor | None = None
+    attn_rows: Tensor | None = None
+    mlp_rows: Tensor | None = None
+
+
+class CrossAttention(nn.Module):
+    """Attention of x [B, S, hidden_size] to `batch.cross`, which must be there -> [B, S, hidden_size].
+
+    forward(x, batch, cache=None): keys and values come from the states, and from `cache`, one cross layer of a
+    `KVCache`, which keeps them: each picture is projected once.
+
+    states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
+    key head. eps: of the norms over head_dim. Scores are scaled by head_dim ** -0.5.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        eps: float = 1e-6,
+        states_size: int | None = None,
+    ):
+        super().__init__()
+        if num_heads % num_kv_heads:
+            raise InputError(f"num_heads={num_heads} must be a multiple of num_kv_heads={num_kv_heads}")
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.q_proj = Linear(hidden_size, num_heads * head_dim)
+        parts = {"k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
+        self.kv_proj = PackedLinear(hidden_size if states_size is None else states_size, parts)
+        self.q_norm = RMSNorm(head_dim, eps=eps)
+        self.k_norm = RMSNorm(head_dim, eps=eps)
+        self.o_proj = Linear(num_heads * head_dim, hidden_size)
+
+    def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
+        assert batch.cross is not None, "a block without pictures has nothing to call this for"
+        q, _ = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))
+        k, v = self._keys_and_values(batch.cross.states, cache)
+        return self.o_proj(_attend(q, k, v, batch.cross.mask).flatten(2))
+
+    def _keys_and_values(self, states: Tensor | None, cache: CrossCache | None) -> tuple[Tensor, Tensor]:
+        """[B, N, num_kv_heads, head_dim] each, of cached pictures and new ones."""
+        if states is None:
+            if cache is None or cache.keys is None or cache.values is None:
+                raise InputError("cross-attention: neither states of pictures nor a cache that holds some")
+            return cache.keys, cache.values
+        k, v = self.kv_proj(states).unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).chunk(2, dim=2)
+        k, _ = self.k_norm(k)
+        return (k, v) if cache is None else cache.update(k, v)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """softmax(q k^T / sqrt(D)) v with mask bool [B, S, N]: [B, S, HQ, D]."""
+    if q.shape[0] != k.shape[0] or (mask is not None and mask.shape != (*q.shape[:2], k.shape[1])):
+        raise InputError(
+            f"cross-attention: {list(q.shape[:2])} tokens, {list(k.shape[:2])} states of pictures and a mask of "
+            f"{None if mask is None else list(mask.shape)} do not fit; expected [B, S], [B, N] and [B, S, N]. Packed "
+            "sequences with pictures go into a batch of one row"
+        )
+    if mask is None or q.shape[1] == 1:
+        return attention(q, k, v, causal=False, key_mask=None if mask is None else mask[:, 0])
+    groups = q.shape[2] // k.shape[2]
+    if groups > 1 and q.is_cuda:  # the engine that takes a mask knows no grouped heads; without it, scores are built
+        k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
+    q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=groups > 1).transpose(1, 2)

@@ -1,0 +1,237 @@
+"""Pictures among tokens, as Qwen2-VL has them: their sizes, their places in the text, their positions.
+
+A picture, or a video, of (frames, rows, columns) patches becomes frames * rows * columns / merge^2 tokens, frame by
+frame and row by row. Its patches come in the order of their tokens, and within a token row by row.
+
+All is a handful of operations on whole tensors, without a loop over tokens and without a wait for the device, once
+the sizes are on the host.
+
+Source: Wang et al. 2024, https://arxiv.org/abs/2409.12191; get_rope_index in modeling_qwen2_vl.py of transformers.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+
+Grids = list[tuple[int, int, int]]
+"""Frames, rows and columns of each picture, in patches."""
+
+
+class PatchEmbedding(nn.Module):
+    """Rows of pixels [N, width] -> [N, size], by a weight in the shape of a convolution's, [size, channels, *kernel].
+
+    That is what files hold; on patches that do not overlap it is a matrix. width: channels * product of the kernel.
+    Rows are cast to the weight's dtype. Raises InputError for rows on another device.
+    """
+
+    def __init__(self, channels: int, size: int, kernel: tuple[int, ...]):
+        super().__init__()
+        self.width = channels * math.prod(kernel)
+        self.weight = nn.Parameter(torch.empty(size, channels, *kernel))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        if pixels.device != self.weight.device:
+            raise InputError(f"pixels are on {pixels.device}, the model on {self.weight.device}; move one of them")
+        return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1))
+
+
+class Kind(NamedTuple):
+    """The pictures of a call that share a token: name ("image", "video"), the token's id, sizes."""
+
+    name: str
+    token_id: int
+    grids: Grids
+
+
+class Pictures:
+    """The pictures of one call, of all kinds. False where there are none.
+
+    kinds: (name, token id, integer tensor [pictures, 3] or None) of each. Reading the sizes waits for the device where
+    the tensor is on one. Raises InputError for another shape, or sizes that `merge` does not divide.
+    """
+
+    def __init__(self, kinds: Sequence[tuple[str, int, Tensor | None]], *, merge: int):
+        self.merge = merge
+        self.kinds = [Kind(name, token_id, self._read(name, sizes)) for name, token_id, sizes in kinds]
+        self.grids: Grids = [grid for kind in self.kinds for grid in kind.grids]
+
+    def __bool__(self) -> bool:
+        return bool(self.grids)
+
+    def pixels(self, *given: Tensor | None, width: int) -> Tensor | None:
+        """All rows of pixels, [patches, width], from those of each kind; None where there are none.
+
+        Raises InputError where they are not what the sizes ask for.
+        """
+        for kind, rows in zip(self.kinds, given, strict=True):
+            count, found = num_tokens(kind.grids, 1), "none"
+            if rows is not None:
+                found = f"{'floats' if rows.is_floating_point() else rows.dtype} {list(rows.shape)}"
+            expected = f"floats [{count}, {width}]" if count else "none"
+            if found != expected:
+                raise InputError(
+                    f"{kind.name} pixels are {found}, and the sizes in {kind.name}_grid_thw ask for {expected}, a row "
+                    "for each patch; take both from one call of the processor"
+                )
+        parts = [rows for rows in given if rows is not None]
+        return torch.cat(parts) if parts else None
+
+    def put(self, x: Tensor, input_ids: Tensor, made: Tensor) -> Tensor:
+        """x [B, S, H] with `made` [tokens of all pictures, H] in the places of pictures, kind by kind, in order.
+
+        Where input_ids [B, S] hold too few of a kind, the result means nothing; `count` finds that out.
+        """
+        ids = input_ids.flatten()
+        counts = [(kind.token_id, num_tokens(kind.grids, self.merge)) for kind in self.kinds]
+        places = torch.cat([(ids != token_id).int().argsort(stable=True)[:count] for token_id, count in counts])
+        return x.flatten(0, 1).index_copy(0, places, made.to(x.dtype)).view_as(x)
+
+    def count(self, input_ids: Tensor) -> Callable[[], None]:
+        """Compares the tokens that stand for pictures with what the pictures make; InputError with both numbers.
+
+        On the CPU that is done here. On a GPU the numbers are on their way to the host while the forward runs, and
+        the function that is returned, to be called behind it, looks at them, unless they cannot fit anyway. Not while
+        a graph is made, which cannot wait.
+        """
+        if torch.compiler.is_compiling() or not isinstance(input_ids, Tensor):  # the embedding complains of the latter
+            return lambda: None
+        if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return lambda: None
+        found = torch.stack([(input_ids == kind.token_id).sum() for kind in self.kinds])
+        if not found.is_cuda or num_tokens(self.grids, self.merge) > input_ids.numel():
+            self._compare(found.tolist())
+            return lambda: None
+        there = torch.empty_like(found, device="cpu", pin_memory=True)
+        there.copy_(found, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+
+        def check() -> None:
+            copied.synchronize()
+            self._compare(there.tolist())
+
+        return check
+
+    def positions(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        frames_count: bool = True,
+        past: int = 0,
+        deltas: Tensor | None = None,
+    ) -> Tensor:
+        """Positions of all tokens by time, row and column: int64 [3, B, S], on the device of input_ids [B, S].
+
+        Text counts on, the same on all three. A picture that begins at position p has its tokens at p + (frame, row,
+        column), and text behind it goes on at p + max(rows, columns) / merge; with `frames_count`, at p + frames if
+        that is more.
+
+        attention_mask: [B, past + S]; tokens where it is 0 are not counted, and stand where the text begins.
+        cu_seqlens: int32 [N + 1], boundaries of sequences packed into the rows, one row behind the other; each counts
+            from 0.
+        past, deltas: tokens before these (in a cache), and [B, 1], what their positions were more than their number.
+        """
+        rows, length = input_ids.shape[:2]
+        if attention_mask is None:
+            attention_mask = torch.ones(rows, past + length, dtype=torch.bool, device=input_ids.device)
+        elif attention_mask.shape != (rows, past + length):
+            raise InputError(f"attention_mask has shape {list(attention_mask.shape)}, expected {[rows, past + length]}")
+        real = attention_mask[:, past:].bool()
+        cells = torch.zeros(3, rows, length, dtype=torch.int64, device=input_ids.device)
+        steps = real.long()  # from a token to the next; within a picture 0, and on its last token all of it
+        for _, token_id, grids in self.kinds:
+            if grids:
+                mine = (input_ids == token_id) & real
+                place = (mine.flatten().cumsum(0) - 1).view_as(input_ids)
+                table = _cells_and_steps(grids, self.merge, frames_count).to(input_ids.device, non_blocking=True)
+                here = table.index_select(1, place.clamp(0, table.shape[1] - 1).flatten()).view(4, rows, length)
+                cells, steps = torch.where(mine, here[:3], cells), torch.where(mine, here[3], steps)
+        if cu_seqlens is None:
+            before = steps.cumsum(1) - steps
+        else:
+            before = steps.flatten().cumsum(0) - steps.flatten()
+            tokens = torch.arange(len(before), device=before.device)
+            starts = cu_seqlens[torch.bucketize(tokens, cu_seqlens[1:], right=True)]
+            before = (before - before[starts.long()]).view(rows, length)
+        start = attention_mask[:, :past].long().sum(1, keepdim=True) + (0 if deltas is None else deltas)
+        return torch.where(real, cells + before, 0) + start
+
+    def _read(self, name: str, sizes: Tensor | None) -> Grids:
+        if sizes is None:
+            return []
+        sizes = torch.as_tensor(sizes)
+        if sizes.dim() != 2 or sizes.shape[1] != 3 or sizes.is_floating_point():
+            raise InputError(
+                f"{name}_grid_thw is {sizes.dtype} {list(sizes.shape)}, expected integers [{name}s, 3]: frames, rows "
+                "and columns, in patches"
+            )
+        grids = [(t, h, w) for t, h, w in sizes.tolist()]
+        for grid in grids:
+            if min(grid) < 1 or grid[1] % self.merge or grid[2] % self.merge:
+                raise InputError(
+                    f"{name}_grid_thw holds {list(grid)}: frames, rows and columns must be positive, and rows and "
+                    f"columns multiples of {self.merge}, as the image processor makes them"
+                )
+        return grids
+
+    def _compare(self, found: list[int]) -> None:
+        for count, kind in zip(found, self.kinds, strict=True):
+            expected = num_tokens(kind.grids, self.merge)
+            if count != expected:
+                raise InputError(
+                    f"input_ids hold {count} tokens with the {kind.name}_token_id {kind.token_id}, and the sizes in "
+                    f"{kind.name}_grid_thw make {expected}. Likely the text was cut, placeholders were not expanded, "
+                    f"or a {kind.name} is missing; take ids and pixels from one call of the processor"
+                )
+
+
+def num_tokens(grids: Grids, merge: int) -> int:
+    """Tokens of all these pictures together; with merge=1, patches."""
+    return sum(t * h * w for t, h, w in grids) // merge**2
+
+
+def token_cells(grids: Grids, merge: int) -> Tensor:
+    """Frame, row and column of every token within its picture: int64 [3, tokens], on the CPU."""
+    frames, rows, columns = _sizes(grids, merge).T
+    counts = frames * rows * columns
+    picture = torch.repeat_interleave(counts)
+    place = _range(len(picture)) - (counts.cumsum(0) - counts)[picture]
+    rows, columns = rows[picture], columns[picture]
+    return torch.stack([place // (rows * columns), place // columns % rows, place % columns])
+
+
+def patch_cells(grids: Grids, merge: int) -> Tensor:
+    """Row and column of every patch within its picture: int64 [2, patches], on the CPU."""
+    rows, columns = token_cells(grids, merge)[1:, :, None, None] * merge
+    inner = _range(merge)
+    return torch.stack(torch.broadcast_tensors(rows + inner[:, None], columns + inner)).flatten(1)
+
+
+def _cells_and_steps(grids: Grids, merge: int, frames_count: bool) -> Tensor:
+    """[4, tokens]: the cells, and at the end of each picture how far it moves what follows."""
+    cells = token_cells(grids, merge)
+    sizes = _sizes(grids, merge)
+    steps = torch.zeros_like(cells[:1])
+    steps[0, sizes.prod(1).cumsum(0) - 1] = sizes[:, 0 if frames_count else 1 :].amax(1)
+    return torch.cat([cells, steps])
+
+
+def _sizes(grids: Grids, merge: int) -> Tensor:
+    """In tokens: int64 [pictures, 3]."""
+    return torch.tensor(grids, device="cpu") // torch.tensor([1, merge, merge], device="cpu")
+
+
+def _range(size: int) -> Tensor:
+    return torch.arange(size, device="cpu")

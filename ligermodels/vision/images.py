@@ -1,0 +1,242 @@
+"""A picture of any origin as an RGB image of pillow, or an InputError that says why not.
+
+- The orientation that a camera noted (EXIF) is applied, whether the picture comes as a file or as a PIL image.
+- Transparency lies on white.
+- 16 bits per pixel keep their high 8, where pillow's convert clips to white all that is above 255.
+- Of a file with an animation or many pages the first picture is taken, with a warning; of a PIL image the one that
+  it is at.
+- Formats that pillow hands to other programs (EPS, WMF) and those that no camera or browser writes are refused.
+
+Sizes are checked from the header, before anything is decoded. Checked against transformers 5.23,
+`image_utils.load_image` and `image_transforms.convert_to_rgb`, which turn files only, put PIL images only on white,
+and clip 16 bits.
+"""
+
+import base64
+import binascii
+import contextlib
+import io
+import os
+import re
+import urllib.parse
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from ligermodels.errors import InputError
+
+FORMATS = ("AVIF", "BMP", "GIF", "HEIF", "ICO", "JPEG", "JPEG2000", "MPO", "PNG", "PPM", "TGA", "TIFF", "WEBP")
+"""What is opened, where pillow (or a plugin of it) can."""
+
+MAX_STREAM_BYTES = 2**30
+"""What is read of a stream that cannot be rewound, or taken as bytes."""
+
+_NOT_IMAGES = (
+    (rb"^\s*$", "it is empty"),
+    (rb"^version https://git-lfs", "it is a git-lfs pointer, not the file itself: run `git lfs pull`"),
+    (rb"(?i)^\s*(<!doctype html|<html)", "it is an HTML page: a link to a page was saved in place of the picture"),
+    (rb"(?i)^\s*(<\?xml.*)?<svg", "it is an SVG drawing: render it to PNG first"),
+    (rb"^%PDF|^%!PS", "it is a PDF or PostScript document: render its page to PNG first"),
+    (rb"^.{4}ftyp(hei|hev|mif)", "it is HEIC: `pip install pillow-heif`, then pillow_heif.register_heif_opener()"),
+    (rb"^.{4}ftyp(?!avi)|^\x1aE\xdf\xa3|^RIFF.{4}AVI ", "it is a video: decode it and pass a list of frames as videos"),
+    (
+        rb"^(\x89PNG|\xff\xd8|GIF8|BM|II\*\0|MM\0\*|RIFF.{4}WEBP|.{4}ftypavi|P[1-6]\s)",
+        "it begins like one, but its header is damaged or cut off: fetch it again",
+    ),
+    (rb"^[\x01-\x7f]*$", "it is text"),
+)
+
+
+def load_image(source: Any) -> Image.Image:
+    """The picture as RGB, 8 bits per channel.
+
+    source: the path of a file (also file://...), the bytes of a file (also data:image/...;base64,...), a file opened
+    in binary mode, a PIL image, a numpy array uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], or a torch tensor
+    uint8 [3, H, W] (or 1 or 4 channels). Nothing is fetched from the network.
+    Raises InputError, which names the source.
+    """
+    if isinstance(source, np.ndarray | torch.Tensor):
+        return _rgb(_from_array(source), "the array")
+    if isinstance(source, Image.Image):
+        return _rgb(source, f"the PIL image ({source.format or 'no file'}, {source.mode})")
+    if isinstance(source, str) and source[:5].lower() == "data:":
+        return _decode(io.BytesIO(_data_uri(source)), f"the data URI {source[:30]}...")
+    if isinstance(source, bytes | bytearray | memoryview):
+        data = bytes(source)
+        return _decode(io.BytesIO(data), f"the image of {len(data):,} bytes")
+    if isinstance(source, str | os.PathLike):
+        path = _path(source)
+        try:
+            with open(path, "rb") as file:
+                return _decode(file, str(path))
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}.") from error
+    if hasattr(source, "read"):
+        return _decode(_rewindable(source), f"the file {getattr(source, 'name', type(source).__name__)}")
+    raise InputError(
+        f"an image must be a path, the bytes of a file, an open file, a PIL image, a numpy array or a torch tensor, "
+        f"not {type(source).__name__} ({str(source)[:60]})."
+    )
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """Errors of what is done inside begin with `name`."""
+    try:
+        yield
+    except InputError as error:
+        raise InputError(f"{name}: {error}") from error
+
+
+def _path(source: str | os.PathLike[str]) -> Path:
+    """A regular file that is there, or an InputError."""
+    text = os.fsdecode(source)
+    if scheme := re.match(r"(?i)([a-z][a-z0-9+.-]+)://", text):
+        if scheme[1].lower() != "file":
+            raise InputError(
+                f"{text[:200]} is a URL, and nothing is fetched from the network here. Next step: download it (curl "
+                "-O, or urllib.request.urlopen(url).read()) and pass the file or its bytes."
+            )
+        text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
+    path = Path(os.path.expanduser(text))
+    try:
+        if "\0" in text:
+            raise ValueError("it holds a null character")
+        kind = "a folder" if path.is_dir() else "not a regular file" if path.exists() else "not there"
+        regular = path.is_file()
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InputError(f"{text[:200]!r} is not a path: {reason}.") from error
+    if not regular:
+        hint = " Base64 text is taken with data:image/...;base64, in front of it." if len(text) > 255 else ""
+        raise InputError(f"{str(path)[:200]} is {kind}; an image must be a file (working folder: {Path.cwd()}).{hint}")
+    return path
+
+
+def _data_uri(source: str) -> bytes:
+    head, comma, body = source.partition(",")
+    try:
+        if not comma or not head.lower().endswith(";base64"):
+            raise ValueError("it has no ';base64,'")
+        return base64.b64decode(body, validate=False)
+    except (ValueError, binascii.Error) as error:
+        raise InputError(f"the data URI {source[:60]} cannot be decoded: {error}. Is it cut off?") from error
+
+
+def _rewindable(file: Any) -> BinaryIO:
+    try:
+        if file.seekable() and isinstance(file.read(0), bytes):
+            return file
+    except (AttributeError, OSError, ValueError):
+        pass
+    try:
+        data = file.read(MAX_STREAM_BYTES + 1)
+    except (OSError, ValueError, TypeError) as error:
+        raise InputError(f"the stream cannot be read: {error}.") from error
+    if not isinstance(data, bytes):
+        raise InputError(f"the stream gives {type(data).__name__}, not bytes. Next step: open it in mode 'rb'.")
+    if len(data) > MAX_STREAM_BYTES:
+        raise InputError(f"the stream has more than {MAX_STREAM_BYTES:,} bytes; no picture has that many.")
+    return io.BytesIO(data)
+
+
+def _decode(file: BinaryIO, where: str) -> Image.Image:
+    """Opens (header, size), then decodes."""
+    Image.init()
+    try:
+        image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
+        if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO: a photograph and its previews
+            text = f"{where} holds several pictures: the first is taken, the others are left out."
+            warnings.warn(f"{text} For a video, pass a list of frames as videos.", stacklevel=3)
+        if image.format == "TIFF" and (strips := [box for _, box, *_ in image.tile if box]):
+            # pillow leaves black what no strip of the file covers.
+            right, bottom = (max(box[side] for box in strips) for side in (2, 3))
+            if right < image.width or bottom < image.height:
+                raise OSError(f"it holds {right} x {bottom} of {image.width} x {image.height} pixels")
+        return _rgb(image, where)
+    except (InputError, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise InputError(_bomb(where, error)) from error
+    except UnidentifiedImageError as error:
+        raise InputError(f"{where} is not an image that can be read: {_diagnosis(file)}.") from error
+    except Exception as error:  # decoders raise whatever the damage leads to
+        raise InputError(_damaged(where, error)) from error
+
+
+def _bomb(where: str, error: Exception) -> str:
+    return (
+        f"{where}: {str(error).rstrip('.')}. Nothing was decoded. Likely cause: a decompression bomb, or a very large "
+        "scan. Next step: make it smaller, or, if you trust it, raise the limit, which is twice "
+        "PIL.Image.MAX_IMAGE_PIXELS."
+    )
+
+
+def _damaged(where: str, error: Exception) -> str:
+    return (
+        f"{where} is damaged: {type(error).__name__}: {str(error)[:200].rstrip('.')}. Likely cause: an interrupted "
+        "download or copy. Next step: fetch it again, or save it anew with another program."
+    )
+
+
+def _diagnosis(file: BinaryIO) -> str:
+    try:
+        file.seek(0)
+        start = file.read(512)
+    except (OSError, ValueError):
+        return "unknown format"
+    found = (reason for pattern, reason in _NOT_IMAGES if re.search(pattern, start, re.DOTALL))
+    return next(found, f"its first bytes are {start[:12]!r}. Formats: {', '.join(FORMATS)}")
+
+
+def _from_array(array: np.ndarray | torch.Tensor) -> Image.Image:
+    is_tensor = isinstance(array, torch.Tensor)
+    kind, axis = ("tensor", 0) if is_tensor else ("array", -1)
+    shape = tuple(array.shape)
+    if str(array.dtype).removeprefix("torch.") != "uint8":
+        raise InputError(
+            f"an image as {kind} must be uint8, 0 to 255; this one is {array.dtype} {shape}. Next step: for floats "
+            f"from 0 to 1, (x * 255).round() as uint8. Normalised pixels cannot be taken."
+        )
+    layout = "[channels, H, W]" if is_tensor else "[H, W, channels]"
+    if len(shape) not in (2, 3) or (len(shape) == 3 and shape[axis] not in (1, 3, 4)):
+        raise InputError(
+            f"an image as {kind} must be {layout} with 1, 3 or 4 channels, not {shape}. Likely cause: the channels on "
+            "the other side, or several pictures in one: pass a list of them."
+        )
+    if 0 in shape:
+        raise InputError(f"the image {kind} is empty: its shape is {shape}.")
+    if isinstance(array, torch.Tensor):
+        array = array.detach().cpu()
+        array = (array.permute(1, 2, 0) if len(shape) == 3 else array).numpy()
+    return Image.fromarray(np.ascontiguousarray(array[..., 0] if array.shape[2:] == (1,) else array))
+
+
+def _rgb(image: Image.Image, where: str) -> Image.Image:
+    if 0 in image.size:
+        raise InputError(f"{where} is empty: it is {image.width} x {image.height} pixels.")
+    try:
+        form, mode, bands = image.format, image.mode, image.getbands()
+        image = ImageOps.exif_transpose(image)
+        if mode.startswith("I;16") or (mode == "I" and form in ("PNG", "PPM")):
+            return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
+        if odd := {"I": "32-bit pixels", "F": "float pixels", "LAB": "pixels in LAB"}.get(mode):
+            raise InputError(
+                f"{where} has {odd}, and how they become red, green and blue from 0 to 255 is not known. Next step: "
+                "convert it to uint8 RGB."
+            )
+        if {"A", "a"} & set(bands) or image.info.get("transparency") is not None:
+            image = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        return image.convert("RGB")
+    except (InputError, MemoryError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise InputError(_bomb(where, error)) from error
+    except Exception as error:
+        raise InputError(_damaged(where, error)) from error

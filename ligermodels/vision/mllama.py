@@ -1,0 +1,137 @@
+"""Pictures as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
+
+- A picture is laid on a canvas of up to max_image_tiles square tiles: the one that it fills best, by growing if it
+  can, else by shrinking. It is resized to fit, but never grown beyond a tile; the rest of the canvas is black.
+- Black is black before normalisation. Unused tiles are 0 after it.
+- One token stands for a picture, whatever its size; what text sees of it is a mask over tokens, pictures and tiles.
+
+Checked against transformers 5.23, models/mllama/image_processing_pil_mllama.py and processing_mllama.py.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ligermodels.errors import ConfigError
+from ligermodels.vision.images import load_image, named
+from ligermodels.vision.settings import PixelSettings, read_settings, whole
+
+
+@functools.cache
+def arrangements(max_tiles: int) -> tuple[tuple[int, int], ...]:
+    """(tiles down, tiles across) of every canvas; the place in this list plus 1 is the aspect ratio's id."""
+    counts = range(1, max_tiles + 1)
+    return tuple((down, across) for down in counts for across in counts if down * across <= max_tiles)
+
+
+def choose_canvas(height: int, width: int, max_tiles: int, tile: int) -> tuple[int, int]:
+    """The arrangement for a picture: the least growth if it can grow, else the least shrinking; then fewer tiles."""
+    scales = {shape: min(shape[0] * tile / height, shape[1] * tile / width) for shape in arrangements(max_tiles)}
+    growing = [scale for scale in scales.values() if scale >= 1]
+    best = min(growing) if growing else max(scales.values())
+    return min((shape for shape, scale in scales.items() if scale == best), key=lambda shape: shape[0] * shape[1])
+
+
+def fit(height: int, width: int, canvas: tuple[int, int], tile: int) -> tuple[int, int]:
+    """(height, width) of the picture on a canvas of (tiles down, tiles across)."""
+    # Its own size, but at least a tile and at most the canvas.
+    high, wide = (min(max(side, tile), tiles * tile) for side, tiles in zip((height, width), canvas, strict=True))
+    if wide / width < high / height:
+        return min(int(height * (wide / width)) or 1, high), wide
+    return high, min(int(width * (high / height)) or 1, wide)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MllamaImageProcessor(PixelSettings):
+    """tile_size: `size` of preprocessor_config.json, 560 in -Instruct, 448 in the base model."""
+
+    resample: int = Image.Resampling.BILINEAR
+    tile_size: int
+    max_image_tiles: int = 4
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], *, where: str = "preprocessor_config.json"
+    ) -> "MllamaImageProcessor":
+        """From the object in preprocessor_config.json. Raises ConfigError."""
+        fields = read_settings(config, where, {"size", "max_image_tiles", "do_pad"})
+        for key in ("do_resize", "do_pad"):
+            if config.get(key) is False:
+                raise ConfigError(f"{where}: {key} is false, and without it a picture does not fit its tiles.")
+        if config.get("max_image_tiles") is not None:
+            fields["max_image_tiles"] = whole(config, "max_image_tiles", where)
+        size = config.get("size")
+        if not isinstance(size, Mapping) or not {"height", "width"} <= set(size) or size["height"] != size["width"]:
+            raise ConfigError(f"{where}: size must hold a height and a width that are equal, not {size!r}.")
+        # transformers' default of 0.5 fits no released model, so that the file must have them.
+        if missing := [key for key in ("image_mean", "image_std") if config.get(key) is None]:
+            raise ConfigError(f"{where} has no {' and no '.join(missing)}. Is it that of the checkpoint?")
+        return cls(**fields, tile_size=whole(size, "height", where))
+
+    def __call__(self, samples: Sequence[Sequence[Any]]) -> tuple[dict[str, Tensor], list[list[int]]]:
+        """The inputs of the model, and the number of tiles of each picture.
+
+        samples: the pictures of each sample, whatever `load_image` takes; a sample may have none.
+        pixel_values fp32 [B, images, tiles, 3, S, S], aspect_ratio_ids int64 [B, images] (0: no picture there),
+        aspect_ratio_mask int64 [B, images, tiles] (the first tile is 1 even where there is no picture).
+        Without any picture there are no inputs. Raises InputError.
+        """
+        counts: list[list[int]] = [[] for _ in samples]
+        most = max(map(len, samples), default=0)
+        if not most:
+            return {}, counts
+        shape, size = (len(samples), most, self.max_image_tiles), self.tile_size
+        pixels = np.zeros((*shape, 3, size, size), dtype=np.float32)
+        ids, mask = torch.zeros(shape[:2], dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+        mask[..., 0] = 1
+        for row, sources in enumerate(samples):
+            for place, source in enumerate(sources):
+                with named(f"image {place} of text {row}"):
+                    image = load_image(source)
+                canvas = choose_canvas(image.height, image.width, self.max_image_tiles, size)
+                tiles = canvas[0] * canvas[1]
+                pixels[row, place, :tiles] = self._tiles(image, canvas)
+                ids[row, place] = arrangements(self.max_image_tiles).index(canvas) + 1
+                mask[row, place, :tiles] = 1
+                counts[row].append(tiles)
+        values = torch.from_numpy(pixels)
+        return {"pixel_values": values, "aspect_ratio_ids": ids, "aspect_ratio_mask": mask}, counts
+
+    def _tiles(self, image: Image.Image, canvas: tuple[int, int]) -> np.ndarray:
+        """fp32 [tiles, 3, S, S], row by row."""
+        (down, across), size = canvas, self.tile_size
+        resized = np.asarray(self.resize(image, *fit(image.height, image.width, canvas, size)))
+        whole_canvas = np.zeros((down * size, across * size, 3), dtype=np.uint8)
+        whole_canvas[: resized.shape[0], : resized.shape[1]] = resized
+        pixels = whole_canvas.reshape(down, size, across, size, 3).transpose(4, 0, 2, 1, 3)
+        tiles = np.empty((down, across, 3, size, size), dtype=np.float32)
+        for channel, numbers in enumerate(self.table()):
+            tiles[:, :, channel] = numbers[pixels[channel]]
+        return tiles.reshape(-1, 3, size, size)
+
+
+def cross_attention_mask(
+    input_ids: Tensor, image_token_id: int, num_tiles: Sequence[Sequence[int]], max_image_tiles: int
+) -> Tensor:
+    """int64 [B, S, images, tiles]: 1 where a token looks at a tile.
+
+    A picture is seen from its own token up to the next picture's. Of pictures whose tokens follow one another all are
+    seen as far as the last. The last one is seen to the end of the row, padding behind the text included.
+    """
+    length, most = input_ids.shape[1], max(map(len, num_tiles), default=0)
+    mask = input_ids.new_zeros(len(num_tiles), length, most, max_image_tiles)
+    for row, (ids, tiles) in enumerate(zip(input_ids.tolist(), num_tiles, strict=True)):
+        starts = [place for place, token in enumerate(ids) if token == image_token_id]
+        end = following = length
+        for image in reversed(range(len(starts))):
+            if starts[image] + 1 != following:
+                end = following
+            mask[row, starts[image] : end, image, : tiles[image]] = 1
+            following = starts[image]
+    return mask

@@ -1,0 +1,414 @@
+"""Text with placeholders and the pictures for them into the inputs of a model.
+
+What the families do with a placeholder differs: Qwen2-VL's is repeated until there is one for every embedding that
+the tower gives, Llama-3.2-Vision's stays one token, with a mask of who looks at which tile.
+Placeholders are found in the ids, so that a name written in a text counts exactly where the tokenizer takes it for one.
+Checked against transformers 5.23, processing_utils.ProcessorMixin and the processors of the two models.
+"""
+
+import base64
+import binascii
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ligermodels.checkpoint import read_json
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.text import Tokenizer
+from ligermodels.vision.mllama import MllamaImageProcessor, cross_attention_mask
+from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor
+
+CONFIGS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
+FAMILIES = {"qwen2_vl": "Qwen2VLImageProcessor", "mllama": "MllamaImageProcessor"}
+"""model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""
+
+_SOURCES = {"image": ("image", "image_url", "url", "path", "base64"), "video": ("video", "url", "path")}
+"""Where a part of a message holds its picture or video."""
+
+
+class ModelInputs(dict[str, Tensor]):
+    """What a model is called with: `model(**inputs)`, `model.generate(**inputs)`. All tensors are on the CPU."""
+
+    def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "ModelInputs":
+        """A copy on `device`; `dtype` is for pixels, whole numbers stay what they are."""
+        return ModelInputs({name: x.to(device, dtype if x.is_floating_point() else None) for name, x in self.items()})
+
+
+class Processor:
+    """Tokenizer, image processor and chat template of one vision-language checkpoint.
+
+        processor = ligermodels.Processor.from_hub("Qwen/Qwen2-VL-2B-Instruct")
+        question = [{"type": "image", "image": "cat.png"}, {"type": "text", "text": "What is this?"}]
+        inputs = processor.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)
+        ids = model.generate(**inputs.to("cuda"), max_new_tokens=99, eos_token_id=processor.tokenizer.chat_stop_ids)
+
+    tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor` or `MllamaImageProcessor`.
+    video_processor: a `Qwen2VLImageProcessor` with the limits for frames, None in a family without videos.
+    image_token, video_token: the placeholders, as they stand in a text.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        image_processor: Qwen2VLImageProcessor | MllamaImageProcessor,
+        video_processor: Qwen2VLImageProcessor | None = None,
+        *,
+        template: str | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.image_processor = image_processor
+        self.video_processor = video_processor
+        self.image_token = "<|image|>" if isinstance(image_processor, MllamaImageProcessor) else "<|image_pad|>"
+        self.video_token = "<|video_pad|>" if video_processor else None
+        self._template = template
+        self._tokens = {"image": self._id(self.image_token)}
+        if self.video_token:
+            self._tokens["video"] = self._id(self.video_token)
+
+    def _id(self, token: str) -> int:
+        index = self.tokenizer.token_to_id(token)
+        if index is None:
+            raise ConfigError(
+                f"{self.tokenizer.files.folder}: the tokenizer has no {token}. Likely cause: the tokenizer of a text "
+                "model beside the image processor of another checkpoint."
+            )
+        return index
+
+    @classmethod
+    def from_hub(
+        cls,
+        id_or_folder: str | Path,
+        *,
+        revision: str | None = None,
+        subfolder: str | None = None,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        local_files_only: bool = False,
+    ) -> "Processor":
+        """From a repository id or a folder. Downloads no weights.
+
+        Raises HubError, TokenizerError, CheckpointError (a file that is no JSON), ConfigError.
+        """
+        from ligermodels import hub
+
+        folder = hub.resolve(
+            id_or_folder,
+            revision=revision,
+            subfolder=subfolder,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            weights=False,
+        )
+        return cls.from_folder(folder)
+
+    @classmethod
+    def from_folder(cls, folder: str | Path) -> "Processor":
+        """From the tokenizer's files and preprocessor_config.json, or processor_config.json (transformers 5)."""
+        folder = Path(folder)
+        image, video, where = _read_configs(folder)
+        family = _family(folder, image, where)
+        tokenizer = Tokenizer.from_folder(folder)
+        template = _processor_template(folder)
+        if family == "mllama":
+            return cls(tokenizer, MllamaImageProcessor.from_config(image, where=where), template=template)
+        frames = Qwen2VLImageProcessor.from_config(video, video=True, where=f"{where} (videos)")
+        return cls(tokenizer, Qwen2VLImageProcessor.from_config(image, where=where), frames, template=template)
+
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        images: Any = None,
+        videos: Any = None,
+        *,
+        padding_side: str = "left",
+        add_special_tokens: bool = True,
+        padding: bool = True,
+        return_tensors: str = "pt",
+    ) -> ModelInputs:
+        """The inputs of the model for one text or a list of texts.
+
+        text: with one placeholder (`image_token`, `video_token`) for each picture and video.
+        images: for one text a picture or a list of them; for several texts a list of lists, one for each text, or one
+        list, shared out by the placeholders. A picture is whatever `vision.load_image` takes.
+        videos: likewise; a video is a list of frames, or an array [frames, H, W, 3], or a tensor [frames, 3, H, W].
+        padding_side: "left" to generate, "right" as many trainers want it.
+        add_special_tokens: adds what the checkpoint puts around a text (BOS, unless the text has it already; in
+        Llama-3.2-Vision behind the placeholders at the start).
+        padding, return_tensors: only True and "pt", as transformers' processors are usually called.
+
+        input_ids and attention_mask, int64 [B, S]; Qwen2-VL: pixel_values, image_grid_thw, pixel_values_videos,
+        video_grid_thw; Llama-3.2-Vision: pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask.
+        What has no picture has no entry. Raises InputError.
+        """
+        if padding_side not in ("left", "right") or not padding or return_tensors != "pt":
+            raise InputError(
+                f"padding_side must be 'left' or 'right', not {padding_side!r}; padding can only be True and "
+                f"return_tensors 'pt' (here {padding!r}, {return_tensors!r}): batches are padded tensors of torch."
+            )
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
+            raise InputError(f"text must be a str or a list of them, not {str(text)[:80]!r}. images= takes pictures.")
+        if videos is not None and self.video_processor is None:
+            raise InputError("this model takes no videos. Next step: pass some of the frames as images.")
+        rows = [self._encode(one, add_special_tokens) for one in texts]
+        pictures = self._shared_out("image", images, rows)
+        if isinstance(self.image_processor, MllamaImageProcessor):
+            pixels, tiles = self.image_processor(pictures)
+            inputs = self._padded(rows, padding_side)
+            if pixels:
+                inputs["cross_attention_mask"] = cross_attention_mask(
+                    inputs["input_ids"], self._tokens["image"], tiles, self.image_processor.max_image_tiles
+                )
+            return ModelInputs(inputs | pixels)
+        clips = self._shared_out("video", videos, rows)
+        found: dict[str, Tensor] = {}
+        if any(pictures):
+            names = [
+                f"image {place} of text {row}" for row, batch in enumerate(pictures) for place in range(len(batch))
+            ]
+            found |= self.image_processor([picture for batch in pictures for picture in batch], names)
+            rows = self._expanded("image", rows, found["image_grid_thw"])
+        if any(clips) and self.video_processor is not None:
+            found |= self.video_processor.videos([clip for batch in clips for clip in batch])
+            rows = self._expanded("video", rows, found["video_grid_thw"])
+        return ModelInputs(self._padded(rows, padding_side) | found)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Any],
+        images: Any = None,
+        videos: Any = None,
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+        padding_side: str = "left",
+        return_tensors: str = "pt",
+        return_dict: bool = True,
+        **options: Any,
+    ) -> ModelInputs | str | list[str]:
+        """A conversation, or a list of conversations, as inputs of the model; as text with tokenize=False.
+
+        messages: [{"role": ..., "content": ...}]; a content is a str or a list of parts: {"type": "text", "text":
+        ...}, {"type": "image", "image": picture} (or url, path, base64, image_url), {"type": "video", "video":
+        frames}. images, videos: those of parts that only say {"type": "image"}, in order; then for all of them.
+        options: those of `Tokenizer.apply_chat_template`, variables of the template among them.
+        Raises TokenizerError where the template refuses the conversation, InputError.
+        """
+        if return_tensors != "pt" or not return_dict:
+            raise InputError(
+                "return_tensors can only be 'pt' and return_dict True: what comes back is a dict of tensors. Its ids "
+                "are ['input_ids']; tokenize=False gives the text."
+            )
+        is_batch = bool(messages) and not isinstance(messages[0], Mapping)
+        chats = [_split(chat) for chat in (messages if is_batch else [messages])]
+        texts = [
+            self.tokenizer.apply_chat_template(
+                chat,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                template=template or self._template,
+                **options,
+            )
+            for chat, _, _ in chats
+        ]
+        if not tokenize:
+            return [str(text) for text in texts] if is_batch else str(texts[0])
+        for kind, given, own in (("images", images, 1), ("videos", videos, 2)):
+            if given is not None and any(chat[own] for chat in chats):
+                raise InputError(f"{kind}= is given, and parts of the messages hold {kind} too. Give them one way.")
+        return self(
+            [str(text) for text in texts],
+            [chat[1] for chat in chats] if images is None else images,
+            [chat[2] for chat in chats] if videos is None and any(chat[2] for chat in chats) else videos,
+            padding_side=padding_side,
+        )
+
+    def decode(self, ids: Iterable[int] | Tensor, skip_special_tokens: bool = True) -> str:
+        """The text of one row of ids."""
+        return self.tokenizer.decode(ids, skip_special_tokens)
+
+    def batch_decode(
+        self, ids: Iterable[Iterable[int] | Tensor] | Tensor, skip_special_tokens: bool = True
+    ) -> list[str]:
+        """The texts of a batch of rows, such as `generate` returns."""
+        return [self.tokenizer.decode(row, skip_special_tokens) for row in ids]
+
+    def save(self, folder: str | Path) -> None:
+        """Copies the files of the tokenizer, the chat template and the image processor."""
+        self.tokenizer.save(folder)
+        source = self.tokenizer.files.folder
+        for name in CONFIGS:
+            target = Path(folder) / name
+            if (source / name).is_file() and not (target.exists() and target.samefile(source / name)):
+                shutil.copyfile(source / name, target)
+
+    def __repr__(self) -> str:
+        return f"Processor({str(self.tokenizer.files.folder)!r}, {type(self.image_processor).__name__})"
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        bos = self.tokenizer.files.named.get("bos_token")
+        if not isinstance(self.image_processor, MllamaImageProcessor) or bos is None:
+            return self.tokenizer.encode(text, add_special_tokens)
+        if add_special_tokens and bos not in text:
+            # As Llama-3.2-Vision was trained: the pictures at the start come before BOS.
+            start = 0
+            while text.startswith(self.image_token, start):
+                start += len(self.image_token)
+            text = text[:start] + bos + text[start:]
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _shared_out(self, kind: str, given: Any, rows: list[list[int]]) -> list[list[Any]]:
+        """The pictures (or videos) of each text. Raises InputError where their number is not the placeholders'."""
+        token = self._tokens[kind]
+        wanted = [row.count(token) for row in rows]
+        is_one = _is_image if kind == "image" else _is_video
+        if given is None:
+            batches: list[list[Any]] = [[] for _ in rows]
+        elif is_one(given):
+            batches = [[given]]
+        elif not isinstance(given, list | tuple):
+            raise InputError(f"{kind}s= must be a list, not {type(given).__name__}.{_FILM if kind == 'video' else ''}")
+        elif all(is_one(item) for item in given):
+            items: Iterator[Any] = iter(given)
+            total = len(given) == sum(wanted)
+            batches = [[next(items) for _ in range(n)] for n in wanted] if total else [list(given)]
+        elif all(isinstance(batch, list | tuple) and all(map(is_one, batch)) for batch in given):
+            batches = [list(batch) for batch in given]
+        else:
+            wrong = next(item for item in given if not is_one(item))
+            raise InputError(
+                f"{kind}s= must be a list of {kind}s, or one list of them for each text; it holds "
+                f"{type(wrong).__name__} ({str(wrong)[:60]}).{_FILM if kind == 'video' else ''}"
+            )
+        found = [len(batch) for batch in batches]
+        if found == wanted:
+            return batches
+        name = self.image_token if kind == "image" else self.video_token
+        if len(found) == len(wanted):
+            row = next(row for row, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1])
+            where = f"text {row} has {wanted[row]} {name} and {found[row]} {kind}s"
+        else:
+            where = f"{len(wanted)} texts have {wanted} {name}, the {kind}s given are {found}"
+        raise InputError(
+            f"{where}; each {kind} needs its own {name} in the text. Likely cause: a text written without "
+            f"apply_chat_template, {kind}s that were left out, or lists that are not nested by text."
+        )
+
+    def _expanded(self, kind: str, rows: list[list[int]], grids: Tensor) -> list[list[int]]:
+        """Each placeholder as often as its grid has tokens."""
+        processor = self.image_processor if kind == "image" else self.video_processor
+        assert isinstance(processor, Qwen2VLImageProcessor)
+        counts = iter([processor.num_tokens(grid) for grid in grids.tolist()])
+        token = self._tokens[kind]
+        return [[copy for i in row for copy in ([i] * next(counts) if i == token else (i,))] for row in rows]
+
+    def _padded(self, rows: list[list[int]], side: str) -> dict[str, Tensor]:
+        width = max(map(len, rows), default=0)
+        ids = torch.full((len(rows), width), self.tokenizer.pad_token_id, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for index, row in enumerate(rows):
+            place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
+            ids[index, place] = torch.tensor(row, dtype=torch.int64)
+            mask[index, place] = 1
+        return {"input_ids": ids, "attention_mask": mask}
+
+
+_FILM = " Video files are not decoded here: pass a list of frames."
+
+
+def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
+    """(for pictures, for videos, the file's name). Objects nested in processor_config.json win, as in transformers."""
+    found = {name: read_json(folder / name) for name in CONFIGS if (folder / name).is_file()}
+    nested = found.get("processor_config.json", {})
+    image, where = nested.get("image_processor"), folder / "processor_config.json"
+    if image is None and "preprocessor_config.json" in found:
+        image, where = found["preprocessor_config.json"], folder / "preprocessor_config.json"
+    if image is None:
+        names = sorted(path.name for path in folder.iterdir())[:20] if folder.is_dir() else "nothing"
+        raise ConfigError(
+            f"{folder} has no preprocessor_config.json and no image_processor in processor_config.json; it has {names}."
+            " Likely cause: a text model (use Tokenizer), or files left behind when the checkpoint was copied."
+        )
+    video = nested.get("video_processor") or found.get("video_preprocessor_config.json") or image
+    for one in (image, video):
+        if not isinstance(one, Mapping):
+            raise ConfigError(f"{where}: the image processor must be an object, not {str(one)[:60]!r}.")
+    return dict(image), dict(video), str(where)
+
+
+def _family(folder: Path, image: Mapping[str, Any], where: str) -> str:
+    declared = str(image.get("image_processor_type") or image.get("feature_extractor_type") or "")
+    declared = declared.removesuffix("Fast").removesuffix("Pil")
+    model_type = read_json(folder / "config.json").get("model_type") if (folder / "config.json").is_file() else None
+    family = str(model_type) if model_type else {name: key for key, name in FAMILIES.items()}.get(declared, "")
+    if family not in FAMILIES or (declared and declared != FAMILIES[family]):
+        raise ConfigError(
+            f"{where}: image_processor_type {declared or 'missing'!r} with model_type {model_type!r} in config.json; "
+            f"supported are {', '.join(f'{name} with {family}' for family, name in FAMILIES.items())}."
+        )
+    return family
+
+
+def _processor_template(folder: Path) -> str | None:
+    """chat_template.json, which for a processor wins over tokenizer_config.json; None where there is nothing to win."""
+    if (folder / "chat_template.jinja").is_file() or not (folder / "chat_template.json").is_file():
+        return None
+    template = read_json(folder / "chat_template.json").get("chat_template")
+    return template if isinstance(template, str) else None
+
+
+def _is_image(value: Any) -> bool:
+    return not isinstance(value, list | tuple | Mapping) and getattr(value, "ndim", 0) < 4
+
+
+def _is_video(value: Any) -> bool:
+    if isinstance(value, np.ndarray | Tensor):
+        return value.ndim == 4
+    return isinstance(value, list | tuple) and bool(value) and all(map(_is_image, value))
+
+
+def _split(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """(the messages with pictures and videos taken out, the pictures, the videos)."""
+    if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
+        raise InputError(f"messages must be a list of dicts, or a list of such lists, not {str(chat)[:80]!r}.")
+    taken: dict[str, list[Any]] = {"image": [], "video": []}
+    messages = []
+    for message in chat:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            content = [_without_source(part, taken) if isinstance(part, Mapping) else part for part in content]
+        messages.append({**message, "content": content} if "content" in message else message)
+    return messages, taken["image"], taken["video"]
+
+
+def _without_source(part: Mapping[str, Any], taken: dict[str, list[Any]]) -> Mapping[str, Any]:
+    """The part as the template is to see it. Its picture or video is put into `taken`.
+
+    Keys that hold None, as tables of parts have them, are left out: templates only look whether a key is there.
+    """
+    part = {name: value for name, value in part.items() if value is not None}
+    kind = part.get("type", next((name for name in taken if name in part), None))
+    kind = "image" if kind == "image_url" or (kind is None and "image_url" in part) else kind
+    if kind not in taken:
+        return part
+    sources = [name for name in _SOURCES[kind] if name in part]
+    if len(sources) > 1:
+        raise InputError(f"a part of the messages has {' and '.join(sources)}; one of them can be its {kind}.")
+    for name in sources:
+        value = part[name]
+        if name == "image_url" and isinstance(value, Mapping):
+            value = value.get("url")
+        if name == "base64" and isinstance(value, str) and not value.startswith("data:"):
+            try:
+                value = base64.b64decode(value)
+            except (ValueError, binascii.Error) as error:
+                raise InputError(f"base64 of an image part cannot be decoded: {error}.") from error
+        taken[kind].append(value)
+    return {"type": kind} | {name: value for name, value in part.items() if name not in (*_SOURCES[kind], "type")}

@@ -1,0 +1,188 @@
+"""Pictures and videos as the rows of patches that Qwen2-VL's tower reads.
+
+- Every picture keeps its own size: both sides become multiples of 28 (patch_size * merge_size), the number of pixels
+  comes between min_pixels and max_pixels, the aspect ratio stays about what it was.
+- A patch covers temporal_patch_size frames; of a picture the one frame is repeated.
+- Rows are in the order in which the tower merges them: blocks of merge_size x merge_size patches, row by row of
+  blocks; within a row of numbers: channel, frame, line, column.
+- A frame of a video has limits of its own, see `Qwen2VLImageProcessor.from_config`.
+
+Checked against transformers 5.23, models/qwen2_vl/image_processing_pil_qwen2_vl.py and
+video_processing_qwen2_vl.py (frames are resized by pillow here, as in transformers up to 4.51, by torchvision there).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.vision.images import load_image, named
+from ligermodels.vision.settings import PixelSettings, read_settings, whole
+
+MAX_RATIO = 200
+IMAGE_LIMITS, VIDEO_LIMITS = (56 * 56, 28 * 28 * 1280), (28 * 28 * 128, 28 * 28 * 768)
+"""(min_pixels, max_pixels) where no file states them: of transformers' image and, from 4.52 on, video processor."""
+
+_SIZES = ("patch_size", "temporal_patch_size", "merge_size", "max_video_tokens")
+_OWN = {*_SIZES, "min_pixels", "max_pixels", "size", "cap_pixels_per_frame"}
+
+
+def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
+    """(height, width) in multiples of `factor`. Raises InputError for a ratio above 200."""
+    if max(height, width) > MAX_RATIO * min(height, width):
+        raise InputError(
+            f"{width} x {height} pixels: one side is more than {MAX_RATIO} times the other. Next step: crop it, or pad "
+            "the short side."
+        )
+    # Python's round, to even at .5, as in transformers.
+    new_height, new_width = (round(side / factor) * factor for side in (height, width))
+    if new_height * new_width > max_pixels:
+        shrink = math.sqrt(height * width / max_pixels)
+        return (
+            max(factor, math.floor(height / shrink / factor) * factor),
+            max(factor, math.floor(width / shrink / factor) * factor),
+        )
+    if new_height * new_width < min_pixels:
+        grow = math.sqrt(min_pixels / (height * width))
+        return math.ceil(height * grow / factor) * factor, math.ceil(width * grow / factor) * factor
+    return new_height, new_width
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen2VLImageProcessor(PixelSettings):
+    """min_pixels, max_pixels: of one picture, or of one frame of a video.
+
+    cap_pixels_per_frame: a video of many frames gets smaller ones, so that all of it takes about 0.9 *
+    max_video_tokens tokens; off unless the file says otherwise, as in transformers 5.23.
+    """
+
+    min_pixels: int = IMAGE_LIMITS[0]
+    max_pixels: int = IMAGE_LIMITS[1]
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    merge_size: int = 2
+    cap_pixels_per_frame: bool = False
+    max_video_tokens: int = 128_000
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], *, video: bool = False, where: str = "preprocessor_config.json"
+    ) -> "Qwen2VLImageProcessor":
+        """From the object in preprocessor_config.json, or in video_preprocessor_config.json with video=True.
+
+        Limits are read from min_pixels and max_pixels (transformers 4), else from size (5: shortest_edge and
+        longest_edge, which are numbers of pixels; 4.45: the same names again). Without any they are transformers'
+        own: for pictures 3,136 and 1,003,520; for a frame 100,352 and 602,112, where versions before 4.52 took the
+        picture's. A checkpoint without a file for videos uses that for pictures, limits included, in every version
+        and here.
+        Raises ConfigError.
+        """
+        fields = read_settings(config, where, _OWN)
+        fields |= {key: whole(config, key, where) for key in _SIZES if config.get(key) is not None}
+        fields |= zip(("min_pixels", "max_pixels"), _limits(config, video, where), strict=True)
+        cap = config.get("cap_pixels_per_frame") or False
+        if not isinstance(cap, bool):
+            raise ConfigError(f"{where}: cap_pixels_per_frame must be true or false, not {cap!r}.")
+        return cls(**fields, cap_pixels_per_frame=cap)
+
+    @property
+    def factor(self) -> int:
+        return self.patch_size * self.merge_size
+
+    def num_tokens(self, grid: Sequence[int] | Tensor) -> int:
+        """Placeholders that a picture or video takes, from its row of image_grid_thw or video_grid_thw."""
+        return math.prod(int(side) for side in grid) // self.merge_size**2
+
+    def __call__(self, images: Sequence[Any], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """pixel_values fp32 [patches, C * frames * patch_size^2] and image_grid_thw int64 [images, 3], in patches.
+
+        images: whatever `load_image` takes. names: what errors call them. Raises InputError.
+        """
+        sized = []
+        for index, image in enumerate(images):
+            with named(names[index] if names else f"image {index}"):
+                sized.append(self._sized([load_image(image)]))
+        pixels, grids = self._patches(sized)
+        return {"pixel_values": pixels, "image_grid_thw": grids}
+
+    def videos(self, videos: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
+        """pixel_values_videos and video_grid_thw, as above. A video is a list of its frames, all of one size.
+
+        If its frames do not fill the last patch in time, the last frame is repeated.
+        """
+        sized = []
+        for index, video in enumerate(videos):
+            frames = []
+            for place, frame in enumerate(video):
+                with named(f"frame {place} of video {index}"):
+                    frames.append(load_image(frame))
+            if len(sizes := {frame.size for frame in frames}) != 1:
+                raise InputError(
+                    f"video {index} has frames of different sizes, such as {sorted(sizes)[:2]} (width, height). Likely "
+                    "cause: pictures that belong into images=, one by one."
+                    if sizes
+                    else f"video {index} has no frames."
+                )
+            with named(f"video {index}"):
+                sized.append(self._sized(frames))
+        pixels, grids = self._patches(sized)
+        return {"pixel_values_videos": pixels, "video_grid_thw": grids}
+
+    def _sized(self, frames: list[Image.Image]) -> list[Image.Image]:
+        """The frames of one picture or video in the size and number of whole patches."""
+        height, width = frames[0].height, frames[0].width
+        if self.do_resize:
+            size = self._size(len(frames), height, width)
+            frames = [self.resize(frame, *size) for frame in frames]
+        elif height % self.factor or width % self.factor:
+            raise InputError(
+                f"{width} x {height} pixels: with do_resize false both sides must be multiples of {self.factor}."
+            )
+        return frames + frames[-1:] * (-len(frames) % self.temporal_patch_size)
+
+    def _patches(self, clips: list[list[Image.Image]]) -> tuple[Tensor, Tensor]:
+        """Rows of patches of all pictures (or videos), and the grid (time, height, width) of each."""
+        p, m, t = self.patch_size, self.merge_size, self.temporal_patch_size
+        grids = [(len(frames) // t, frames[0].height // p, frames[0].width // p) for frames in clips]
+        rows = np.empty((sum(map(math.prod, grids)), 3 * t * p * p), dtype=np.float32)
+        end = 0
+        for frames, (time, high, wide) in zip(clips, grids, strict=True):
+            pixels = np.stack([np.asarray(frame) for frame in frames])
+            pixels = pixels.reshape(time, t, high // m, m, p, wide // m, m, p, 3)
+            pixels = pixels.transpose(8, 0, 2, 5, 3, 6, 1, 4, 7)  # channel; time, block, patch; frame, line, column
+            start, end = end, end + time * high * wide
+            out = rows[start:end].reshape(*pixels.shape[1:6], 3, *pixels.shape[6:])
+            for channel, numbers in enumerate(self.table()):
+                out[:, :, :, :, :, channel] = numbers[pixels[channel]]
+        return torch.from_numpy(rows), torch.tensor(grids, dtype=torch.int64).reshape(-1, 3)
+
+    def _size(self, num_frames: int, height: int, width: int) -> tuple[int, int]:
+        most = self.max_pixels
+        if self.cap_pixels_per_frame:
+            budget = int(self.max_video_tokens * self.factor**2 * 0.9) * self.temporal_patch_size
+            most = max(min(most, budget // num_frames), int(self.min_pixels * 1.05))
+        return smart_resize(height, width, self.factor, self.min_pixels, most)
+
+
+def _limits(config: Mapping[str, Any], video: bool, where: str) -> tuple[int, int]:
+    size = config.get("size") or {}
+    if not isinstance(size, Mapping) or (size and not {"min_pixels", "shortest_edge"} & set(size)):
+        raise ConfigError(f"{where}: size must hold shortest_edge and longest_edge (numbers of pixels), not {size!r}.")
+    found = []
+    for key, new, default in zip(
+        ("min_pixels", "max_pixels"),
+        ("shortest_edge", "longest_edge"),
+        VIDEO_LIMITS if video else IMAGE_LIMITS,
+        strict=True,
+    ):
+        places = ((config, key), (size, key), (size, new))
+        found.append(next((whole(at, name, where) for at, name in places if at.get(name) is not None), default))
+    if found[0] > found[1]:
+        raise ConfigError(f"{where}: min_pixels {found[0]:,} is above max_pixels {found[1]:,}.")
+    return found[0], found[1]

@@ -1,0 +1,81 @@
+"""One model in every layout that is read."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ligermodels.arch import ARCHS
+from ligermodels.conversion import Options, convert
+
+SIZES = {
+    "vocab_size": 48, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64, "pad_token_id": None,
+}  # fmt: skip
+PARAMETERS = {"embedding": 768, "norms": 80, "attention": 1536, "mlp": 2304, "lm_head": 768}
+"""Of SIZES, by hand: 48 x 16; 5 x 16; 2 x (4 + 2 + 2 + 4) x 4 x 16; 2 x 3 x 24 x 16; 48 x 16."""
+OF_LLAMA = ("hf", "sharded", "native", "meta", "dcp", "bin")
+
+
+def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
+    """{layout: folder}: a Llama in those of OF_LLAMA, a Mistral as "hf of mistral" and "mistral", and an "adapter"."""
+    config = {**SIZES, "initializer_range": scale, "rope_theta": 500000.0, "max_position_embeddings": 8192}
+    model = ARCHS["llama"].from_config(config, device="cpu", dtype=torch.float32, seed=4)
+    folders = {name: root / name for name in (*OF_LLAMA, "hf of mistral", "mistral", "adapter")}
+    model.save_pretrained(folders["hf"])
+    model.save_pretrained(folders["sharded"], max_shard_size="4KB")
+    for layout in ("native", "meta", "dcp"):
+        ranks = {"ranks": 2} if layout == "meta" else {}
+        convert(folders["hf"], folders[layout], Options(to=layout, progress=False, **ranks))
+    folders["bin"].mkdir()
+    (folders["bin"] / "config.json").write_bytes((folders["hf"] / "config.json").read_bytes())
+    torch.save(load_file(folders["hf"] / "model.safetensors"), folders["bin"] / "pytorch_model.bin")
+    config = {**SIZES, "initializer_range": scale, "sliding_window": None, "rope_theta": 10000.0}
+    model = ARCHS["mistral"].from_config(config, device="cpu", dtype=torch.bfloat16, seed=4)
+    model.save_pretrained(folders["hf of mistral"])
+    write_mistral(folders["mistral"], load_file(folders["hf of mistral"] / "model.safetensors"))
+    write_adapter(folders["adapter"])
+    return folders
+
+
+def write_mistral(folder: Path, tensors: dict[str, Tensor], *, rotate: bool = True) -> None:
+    """Mistral's own files of a model of SIZES with Hugging Face names; `rotate` false leaves rows of q and k alone."""
+    rename = {
+        "self_attn.q_proj": "attention.wq", "self_attn.k_proj": "attention.wk", "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo", "mlp.gate_proj": "feed_forward.w1", "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3", "input_layernorm": "attention_norm", "lm_head": "output",
+        "post_attention_layernorm": "ffn_norm", "model.embed_tokens": "tok_embeddings", "model.norm": "norm",
+        "model.layers": "layers",
+    }  # fmt: skip
+    own = {}
+    for name, x in tensors.items():
+        if rotate and ("q_proj" in name or "k_proj" in name):  # halves to pairs, heads of 4
+            x = x.unflatten(0, (-1, 2, 2)).transpose(1, 2).reshape(x.shape).contiguous()
+        for theirs, its in rename.items():
+            name = name.replace(theirs, its)
+        own[name] = x
+    folder.mkdir()
+    save_file(own, folder / "consolidated.safetensors")
+    params = {"dim": 16, "n_layers": 2, "head_dim": 4, "hidden_dim": 24, "n_heads": 4, "n_kv_heads": 2}
+    params |= {"norm_eps": 1e-6, "vocab_size": 48, "rope_theta": 10000.0}
+    (folder / "params.json").write_text(json.dumps(params))
+
+
+def write_adapter(folder: Path, **options: object) -> None:
+    """A LoRA adapter of rank 2 for q_proj of both layers."""
+    folder.mkdir()
+    config = {
+        "peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "bias": "none",
+        "base_model_name_or_path": "someone/base", **options,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(
+        {
+            f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{half}.weight": torch.randn(shape)
+            for layer in range(2)
+            for half, shape in (("A", (2, 16)), ("B", (16, 2)))
+        },
+        folder / "adapter_model.safetensors",
+    )

@@ -1,0 +1,270 @@
+"""What is said of a checkpoint in every layout, and that no weight is read for it."""
+
+import json
+import pickle
+import shlex
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from ligermodels import checkpoint
+from ligermodels.cli import main
+from ligermodels.conversion import dcp, inspect, meta, mistral
+from ligermodels.conversion.lora import MergedSource
+from ligermodels.errors import CheckpointError, InputError, LigermodelsError
+from tests.conversion import layouts
+from tests.conversion.layouts import PARAMETERS
+
+LAYOUTS = {
+    "hf": "Hugging Face", "sharded": "Hugging Face", "native": "native, packed", "bin": "Hugging Face, pickled",
+    "meta": "Meta's own (consolidated.NN.pth, params.json)", "dcp": "torch distributed checkpoint",
+    "mistral": "Mistral's own (consolidated*.safetensors, params.json)",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return layouts.write_all(tmp_path_factory.mktemp("layouts"))
+
+
+@pytest.fixture
+def unread(monkeypatch):
+    """Reading a tensor fails."""
+    readers = (checkpoint.SafetensorsFile, checkpoint.SafetensorsReader, checkpoint.PickleReader)
+    for reader in (*readers, dcp.DcpSource, meta.MetaSource, mistral.MistralSource, MergedSource):
+        monkeypatch.setattr(reader, "read", None)
+
+
+def run(capsys, *argv):
+    status = main([str(word) for word in argv])
+    return (status, *capsys.readouterr())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_says_the_same_of_its_model(folders, layout, unread):
+    folder = folders[layout]
+    found = inspect(folder, allow_pickle=True)
+    assert found.ok and found.layout == LAYOUTS[layout] and found.folder == str(folder)
+    assert found.parts == PARAMETERS and found.parameters == sum(PARAMETERS.values())
+    assert found.tensors == (15 if layout == "native" else 21)
+    assert found.dtypes == {"bfloat16" if layout == "mistral" else "float32": sum(PARAMETERS.values())}
+    weights = {path.name: path.stat().st_size for path in folder.iterdir() if "json" not in path.suffix and path.suffix}
+    assert found.files == weights and len(found.files) == {"sharded": len(weights), "meta": 2}.get(layout, 1)
+    assert len(found.files) > 3 or layout != "sharded"
+    says = {"tied": False, "layers": 2, "hidden_size": 16, "heads": 4, "kv_heads": 2, "head_dim": 4, "vocab_size": 48}
+    assert found.model == {**found.model, **says, "intermediate_size": 24}
+    assert found.model["architecture"] == ("Mistral" if layout == "mistral" else "Llama")
+    assert found.model["rope"] == {"rope_type": "default", "rope_theta": 10000.0 if layout == "mistral" else 500000.0}
+    assert found.tokenizer is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_to_be_used_works_as_it_is_printed(folders, layout, capsys, tmp_path):
+    status, out, err = run(capsys, "inspect", folders[layout], "--allow-pickle")
+    assert (status, err) == (0, "")
+    use = next(line for line in out.splitlines() if line.startswith("to use it")).removeprefix("to use it").strip()
+    if use.startswith("ligermodels.load"):
+        import ligermodels
+
+        model = eval(use, {"ligermodels": ligermodels})
+    else:
+        program, *argv = shlex.split(use)
+        argv[argv.index("DST")] = tmp_path / "out"
+        assert program == "ligermodels" and run(capsys, *argv)[0] == 0
+        model = ligermodels_of(tmp_path / "out")
+    assert model.num_parameters() == sum(PARAMETERS.values())
+
+
+def ligermodels_of(folder):
+    import ligermodels
+
+    return ligermodels.load(folder, progress=False)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "adapter"])
+def test_json_is_what_is_printed(folders, layout, capsys, unread):
+    status, out, err = run(capsys, "inspect", folders[layout], "--allow-pickle", "--json")
+    assert (status, err) == (0, "")
+    assert json.loads(out) == inspect(folders[layout], allow_pickle=True).to_json() and json.loads(out)["ok"]
+    status, out, err = run(capsys, "inspect", folders[layout], "--allow-pickle")
+    found = inspect(folders[layout], allow_pickle=True)
+    for words in (found.use, f"{found.parameters:,}", *found.dtypes, *found.parts, found.layout, str(found.tensors)):
+        assert words in out, words
+
+
+def test_an_adapter(folders, unread, tmp_path):
+    found = inspect(folders["adapter"])
+    assert found.ok and found.layout == "LoRA adapter, as PEFT saves it" and found.model == {}
+    assert found.use == f"ligermodels convert someone/base DST --adapter {folders['adapter']}"
+    assert found.parts == {"q_proj": 2 * (2 * 16 + 16 * 2)} and found.parameters == 128 and found.tensors == 4
+    said = {"base": "someone/base", "peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"]}
+    assert found.adapter == said
+    layouts.write_adapter(tmp_path / "dora", use_dora=True)
+    found = inspect(tmp_path / "dora")
+    assert not found.ok and "use_dora" in found.problem and found.parameters == 128
+    with pytest.raises(InputError, match="for models"):
+        inspect(folders["adapter"], rope_factor=8.0)
+
+
+def test_a_pickled_adapter_and_one_for_our_modules(folders, tmp_path):
+    layouts.write_adapter(tmp_path / "a")
+    (tmp_path / "a" / "adapter_model.safetensors").unlink()
+    state = {"base_model.model.layers.0.attn.qkv_proj.lora_A.weight": torch.ones(2, 16)}
+    torch.save(state | {"base_model.model.norm.weight": torch.ones(16)}, tmp_path / "a" / "adapter_model.bin")
+    with pytest.raises(CheckpointError, match="--allow-pickle"):
+        inspect(tmp_path / "a")
+    found = inspect(tmp_path / "a", allow_pickle=True)
+    assert found.parts == {"qkv_proj": 32, "norm": 16} and found.layout.endswith(", pickled")
+    assert found.use.endswith(f"--adapter {tmp_path / 'a'} --allow-pickle")
+
+
+def test_the_revision_is_part_of_what_to_use(folders):
+    assert inspect(folders["hf"], revision="v1").use == f"ligermodels.load('{folders['hf']}', revision='v1')"
+    assert inspect(folders["dcp"], revision="v1").use == f"ligermodels convert {folders['dcp']} DST --revision v1"
+
+
+def test_pickles_need_a_word(folders, capsys):
+    for layout in ("bin", "meta"):
+        status, out, err = run(capsys, "inspect", folders[layout])
+        assert (status, out) == (3, "") and "--allow-pickle" in err
+
+
+@pytest.mark.parametrize("layout", ["hf", "native", "bin"])
+def test_weights_that_do_not_fit_are_a_finding(folders, layout, capsys, tmp_path):
+    for path in folders[layout].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
+    status, out, err = run(capsys, "inspect", tmp_path, "--allow-pickle")
+    assert status == 1 and "NOT as expected" in out and "layers.2" in err and err.startswith("error: ")
+    status, out, _ = run(capsys, "inspect", tmp_path, "--allow-pickle", "--json")
+    found = json.loads(out)
+    assert status == 1 and not found["ok"] and "layers.2" in found["problem"]
+
+
+def test_a_config_from_elsewhere(folders, capsys, tmp_path):
+    (tmp_path / "bare").mkdir()
+    for path in folders["dcp"].iterdir():
+        if path.name != "config.json":
+            (tmp_path / "bare" / path.name).write_bytes(path.read_bytes())
+    status, out, err = run(capsys, "inspect", tmp_path / "bare")
+    assert (status, out) == (3, "") and "config.json" in err and "--config" in err
+    status, out, _ = run(capsys, "inspect", tmp_path / "bare", "--config", folders["hf"])
+    assert status == 0 and f"--config {folders['hf']}" in out
+    status, _, err = run(capsys, "inspect", folders["hf"], "--config", folders["hf"])
+    assert status == 2 and "--config" in err
+
+
+def test_a_scaled_rope_of_a_size_without_a_factor(folders, capsys, tmp_path):
+    (tmp_path / "meta").mkdir()
+    for path in folders["meta"].iterdir():
+        (tmp_path / "meta" / path.name).write_bytes(path.read_bytes())
+    params = json.loads((tmp_path / "meta" / "params.json").read_text())
+    (tmp_path / "meta" / "params.json").write_text(json.dumps({**params, "use_scaled_rope": True}))
+    status, _, err = run(capsys, "inspect", tmp_path / "meta", "--allow-pickle")
+    assert status == 3 and "--rope-factor" in err
+    argv = ["--allow-pickle", "--rope-factor", 32]
+    status, out, _ = run(capsys, "inspect", tmp_path / "meta", *argv)
+    assert status == 0 and "factor 32.0" in out and "--rope-factor 32.0" in out
+    assert run(capsys, "convert", tmp_path / "meta", tmp_path / "hf", *argv)[0] == 0
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["factor"] == 32.0
+    assert json.loads((tmp_path / "hf" / "conversion.json").read_text())["options"]["rope_factor"] == 32.0
+    assert run(capsys, "verify", tmp_path / "hf", tmp_path / "meta", *argv)[0] == 0
+    status, out, _ = run(capsys, "verify", tmp_path / "hf", tmp_path / "meta", "--allow-pickle", "--rope-factor", 8)
+    assert status == 1 and "config: rope is" in out and "values differ" not in out
+    for folder, factor in (
+        (folders["meta"], 8),
+        (tmp_path / "meta", 0),
+        (folders["hf"], 8),
+        (tmp_path / "meta", "nan"),
+    ):
+        status, _, err = run(capsys, "inspect", folder, "--allow-pickle", "--rope-factor", factor)
+        assert status == 2 and "factor" in err
+
+
+@pytest.mark.parametrize("axis, shape", [(0, (24, 16)), (1, (48, 8))])
+def test_the_axis_of_the_embedding(folders, capsys, tmp_path, axis, shape):
+    argv = ["--to", "meta", "--ranks", 2, "--embedding-axis", axis, "--verify", "bytes"]
+    assert run(capsys, "convert", folders["hf"], tmp_path / "meta", *argv)[0] == 0
+    state = torch.load(tmp_path / "meta" / "consolidated.01.pth", weights_only=True)
+    assert state["tok_embeddings.weight"].shape == shape
+    status, _, err = run(capsys, "convert", folders["hf"], tmp_path / "hf", "--embedding-axis", axis)
+    assert status == 2 and "for the layout meta" in err
+
+
+def test_memory_is_that_of_headers(tmp_path):
+    """A checkpoint of 200 MB in each layout that is mapped: inspecting reads none of it."""
+    code = """
+import json, resource, sys, torch
+from ligermodels import checkpoint
+from ligermodels.conversion import inspect
+folder = sys.argv[1]
+def held():
+    lines = open("/proc/self/status").readlines()
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssFile"))) / 1e3
+inspect(sys.argv[2], allow_pickle=True)
+before = held()
+found = inspect(folder, allow_pickle=True)
+print(held() - before)
+"""
+    config = {**layouts.SIZES, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1}
+    from ligermodels.arch import ARCHS
+
+    model = ARCHS["llama"].from_config(config, device="cpu", dtype=torch.float32)
+    small = layouts.write_all(tmp_path / "small")
+    model.save_pretrained(tmp_path / "hf")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "config.json").write_bytes((tmp_path / "hf" / "config.json").read_bytes())
+    torch.save(dict(checkpoint_tensors(tmp_path / "hf")), tmp_path / "bin" / "pytorch_model.bin")
+    for layout in ("hf", "bin"):
+        argv = [sys.executable, "-c", code, str(tmp_path / layout), str(small[layout])]
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+        assert float(done.stdout) < 20, (layout, done.stdout)
+
+
+def checkpoint_tensors(folder):
+    with checkpoint.SafetensorsReader(folder) as reader:
+        for name in reader.headers:
+            yield name, reader.read(name)
+
+
+@pytest.mark.parametrize("spoil", ["cut", "empty", "a pickle that runs", "not there"])
+@pytest.mark.parametrize("layout", ["hf", "native", "bin", "meta", "mistral", "dcp", "adapter"])
+def test_damaged_files_are_one_message(folders, layout, spoil, capsys, tmp_path):
+    for path in folders[layout].iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    if layout == "dcp":
+        (file,) = tmp_path.glob("*.distcp")
+        file = tmp_path / ".metadata" if spoil in ("cut", "a pickle that runs") else file
+    else:
+        file = next(path for path in sorted(tmp_path.iterdir()) if path.suffix in (".safetensors", ".bin", ".pth"))
+    content = file.read_bytes()
+    if spoil == "not there":
+        file.unlink()
+    else:
+        attack = pickle.dumps(Attack(str(tmp_path / "ran")))
+        file.write_bytes({"cut": content[: len(content) // 2], "empty": b"", "a pickle that runs": attack}[spoil])
+    status, out, err = run(capsys, "inspect", tmp_path, "--allow-pickle")
+    assert (status, out) == (3, "") and err.startswith("error: ") and "Traceback" not in err, err
+    assert not (tmp_path / "ran").exists()
+    with pytest.raises(LigermodelsError):
+        inspect(tmp_path, allow_pickle=True)
+
+
+class Attack:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        import os
+
+        return os.mkdir, (self.path,)
+
+
+def test_a_folder_of_nothing(tmp_path, capsys):
+    status, out, err = run(capsys, "inspect", tmp_path)
+    assert (status, out) == (3, "") and "config.json" in err
+    with pytest.raises(CheckpointError):
+        inspect(tmp_path)

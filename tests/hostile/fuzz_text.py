@@ -1,0 +1,291 @@
+"""Mutated tokenizer files and random chat templates, by hypothesis: each works, or ends in a typed error.
+
+The longer run: python -m tests.hostile.fuzz_text --examples 10000
+"""
+
+import argparse
+import collections
+import json
+import shutil
+import tempfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from ligermodels.errors import InputError, TokenizerError
+from ligermodels.text import StreamDecoder, Tokenizer
+from tests.hostile.fuzz_files import BYTE_STEP, PLACES, TREE_STEP, change_bytes, change_tree
+from tests.text import families, folders
+
+CHAT = [
+    {"role": "user", "content": "Hi é"},
+    {"role": "assistant", "content": "the cat"},
+    {"role": "user", "content": ""},
+]
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+TEXT = "the cat <|user|>  sat 🦊\n</s>"
+
+# A tokenizer.json with a step of every kind, small enough for most mutations to hit one.
+_SPECIAL = ["<unk>", "<s>", "</s>", "<|user|>"]
+_VOCAB = [*_SPECIAL, *(f"<0x{byte:02X}>" for byte in (0x0A, 0xC3, 0xA9)), *"▁tehca", "▁t", "he", "▁the"]
+TOKENIZER: dict[str, Any] = {
+    "version": "1.0",
+    "truncation": {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0},
+    "padding": None,
+    "added_tokens": [{"id": index, **folders.added(content)} for index, content in enumerate(_SPECIAL)],
+    "normalizer": {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "NFC"},
+            {"type": "Prepend", "prepend": "▁"},
+            {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        ],
+    },
+    "pre_tokenizer": {
+        "type": "Sequence",
+        "pretokenizers": [
+            {"type": "Split", "pattern": {"Regex": r"\p{L}+|\p{N}{1,3}|\s+"}, "behavior": "Isolated", "invert": False},
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
+        ],
+    },
+    "post_processor": {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    },
+    "decoder": {
+        "type": "Sequence",
+        "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"},
+            {"type": "Fuse"},
+            {"type": "Strip", "content": " ", "start": 1, "stop": 0},
+        ],
+    },
+    "model": {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": "<unk>",
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": True,
+        "ignore_merges": False,
+        "vocab": {token: index for index, token in enumerate(_VOCAB)},
+        "merges": [["▁", "t"], ["h", "e"], ["▁t", "he"]],
+    },
+}
+CONFIG: dict[str, Any] = {
+    "bos_token": "<s>",
+    "eos_token": {"content": "</s>", "lstrip": False},
+    "unk_token": "<unk>",
+    "pad_token": None,
+    "additional_special_tokens": ["<|user|>"],
+    "added_tokens_decoder": {str(index): folders.added(content) for index, content in enumerate(_SPECIAL)},
+    "add_bos_token": True,
+    "legacy": False,
+    "model_max_length": families.HUGE,
+    "chat_template": [{"name": "default", "template": folders.CHATML}, {"name": "tool_use", "template": "{{ tools }}"}],
+}
+
+
+def _words(text: str) -> st.SearchStrategy[str]:
+    return st.sampled_from(text.split())
+
+
+# Templates by a grammar: what is real, and what grows.
+NUMBERS = st.sampled_from(["0", "1", "-1", "7", "0.5", "99999", "10**9", "2**63", "1e308"])
+NAMES = st.sampled_from(["messages", "tools", "bos_token", "m", "ns", "ns.x", "nothing", "loop", "f", "self", "range"])
+FILTERS = _words(
+    "abs attr batch center d dictsort e first format groupby indent int items join last length list map max min pprint "
+    "reject replace reverse round safe select slice sort string striptags sum title tojson trim truncate unique upper "
+    "urlencode urlize wordcount wordwrap xmlattr nothing"
+)
+FIELDS = _words(
+    "role content x count split join replace format items get upper center encode append clear mro gi_frame "
+    "__class__ __globals__ __init__"
+)
+TESTS = st.sampled_from(["defined", "none", "string", "mapping", "iterable", "in messages", "eq 1", "sameas ns", "odd"])
+OPERATORS = st.sampled_from(["not in"]) | _words("+ - * / // % ** ~ == != < in and or")
+LITERALS = st.sampled_from(["'a'", "'%s'", "'{0}{a}'", "'é🦊' * 99", "[1, 'a']", "{'a': 1}", "(1,)", "none", "''"])
+
+
+def _grow(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    return st.one_of(
+        st.tuples(inner, OPERATORS, inner).map(lambda t: f"({t[0]} {t[1]} {t[2]})"),
+        st.tuples(inner, FILTERS).map("|".join),
+        st.tuples(inner, FILTERS, inner).map(lambda t: f"{t[0]}|{t[1]}({t[2]})"),
+        st.tuples(inner, FIELDS).map(".".join),
+        st.tuples(inner, FIELDS, inner).map(lambda t: f"{t[0]}.{t[1]}({t[2]})"),
+        st.tuples(inner, FIELDS).map(lambda t: f"{t[0]}['{t[1]}']"),
+        st.tuples(inner, inner).map(lambda t: f"{t[0]}[{t[1]}:]"),
+        st.tuples(inner, inner).map(lambda t: f"[{t[0]}, {t[1]}]"),
+        st.tuples(inner, inner).map(lambda t: f"{{{t[0]}: {t[1]}}}"),
+        st.tuples(inner, TESTS).map(lambda t: f"({t[0]} is {t[1]})"),
+        st.tuples(st.sampled_from(["range", "dict", "namespace", "cycler", "f", "loop", "lipsum"]), inner).map(
+            lambda t: f"{t[0]}({t[1]})"
+        ),
+    )
+
+
+EXPRESSIONS = st.recursive(st.one_of(NUMBERS, NAMES, LITERALS), _grow, max_leaves=6)
+
+
+def _nest(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+    body = st.tuples(EXPRESSIONS, inner)
+    return st.one_of(
+        st.tuples(inner, inner).map("".join),
+        body.map(lambda t: f"{{% for m in {t[0]} %}}{t[1]}{{% endfor %}}"),
+        body.map(lambda t: f"{{% for m in {t[0]} recursive %}}{t[1]}{{{{ loop(m) }}}}{{% endfor %}}"),
+        body.map(lambda t: f"{{% for i in range(999) %}}{{% set ns.x = {t[0]} %}}{t[1]}{{% endfor %}}"),
+        body.map(lambda t: f"{{% if {t[0]} %}}{t[1]}{{% else %}}{t[1]}{{% endif %}}"),
+        body.map(lambda t: f"{{% macro f(m=1) %}}{t[1]}{{{{ f({t[0]}) }}}}{{% endmacro %}}"),
+        body.map(lambda t: f"{{% set ns.x %}}{t[1]}{{{{ {t[0]} }}}}{{% endset %}}"),
+        inner.map(lambda text: f"{{% generation %}}{text}{{% endgeneration %}}"),
+    )
+
+
+TEMPLATES = st.recursive(
+    st.one_of(
+        EXPRESSIONS.map(lambda text: f"{{{{ {text} }}}}"),
+        EXPRESSIONS.map(lambda text: f"{{% set ns.x = {text} %}}"),
+        st.sampled_from(["text", "{% include 'x' %}", "{% break %}", "{#", "{{ raise_exception(messages) }}", "{%"]),
+    ),
+    _nest,
+    max_leaves=5,
+).map(lambda text: f"{{% set ns = namespace(x=['a', 'b']) %}}{text}")
+REAL = sorted({t for t in vars(families).values() if isinstance(t, str) and "{%" in t} | {folders.LLAMA2})
+# Pieces of templates put into templates: these keep their syntax more often than bytes do.
+PIECES = st.sampled_from(["{% endfor %}", "{% for m in messages %}", "{{ messages }}", "{% if x %}", "{% endif %}"]) | (
+    _words("{{ }} {% %} | ( ) [ ] ' ~ *10**9 .x |join |list .__class__ - {# loop \ud800")
+)
+PIECE_STEP = st.tuples(st.sampled_from(["insert", "delete", "move"]), PLACES, PLACES, PIECES)
+
+
+def change_text(text: str, steps: list[tuple]) -> str:
+    for what, place, other, piece in steps:
+        at, size = place % (len(text) + 1), other % 40
+        if what == "insert":
+            text = text[:at] + piece + text[at:]
+        elif what == "delete":
+            text = text[:at] + text[at + size :]
+        else:
+            moved, text = text[at : at + size], text[:at] + text[at + size :]
+            text = text[: other % (len(text) + 1)] + moved + text[other % (len(text) + 1) :]
+    return text
+
+
+class Fuzz:
+    """Two good folders of which one file is mutated, loaded, used and counted by its outcome."""
+
+    def __init__(self, root: Path):
+        self.json, self.model = root / "json", root / "model"
+        folders.write(self.json, "tokenizer.json", TOKENIZER)
+        folders.write(self.json, "tokenizer_config.json", CONFIG)
+        self.blob = folders.sentencepiece_model()
+        folders.sentencepiece_folder(self.model, self.blob)
+        self.tokenizer = Tokenizer.from_folder(self.json)
+        self.counts: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+
+    def attempt(self, kind: str, call: Callable[[], None]) -> None:
+        """Whatever else than these two errors comes, passes through to hypothesis."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                call()
+            except (TokenizerError, InputError) as error:
+                assert len(str(error)) < 3000
+                self.counts[kind][type(error).__name__] += 1
+            else:
+                self.counts[kind]["worked"] += 1
+
+    def use(self, path: Path, content: bytes) -> Callable[[], None]:
+        """With this in the place of a good file: loaded, and every call made of it."""
+
+        def call() -> None:
+            good = path.read_bytes()
+            path.write_bytes(content)
+            try:
+                tokenizer = Tokenizer.from_folder(path.parent)
+                ids = tokenizer.encode(TEXT)
+                tokenizer.decode(ids)
+                tokenizer.encode_batch(["the", ""])
+                stream = StreamDecoder(tokenizer)
+                "".join([stream.put(index) for index in ids] + [stream.flush()])
+                assert isinstance(tokenizer.chat_stop_ids, tuple)
+                tokenizer.apply_chat_template(CHAT, tools=TOOLS)
+            finally:
+                path.write_bytes(good)
+
+        return call
+
+    def render(self, template: str) -> Callable[[], None]:
+        return lambda: self.tokenizer.apply_chat_template(CHAT, tools=TOOLS, template=template + "{# #}") and None
+
+    def targets(self, count: int, **options: Any) -> list[Callable[[], None]]:
+        """A function of hypothesis for each kind of mutation, `count` examples in all."""
+        steps, pieces = st.lists(TREE_STEP, min_size=1, max_size=3), st.lists(PIECE_STEP, min_size=1, max_size=4)
+        blobs = st.lists(BYTE_STEP, min_size=1, max_size=3)
+        files = self.json / "tokenizer.json", self.json / "tokenizer_config.json", self.model / "tokenizer.model"
+        tree, config = json.dumps(TOKENIZER, ensure_ascii=False).encode(), json.dumps(CONFIG).encode()
+
+        def dump(value: Any) -> bytes:
+            return json.dumps(value).encode()
+
+        # kind: (share, what is drawn, the call made of it)
+        kinds: dict[str, tuple[float, st.SearchStrategy, Callable[[Any], Callable[[], None]]]] = {
+            "tokenizer.json as JSON": (0.25, steps, lambda s: self.use(files[0], dump(change_tree(TOKENIZER, s)))),
+            "tokenizer.json as bytes": (0.1, blobs, lambda s: self.use(files[0], change_bytes(tree, s, len(tree)))),
+            "tokenizer_config.json as JSON": (0.15, steps, lambda s: self.use(files[1], dump(change_tree(CONFIG, s)))),
+            "tokenizer_config.json as bytes": (
+                0.05, blobs, lambda s: self.use(files[1], change_bytes(config, s, len(config)))),
+            "tokenizer.model as bytes": (
+                0.15, blobs, lambda s: self.use(files[2], change_bytes(self.blob, s, len(self.blob)))),
+            "templates by a grammar": (0.2, TEMPLATES, self.render),
+            "real templates changed": (
+                0.1, st.tuples(st.sampled_from(REAL), pieces), lambda d: self.render(change_text(*d))),
+        }  # fmt: skip
+
+        def target(kind: str) -> Callable[[], None]:
+            share, strategy, make = kinds[kind]
+
+            @settings(
+                max_examples=max(1, round(count * share)),
+                deadline=5000,
+                database=None,
+                suppress_health_check=list(HealthCheck),
+                phases=[Phase.generate, Phase.shrink],
+                **options,
+            )
+            @given(strategy)
+            def run(drawn):
+                self.attempt(kind, make(drawn))
+
+            return run
+
+        return [target(kind) for kind in kinds]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Mutated tokenizer files and templates; an uncaught error ends the run."
+    )
+    parser.add_argument("--examples", type=int, default=10_000)
+    root = Path(tempfile.mkdtemp())
+    try:
+        fuzz = Fuzz(root)
+        for target in fuzz.targets(parser.parse_args().examples):
+            target()
+        for kind, counts in fuzz.counts.items():
+            print(f"{kind}: {counts.total()} ({', '.join(f'{name} {n}' for name, n in counts.most_common())})")
+    finally:
+        shutil.rmtree(root)
+
+
+if __name__ == "__main__":
+    main()

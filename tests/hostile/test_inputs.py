@@ -1,0 +1,387 @@
+"""What a model is called with, bad in every way by name: each ends in an InputError, or in what its documentation says.
+
+Values are looked at on the CPU; where the tensors are on a GPU, only what costs no wait is.
+"""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ligermodels.cache import KVCache
+from ligermodels.errors import InputError
+from ligermodels.layers import CrossEntropyLoss, Embedding, LinearCrossEntropyLoss, LMHead
+from tests.hostile.folders import CONFIG, make_model
+
+NAN, INF = float("nan"), float("inf")
+V, H, B, S = CONFIG["vocab_size"], CONFIG["hidden_size"], 2, 5
+IDS = torch.arange(B * S).view(B, S)
+POSITIONS = torch.arange(S)[None]
+ONES = torch.ones(B, S, dtype=torch.long)
+
+
+def embeds(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Tensor:
+    return torch.ones(*(shape or (B, S, H)), dtype=dtype, device=device)
+
+
+def bounds(*ends: Any, dtype: torch.dtype = torch.int32, device: str = "cpu") -> Tensor:
+    return torch.tensor(ends, dtype=dtype, device=device)
+
+
+def cache(layers: int = 1, batch: int = B, heads: int = 1, dim: int = 8, **options: Any) -> KVCache:
+    return KVCache(layers, batch, 8, heads, dim, **{"dtype": torch.float32, "device": "cpu", **options})
+
+
+# Name -> (arguments of forward, words of the InputError).
+FORWARD: dict[str, tuple[dict[str, Any], str]] = {
+    "nothing": (dict(), "either input_ids"),
+    "ids and embeddings": (dict(input_ids=IDS, inputs_embeds=embeds()), "not both"),
+    "ids: a list": (dict(input_ids=[[1, 2]]), "is a list"),
+    "ids: a numpy array": (dict(input_ids=IDS.numpy()), "is a ndarray"),
+    "ids: text": (dict(input_ids="hello"), "is a str"),
+    "ids: negative": (dict(input_ids=IDS - 1), "from -1"),
+    "ids: a label of -100": (dict(input_ids=IDS - 100), "from -100"),
+    "ids: the vocabulary's size": (dict(input_ids=IDS + V - 9), f"to {V}"),
+    "ids: 2^62": (dict(input_ids=IDS + 2**62), "another model"),
+    "ids: int32, negative": (dict(input_ids=(IDS - 3).int()), "from -3"),
+    "ids: floats": (dict(input_ids=IDS.float()), "torch.float32"),
+    "ids: booleans": (dict(input_ids=IDS > 3), "torch.bool"),
+    "ids: int16": (dict(input_ids=IDS.short()), "torch.int16"),
+    "ids: uint8": (dict(input_ids=IDS.to(torch.uint8)), "torch.uint8"),
+    "ids: complex": (dict(input_ids=IDS + 0j), "torch.complex64"),
+    "ids: sparse": (dict(input_ids=IDS.to_sparse()), "sparse_coo"),
+    "ids: on another device": (dict(input_ids=IDS.to("meta")), "on meta"),
+    "ids: no dimension": (dict(input_ids=torch.tensor(3)), "expected .batch"),
+    "ids: one dimension": (dict(input_ids=IDS[0]), "expected .batch"),
+    "ids: three dimensions": (dict(input_ids=IDS[None]), "expected .batch"),
+    "ids: no row": (dict(input_ids=IDS[:0]), "no token"),
+    "ids: no column": (dict(input_ids=IDS[:, :0]), "no token"),
+    "embeddings: too wide": (dict(inputs_embeds=embeds(B, S, H + 1)), f"sequence, {H}"),
+    "embeddings: of no width": (dict(inputs_embeds=embeds(B, S, 0)), "no token"),
+    "embeddings: float16": (dict(inputs_embeds=embeds(dtype=torch.float16)), "model.dtype"),
+    "embeddings: float64": (dict(inputs_embeds=embeds(dtype=torch.float64)), "model.dtype"),
+    "embeddings: integers": (dict(inputs_embeds=embeds(dtype=torch.int64)), "floating point"),
+    "embeddings: of one row without a batch": (dict(inputs_embeds=embeds(S, H)), "expected .batch"),
+    "embeddings: four dimensions": (dict(inputs_embeds=embeds(1, B, S, H)), "expected .batch"),
+    "embeddings: on another device": (dict(inputs_embeds=embeds(device="meta")), "on meta"),
+    "embeddings: a list": (dict(inputs_embeds=[[1.0]]), "is a list"),
+    "labels: too short": (dict(input_ids=IDS, labels=IDS[:, :4]), "that of the ids"),
+    "labels: of one row": (dict(input_ids=IDS, labels=IDS[:1]), "that of the ids"),
+    "labels: one dimension": (dict(input_ids=IDS, labels=IDS[0]), "that of the ids"),
+    "labels: one-hot": (dict(input_ids=IDS, labels=torch.ones(B, S, V)), "torch.float32"),
+    "labels: floats": (dict(input_ids=IDS, labels=IDS.float()), "torch.float32"),
+    "labels: booleans": (dict(input_ids=IDS, labels=IDS > 3), "torch.bool"),
+    "labels: uint8": (dict(input_ids=IDS, labels=IDS.to(torch.uint8)), "torch.uint8"),
+    "labels: the vocabulary's size": (dict(input_ids=IDS, labels=IDS + V - 9), "neither a class"),
+    "labels: -1": (dict(input_ids=IDS, labels=IDS - 2), "neither a class"),
+    "labels: out of range, with logits": (
+        dict(input_ids=IDS, labels=IDS + V, return_logits=True), "neither a class"),
+    "labels: on another device": (dict(input_ids=IDS, labels=IDS.to("meta")), "on meta"),
+    "labels: a list": (dict(input_ids=IDS, labels=IDS.tolist()), "is a list"),
+    "labels: and a part of the logits": (dict(input_ids=IDS, labels=IDS, logits_to_keep=2), "all positions"),
+    "items: -1": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=-1), "zero or more"),
+    "items: NaN": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=NAN), "zero or more"),
+    "items: infinite": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=INF), "zero or more"),
+    "items: 2^70": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=2**70), "zero or more"),
+    "items: true": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=True), "zero or more"),
+    "items: text": (dict(input_ids=IDS, labels=IDS, num_items_in_batch="8"), "zero or more"),
+    "items: a list": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=[8]), "zero or more"),
+    "items: a negative tensor": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=torch.tensor(-8)), "zero or more"),
+    "items: a tensor of NaN": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=torch.tensor(NAN)), "zero or more"),
+    "items: two": (dict(input_ids=IDS, labels=IDS, num_items_in_batch=torch.tensor([4, 4])), "one number"),
+    "items: nowhere": (
+        dict(input_ids=IDS, labels=IDS, num_items_in_batch=torch.tensor(8, device="meta")), "one number"),
+    "items: -1, with logits": (
+        dict(input_ids=IDS, labels=IDS, num_items_in_batch=-1, return_logits=True), "zero or more"),
+    "mask: too short": (dict(input_ids=IDS, attention_mask=ONES[:, :4]), "expected .2, 5"),
+    "mask: of one row": (dict(input_ids=IDS, attention_mask=ONES[:1]), "expected .2, 5"),
+    "mask: one dimension": (dict(input_ids=IDS, attention_mask=ONES[0]), "expected .2, 5"),
+    "mask: four dimensions": (dict(input_ids=IDS, attention_mask=torch.ones(B, 1, S, S)), "expected .2, 5"),
+    "mask: NaN": (dict(input_ids=IDS, attention_mask=torch.full((B, S), NAN)), "holds nan"),
+    "mask: infinite": (dict(input_ids=IDS, attention_mask=torch.full((B, S), -INF)), "holds -inf"),
+    "mask: additive": (dict(input_ids=IDS, attention_mask=(ONES - 1) * 1e9 + torch.tensor([-1e9, 0, 0, 0, 0])),
+                       "additive mask"),
+    "mask: a half": (dict(input_ids=IDS, attention_mask=ONES / 2), "holds 0.5"),
+    "mask: numbers of packed sequences": (
+        dict(input_ids=IDS, attention_mask=torch.tensor([[1, 1, 2, 2, 3]] * B)), "packed sequences"),
+    "mask: -1": (dict(input_ids=IDS, attention_mask=-ONES), "holds -1"),
+    "mask: complex": (dict(input_ids=IDS, attention_mask=ONES + 0j), "torch.complex64"),
+    "mask: on another device": (dict(input_ids=IDS, attention_mask=ONES.to("meta")), "on meta"),
+    "mask: a list": (dict(input_ids=IDS, attention_mask=ONES.tolist()), "is a list"),
+    "mask: an object": (dict(input_ids=IDS, attention_mask={"full_attention": ONES}), "is a dict"),
+    "positions: negative": (dict(input_ids=IDS, position_ids=POSITIONS - 1), "down to -1"),
+    "positions: negative at a token": (
+        dict(input_ids=IDS, position_ids=POSITIONS - 1, attention_mask=ONES), "down to -1"),
+    "positions: negative among restarts": (
+        dict(input_ids=IDS, position_ids=torch.tensor([[0, 1, -5, 0, 1]])), "down to -5"),
+    "positions: 2^24": (dict(input_ids=IDS, position_ids=POSITIONS + 2**24), "told apart"),
+    "positions: 2^62": (dict(input_ids=IDS, position_ids=POSITIONS + 2**62), "told apart"),
+    "positions: floats": (dict(input_ids=IDS, position_ids=POSITIONS.float()), "torch.float32"),
+    "positions: booleans": (dict(input_ids=IDS, position_ids=POSITIONS > 2), "torch.bool"),
+    "positions: too short": (dict(input_ids=IDS, position_ids=POSITIONS[:, :4]), "position_ids have shape"),
+    "positions: one dimension": (dict(input_ids=IDS, position_ids=POSITIONS[0]), "position_ids have shape"),
+    "positions: of three rows": (dict(input_ids=IDS, position_ids=POSITIONS.expand(3, S)), "position_ids have shape"),
+    "positions: on another device": (dict(input_ids=IDS, position_ids=POSITIONS.to("meta")), "on meta"),
+    "positions: a list": (dict(input_ids=IDS, position_ids=POSITIONS.tolist()), "is a list"),
+    "packing: from 1": (dict(input_ids=IDS, cu_seqlens=bounds(1, 5, 10)), "ascend from 0"),
+    "packing: to less than all": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 9)), "ascend from 0"),
+    "packing: beyond the end": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 11)), "ascend from 0"),
+    "packing: descending": (dict(input_ids=IDS, cu_seqlens=bounds(0, 6, 5, 10)), "ascend from 0"),
+    "packing: negative": (dict(input_ids=IDS, cu_seqlens=bounds(0, -1, 10)), "ascend from 0"),
+    "packing: negative, with labels": (dict(input_ids=IDS, labels=IDS, cu_seqlens=bounds(0, -1, 10)), "ascend from 0"),
+    "packing: 2^31 - 1": (dict(input_ids=IDS, cu_seqlens=bounds(0, 2**31 - 1, 10)), "ascend from 0"),
+    "packing: int64": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10, dtype=torch.int64)), "torch.int32"),
+    "packing: floats": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10, dtype=torch.float32)), "torch.int32"),
+    "packing: two dimensions": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10)[None]), "torch.int32"),
+    "packing: one bound": (dict(input_ids=IDS, cu_seqlens=bounds(0)), "torch.int32"),
+    "packing: no bound": (dict(input_ids=IDS, cu_seqlens=bounds()), "torch.int32"),
+    "packing: on another device": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10, device="meta")), "on meta"),
+    "packing: a list": (dict(input_ids=IDS, cu_seqlens=[0, 5, 10]), "is a list"),
+    "packing: with a mask": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10), attention_mask=ONES), "with neither"),
+    "packing: with a cache": (
+        dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10), past_key_values=cache()), "neither attention"),
+    "packing: that asks for a cache": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10), use_cache=True), "neither"),
+    "packing: longest too short": (dict(input_ids=IDS, cu_seqlens=bounds(0, 4, 10), max_seqlen=5), "has 6"),
+    "packing: longest zero": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10), max_seqlen=0), "has 5"),
+    "packing: longest a half": (dict(input_ids=IDS, cu_seqlens=bounds(0, 5, 10), max_seqlen=5.5), "number of tokens"),
+    "packing: longest alone": (dict(input_ids=IDS, max_seqlen=5), "cu_seqlens too"),
+    "packing: of keys alone": (dict(input_ids=IDS, cu_seq_lens_k=bounds(0, 5, 10)), "given together"),
+    "packing: of queries alone": (dict(input_ids=IDS, cu_seq_lens_q=bounds(0, 5, 10)), "given together"),
+    "packing: of keys and queries apart": (
+        dict(input_ids=IDS, cu_seq_lens_q=bounds(0, 5, 10), cu_seq_lens_k=bounds(0, 4, 10)), "k differ"),
+    "cache: of another batch size": (dict(input_ids=IDS, past_key_values=cache(batch=3)), "another batch"),
+    "cache: of another dtype": (dict(input_ids=IDS, past_key_values=cache(dtype=torch.float16)), "torch.float16"),
+    "cache: of other heads": (dict(input_ids=IDS, past_key_values=cache(heads=2)), "another batch"),
+    "cache: of another head_dim": (dict(input_ids=IDS, past_key_values=cache(dim=4)), "another batch"),
+    "cache: of more layers": (dict(input_ids=IDS, past_key_values=cache(layers=2)), "another model"),
+    "cache: on another device": (dict(input_ids=IDS, past_key_values=cache(device="meta")), "on meta"),
+    "cache: transformers' tuple": (dict(input_ids=IDS, past_key_values=((embeds(), embeds()),)), "is a tuple"),
+    "cache: true": (dict(input_ids=IDS, past_key_values=True), "is a bool"),
+    "keep: -1": (dict(input_ids=IDS, logits_to_keep=-1), "number of positions"),
+    "keep: 1.5": (dict(input_ids=IDS, logits_to_keep=1.5), "number of positions"),
+    "keep: a tensor": (dict(input_ids=IDS, logits_to_keep=torch.tensor([0, 1])), "number of positions"),
+    "keep: null": (dict(input_ids=IDS, logits_to_keep=None), "number of positions"),
+    "router of a model without": (dict(input_ids=IDS, output_router_logits=True), "no router"),
+    "attention weights": (dict(input_ids=IDS, output_attentions=True), "never in memory"),
+    "a tuple for an output": (dict(input_ids=IDS, return_dict=False), "not supported"),
+}  # fmt: skip
+
+# Name -> (arguments of generate, words of the InputError).
+GENERATE: dict[str, tuple[dict[str, Any], str]] = {
+    "ids: a list": (dict(input_ids=[[1]]), "is a list"),
+    "ids: out of range": (dict(input_ids=IDS + V), "the vocabulary"),
+    "ids: no row": (dict(input_ids=IDS[:0]), "empty prompt"),
+    "ids: no column": (dict(input_ids=IDS[:, :0]), "empty prompt"),
+    "ids: on another device": (dict(input_ids=IDS.to("meta")), "on meta"),
+    "ids: floats": (dict(input_ids=IDS.float()), "int64 or"),
+    "mask: a list": (dict(attention_mask=ONES.tolist()), "is a list"),
+    "mask: NaN": (dict(attention_mask=torch.full((B, S), NAN)), "something else"),
+    "mask: additive": (dict(attention_mask=(1.0 - ONES) * 1e9 - 1.0), "something else"),
+    "mask: complex": (dict(attention_mask=ONES + 0j), "torch.complex64"),
+    "mask: nothing": (dict(attention_mask=ONES * 0), "ends in padding"),
+    "mask: padding on the right": (dict(attention_mask=torch.tensor([[1, 1, 1, 0, 0]] * B)), "ends in padding"),
+    "tokens: 0": (dict(max_new_tokens=0), "at least 1"),
+    "tokens: -1": (dict(max_new_tokens=-1), "at least 1"),
+    "tokens: 1.5": (dict(max_new_tokens=1.5), "an integer"),
+    "tokens: NaN": (dict(max_new_tokens=NAN), "an integer"),
+    "tokens: infinite": (dict(max_new_tokens=INF), "an integer"),
+    "tokens: true": (dict(max_new_tokens=True), "an integer"),
+    "tokens: null": (dict(max_new_tokens=None), "an integer"),
+    "tokens: text": (dict(max_new_tokens="3"), "an integer"),
+    "tokens: 10^18": (dict(max_new_tokens=10**18), "too large"),
+    "tokens: 10^30": (dict(max_new_tokens=10**30), "too large"),
+    "temperature: NaN": (dict(temperature=NAN), "finite positive"),
+    "temperature: infinite": (dict(temperature=INF), "finite positive"),
+    "temperature: below fp32": (dict(temperature=1e-300), "finite positive"),
+    "temperature: null": (dict(temperature=None), "finite positive"),
+    "temperature: text": (dict(temperature="0.7"), "finite positive"),
+    "temperature: true": (dict(temperature=True), "finite positive"),
+    "top_k: NaN": (dict(temperature=1.0, top_k=NAN), "positive integer"),
+    "top_k: true": (dict(temperature=1.0, top_k=True), "positive integer"),
+    "top_k: text": (dict(temperature=1.0, top_k="5"), "positive integer"),
+    "top_p: NaN": (dict(temperature=1.0, top_p=NAN), "at most 1"),
+    "top_p: a list": (dict(temperature=1.0, top_p=[0.9]), "at most 1"),
+    "min_p: NaN": (dict(temperature=1.0, min_p=NAN), "from 0"),
+    "penalty: NaN": (dict(repetition_penalty=NAN), "finite and"),
+    "penalty: null": (dict(repetition_penalty=None), "finite and"),
+    "penalty: below fp32": (dict(repetition_penalty=1e-300), "finite and"),
+    "seed: 2^70": (dict(temperature=1.0, seed=2**70), "64 bits"),
+    "seed: text": (dict(temperature=1.0, seed="x"), "64 bits"),
+    "seed: true": (dict(temperature=1.0, seed=True), "64 bits"),
+    "eos: text": (dict(eos_token_id="</s>"), "must be integers"),
+    "eos: NaN": (dict(eos_token_id=NAN), "must be integers"),
+    "eos: a dict": (dict(eos_token_id={"id": 1}), "must be integers"),
+    "eos: with text": (dict(eos_token_id=[1, "2"]), "must be integers"),
+    "eos: true": (dict(eos_token_id=True), "must be integers"),
+    "eos: 2^63": (dict(eos_token_id=2**63), "64 bits"),
+    "eos: and nothing to fill with": (dict(eos_token_id=V + 3), "pass pad_token_id"),
+    "pad: out of range": (dict(pad_token_id=V), "outside the vocabulary"),
+    "pad: -1": (dict(pad_token_id=-1), "outside the vocabulary"),
+    "pad: 1.5": (dict(pad_token_id=1.5), "outside the vocabulary"),
+    "pad: text": (dict(pad_token_id="<pad>"), "outside the vocabulary"),
+    "stop: without a tokenizer": (dict(stop_strings="x"), "pass tokenizer"),
+    "stop: text for a tokenizer": (dict(stop_strings="x", tokenizer="gpt2", pad_token_id=0), "tokenizer is"),
+    "stop: empty": (dict(stop_strings=[""], tokenizer=1), "empty string"),
+    "stop: a number": (dict(stop_strings=3, tokenizer=1), "is a int"),
+    "stop: bytes": (dict(stop_strings=[b"x"], tokenizer=1), "must be strings"),
+    "streamer: a number": (dict(streamer=3), "put and"),
+    "processor: a number": (dict(logits_processor=3), "must be callable"),
+    "processor: that returns nothing": (dict(logits_processor=lambda ids, logits: None), "must return"),
+    "processor: that cuts": (dict(logits_processor=lambda ids, logits: logits[:, :3]), "must return"),
+    "processor: that makes NaN": (dict(logits_processor=lambda ids, logits: logits * NAN), "are NaN"),
+    "processor: that leaves no token": (dict(logits_processor=lambda ids, logits: logits - INF), "all -inf"),
+}  # fmt: skip
+
+X, WEIGHT = torch.ones(B, S, H), torch.ones(V, H)
+LAYERS: dict[str, tuple[Callable[[], object], str]] = {
+    "embedding: floats": (lambda: Embedding(V, H)(IDS.float()), "torch.float32"),
+    "embedding: a list": (lambda: Embedding(V, H)([1]), "a list"),
+    "embedding: negative": (lambda: Embedding(V, H)(IDS - 1), "from -1"),
+    "embedding: on another device": (lambda: Embedding(V, H)(IDS.to("meta")), "on meta"),
+    "head: labels out of range": (lambda: LMHead(H, V)(X, IDS + V), "neither a class"),
+    "head: labels of another shape": (lambda: LMHead(H, V)(X, IDS[0]), "one entry"),
+    "head: a negative count": (lambda: LMHead(H, V)(X, IDS, num_items_in_batch=-3), "zero or more"),
+    "loss: labels out of range": (lambda: CrossEntropyLoss()(X, IDS + H), "neither a class"),
+    "loss: labels of floats": (lambda: CrossEntropyLoss()(X, IDS.float()), "class indices"),
+    "loss: logits of integers": (lambda: CrossEntropyLoss()(X.long(), IDS), "floating point"),
+    "loss: a count of NaN": (lambda: CrossEntropyLoss()(X, IDS, num_items_in_batch=torch.tensor(NAN)), "zero or more"),
+    "linear loss: weight of another width": (lambda: LinearCrossEntropyLoss()(X, WEIGHT[:, :3], IDS), "does not fit"),
+    "linear loss: labels out of range": (lambda: LinearCrossEntropyLoss()(X, WEIGHT, IDS - 5), "neither a class"),
+    "linear loss: a negative count": (
+        lambda: LinearCrossEntropyLoss()(X, WEIGHT, IDS, num_items_in_batch=-1), "zero or more"),
+    "cache: no layer": (lambda: cache(layers=0), "must be positive"),
+    "cache: no batch": (lambda: cache(batch=0), "must be positive"),
+    "cache: windows for other layers": (lambda: cache(windows=[None, None]), "windows has"),
+    "cache: a window of none": (lambda: cache(windows=[0]), "at least 1"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return make_model().eval()
+
+
+def refused(work: Callable[[], object], words: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(InputError, match=f"(?s){words}") as caught:
+            work()
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", list(FORWARD))
+def test_a_bad_forward_is_refused(model, name):
+    options, words = FORWARD[name]
+    refused(lambda: model(**options), words)
+
+
+@pytest.mark.parametrize("name", list(GENERATE))
+def test_a_bad_generate_is_refused(model, name):
+    options, words = GENERATE[name]
+    refused(lambda: model.generate(**{"input_ids": IDS, "max_new_tokens": 3, **options}), words)
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_a_bad_call_of_a_layer_is_refused(name):
+    refused(*LAYERS[name])
+
+
+def test_a_cache_of_fewer_layers_is_refused_before_it_changes():
+    short = cache()
+    refused(lambda: make_model(num_hidden_layers=2)(IDS, past_key_values=short), "another model")
+    assert short.length == 0
+
+
+@pytest.mark.parametrize("part", ["embed_tokens", "norm", "lm_head"])
+@pytest.mark.parametrize("value", [NAN, INF])
+@pytest.mark.parametrize("options", [{}, {"eos_token_id": 3}, {"temperature": 1.0}], ids=str)
+def test_weights_without_meaning_choose_no_token(part, value, options):
+    """At the first token and at a later one, whether or not the host reads every step."""
+    broken = make_model()
+    getattr(broken, part).weight.data[9:].fill_(value)  # a row of the tables, or dims of the norm
+    refused(lambda: broken.generate(IDS[:1], max_new_tokens=30, **options), "are NaN")
+
+
+def test_nan_in_embeddings_stays_in_sight(model):
+    """Nothing is looked at that would cost a wait: NaN goes through to the logits of its row, and of no other."""
+    x = torch.ones(B, S, H)
+    x[0, 2, 3] = NAN
+    logits = model(inputs_embeds=x).logits
+    assert logits[0, 2:].isnan().all() and logits[1].isfinite().all()
+
+
+def test_what_is_odd_and_has_a_meaning_is_computed(model):
+    expected = model(IDS).logits
+    equal = torch.testing.assert_close
+    equal(model(IDS.int()).logits, expected)
+    equal(model(IDS.t().contiguous().t()).logits, expected)
+    equal(model(IDS, attention_mask=torch.ones(B, S)).logits, expected)
+    equal(model(IDS, attention_mask=ONES.bool()).logits, expected)
+    equal(model(IDS, position_ids=POSITIONS.int()).logits, expected)
+    equal(model(IDS, logits_to_keep=100).logits, expected)
+    equal(model(IDS, past_key_values=model.new_cache(B, 1)).logits, expected)  # grows
+    equal(model(IDS, cu_seqlens=bounds(0, 5, 5, 10), max_seqlen=99).logits, expected)  # an empty sequence
+    equal(model(IDS, position_ids=POSITIONS + 1000).logits, expected)  # past the limit: only distances count
+    left = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
+    places = left.cumsum(1) - 1  # -1 at padding, as many make them
+    assert places.min() == -1
+    equal(model(IDS, attention_mask=left, position_ids=places).logits[0, 2:], model(IDS[:1, 2:]).logits[0])
+
+
+def test_no_label_at_all_is_a_loss_of_zero(model):
+    """And of zero gradients; torch's own mean would be NaN."""
+    for options in ({}, {"return_logits": True}, {"num_items_in_batch": 0}, {"num_items_in_batch": torch.tensor(0)}):
+        model.zero_grad()
+        loss = model(IDS, labels=torch.full_like(IDS, -100), **options).loss
+        loss.backward()
+        assert loss == 0 and all(p.grad is None or (p.grad == 0).all() for p in model.parameters())
+    assert model(IDS[:, :1], labels=IDS[:, :1]).loss == 0  # one token has no next
+
+
+def test_a_row_of_padding_alone_leaves_the_others_as_they_are(model):
+    mask = torch.tensor([[0] * S, [1] * S])
+    logits = model(IDS, attention_mask=mask).logits
+    assert logits.isfinite().all()
+    torch.testing.assert_close(logits[1:], model(IDS[1:]).logits)
+
+
+def test_ids_that_stop_nothing(model):
+    """-1 for none in the checkpoint, and ids beyond the vocabulary, never come: there is nothing to fill up."""
+    free = model.generate(IDS, max_new_tokens=4)
+    odd = make_model().eval()
+    odd.generation_config.update(eos_token_id=[-1, V + 7], pad_token_id=-1)
+    assert torch.equal(odd.generate(IDS, max_new_tokens=4), free)
+    assert torch.equal(model.generate(IDS[:1], max_new_tokens=4, eos_token_id=V + 3), free[:1])
+    stops = torch.tensor([int(free[0, S])])
+    assert torch.equal(model.generate(IDS[:1], max_new_tokens=4, eos_token_id=stops), free[:1, : S + 1])
+
+
+def test_a_bad_call_leaves_the_model_as_it_was(model):
+    expected = model.generate(IDS, max_new_tokens=4)
+    for options, words in (*FORWARD.values(),):
+        refused(lambda options=options: model(**options), words)
+    assert torch.equal(model.generate(IDS, max_new_tokens=4), expected)
+
+
+def test_checks_of_values_wait_for_no_device(model, monkeypatch):
+    """A forward without a mask and positions reads no tensor at all, wherever it lies."""
+    reads: list[str] = []
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "cpu"):
+        original = getattr(Tensor, name)
+        monkeypatch.setattr(Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1])
+    model(IDS, logits_to_keep=1)
+    model(inputs_embeds=embeds())
+    assert not reads
+
+
+def test_checks_are_traced_without_a_break():
+    """torch.compile sees one graph, with ids, labels, a mask and positions."""
+    model = make_model()
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    for options in (dict(labels=IDS, num_items_in_batch=7), dict(attention_mask=ONES, position_ids=POSITIONS)):
+        expected, found = model(IDS, **options), compiled(IDS, **options)
+        for name in found:
+            torch.testing.assert_close(found[name], expected[name])

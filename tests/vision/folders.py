@@ -1,0 +1,112 @@
+"""Folders of small checkpoints with pictures: tokenizer, chat template and image processor, without weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from PIL import Image
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from tests.text.folders import CORPUS, write
+
+# As the Hub has them: the generation of transformers 4.
+QWEN = {
+    "min_pixels": 3136,
+    "max_pixels": 12845056,
+    "patch_size": 14,
+    "temporal_patch_size": 2,
+    "merge_size": 2,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "processor_class": "Qwen2VLProcessor",
+}
+MLLAMA = {
+    "do_convert_rgb": True,
+    "do_normalize": True,
+    "do_pad": True,
+    "do_rescale": True,
+    "do_resize": True,
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_processor_type": "MllamaImageProcessor",
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "max_image_tiles": 4,
+    "resample": 2,
+    "rescale_factor": 0.00392156862745098,
+    "size": {"height": 560, "width": 560},
+}
+QWEN_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>")
+QWEN_TOKENS += ("<|image_pad|>", "<|video_pad|>")
+MLLAMA_TOKENS = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+MLLAMA_TOKENS += ("<|finetune_right_pad_id|>", "<|python_tag|>", "<|image|>")
+
+QWEN_TEMPLATE = """{%- set seen = namespace(images=0) -%}
+{%- for message in messages -%}
+{%- if loop.first and message['role'] != 'system' -%}{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{%- endif -%}
+{{ '<|im_start|>' + message['role'] + '\n' }}
+{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}
+{%- for part in message['content'] -%}
+{%- if part['type'] == 'image' or 'image' in part or 'image_url' in part -%}
+{%- set seen.images = seen.images + 1 -%}
+{%- if add_vision_id -%}{{ 'Picture ' ~ seen.images ~ ': ' }}{%- endif -%}
+{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+{%- elif part['type'] == 'video' or 'video' in part -%}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}
+{%- elif 'text' in part -%}{{ part['text'] }}{%- endif -%}
+{%- endfor -%}{%- endif -%}{{ '<|im_end|>\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\n' }}{%- endif -%}"""
+MLLAMA_TEMPLATE = """{{- bos_token }}
+{%- for message in messages %}
+{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}
+{%- if message['content'] is string %}{{- message['content'] }}{%- else %}
+{%- for part in message['content'] %}
+{%- if part['type'] == 'image' %}{{- '<|image|>' }}{%- elif part['type'] == 'text' %}{{- part['text'] }}{%- endif %}
+{%- endfor %}{%- endif %}{{- '<|eot_id|>' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"""
+
+
+def _tokenizer(folder: Path, special: tuple[str, ...], **config: Any) -> None:
+    native = tokenizers.Tokenizer(models.BPE())
+    native.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    native.decoder = decoders.ByteLevel()
+    native.post_processor = processors.ByteLevel(trim_offsets=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
+    native.train_from_iterator(CORPUS, trainer)
+    native.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    write(folder, "tokenizer.json", native.to_str())
+    write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **config})
+
+
+def qwen2_vl(folder: Path, **config: Any) -> Path:
+    """Files as on the Hub. config: changes of preprocessor_config.json."""
+    _tokenizer(folder, QWEN_TOKENS, eos_token="<|im_end|>", pad_token="<|endoftext|>", chat_template="text only")
+    write(folder, "chat_template.json", {"chat_template": QWEN_TEMPLATE})
+    write(folder, "config.json", {"model_type": "qwen2_vl"})
+    write(folder, "preprocessor_config.json", QWEN | config)
+    return folder
+
+
+def mllama(folder: Path, **config: Any) -> Path:
+    special = {"bos_token": MLLAMA_TOKENS[0], "eos_token": "<|eot_id|>", "pad_token": "<|finetune_right_pad_id|>"}
+    _tokenizer(folder, MLLAMA_TOKENS, **special)
+    write(folder, "chat_template.jinja", MLLAMA_TEMPLATE)
+    write(folder, "config.json", {"model_type": "mllama"})
+    write(folder, "preprocessor_config.json", MLLAMA | config)
+    return folder
+
+
+def read(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+    """Smooth colours with noise on them: resizing, channels and places that are mixed up show."""
+    generator = np.random.default_rng(seed)
+    down, across = np.linspace(0, 1, height)[:, None, None], np.linspace(0, 1, width)[None, :, None]
+    waves = np.sin(down * generator.uniform(1, 9, 3) + across * generator.uniform(1, 9, 3) + generator.uniform(0, 9, 3))
+    pixels = 128 + 90 * waves + generator.normal(0, 20, (height, width, 3))
+    return Image.fromarray(pixels.clip(0, 255).astype(np.uint8))

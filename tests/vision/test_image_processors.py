@@ -1,0 +1,324 @@
+"""Image processors against transformers' (those on pillow): sizes, grids, ids and pixels."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers.models.mllama import image_processing_pil_mllama as theirs_mllama
+from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs_qwen
+
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.vision import MllamaImageProcessor, Qwen2VLImageProcessor, load_image
+from ligermodels.vision.mllama import arrangements, choose_canvas, cross_attention_mask, fit
+from ligermodels.vision.qwen2_vl import smart_resize
+from tests.vision.folders import MLLAMA, QWEN, picture
+
+# (height, width): one pixel, thin and flat up to 1:200, around multiples of 28 and of 14, halves that round to even.
+SIZES = [
+    (1, 1), (1, 2), (2, 1), (1, 200), (200, 1), (3, 600), (600, 3), (2, 99), (13, 14), (14, 13), (14, 14), (14, 42),
+    (27, 28), (28, 27), (28, 28), (28, 29), (29, 28), (41, 43), (42, 42), (42, 70), (55, 56), (56, 56), (56, 57),
+    (57, 56), (63, 91), (70, 70), (77, 301), (84, 98), (98, 84), (99, 100), (100, 100), (100, 99), (111, 112),
+    (112, 113), (120, 400), (126, 126), (140, 154), (150, 17), (20, 1000), (1000, 20), (168, 169), (197, 203),
+    (224, 224), (225, 223), (238, 266), (250, 333), (280, 14), (300, 200), (336, 448), (350, 350), (400, 401),
+    (433, 77), (480, 640), (5, 5), (560, 28), (31, 333),
+]  # fmt: skip
+assert len(set(SIZES)) >= 50
+sides = st.integers(1, 6000)
+
+
+def ids(values):
+    return [f"{value[0]}x{value[1]}" for value in values]
+
+
+# --- Qwen2-VL ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("generation", ["4.x", "5.x"])
+def test_qwen_pixels_and_grids_are_those_of_transformers(generation):
+    """With limits that many of the sizes run into; a batch of all sizes, then pixels bit by bit."""
+    limits = 28 * 28 * 4, 28 * 28 * 60
+    sizes = {"min_pixels": limits[0], "max_pixels": limits[1]}
+    if generation == "5.x":
+        sizes = {"size": {"shortest_edge": limits[0], "longest_edge": limits[1]}, "min_pixels": None}
+    config = QWEN | {"max_pixels": None} | sizes
+    ours = Qwen2VLImageProcessor.from_config(config)
+    theirs = theirs_qwen.Qwen2VLImageProcessorPil(**{key: value for key, value in config.items() if value is not None})
+    images = [picture(*size, seed=place) for place, size in enumerate(SIZES)]
+    actual, expected = ours(images), theirs(images, return_tensors="pt")
+    assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
+    assert actual["pixel_values"].dtype == torch.float32
+    assert torch.equal(actual["pixel_values"], expected["pixel_values"])
+    assert len({tuple(grid) for grid in actual["image_grid_thw"].tolist()}) > 15
+    assert actual["pixel_values"].is_contiguous() and actual["pixel_values"].shape[1] == 1176
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"patch_size": 7, "merge_size": 3, "temporal_patch_size": 1, "min_pixels": 441, "max_pixels": 40000},
+        {"do_normalize": False},
+        {"do_rescale": False, "image_mean": [100.0, 110.0, 120.0], "image_std": [40.0, 50.0, 60.0]},
+        {"do_rescale": False, "do_normalize": False},
+        {"rescale_factor": 0.01, "image_mean": 0.5, "image_std": 0.25, "resample": 2},
+        {"do_resize": False},
+    ],
+    ids=str,
+)
+def test_qwen_switches_are_those_of_transformers(config):
+    image = picture(112, 84) if config.get("do_resize") is False else picture(150, 99)
+    # Their PIL back end takes one number for all channels only as three.
+    three = {key: [value] * 3 if key.startswith("image_") and isinstance(value, float) else value
+             for key, value in config.items()}  # fmt: skip
+    expected = theirs_qwen.Qwen2VLImageProcessorPil(**(QWEN | three))(image, return_tensors="pt")
+    actual = Qwen2VLImageProcessor.from_config(QWEN | config)([image])
+    assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
+    assert torch.equal(actual["pixel_values"], expected["pixel_values"])
+
+
+@given(sides, sides, st.sampled_from([(3136, 12845056), (3136, 1003520), (100352, 602112), (1, 784), (4096, 4096)]))
+@settings(max_examples=300, deadline=None)
+def test_smart_resize_is_that_of_transformers(height, width, limits):
+    if max(height, width) > 200 * min(height, width):
+        with pytest.raises(InputError, match="200 times"):
+            smart_resize(height, width, 28, *limits)
+        with pytest.raises(ValueError, match="200"):
+            theirs_qwen.smart_resize(height, width, 28, *limits)
+    else:
+        assert smart_resize(height, width, 28, *limits) == theirs_qwen.smart_resize(height, width, 28, *limits)
+
+
+@pytest.mark.parametrize(
+    ("size", "limits", "expected"),
+    [
+        ((480, 640), (3136, 12845056), (476, 644)),
+        ((100, 100), (3136, 12845056), (112, 112)),
+        ((3000, 4000), (3136, 12845056), (2996, 4004)),
+        ((3000, 4000), (3136, 1003520), (840, 1148)),
+        ((20, 1000), (3136, 12845056), (28, 1008)),
+    ],
+    ids=str,
+)
+def test_smart_resize_golden(size, limits, expected):
+    assert smart_resize(*size, 28, *limits) == expected
+
+
+def test_the_hub_file_of_qwen2_vl():
+    processor = Qwen2VLImageProcessor.from_config(QWEN)
+    assert (processor.min_pixels, processor.max_pixels) == (3136, 12845056)
+    out = processor([picture(480, 640)])
+    assert out["image_grid_thw"].tolist() == [[1, 34, 46]]
+    assert out["pixel_values"].shape == (34 * 46, 1176)
+    assert processor.num_tokens(out["image_grid_thw"][0]) == 391
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+def test_a_video_is_its_frames_two_by_two(count):
+    """Against transformers' processor of single pictures, frame by frame; their own for videos needs torchvision."""
+    config = QWEN | {"min_pixels": 28 * 28 * 6, "max_pixels": 28 * 28 * 20}
+    frames = [picture(90, 131, seed) for seed in range(count)]
+    actual = Qwen2VLImageProcessor.from_config(config, video=True).videos([frames, frames[:1]])
+    single = theirs_qwen.Qwen2VLImageProcessorPil(**config)(frames, return_tensors="pt")
+    _, high, wide = single["image_grid_thw"][0].tolist()
+    times = (count + 1) // 2
+    assert actual["video_grid_thw"].tolist() == [[times, high, wide], [1, high, wide]]
+    patches = single["pixel_values"].reshape(count, high * wide, 3, 2, 14 * 14)[:, :, :, 0]
+    rows = actual["pixel_values_videos"][: times * high * wide].reshape(times, high * wide, 3, 2, 14 * 14)
+    for place in range(2 * times):
+        assert torch.equal(rows[place // 2, :, :, place % 2], patches[min(place, count - 1)]), place
+    assert torch.equal(actual["pixel_values_videos"][times * high * wide :], single["pixel_values"][: high * wide])
+
+
+def test_limits_of_a_frame_are_said_or_those_of_transformers_5():
+    hub = Qwen2VLImageProcessor.from_config(QWEN, video=True)
+    assert (hub.min_pixels, hub.max_pixels) == (3136, 12845056)
+    silent = {key: value for key, value in QWEN.items() if key not in ("min_pixels", "max_pixels")}
+    video, image = (Qwen2VLImageProcessor.from_config(silent, video=flag) for flag in (True, False))
+    assert (video.min_pixels, video.max_pixels) == (128 * 28 * 28, 768 * 28 * 28)
+    assert (image.min_pixels, image.max_pixels) == (56 * 56, 1280 * 28 * 28)
+    frames = [picture(100, 100)] * 2
+    assert image.videos([frames])["video_grid_thw"].tolist() == [[1, 8, 8]]
+    assert video.videos([frames])["video_grid_thw"].tolist() == [[1, 24, 24]]
+    saved_by_445 = silent | {"size": {"min_pixels": 6272, "max_pixels": 12544}}
+    processor = Qwen2VLImageProcessor.from_config(saved_by_445)
+    assert (processor.min_pixels, processor.max_pixels) == (6272, 12544)
+
+
+@pytest.mark.parametrize(("frames", "budget"), [(8, 640), (8, 100), (64, 640), (3, 128_000)])
+def test_the_cap_on_a_long_video(frames, budget):
+    """The formula of transformers 5.23, Qwen2VLVideoProcessor.resize, spelled out."""
+    config = QWEN | {"min_pixels": 784 * 4, "max_pixels": 784 * 400, "cap_pixels_per_frame": True}
+    processor = Qwen2VLImageProcessor.from_config(config | {"max_video_tokens": budget}, video=True)
+    most = max(min(784 * 400, int(budget * 28 * 28 * 0.9) * 2 // frames), int(784 * 4 * 1.05))
+    high, wide = theirs_qwen.smart_resize(300, 500, 28, 784 * 4, most)
+    grid = processor.videos([[picture(300, 500)] * frames])["video_grid_thw"].tolist()
+    assert grid == [[(frames + 1) // 2, high // 14, wide // 14]]
+
+
+def test_videos_that_are_none():
+    processor = Qwen2VLImageProcessor()
+    with pytest.raises(InputError, match="video 1 has no frames"):
+        processor.videos([[picture(28, 28)], []])
+    with pytest.raises(InputError, match=r"video 0 has frames of different sizes, such as \[\(28, 28\), \(56, 28\)\]"):
+        processor.videos([[picture(28, 28), picture(28, 56)]])
+    with pytest.raises(InputError, match=r"frame 1 of video 0: nowhere\.png is not there"):
+        processor.videos([[picture(28, 28), "nowhere.png"]])
+
+
+def test_qwen_refuses_what_it_cannot_resize():
+    with pytest.raises(InputError, match="image 1: 201 x 1 pixels: one side is more than 200 times"):
+        Qwen2VLImageProcessor()([picture(28, 28), picture(1, 201)])
+    with pytest.raises(InputError, match=r"image 0: 56 x 30 pixels: with do_resize false .* multiples of 28"):
+        Qwen2VLImageProcessor(do_resize=False)([picture(30, 56)])
+
+
+# --- Llama-3.2-Vision -------------------------------------------------------------------------------------------
+
+
+def _mllama(tile, **config):
+    config = MLLAMA | {"size": {"height": tile, "width": tile}} | config
+    return MllamaImageProcessor.from_config(config), theirs_mllama.MllamaImageProcessorPil(**config)
+
+
+@pytest.mark.parametrize("config", [{}, {"max_image_tiles": 6}, {"do_normalize": False, "resample": 3}], ids=str)
+def test_mllama_tiles_ids_and_masks_are_those_of_transformers(config):
+    """All sizes, in samples of one to three pictures, with samples that have none between them."""
+    ours, theirs = _mllama(56, **config)
+    images = [picture(*size, seed=place) for place, size in enumerate(SIZES)]
+    samples = []
+    while images:
+        count = 1 + len(samples) % 4
+        samples.append(images[: count % 4])
+        images = images[count % 4 :]
+    assert [] in samples and max(map(len, samples)) == 3
+    actual, tiles = ours(samples)
+    expected = theirs(samples, return_tensors="pt")
+    assert tiles == expected["num_tiles"]
+    for name in ("aspect_ratio_ids", "aspect_ratio_mask", "pixel_values"):
+        assert actual[name].dtype == expected[name].dtype
+        assert torch.equal(actual[name], expected[name]), name
+    assert len(set(actual["aspect_ratio_ids"].flatten().tolist())) >= 8
+    assert actual["pixel_values"].is_contiguous()
+
+
+@given(sides, sides, st.sampled_from([560, 448, 224, 28]), st.integers(1, 9))
+@settings(max_examples=300, deadline=None)
+def test_canvas_and_size_are_those_of_transformers(height, width, tile, most):
+    canvas = choose_canvas(height, width, most, tile)
+    theirs = theirs_mllama.get_optimal_tiled_canvas(height, width, most, tile)
+    assert (canvas[0] * tile, canvas[1] * tile) == tuple(map(int, theirs))
+    expected = theirs_mllama.get_image_size_fit_to_canvas(height, width, *map(int, theirs), tile)
+    assert fit(height, width, canvas, tile) == tuple(map(int, expected))
+
+
+@pytest.mark.parametrize(
+    ("size", "canvas", "resized"),
+    [
+        ((100, 100), (560, 560), (560, 560)),
+        ((561, 560), (1120, 560), (561, 560)),
+        ((400, 1200), (560, 1680), (400, 1200)),
+        ((2000, 2000), (1120, 1120), (1120, 1120)),
+        ((500, 2400), (560, 2240), (466, 2240)),
+        ((600, 800), (1120, 1120), (600, 800)),
+    ],
+    ids=str,
+)
+def test_canvas_golden(size, canvas, resized):
+    found = choose_canvas(*size, 4, 560)
+    assert (found[0] * 560, found[1] * 560) == canvas
+    assert fit(*size, found, 560) == resized
+
+
+def test_arrangements_in_the_order_of_the_ids():
+    assert arrangements(4) == ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
+    assert list(arrangements(7)) == theirs_mllama.get_all_supported_aspect_ratios(7)
+
+
+def test_a_batch_without_pictures_has_no_inputs():
+    assert _mllama(28)[0]([[], []]) == ({}, [[], []])
+
+
+def test_mllama_names_the_picture():
+    with pytest.raises(InputError, match=r"image 1 of text 2: nowhere\.png is not there"):
+        _mllama(28)[0]([[], [picture(2, 2)], [picture(2, 2), "nowhere.png"]])
+
+
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_cross_attention_masks_are_those_of_transformers(data):
+    from transformers.models.mllama import processing_mllama as theirs
+
+    rows = data.draw(st.lists(st.lists(st.sampled_from([5, 5, 1, 2]), min_size=9, max_size=9), min_size=1, max_size=3))
+    tiles = [[data.draw(st.integers(1, 4)) for token in row if token == 5] for row in rows]
+    sparse = [theirs.get_cross_attention_token_mask(row, 5) for row in rows]
+    expected = theirs.convert_sparse_cross_attention_mask_to_dense(sparse, tiles, 4, 9)
+    actual = cross_attention_mask(torch.tensor(rows), 5, tiles, 4)
+    assert actual.dtype == torch.int64 and np.array_equal(actual.numpy(), expected)
+
+
+# --- Both -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
+def test_other_modes_are_those_of_transformers(mode):
+    rgba = picture(60, 80).convert("RGBA")
+    rgba.putalpha(Image.linear_gradient("L").resize(rgba.size))
+    image = rgba if mode == "RGBA" else rgba.convert("RGB").convert(mode) if mode == "CMYK" else rgba.convert(mode)
+    assert image.mode == mode
+    expected = theirs_qwen.Qwen2VLImageProcessorPil(**QWEN)(image, return_tensors="pt")["pixel_values"]
+    assert torch.equal(Qwen2VLImageProcessor.from_config(QWEN)([image])["pixel_values"], expected)
+    ours, theirs = _mllama(28)
+    assert torch.equal(ours([[image]])[0]["pixel_values"], theirs([[image]], return_tensors="pt")["pixel_values"])
+
+
+def test_arrays_give_what_their_picture_gives():
+    image = picture(60, 80)
+    array = np.asarray(image)
+    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
+    for source in (array, tensor, array[:, :, :1], array[:, :, 0], tensor[:1], array[::-1][::-1]):
+        as_picture = Image.fromarray(array[:, :, 0]) if np.ndim(source) == 2 or 1 in source.shape else image
+        assert np.array_equal(np.asarray(load_image(source)), np.asarray(as_picture.convert("RGB")))
+
+
+BAD_CONFIGS = [
+    ("qwen", {"min_pixels": 0}, "min_pixels must be a whole number of at least 1, not 0"),
+    ("qwen", {"patch_size": 14.0}, "patch_size must be a whole number"),
+    ("qwen", {"max_pixels": 100}, "min_pixels 3,136 is above max_pixels 100"),
+    ("qwen", {"size": {"height": 3, "width": 3}}, "size must hold shortest_edge and longest_edge"),
+    ("qwen", {"do_center_crop": True}, "do_center_crop is True, and cropping is not done"),
+    ("qwen", {"do_sample_frames": True}, "frames are taken as they are given"),
+    ("qwen", {"image_mean": [0.5, 0.5]}, "image_mean must be three numbers"),
+    ("qwen", {"image_std": [0.5, 0, 0.5]}, "image_std holds 0"),
+    ("qwen", {"image_std": ["0.5"] * 3}, "image_std must be a number, not '0.5'"),
+    ("qwen", {"rescale_factor": float("nan")}, "rescale_factor must be a number"),
+    ("qwen", {"resample": 9}, "pillow's filters are 0 to 5"),
+    ("qwen", {"do_resize": "yes"}, "do_resize must be true or false"),
+    ("qwen", {"cap_pixels_per_frame": 3}, "cap_pixels_per_frame must be true or false"),
+    ("mllama", {"size": {"height": 560, "width": 448}}, "a height and a width that are equal"),
+    ("mllama", {"size": None}, "a height and a width that are equal"),
+    ("mllama", {"size": {"height": "560", "width": "560"}}, "height must be a whole number"),
+    ("mllama", {"do_pad": False}, "do_pad is false"),
+    ("mllama", {"do_resize": False}, "do_resize is false"),
+    ("mllama", {"max_image_tiles": 0}, "max_image_tiles must be a whole number"),
+    ("mllama", {"image_mean": None, "image_std": None}, "has no image_mean and no image_std"),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "message"), BAD_CONFIGS, ids=[f"{c[0]}-{c[2][:30]}" for c in BAD_CONFIGS])
+def test_bad_configs(family, change, message):
+    base, processor = (QWEN, Qwen2VLImageProcessor) if family == "qwen" else (MLLAMA, MllamaImageProcessor)
+    with pytest.raises(ConfigError, match=f"some/file.json.*{message}"):
+        processor.from_config(base | change, where="some/file.json")
+
+
+def test_unknown_keys_are_named_once_and_known_ones_are_silent(recwarn):
+    saved = theirs_qwen.Qwen2VLImageProcessorPil(**QWEN).to_dict()
+    extra = {"data_format": "channels_first", "disable_grouping": None, "do_center_crop": None, "device": None}
+    Qwen2VLImageProcessor.from_config(QWEN | saved | extra)
+    MllamaImageProcessor.from_config(MLLAMA | theirs_mllama.MllamaImageProcessorPil(**MLLAMA).to_dict())
+    assert not recwarn
+    Qwen2VLImageProcessor.from_config(QWEN | {"sharpen": 3, "tint": "red", "later": None, "off": False})
+    assert [str(w.message) for w in recwarn] == [
+        "preprocessor_config.json: keys without a known meaning, not used: ['sharpen', 'tint']"
+    ]

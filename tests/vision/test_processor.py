@@ -1,0 +1,499 @@
+"""Text and pictures into the inputs of a model: against transformers' processors, and where counts do not fit."""
+
+import base64
+import io
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import ligermodels
+from ligermodels.errors import CheckpointError, ConfigError, InputError, TokenizerError
+from ligermodels.vision import MllamaImageProcessor, Processor, Qwen2VLImageProcessor
+from tests.vision import folders
+from tests.vision.folders import picture
+
+CAT, DOG, OWL = picture(60, 90, 1), picture(120, 50, 2), picture(33, 200, 3)
+FILM = [picture(64, 80, seed) for seed in range(5)]
+SMALL = {"min_pixels": 784, "max_pixels": 784 * 12}
+TILE = {"size": {"height": 28, "width": 28}}
+
+
+class TheirQwen(transformers.Qwen2VLProcessor):
+    """Without the check of classes, which wants a video processor and that torchvision."""
+
+    def check_argument_for_proper_class(self, name, argument):
+        return type(argument)
+
+
+class TheirVideos:
+    """Stands in for the processor of videos: the grid of frames in one size, found by that of pictures."""
+
+    merge_size = 2
+
+    def __init__(self, image_processor):
+        self.images = image_processor
+
+    def __call__(self, videos, **_):
+        found = [self.images(video, return_tensors="pt")["image_grid_thw"] for video in videos]
+        grids = [[(len(grid) + 1) // 2, *grid[0].tolist()[1:]] for grid in found]
+        return {"video_grid_thw": torch.tensor(grids)}
+
+
+@pytest.fixture(scope="module")
+def qwen_folder(tmp_path_factory):
+    return folders.qwen2_vl(tmp_path_factory.mktemp("qwen"), **SMALL)
+
+
+@pytest.fixture(scope="module")
+def mllama_folder(tmp_path_factory):
+    return folders.mllama(tmp_path_factory.mktemp("mllama"), **TILE)
+
+
+@pytest.fixture(scope="module")
+def qwen(qwen_folder):
+    """(ours, transformers')"""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(qwen_folder)
+    images = Qwen2VLImageProcessorPil.from_pretrained(qwen_folder)
+    videos = TheirVideos(images)
+    theirs = TheirQwen(images, tokenizer, videos, chat_template=folders.QWEN_TEMPLATE)
+    return Processor.from_folder(qwen_folder), theirs
+
+
+@pytest.fixture(scope="module")
+def mllama(mllama_folder):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(mllama_folder)
+    images = MllamaImageProcessorPil.from_pretrained(mllama_folder)
+    theirs = transformers.MllamaProcessor(images, tokenizer, chat_template=folders.MLLAMA_TEMPLATE)
+    return Processor.from_folder(mllama_folder), theirs
+
+
+def same(actual, expected, names):
+    assert set(actual) == set(names)
+    for name in names:
+        assert actual[name].dtype == expected[name].dtype, name
+        assert torch.equal(actual[name], expected[name]), name
+
+
+# --- Qwen2-VL ---------------------------------------------------------------------------------------------------
+
+PAD = "<|vision_start|><|image_pad|><|vision_end|>"
+CLIP = "<|vision_start|><|video_pad|><|vision_end|>"
+QWEN_BATCHES = {
+    "one": (["What is " + PAD + "this?"], [[CAT]]),
+    "several": ([PAD + PAD + " the same? " + PAD], [[CAT, DOG, OWL]]),
+    "batch": ([f"a {PAD}", f"{PAD}{PAD} are these two the same, do you think?"], [[DOG], [CAT, OWL]]),
+    "some without": (["plain text, and more of it", f"x {PAD}", "short"], [[], [DOG], []]),
+    "none": (["plain", "a longer plain text"], None),
+    "at the ends": ([f"{PAD} and {PAD}"], [[OWL, CAT]]),
+    "bare placeholders": (["<|image_pad|><|image_pad|>"], [[CAT, OWL]]),
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", QWEN_BATCHES)
+def test_qwen_inputs_are_those_of_transformers(qwen, case, side):
+    ours, theirs = qwen
+    text, images = QWEN_BATCHES[case]
+    actual = ours(text, images, padding_side=side)
+    flat = None if images is None else [image for batch in images for image in batch]
+    expected = theirs(text=list(text), images=flat, padding=True, padding_side=side, return_tensors="pt")
+    names = ["input_ids", "attention_mask"] + ["pixel_values", "image_grid_thw"] * (images is not None)
+    same(actual, expected, names)
+    merged = sum(ours.image_processor.num_tokens(grid) for grid in actual.get("image_grid_thw", []))
+    assert (actual["input_ids"] == ours.tokenizer.token_to_id("<|image_pad|>")).sum() == merged
+
+
+def test_qwen_videos_and_pictures_in_one_batch(qwen):
+    ours, theirs = qwen
+    text = [f"{CLIP} and {PAD}", f"{PAD}{PAD}", f"{CLIP}{CLIP}!"]
+    images, videos = [[CAT], [DOG, OWL], []], [[FILM], [], [FILM[:2], FILM[1:4]]]
+    actual = ours(text, images, videos)
+    flat = {"images": [CAT, DOG, OWL], "videos": [FILM, FILM[:2], FILM[1:4]]}
+    # Their check of the layout wants videos as arrays.
+    flat["videos"] = [np.stack([np.asarray(frame) for frame in video]) for video in flat["videos"]]
+    expected = theirs(text=text, **flat, padding=True, padding_side="left", return_tensors="pt")
+    names = ["input_ids", "attention_mask", "pixel_values", "image_grid_thw", "video_grid_thw"]
+    video_pixels = actual.pop("pixel_values_videos")
+    same(actual, expected, names)
+    assert len(video_pixels) == expected["video_grid_thw"].prod(1).sum()
+    alone = ours.video_processor.videos([FILM, FILM[:2], FILM[1:4]])
+    assert torch.equal(video_pixels, alone["pixel_values_videos"])
+
+
+def test_videos_in_every_form(qwen):
+    ours, _ = qwen
+    array = np.stack([np.asarray(frame) for frame in FILM])
+    tensor = torch.from_numpy(array).permute(0, 3, 1, 2)
+    expected = ours([CLIP], videos=[[FILM]])
+    for videos in (FILM, [FILM], array, [array], [[array]], tensor, [tensor], tuple(FILM)):
+        same(ours(CLIP, videos=videos), expected, list(expected))
+    both = ours([CLIP, CLIP], videos=[[FILM], [FILM]])
+    same(ours([CLIP, CLIP], videos=[array, FILM]), both, list(both))
+
+
+# --- Llama-3.2-Vision -------------------------------------------------------------------------------------------
+
+IMAGE = "<|image|>"
+MLLAMA_BATCHES = {
+    "one": ([IMAGE + "What is this?"], [[CAT]]),
+    "several": ([IMAGE + IMAGE + "The same? " + IMAGE + "No."], [[CAT, DOG, OWL]]),
+    "batch": ([f"{IMAGE}a", f"Two: {IMAGE} and {IMAGE} here are they"], [[DOG], [CAT, OWL]]),
+    "some without": (["plain text, and more of it than below", f"{IMAGE}{IMAGE}x", "short"], [[], [DOG, CAT], []]),
+    "none": (["plain", "a longer plain text"], None),
+    "BOS in the text": (["<|begin_of_text|>Here: " + IMAGE], [[CAT]]),
+    "BOS behind the picture": ([IMAGE + "<|begin_of_text|>A haiku"], [[CAT]]),
+    "text first": (["Look: " + IMAGE + "." + IMAGE], [[CAT, DOG]]),
+    "picture last": (["Look: " + IMAGE * 2], [[CAT, DOG]]),
+}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("case", MLLAMA_BATCHES)
+def test_mllama_inputs_are_those_of_transformers(mllama, case, side):
+    ours, theirs = mllama
+    text, images = MLLAMA_BATCHES[case]
+    actual = ours(text, images, padding_side=side)
+    expected = theirs(text=list(text), images=images, padding=True, padding_side=side, return_tensors="pt")
+    names = ["input_ids", "attention_mask"]
+    if images is not None:
+        names += ["pixel_values", "aspect_ratio_ids", "aspect_ratio_mask", "cross_attention_mask"]
+    same(actual, expected, names)
+    bos = ours.tokenizer.bos_token_id
+    assert (actual["input_ids"] == bos).sum(1).tolist() == [1] * len(text)
+
+
+def test_without_special_tokens_there_is_no_bos(mllama):
+    ours, _ = mllama
+    ids = ours([IMAGE + "a", "b"], [[CAT], []], add_special_tokens=False)["input_ids"]
+    assert not (ids == ours.tokenizer.bos_token_id).any()
+    assert ours("a<|begin_of_text|>", add_special_tokens=False)["input_ids"][0, -1] == ours.tokenizer.bos_token_id
+
+
+def test_one_bos_also_where_the_tokenizer_adds_its_own(mllama_folder, tmp_path):
+    """As tokenizer.json of the text models does."""
+    shutil.copytree(mllama_folder, tmp_path / "m")
+    state = folders.read(tmp_path / "m", "tokenizer.json")
+    bos = "<|begin_of_text|>"
+    index = next(token["id"] for token in state["added_tokens"] if token["content"] == bos)
+    state["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
+    }
+    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(state))
+    ours = Processor.from_folder(tmp_path / "m")
+    assert ours.tokenizer.encode("a")[0] == index
+    ids = ours([IMAGE + "a"], [[CAT]])["input_ids"][0].tolist()
+    assert ids.count(index) == 1 and ids.index(index) == 1
+
+
+# --- Conversations ----------------------------------------------------------------------------------------------
+
+
+def asked(*parts):
+    return [{"role": "user", "content": list(parts)}]
+
+
+def text(words):
+    return {"type": "text", "text": words}
+
+
+CHATS = {
+    "one": asked({"type": "image", "image": CAT}, text("What is this?")),
+    "turns": [
+        {"role": "system", "content": "Be kind."},
+        *asked({"type": "image", "image": CAT}, {"type": "image", "image": DOG}, text("Which is the dog?")),
+        {"role": "assistant", "content": [text("The second.")]},
+        *asked(text("And this?"), {"type": "image", "image": OWL}),
+    ],
+    "plain": [{"role": "user", "content": "Hi"}],
+}
+
+
+@pytest.mark.parametrize("family", ["qwen", "mllama"])
+@pytest.mark.parametrize("case", CHATS)
+def test_conversations_are_those_of_transformers(family, case, request):
+    ours, theirs = request.getfixturevalue(family)
+    chat = CHATS[case]
+    before = json.dumps(chat, default=str)
+    options = {"add_generation_prompt": True, "tokenize": False}
+    assert ours.apply_chat_template(chat, **options) == theirs.apply_chat_template(json_copy(chat), **options)
+    expected = theirs.apply_chat_template(
+        json_copy(chat), add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"
+    )
+    expected.pop("mm_token_type_ids", None)
+    actual = ours.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    same(actual, expected, list(expected))
+    assert json.dumps(chat, default=str) == before
+
+
+def json_copy(chat):
+    """transformers changes what it is given."""
+    return [
+        {**turn, "content": list(turn["content"]) if isinstance(turn["content"], list) else turn["content"]}
+        for turn in chat
+    ]
+
+
+@pytest.mark.parametrize("family", ["qwen", "mllama"])
+def test_a_batch_of_conversations(family, request):
+    ours, _ = request.getfixturevalue(family)
+    chats = [CHATS["one"], CHATS["plain"], CHATS["turns"]]
+    texts = ours.apply_chat_template(chats, tokenize=False)
+    assert texts == [ours.apply_chat_template(chat, tokenize=False) for chat in chats]
+    actual = ours.apply_chat_template(chats, padding_side="right")
+    expected = ours(texts, [[CAT], [], [CAT, DOG, OWL]], padding_side="right")
+    same(actual, expected, list(expected))
+
+
+def test_pictures_in_every_form_of_a_part(qwen, tmp_path):
+    ours, _ = qwen
+    file = io.BytesIO()
+    CAT.save(file, "PNG")
+    (tmp_path / "cat.png").write_bytes(file.getvalue())
+    code = base64.b64encode(file.getvalue()).decode()
+    expected = ours.apply_chat_template(asked({"type": "image", "image": CAT}))
+    parts = [
+        {"type": "image", "path": tmp_path / "cat.png"},
+        {"type": "image", "url": str(tmp_path / "cat.png")},
+        {"type": "image", "url": f"file://{tmp_path}/cat.png"},
+        {"type": "image", "base64": code},
+        {"type": "image", "image": f"data:image/png;base64,{code}"},
+        {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{code}"}},
+        {"image_url": f"data:image/png;base64,{code}"},
+        {"image": file.getvalue()},
+        {"type": "image", "image": np.asarray(CAT)},
+        {"type": "image", "image": CAT, "text": None, "video": None},
+    ]
+    for part in parts:
+        same(ours.apply_chat_template(asked(part)), expected, list(expected))
+    row = {"type": "text", "text": "Hi", "image": None}  # as a table of parts holds it
+    assert "image_pad" not in ours.apply_chat_template(asked(row), tokenize=False)
+    bare = asked({"type": "image"})
+    for images in (CAT, [CAT], [[CAT]]):
+        same(ours.apply_chat_template(bare, images), expected, list(expected))
+    both = ours.apply_chat_template([bare, asked({"type": "image"}, {"type": "image"})], [[CAT], [DOG, OWL]])
+    assert len(both["image_grid_thw"]) == 3
+
+
+def test_videos_in_a_conversation_and_variables_of_the_template(qwen):
+    ours, _ = qwen
+    chat = asked({"type": "video", "video": FILM}, {"type": "image", "image": CAT}, text("?"))
+    actual = ours.apply_chat_template(chat, add_vision_id=True)
+    written = ours.apply_chat_template(chat, tokenize=False, add_vision_id=True)
+    assert f"{CLIP}Picture 1: {PAD}?" in written
+    same(actual, ours(written, CAT, FILM), ["input_ids", "attention_mask", "pixel_values", "image_grid_thw",
+                                            "pixel_values_videos", "video_grid_thw"])  # fmt: skip
+
+
+def test_answers_are_decoded(qwen):
+    ours, _ = qwen
+    inputs = ours([f"{PAD}the cat", "the dog sat"], [[CAT], []])
+    assert ours.batch_decode(inputs["input_ids"]) == ["the cat", "the dog sat"]
+    assert ours.decode(inputs["input_ids"][1]) == "the dog sat"
+    assert ours.decode(inputs["input_ids"][0], skip_special_tokens=False).endswith("<|image_pad|><|vision_end|>the cat")
+
+
+# --- Forms and errors -------------------------------------------------------------------------------------------
+
+
+def test_pictures_nested_or_flat_or_alone(qwen):
+    ours, _ = qwen
+    texts = [f"{PAD}{PAD}", "none", PAD]
+    expected = ours(texts, [[CAT, DOG], [], [OWL]])
+    same(ours(texts, [CAT, DOG, OWL]), expected, list(expected))
+    same(ours(tuple(texts), ((CAT, DOG), (), (OWL,))), expected, list(expected))
+    one = ours([PAD], [[CAT]])
+    for images in (CAT, [CAT], [[CAT]], np.asarray(CAT), [np.asarray(CAT)]):
+        same(ours(PAD, images), one, list(one))
+    plain = ours(["a", "b"])
+    for images in ([], [[], []], None):
+        same(ours(["a", "b"], images, images), plain, ["input_ids", "attention_mask"])
+
+
+WRONG = {
+    "none given": ("qwen", (PAD,), r"text 0 has 1 <\|image_pad\|> and 0 images; each image needs its own"),
+    "none wanted": ("qwen", ("a", CAT), r"text 0 has 0 <\|image_pad\|> and 1 images"),
+    "too few in a text": ("qwen", ([PAD, PAD + PAD], [[CAT], [DOG]]), r"text 1 has 2 <\|image_pad\|> and 1 images"),
+    "the wrong text": ("qwen", ([PAD, "a"], [[], [DOG]]), r"text 0 has 1 <\|image_pad\|> and 0 images"),
+    "flat, too many": ("qwen", ([PAD, PAD], [CAT, DOG, OWL]), r"2 texts have \[1, 1\] .*, the images given are \[3\]"),
+    "lists and texts": ("qwen", ([PAD], [[CAT], [DOG]]), r"1 texts have \[1\] .* the images given are \[1, 1\]"),
+    "mllama": ("mllama", ([IMAGE, IMAGE], [[CAT, DOG], []]), r"text 0 has 1 <\|image\|> and 2 images"),
+    "mllama none given": ("mllama", ([IMAGE, "a"],), r"text 0 has 1 <\|image\|> and 0 images"),
+    "videos": ("qwen", (CLIP + CLIP, None, [FILM]), r"text 0 has 2 <\|video_pad\|> and 1 videos"),
+    "videos as images": ("qwen", (CLIP, CAT), r"text 0 has 0 <\|image_pad\|> and 1 images"),
+    "video file": ("qwen", (CLIP, None, "film.mp4"), "videos= must be a list, not str. Video files are not decoded"),
+    "videos of mllama": ("mllama", ("a", None, [FILM]), "this model takes no videos"),
+    "images as text": ("qwen", ([CAT],), "text must be a str or a list of them"),
+    "bad picture": ("qwen", ([PAD, PAD], [[CAT], ["cat.png"]]), "image 0 of text 1: cat.png is not there"),
+    "thin picture": ("qwen", ([PAD + PAD], [CAT, picture(1, 300)]), "image 1 of text 0: 300 x 1 pixels: one side"),
+    "mixed nesting": (
+        "qwen",
+        ([PAD, PAD], [CAT, [DOG]]),
+        "images= must be a list of images, or one list .* holds list",
+    ),
+    "a dict": ("qwen", (PAD, {"image": CAT}), "images= must be a list, not dict"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_does_not_fit(case, request):
+    family, arguments, message = WRONG[case]
+    with pytest.raises(InputError, match=message):
+        request.getfixturevalue(family)[0](*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"padding_side": "both"}, "padding_side must be 'left' or 'right', not 'both'"),
+        ({"return_tensors": "np"}, "return_tensors 'pt' .*'np'"),
+        ({"padding": False}, "padding can only be True"),
+    ],
+    ids=str,
+)
+def test_options_that_are_not_there(qwen, options, message):
+    with pytest.raises(InputError, match=message):
+        qwen[0]("a", **options)
+
+
+WRONG_CHATS = {
+    "two sources": (asked({"type": "image", "image": CAT, "path": "x"}), {}, "image and path; one of them"),
+    "both ways": (CHATS["one"], {"images": [CAT]}, "images= is given, and parts of the messages hold images too"),
+    "no source": (asked({"type": "image"}), {}, r"text 0 has 1 <\|image_pad\|> and 0 images"),
+    "bad base64": (asked({"type": "image", "base64": "a"}), {}, "base64 of an image part cannot be decoded"),
+    "no dicts": (["hello"], {}, "messages must be a list of dicts"),
+    "a URL": (
+        asked({"type": "image", "url": "https://a.b/c.png"}),
+        {},
+        "image 0 of text 0: https://a.b/c.png is a URL",
+    ),
+    "lists of ids": (CHATS["one"], {"return_dict": False}, "return_dict True"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CHATS)
+def test_conversations_that_do_not_fit(qwen, case):
+    messages, options, message = WRONG_CHATS[case]
+    with pytest.raises(InputError, match=message):
+        qwen[0].apply_chat_template(messages, **options)
+
+
+# --- Folders ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["qwen", "mllama"])
+def test_both_generations_of_files(family, request, tmp_path):
+    """processor_config.json as transformers 5 saves it gives the same processor as the files of the Hub."""
+    ours, theirs = request.getfixturevalue(family)
+    if family == "qwen":
+        theirs = TheirQwen(theirs.image_processor, theirs.tokenizer, None, chat_template=folders.QWEN_TEMPLATE)
+        theirs.video_processor = transformers.BatchFeature({"video_processor_type": "Qwen2VLVideoProcessor"})
+        theirs.image_processor.save_pretrained(tmp_path)
+        nested = {"image_processor": theirs.image_processor.to_dict(), "processor_class": "Qwen2VLProcessor"}
+        nested["video_processor"] = {
+            "video_processor_type": "Qwen2VLVideoProcessor",
+            "size": {"longest_edge": 602112, "shortest_edge": 100352},
+            "resample": 3, "do_sample_frames": False, "do_convert_rgb": True, "return_metadata": False,
+            "min_frames": 4, "max_frames": 768, "max_video_tokens": 128000, "data_format": "channels_first",
+        }  # fmt: skip
+        (tmp_path / "preprocessor_config.json").unlink()
+        (tmp_path / "processor_config.json").write_text(json.dumps(nested))
+        theirs.tokenizer.save_pretrained(tmp_path)
+        (tmp_path / "chat_template.jinja").write_text(folders.QWEN_TEMPLATE)
+    else:
+        theirs.save_pretrained(tmp_path)
+    assert not (tmp_path / "preprocessor_config.json").exists()
+    again = ligermodels.Processor.from_hub(str(tmp_path))
+    assert again.image_processor == ours.image_processor
+    token = ours.image_token
+    expected = ours([token + "a", "b"], [[OWL], []])
+    same(again([token + "a", "b"], [[OWL], []]), expected, list(expected))
+    written = ours.apply_chat_template(CHATS["turns"], tokenize=False)
+    assert again.apply_chat_template(CHATS["turns"], tokenize=False) == written
+    if family == "qwen":
+        assert (again.video_processor.min_pixels, again.video_processor.max_pixels) == (100352, 602112)
+        assert (ours.video_processor.min_pixels, ours.video_processor.max_pixels) == (784, 784 * 12)
+
+
+def test_the_file_for_videos(qwen_folder, tmp_path):
+    shutil.copytree(qwen_folder, tmp_path / "q")
+    config = folders.QWEN | {"min_pixels": 1568, "max_pixels": 3136}
+    (tmp_path / "q" / "video_preprocessor_config.json").write_text(json.dumps(config))
+    processor = Processor.from_folder(tmp_path / "q")
+    assert (processor.video_processor.min_pixels, processor.video_processor.max_pixels) == (1568, 3136)
+    assert processor.image_processor.min_pixels == 784
+
+
+def test_chosen_by_the_files(qwen_folder, mllama_folder, tmp_path):
+    for folder, kind in ((qwen_folder, Qwen2VLImageProcessor), (mllama_folder, MllamaImageProcessor)):
+        for name in ("", "Fast"):
+            copy = tmp_path / (kind.__name__ + name)
+            shutil.copytree(folder, copy)
+            (copy / "config.json").unlink()
+            config = folders.read(copy, "preprocessor_config.json")
+            config["image_processor_type"] += name
+            (copy / "preprocessor_config.json").write_text(json.dumps(config))
+            assert isinstance(Processor.from_folder(copy).image_processor, kind)
+
+
+def test_saved_folders_are_whole(qwen, mllama, tmp_path):
+    for ours in (qwen[0], mllama[0]):
+        target = tmp_path / type(ours.image_processor).__name__
+        target.mkdir()
+        ours.save(target)
+        again = Processor.from_folder(target)
+        assert again.image_processor == ours.image_processor
+        token = ours.image_token
+        expected = ours(token, CAT)
+        same(again(token, CAT), expected, list(expected))
+        ours.save(ours.tokenizer.files.folder)  # over itself
+
+
+BAD_FOLDERS = {
+    "no image processor": ({"preprocessor_config.json": None}, ConfigError, "has no preprocessor_config.json and no"),
+    "another model": ({"config.json": '{"model_type": "llava"}'}, ConfigError, "model_type 'llava'.*supported are"),
+    "families mixed": ({"config.json": '{"model_type": "mllama"}'}, ConfigError, "Qwen2VLImageProcessor.*'mllama'"),
+    "unknown kind": (
+        {"config.json": None, "preprocessor_config.json": '{"image_processor_type": "CLIP"}'}, ConfigError, "'CLIP'"),
+    "no JSON": ({"preprocessor_config.json": "{"}, CheckpointError, r"preprocessor_config\.json is not JSON"),
+    "no object": ({"processor_config.json": '{"image_processor": [1]}'}, ConfigError, "must be an object"),
+    "no tokenizer": ({"tokenizer.json": None}, TokenizerError, "has neither tokenizer.json nor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_bad_folders(qwen_folder, case, tmp_path):
+    changes, error, message = BAD_FOLDERS[case]
+    shutil.copytree(qwen_folder, tmp_path / "q")
+    for name, content in changes.items():
+        (tmp_path / "q" / name).unlink() if content is None else (tmp_path / "q" / name).write_text(content)
+    with pytest.raises(error, match=message):
+        Processor.from_folder(tmp_path / "q")
+
+
+def test_the_tokenizer_of_a_text_model(qwen_folder, tmp_path):
+    from tests.text.folders import byte_level
+
+    byte_level(tmp_path)
+    shutil.copy(qwen_folder / "preprocessor_config.json", tmp_path)
+    with pytest.raises(ConfigError, match=r"the tokenizer has no <\|image_pad\|>"):
+        Processor.from_folder(tmp_path)
+
+
+def test_inputs_move_and_only_pixels_change_their_dtype(qwen):
+    inputs = qwen[0](PAD, CAT)
+    moved = inputs.to("meta", torch.bfloat16)
+    assert type(moved) is type(inputs) and set(moved) == set(inputs)
+    assert {name: x.dtype for name, x in moved.items()} == {
+        "input_ids": torch.int64, "attention_mask": torch.int64, "image_grid_thw": torch.int64,
+        "pixel_values": torch.bfloat16,
+    }  # fmt: skip
+    assert all(x.device.type == "meta" for x in moved.values()) and inputs["input_ids"].device.type == "cpu"
