@@ -36,15 +36,18 @@ def encode(processor: ligermodels.Processor, pairs: list[dict[str, str]]) -> dic
         text = processor.apply_chat_template(question + answer, tokenize=False)
         if not text.startswith(prompt):
             raise SystemExit("the chat template changes the question once it has an answer: labels cannot be found")
+        whole, before, tail = (
+            processor.tokenizer.encode(part, add_special_tokens=False) for part in (text, prompt, text[len(prompt) :])
+        )
+        if whole != before + tail:
+            raise SystemExit(f"the answer {pair['answer']!r} is encoded otherwise behind its question than alone")
         texts.append(text)
-        tails.append(processor.tokenizer.encode(text[len(prompt) :], add_special_tokens=False))
+        tails.append(tail)
     pictures = [[pair["image"]] for pair in pairs]
     inputs = processor(texts, pictures, padding_side="right", add_special_tokens=False)
     labels = torch.full_like(inputs["input_ids"], IGNORED)
     for row, (ids, tail) in enumerate(zip(inputs["input_ids"], tails, strict=True)):
         end = int(inputs["attention_mask"][row].sum())
-        if ids[end - len(tail) : end].tolist() != tail:
-            raise SystemExit(f"the answer {pairs[row]['answer']!r} is encoded otherwise behind its question")
         labels[row, end - len(tail) : end] = ids[end - len(tail) : end]
     return {**inputs, "labels": labels}
 

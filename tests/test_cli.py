@@ -248,7 +248,7 @@ def test_chat_exits_when_told_to(talk):
 
 # ---- every architecture and family ----
 
-# The family of its tokenizer, and what its configuration has beside SMALL.
+# The family of its tokenizer, and what its configuration has beside SMALL. Of vision: tests/vision/test_use.py.
 TINY = {
     "llama": ("llama 2", {}),
     "mistral": ("mistral 0.3", {"sliding_window": 16}),
@@ -274,7 +274,11 @@ SMALL = {
 SYSTEM, HELLO = "Be brief.", "the cat 🦊"
 
 
-@pytest.fixture(scope="module", params=ARCHS)
+def test_every_architecture_is_talked_to():
+    assert set(ARCHS) == {*TINY, "qwen2_vl", "mllama"}
+
+
+@pytest.fixture(scope="module", params=TINY)
 def checkpoint(request, tmp_path_factory):
     """(family, folder, transformers' model): a checkpoint that transformers wrote, of random weights."""
     name, extra = TINY[request.param]
@@ -640,7 +644,7 @@ def test_doctor_says_how_to_fix_what_is_off(capsys, monkeypatch):
 
 @pytest.mark.gpu
 def test_doctor_tries_a_kernel_on_the_gpu():
-    done = python("-m", "ligermodels.cli", "doctor")
+    done = python("-m", "ligermodels", "doctor")
     assert "tried on this GPU" in done.stdout, done.stdout + done.stderr
 
 

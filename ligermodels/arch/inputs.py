@@ -92,8 +92,8 @@ def _check_embeds(model: Any, embeds: Tensor) -> None:
         )
     weight = model.embed_tokens.weight
     # A wrapped weight (FSDP's, a quantised one) says nothing of what is computed in, nor does any under autocast.
-    plain = type(weight) is nn.Parameter and not torch.is_autocast_enabled(embeds.device.type)
-    if plain and embeds.dtype != weight.dtype:
+    plain = type(weight) is nn.Parameter
+    if plain and embeds.dtype != weight.dtype and not torch.is_autocast_enabled(embeds.device.type):
         raise InputError(f"inputs_embeds are {embeds.dtype}, the model {weight.dtype}: use .to(model.dtype)")
 
 

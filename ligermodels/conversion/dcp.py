@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ligermodels import weights
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import companion_files, read_json
-from ligermodels.errors import CheckpointError, ConfigError, HubError
+from ligermodels.checkpoint import check_file, companion_files, read_json
+from ligermodels.errors import CheckpointError, ConfigError, HubError, LigermodelsError
 from ligermodels.weights import TensorInfo
 
 METADATA = ".metadata"
@@ -145,9 +145,8 @@ class DcpSource:
                 ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.start + chunk.length)
         for file, end in ends.items():
             path = self.folder / file
-            if not path.is_file() or path.stat().st_size < end:
-                state = "is cut short" if path.is_file() else "is not there"
-                raise CheckpointError(f"{path} {state}. Copy the checkpoint again: the files of all ranks.")
+            if check_file(path, self.folder).st_size < end:
+                raise CheckpointError(f"{path} is cut short. Copy the checkpoint again: the files of all ranks.")
 
     def _chunk(self, name: str, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         path = self.folder / chunk.file
@@ -160,6 +159,7 @@ class DcpSource:
         except Exception as error:  # what a damaged zip or pickle raises is not limited to a few types
             raise CheckpointError(f"{path}: the part that holds {name} is damaged; copy it again. ({error})") from error
         fits = isinstance(held, Tensor) and held.layout == torch.strided
+        fits = fits and held.nbytes <= held.untyped_storage().nbytes()  # a stride of zero claims what is not there
         if not fits or tuple(held.shape) != chunk.sizes or held.dtype != dtype:
             shape = f"{held.dtype} {list(held.shape)}" if isinstance(held, Tensor) else type(held).__name__
             raise CheckpointError(
@@ -234,13 +234,16 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined]
 def _read_metadata(folder: Path) -> tuple[dict[str, TensorInfo], dict[str, list[_Chunk]]]:
     """({name: what it is}, {name: the chunks that hold it}) of the tensors in a distributed checkpoint."""
     path = folder / METADATA
-    if not path.is_file():
+    if not os.path.lexists(path):
         raise CheckpointError(
             f"{path} is not there: torch writes it last. A save that did not finish, or a part of one?"
         )
     try:
+        check_file(path, folder)
         # From memory: a length beyond the end then reads what there is, and allocates no more.
         return _tables(_Unpickler(io.BytesIO(path.read_bytes())).load())
+    except LigermodelsError:
+        raise
     except OSError as error:
         raise HubError(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # a pickle can go wrong in any way that Python knows

@@ -19,7 +19,7 @@ class Batch:
     max_seqlen: the longest packed sequence, in tokens; None if not known.
     padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
         attention that is not causal.
-    cross: what `CrossAttention` attends to; None where there is nothing, or it is in the cache already.
+    cross: what `CrossAttention` attends to; None where there are no pictures, here or in the cache.
     """
 
     cos: Tensor | None = None

@@ -91,7 +91,8 @@ def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int, attentio
     together. As f sums to top_k, a perfect balance gives top_k.
 
     router_logits: each [T, E], a layer's; attention_mask: [B, S] with B * S = T, 0 where a row counts nothing.
-    Returns a scalar, fp32. The softmax is of the logits' dtype, as in transformers' load_balancing_loss_func.
+    Returns a scalar, fp32, 0 where no row counts. The softmax is of the logits' dtype, as in transformers'
+    load_balancing_loss_func.
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6.
     Raises InputError if there is no layer, or if the mask is not one of these rows.
     """
@@ -110,5 +111,5 @@ def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int, attentio
             )
         counts = attention_mask.reshape(-1, 1).to(counts)
     counts = counts.repeat(len(router_logits), 1)
-    share, probability = ((t * counts).sum(0) / counts.sum() for t in (chosen, probabilities.float()))
+    share, probability = ((t * counts).sum(0) / counts.sum().clamp(min=1) for t in (chosen, probabilities.float()))
     return first.shape[-1] * (share * probability).sum()

@@ -75,7 +75,9 @@ class Pictures:
         """
         for kind, rows in zip(self.kinds, given, strict=True):
             count, found = num_tokens(kind.grids, 1), "none"
-            if rows is not None:
+            if rows is not None and not isinstance(rows, Tensor):
+                found = f"a {type(rows).__name__}"
+            elif rows is not None:
                 found = f"{'floats' if rows.is_floating_point() else rows.dtype} {list(rows.shape)}"
             expected = f"floats [{count}, {width}]" if count else "none"
             if found != expected:
@@ -84,7 +86,7 @@ class Pictures:
                     "for each patch; take both from one call of the processor"
                 )
         parts = [rows for rows in given if rows is not None]
-        return torch.cat(parts) if parts else None
+        return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
     def put(self, x: Tensor, input_ids: Tensor, made: Tensor) -> Tensor:
         """x [B, S, H] with `made` [tokens of all pictures, H] in the places of pictures, kind by kind, in order.
@@ -103,9 +105,7 @@ class Pictures:
         the function that is returned, to be called behind it, looks at them, unless they cannot fit anyway. Not while
         a graph is made, which cannot wait.
         """
-        if torch.compiler.is_compiling() or not isinstance(input_ids, Tensor):  # the embedding complains of the latter
-            return lambda: None
-        if input_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        if torch.compiler.is_compiling() or (input_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
             return lambda: None
         found = torch.stack([(input_ids == kind.token_id).sum() for kind in self.kinds])
         if not found.is_cuda or num_tokens(self.grids, self.merge) > input_ids.numel():

@@ -287,7 +287,8 @@ def _read(
     needed, allowed = _KEYS[rope_type]
     given = options.keys() - {"rope_type"}
     if missing := sorted(needed - given):
-        raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: {', '.join(scaling)}")
+        has = ", ".join(scaling)
+        raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: it has {has}")
     if unknown := sorted(given - needed - allowed):
         raise ConfigError(
             f"rope_type={rope_type!r} has no {', '.join(unknown)}; "

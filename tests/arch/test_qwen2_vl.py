@@ -17,6 +17,7 @@ import ligermodels
 from ligermodels import ConfigError, InputError, weights
 from ligermodels.arch import qwen2_vl
 from ligermodels.arch.qwen2_vl import Qwen2VLConfig
+from ligermodels.layers import Batch
 from tests.arch import suite
 from tests.arch.suite import FIXTURES, GRADIENTS, LOGITS, Suite, read_tensors, relative, saved_bytes, theirs_logits
 
@@ -241,6 +242,9 @@ class TestText(Suite):
         assert model.vision.recompute == (recompute == "block")
         assert kept() < before
         assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+        model.gradient_checkpointing_disable()
+        model.vision.recompute = recompute == "block"
+        assert kept() < before or recompute == "mlp"  # the tower alone
         model.requires_grad_(False).norm.requires_grad_()
         model.gradient_checkpointing_disable()
         assert kept() < before and not model.vision.recompute
@@ -485,6 +489,7 @@ def counted_positions(batch, rule):
 @given(st.lists(st.lists(PARTS, min_size=1, max_size=5), min_size=1, max_size=3), st.sampled_from(["left", "right"]))
 def test_positions_of_any_text(rows, pad):
     batch, config = inputs(rows, pad=pad), Qwen2VLConfig.from_hf(tiny())
+    batch["input_ids"][~batch.real] = IMAGE  # which counts for nothing there
     known = {name: value for name, value in batch.items() if "pixel" not in name}
     for rule in ("4.x", "5.x"):
         positions, deltas = config.get_rope_index(**known, video_rule=rule)
@@ -724,6 +729,16 @@ def test_text_compiles_without_a_graph_break():
     torch.testing.assert_close(compiled(ids, labels=ids).loss, model(ids, labels=ids).loss)
 
 
+def test_frames_of_one_size_are_a_batch_and_others_sequences(model, monkeypatch):
+    made = []
+    monkeypatch.setattr(qwen2_vl, "Batch", lambda **options: made.append(Batch(**options)) or made[-1])
+    model(**inputs(CASES["of_one_size"]))
+    assert made[0].cu_seqlens is None and made[0].cos.shape == (2, 24, 4)
+    model(**inputs([[image(2, 3), video(3, 1, 1), 2]]))
+    assert made[1].cu_seqlens.tolist() == [0, 24, 28, 32, 36] and made[1].max_seqlen == 24
+    assert made[1].cu_seqlens.dtype == torch.int32 and made[1].cos.shape == (1, 36, 4)
+
+
 def change(name, make):
     return lambda batch: Pictures(batch, **{name: make(batch.get(name))})
 
@@ -753,11 +768,20 @@ NO_INPUT = {
     "no ids": (lambda batch: drop("input_ids")(Pictures(batch, inputs_embeds=torch.zeros(1, 23, 32))), ["input_ids"]),
     "embeddings, too": (change("inputs_embeds", lambda x: torch.zeros(1, 23, 32)), ["no inputs_embeds"]),
     "pixels of another patch": (change("pixel_values", lambda x: x[:, :12]), ["[28, 12]", "[28, 24]"]),
+    "pixels as numpy has them": (change("pixel_values", lambda x: x.numpy()), ["a ndarray", "floats [28, 24]"]),
+    "boundaries as a list": (change("cu_seqlens", lambda x: [0, 23]), ["cu_seqlens is a list"]),
     "bytes": (change("pixel_values", lambda x: x.byte()), ["torch.uint8 [28, 24]", "floats [28, 24]"]),
     "sizes of one picture": (change("image_grid_thw", lambda x: x[0]), ["[3]", "integers [images, 3]"]),
     "sizes as floats": (change("image_grid_thw", lambda x: x.float()), ["torch.float32", "integers"]),
     "odd rows": (change("video_grid_thw", lambda x: x + 1), ["video_grid_thw holds", "multiples of 2"]),
     "no frame": (change("video_grid_thw", lambda x: x * 0), ["holds [0, 0, 0]", "positive"]),
+    "ids as a list": (change("input_ids", lambda x: x.tolist()), ["input_ids is a list"]),
+    "ids as floats": (change("input_ids", lambda x: x.float()), ["float32", "int64"]),
+    "one text without a batch": (change("input_ids", lambda x: x[0]), ["(23,)", "[batch, sequence]"]),
+    "no ids at all": (drop("input_ids"), ["either input_ids or inputs_embeds"]),
+    "another cache": (change("past_key_values", lambda x: transformers.DynamicCache()), ["DynamicCache", "KVCache"]),
+    "a mask as a list": (change("attention_mask", lambda x: [1] * 23), ["attention_mask is a list"]),
+    "labels of another text": (change("labels", lambda x: torch.ones(1, 5).long()), ["labels", "(1, 5)"]),
     "another mask": (change("attention_mask", lambda x: torch.ones(1, 5).long()), ["[1, 5]", "expected [1, 23]"]),
     "four axes too few": (
         change("position_ids", lambda x: torch.zeros(2, 1, 23).long()),
@@ -786,10 +810,14 @@ def test_generate_asks_for_pictures_by_name(model):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        (dict(vision_config=None), ["vision_config", "Qwen2VLVisionConfig"]),
+        (dict(vision_config=None), ["vision_config is None", "object"]),
+        (dict(vision_config=[1]), ["vision_config is [1]", "object"]),
+        (dict(vision_config=dict(hidden_size=32, depth=10**6)), ["depth=1000000", "from 1 to 1024"]),
+        (dict(vision_config=dict(hidden_size=32, hidden_act=["gelu"])), ["hidden_act=['gelu']"]),
+        (dict(vision_config=dict(hidden_size=32, mlp_ratio=1e-9)), ["mlp_ratio=1e-09", "a number from 1 to 64"]),
         (dict(vision_config=dict(hidden_size=31)), ["hidden_size=32", "31"]),
-        (dict(vision_config=dict(hidden_size=32, depth=0)), ["depth=0", "positive"]),
-        (dict(vision_config=dict(hidden_size=32, depth="2")), ["depth='2'", "positive"]),
+        (dict(vision_config=dict(hidden_size=32, depth=0)), ["depth=0", "whole"]),
+        (dict(vision_config=dict(hidden_size=32, depth="2")), ["depth='2'", "whole"]),
         (dict(vision_config=dict(hidden_size=32, patch_size=[14, 14])), ["patch_size=[14, 14]"]),
         (dict(vision_config=dict(hidden_size=32, mlp_ratio=True)), ["mlp_ratio=True"]),
         (dict(vision_config=dict(hidden_size=32, embed_dim=36, num_heads=16)), ["embed_dim=36", "num_heads=16"]),
@@ -801,7 +829,6 @@ def test_generate_asks_for_pictures_by_name(model):
         (dict(rope_parameters=rope("default", (2, 2))), ["mrope_section"]),
         (dict(rope_parameters=rope("default", (5, -2, 1))), ["mrope_section"]),
         (dict(rope_parameters={"rope_type": "default", "rope_theta": 1e4}), ["mrope_section is [16, 24, 24]"]),
-        (dict(image_token_id=VIDEO), ["image_token_id=91", "video_token_id"]),
         (dict(video_rule="4.57"), ["video_rule='4.57'", "4.x, 5.x"]),
         (dict(text_config="text"), ["text_config is 'text'"]),
         (dict(text_config={"model_type": "llama"}), ["text_config", "qwen2_vl_text"]),

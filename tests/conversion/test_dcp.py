@@ -203,6 +203,11 @@ def overlapping(held):
         held.storage_data[metadata.MetadataIndex("norm.weight", [offset])] = stored
 
 
+def elsewhere(path):
+    path.rename(path.parents[1] / path.name)
+    path.symlink_to(path.parents[1] / path.name)
+
+
 BAD = {
     "no metadata": (lambda f: (f / ".metadata").unlink(), "is not there"),
     "empty metadata": (written(b""), "is not the metadata"),
@@ -245,7 +250,11 @@ BAD = {
     ),
     "a shard cut short": (cut, "is cut short"),
     "a shard of zeros": (zeroed, "is damaged"),
-    "a shard is a folder": (lambda f: ((f / "__0_0.distcp").unlink(), (f / "__0_0.distcp").mkdir()), "not there"),
+    "a shard is a folder": (lambda f: ((f / "__0_0.distcp").unlink(), (f / "__0_0.distcp").mkdir()), "not a regular"),
+    "a shard is a pipe": (lambda f: ((f / "__0_0.distcp").unlink(), os.mkfifo(f / "__0_0.distcp")), "not a regular"),
+    "a shard is a link that leaves": (lambda f: elsewhere(f / "__0_0.distcp"), "leaves its folder"),
+    "metadata is a link that leaves": (lambda f: elsewhere(f / ".metadata"), "leaves its folder"),
+    "metadata is a pipe": (lambda f: ((f / ".metadata").unlink(), os.mkfifo(f / ".metadata")), "not a regular"),
 }
 
 

@@ -69,6 +69,10 @@ def test_load_balancing_loss_of_a_perfect_balance_is_top_k():
     torch.testing.assert_close(L.load_balancing_loss([logits], top_k=2), torch.tensor(2.0))
 
 
+def test_load_balancing_loss_of_padding_alone():
+    assert L.load_balancing_loss([torch.randn(6, 3)], top_k=2, attention_mask=torch.zeros(2, 3)) == 0
+
+
 def test_load_balancing_loss_errors():
     with pytest.raises(InputError, match="at least one"):
         L.load_balancing_loss([], top_k=2)

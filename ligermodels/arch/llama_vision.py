@@ -1,0 +1,375 @@
+"""Llama-3.2-Vision (mllama): Llama whose cross-attention blocks look at pictures cut into tiles.
+
+- Text: Llama's blocks, and at `cross_attention_layers` blocks that attend to the pictures in place of the text; their
+  attention and their unit enter by tanh of a gate, q and k are normed head by head, nothing rotates. Without any
+  picture, here or in the cache, these blocks are passed by. Keys and values of pictures are made once and cached.
+- `cross_attention_mask` [B, S, pictures, tiles] says which token sees which tile. A token that sees none attends to
+  all of them, and the block does not add its unit; Meta's code does not add the attention either, which
+  `zero_masked_attention` asks for.
+- The embedding has 8 rows more than the head, the first of them for <|image|>. The head is never tied.
+- Each tile of a picture has `num_patches` states, which the tower makes and `projector` turns into the text's width:
+  see llama_vision_tower.py.
+
+Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
+Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.arch.base import CausalLM, CausalLMOutput
+from ligermodels.arch.config import ACTIVATIONS
+from ligermodels.arch.llama import LlamaBlock, LlamaConfig
+from ligermodels.arch.llama_vision_tower import GENERIC, LlamaVisionTowerConfig, VisionTower
+from ligermodels.cache import CrossCache, KVCache
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import (
+    Batch,
+    CrossAttention,
+    CrossStates,
+    Embedding,
+    GatedMLP,
+    Linear,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+)
+
+EXTRA_ROWS = 8
+"""Of the embedding, behind the vocabulary that the head has."""
+_BIASES = ("attention_bias", "mlp_bias")
+
+
+@dataclass(kw_only=True)
+class LlamaVisionConfig(LlamaConfig):
+    """config.json of model_type mllama: the fields of its text_config, and vision_config.
+
+    zero_masked_attention, ours: a token that sees no picture takes nothing from a cross block's attention, as in Meta's
+    code. `root` holds what config.json has beside the nested objects and is not ours.
+    """
+
+    model_type: ClassVar[str] = "mllama"
+    architecture: ClassVar[str] = "MllamaForConditionalGeneration"
+    default_rope_theta: ClassVar[float] = 500000.0
+
+    num_key_value_heads: int = 8
+    max_position_embeddings: int = 131072
+    rms_norm_eps: float = 1e-5
+    dropout: float = 0.0
+    bos_token_id: int | None = 128000
+    eos_token_id: int | list[int] | None = 128001
+    pad_token_id: int | None = 128004
+    cross_attention_layers: list[int] = field(default_factory=lambda: [3, 8, 13, 18, 23, 28, 33, 38])
+    vision_config: LlamaVisionTowerConfig = field(default_factory=LlamaVisionTowerConfig)
+    image_token_index: int = 128256
+    zero_masked_attention: bool = False
+    root: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """A config from the contents of a config.json of either generation. Raises as `ModelConfig.from_hf`."""
+        if not isinstance(config, Mapping) or config.get("model_type", cls.model_type) != cls.model_type:
+            return super().from_hf(config)
+        text, nested = config.get("text_config") or {}, ("text_config", "vision_config")
+        if not all(isinstance(config.get(name) or {}, Mapping) for name in nested):
+            raise ConfigError("mllama: text_config and vision_config of config.json must be objects")
+        ids, types = {"bos_token_id", "eos_token_id", "pad_token_id"}, {"dtype", "torch_dtype"}
+        left_out = GENERIC - ids - types | {"root", *nested}
+        text = {key: value for key, value in text.items() if key not in left_out | (types & config.keys() and types)}
+        root = {key: value for key, value in config.items() if key not in left_out | ids}
+        made = super().from_hf({**root, **text, "vision_config": config.get("vision_config") or {}})
+        made.root = {key: made.extra.pop(key) for key in root if key in made.extra and key not in text}
+        return made
+
+    def __post_init__(self) -> None:
+        if isinstance(self.vision_config, Mapping):
+            self.vision_config = LlamaVisionTowerConfig.from_hf(self.vision_config)
+        super().__post_init__()
+        if self.dropout:
+            raise self._error("dropout", "is not supported; set it to 0.0 if it does not matter to you")
+        for name in _BIASES:
+            if getattr(self, name):
+                raise self._error(name, "is not supported: this architecture has none")
+        if self.head_dim * self.num_attention_heads != self.hidden_size:
+            raise self._error("head_dim", f"must be hidden_size {self.hidden_size} / num_attention_heads")
+        found, blocks = self.cross_attention_layers, self.num_hidden_layers
+        if not all(type(i) is int and 0 <= i < blocks for i in found) or len({*found}) not in range(blocks):
+            raise self._error("cross_attention_layers", f"must be of the blocks 0 to {blocks - 1}, and leave one out")
+        self.tie_word_embeddings = False  # whatever the file says, as in transformers
+
+    def to_hf(self) -> dict[str, Any]:
+        text = super().to_hf()
+        for name in ("root", *_BIASES):
+            del text[name]
+        shared = ("architectures", "model_type", "image_token_index", "dtype", "torch_dtype")
+        root = {name: text.pop(name) for name in shared}
+        if not text["zero_masked_attention"]:  # as every reader has it
+            del text["zero_masked_attention"]
+        vision = text.pop("vision_config").to_hf()
+        text |= {"model_type": "mllama_text_model", "dtype": self.dtype, "torch_dtype": self.dtype}
+        return {**self.root, **root, "text_config": text, "vision_config": vision}
+
+    to_dict = to_hf
+
+
+class CrossBlock(nn.Module):
+    """Attention to the pictures and gated unit, both behind tanh of a gate; nothing where there is no picture."""
+
+    def __init__(self, config: LlamaVisionConfig):
+        super().__init__()
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.attn_norm = RMSNorm(size, eps=eps)
+        self.cross_attn = CrossAttention(
+            size,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            eps=eps,
+        )
+        self.attn_gate = nn.Parameter(torch.zeros(1))
+        self.mlp_norm = RMSNorm(size, eps=eps)
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+        self.mlp_gate = nn.Parameter(torch.zeros(1))
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: CrossCache | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        if batch.cross is None:
+            return x, residual
+        x, residual = self.attn_norm(x, residual)
+        x = self.cross_attn(x, batch, cache) * _opening(self.attn_gate, batch.cross.attn_rows)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x) * _opening(self.mlp_gate, batch.cross.mlp_rows), residual
+
+
+def _opening(gate: Tensor, rows: Tensor | None) -> Tensor:
+    return gate.tanh() if rows is None else gate.tanh() * rows
+
+
+def cross_mask(tiles: Tensor, num_patches: int) -> tuple[Tensor, Tensor]:
+    """(which states a token sees [B, S, N], whether it sees any [B, S, 1]), both bool, of [B, S, pictures, tiles].
+
+    Each tile has `num_patches` states, N in all. A token that may see none sees all.
+    """
+    tiles = tiles.flatten(2) != 0
+    rows = tiles.any(-1, keepdim=True)
+    return (tiles | ~rows)[..., None].expand(*tiles.shape, num_patches).flatten(2), rows
+
+
+_TEXT, _LAYER = "language_model.model.", "language_model.model.layers.{i}."
+_LOCAL, _GLOBAL = "vision_model.transformer.layers.{i}.", "vision_model.global_transformer.layers.{i}."
+
+
+def _later(name: str) -> str:
+    """A name on the Hub -> the same tensor's in transformers' memory since 4.52."""
+    name = name.removeprefix("language_model.")
+    if name.startswith("lm_head"):
+        return name
+    return "model." + (name.replace("model.", "language_model.", 1) if name.startswith("model.") else name)
+
+
+class LlamaVision(CausalLM):
+    """Llama-3.2-Vision. `LlamaVision.from_hub("meta-llama/Llama-3.2-11B-Vision-Instruct")` loads one."""
+
+    config_class = LlamaVisionConfig
+    config: LlamaVisionConfig
+    _no_split_modules = ("LlamaBlock", "CrossBlock", "VisionBlock", "GlobalBlock")
+
+    def __init__(self, config: LlamaVisionConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self.vision = VisionTower(config.vision_config)
+        self.projector = Linear(config.vision_config.vision_output_dim, size, bias=True)
+        self.embed_tokens = Embedding(config.vocab_size + EXTRA_ROWS, size, padding_idx=config.padding_idx)
+        self.rotary = RotaryEmbedding(
+            config.head_dim,
+            theta=config.rope_parameters["rope_theta"],
+            scaling=config.rope_parameters,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        cross = {*config.cross_attention_layers}
+        self.layers = nn.ModuleList(
+            CrossBlock(config) if i in cross else LlamaBlock(config) for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
+        self.lm_head = LMHead(size, config.vocab_size)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool | None = False,
+        *,
+        pixel_values: Tensor | None = None,
+        aspect_ratio_ids: Tensor | None = None,
+        aspect_ratio_mask: Tensor | None = None,
+        cross_attention_mask: Tensor | None = None,
+        **inputs: Any,
+    ) -> CausalLMOutput:
+        """`CausalLM.forward`, with pictures. Without any, in the call and in the cache, it is plain Llama.
+
+        pixel_values: [B, pictures, tiles, channels, image_size, image_size]; rows with fewer pictures are filled up.
+        aspect_ratio_ids: [B, pictures], 1 + the index into `supported_aspect_ratios`, 0 where there is no picture.
+        aspect_ratio_mask: [B, pictures, tiles], 1 at tiles that are there; the first one always is.
+        cross_attention_mask: [B, S or past + S, pictures, tiles], 1 where a token sees a tile, of the cached pictures
+            first. Left out, all tokens see all tiles, and behind a cache what its last token saw.
+        labels: -100 at pictures: the head has no logit for them.
+        Packed sequences share the pictures of their one row; let the mask keep them apart.
+
+        Raises InputError where arguments do not fit together.
+        """
+        tokens = input_ids if inputs_embeds is None else inputs_embeds
+        if use_cache and past_key_values is None and tokens is not None:
+            past_key_values = self.new_cache(*tokens.shape[:2])
+        states = None
+        if pixel_values is not None:
+            if aspect_ratio_ids is None or aspect_ratio_mask is None:
+                raise InputError(
+                    "pixel_values need their aspect_ratio_ids and aspect_ratio_mask; the processor makes all"
+                )
+            states = self.picture_states(pixel_values, aspect_ratio_ids, aspect_ratio_mask)
+        cross = None if tokens is None else self._cross(states, cross_attention_mask, tokens, past_key_values)
+        return super().forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            labels,
+            inputs_embeds,
+            past_key_values,
+            use_cache,
+            cross=cross,
+            **inputs,
+        )
+
+    def picture_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
+        """What the text attends to, [B, pictures * tiles * P, hidden_size], of `forward`'s arguments."""
+        vision = self.config.vision_config
+        tiles = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
+        shapes = [tuple(tensor.shape) for tensor in (pixel_values, aspect_ratio_ids, aspect_ratio_mask)]
+        if shapes != [(*shapes[1], *tiles), shapes[0][:2], (*shapes[1], tiles[0])]:
+            raise InputError(
+                f"pixel_values {shapes[0]}, aspect_ratio_ids {shapes[1]} and aspect_ratio_mask {shapes[2]} do not fit; "
+                f"expected (batch, pictures, {', '.join(map(str, tiles))}), (batch, pictures) and (batch, pictures, "
+                f"{tiles[0]}). Were they made for another model?"
+            )
+        features = self.vision(pixel_values.flatten(0, 1), aspect_ratio_ids.flatten(), aspect_ratio_mask.flatten(0, 1))
+        return self.projector(features).reshape(len(pixel_values), -1, self.config.hidden_size)
+
+    def _cross(
+        self, states: Tensor | None, mask: Tensor | None, tokens: Tensor, cache: KVCache | None
+    ) -> CrossStates | None:
+        """What the cross blocks read; None without pictures. The cache remembers the mask of the last token."""
+        past, state = (0, {}) if cache is None else (cache.length, cache.state)
+        if states is None and "pictures" not in state:
+            return None
+        vision, length, pictures = self.config.vision_config, tokens.shape[1], state.get("pictures", 0)
+        if states is not None:
+            pictures += states.shape[1] // (vision.max_num_tiles * vision.num_patches)
+        if mask is None and states is None and "cross_mask" in state:
+            mask = state["cross_mask"].expand(-1, length, -1, -1)
+        if mask is not None:
+            shape = (tokens.shape[0], length, pictures, vision.max_num_tiles)
+            if mask.dim() == 4 and mask.shape[1] == past + length:
+                mask = mask[:, past:]
+            if mask.shape != shape:
+                raise InputError(
+                    f"cross_attention_mask has shape {list(mask.shape)}, expected {list(shape)}: the tokens, and all "
+                    "pictures so far with their tiles"
+                )
+        if cache is not None:
+            state["pictures"] = pictures
+            state.pop("cross_mask", None)
+            if mask is not None:
+                state["cross_mask"] = mask[:, -1:].clone()
+        if mask is None:
+            return CrossStates(states=states)
+        mask, rows = cross_mask(mask, vision.num_patches)
+        kept = rows.to(self.dtype)
+        attn_rows = kept if self.config.zero_masked_attention else None
+        return CrossStates(states=states, mask=mask, attn_rows=attn_rows, mlp_rows=kept)
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache for `batch_size` sequences of up to `max_length` tokens, and their pictures."""
+        return KVCache(
+            self.config.num_hidden_layers,
+            batch_size,
+            max_length,
+            self.config.num_key_value_heads,
+            self.config.head_dim,
+            cross_layers=self.config.cross_attention_layers,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """Draws every parameter anew, as `CausalLM` does; of the rest, gates start at 0, those of the tower's gated
+        blocks and the embeddings of patches and positions at normal, std `initializer_range`."""
+        super().init_weights(seed)
+        generator = torch.Generator(self.device).manual_seed(seed + 1)
+        tower, std = self.vision, self.config.vision_config.initializer_range
+        for parameter in (tower.patch_embedding.weight, tower.class_embedding, tower.position.embedding):
+            parameter.normal_(0.0, std, generator=generator)
+        for name, parameter in self.named_parameters():
+            if name.endswith("gate"):
+                parameter.normal_(0.0, std if "global_layers" in name else 0.0, generator=generator)
+
+    WEIGHTS: ClassVar = {
+        "embed_tokens.weight": _TEXT + "embed_tokens.weight",
+        "layers.{i}.attn_norm.weight": _LAYER + "input_layernorm.weight",
+        "layers.{i}.attn.qkv_proj.weight": tuple(_LAYER + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        "layers.{i}.attn.o_proj.weight": _LAYER + "self_attn.o_proj.weight",
+        "layers.{i}.cross_attn.q_proj.weight": _LAYER + "cross_attn.q_proj.weight",
+        "layers.{i}.cross_attn.kv_proj.weight": tuple(_LAYER + f"cross_attn.{x}_proj.weight" for x in "kv"),
+        "layers.{i}.cross_attn.q_norm.weight": _LAYER + "cross_attn.q_norm.weight",
+        "layers.{i}.cross_attn.k_norm.weight": _LAYER + "cross_attn.k_norm.weight",
+        "layers.{i}.cross_attn.o_proj.weight": _LAYER + "cross_attn.o_proj.weight",
+        "layers.{i}.attn_gate": _LAYER + "cross_attn_attn_gate",
+        "layers.{i}.mlp_norm.weight": _LAYER + "post_attention_layernorm.weight",
+        "layers.{i}.mlp.gate_up_proj.weight": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
+        "layers.{i}.mlp.down_proj.weight": _LAYER + "mlp.down_proj.weight",
+        "layers.{i}.mlp_gate": _LAYER + "cross_attn_mlp_gate",
+        "norm.weight": _TEXT + "norm.weight",
+        "lm_head.weight": "language_model.lm_head.weight",
+        "projector.{w}": "multi_modal_projector.{w}",
+        "vision.patch_embedding.weight": "vision_model.patch_embedding.weight",
+        "vision.class_embedding": "vision_model.class_embedding",
+        "vision.pre_tile.gate": "vision_model.pre_tile_positional_embedding.gate",
+        "vision.pre_tile.embedding.weight": "vision_model.pre_tile_positional_embedding.embedding.weight",
+        "vision.position.gate": "vision_model.gated_positional_embedding.gate",
+        "vision.position.embedding": "vision_model.gated_positional_embedding.embedding",
+        "vision.position.tile_embedding.weight": "vision_model.gated_positional_embedding.tile_embedding.weight",
+        "vision.norm_pre.{w}": "vision_model.layernorm_pre.{w}",
+        "vision.layers.{i}.attn_norm.{w}": _LOCAL + "input_layernorm.{w}",
+        "vision.layers.{i}.attn.qkv_proj.weight": tuple(_LOCAL + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        "vision.layers.{i}.attn.o_proj.weight": _LOCAL + "self_attn.o_proj.weight",
+        "vision.layers.{i}.mlp_norm.{w}": _LOCAL + "post_attention_layernorm.{w}",
+        "vision.layers.{i}.mlp.fc1.{w}": _LOCAL + "mlp.fc1.{w}",
+        "vision.layers.{i}.mlp.fc2.{w}": _LOCAL + "mlp.fc2.{w}",
+        "vision.norm_post.{w}": "vision_model.layernorm_post.{w}",
+        "vision.post_tile.gate": "vision_model.post_tile_positional_embedding.gate",
+        "vision.post_tile.embedding.weight": "vision_model.post_tile_positional_embedding.embedding.weight",
+        "vision.global_layers.{i}.attn_norm.{w}": _GLOBAL + "input_layernorm.{w}",
+        "vision.global_layers.{i}.attn.qkv_proj.weight": tuple(_GLOBAL + f"self_attn.{x}_proj.weight" for x in "qkv"),
+        "vision.global_layers.{i}.attn.o_proj.weight": _GLOBAL + "self_attn.o_proj.weight",
+        "vision.global_layers.{i}.attn_gate": _GLOBAL + "gate_attn",
+        "vision.global_layers.{i}.mlp_norm.{w}": _GLOBAL + "post_attention_layernorm.{w}",
+        "vision.global_layers.{i}.mlp.fc1.{w}": _GLOBAL + "mlp.fc1.{w}",
+        "vision.global_layers.{i}.mlp.fc2.{w}": _GLOBAL + "mlp.fc2.{w}",
+        "vision.global_layers.{i}.mlp_gate": _GLOBAL + "gate_ffn",
+    }
+    ALSO_READ = (
+        {
+            ours: _later(theirs) if isinstance(theirs, str) else tuple(map(_later, theirs))
+            for ours, theirs in WEIGHTS.items()
+        },
+    )
+    """The names that transformers has in memory since 4.52."""

@@ -1,0 +1,270 @@
+"""The vision tower of Llama-3.2-Vision: pictures, cut into tiles, to the features that the text attends to.
+
+- A class token and the patches of up to 4 tiles are one sequence, with gated embeddings of the positions and, by
+  aspect ratio, of the tiles. LayerNorm, exact gelu, no biases in attention; 32 blocks, then 8 gated ones.
+- Tiles that are not there, and what fills each tile up to a multiple of 8 states, hold states as well: they see all
+  others and are seen by them, only among themselves they do not.
+- Beside the last states stand those of `intermediate_layers_indices`, interleaved: feature c of state j at c * n + j.
+
+Where implementations disagree: index i of `intermediate_layers_indices` is the state before block i in Meta's code,
+by which the models were trained, and in transformers 4.45, and the state after it in later ones (4.57, 5.23).
+`intermediate_states` "after", the default, agrees with today's transformers; "before" with the training.
+
+Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
+Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from ligermodels.arch.config import short
+from ligermodels.errors import ConfigError
+from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
+
+ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
+"""Rows and columns of tiles."""
+
+GENERIC = {*"""
+    _name_or_path add_cross_attention architectures bad_words_ids begin_suppress_tokens chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
+    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores prefix problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p use_bfloat16
+    model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id tie_word_embeddings
+""".split()}  # fmt: skip  # noqa: SIM905
+"""What transformers 4 writes into each object of the file, whatever the model; of no consequence for pictures."""
+
+
+@dataclass(kw_only=True)
+class LlamaVisionTowerConfig:
+    """vision_config of a config.json of model_type mllama."""
+
+    hidden_size: int = 1280
+    hidden_act: str = "gelu"
+    num_hidden_layers: int = 32
+    num_global_layers: int = 8
+    attention_heads: int = 16
+    num_channels: int = 3
+    intermediate_size: int = 5120
+    vision_output_dim: int = 7680
+    image_size: int = 448
+    patch_size: int = 14
+    norm_eps: float = 1e-5
+    max_num_tiles: int = 4
+    intermediate_layers_indices: list[int] = field(default_factory=lambda: [3, 7, 15, 23, 30])
+    supported_aspect_ratios: list[list[int]] = field(default_factory=lambda: [list(ratio) for ratio in RATIOS])
+    initializer_range: float = 0.02
+    intermediate_states: str = "after"
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """From the object in either generation of the file. Raises ConfigError."""
+        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        values = {key: value for key, value in config.items() if key in known and value is not None}
+        extra = {key: value for key, value in config.items() if key not in known | GENERIC}
+        if unknown := sorted(extra):
+            warnings.warn(
+                f"mllama: vision_config has keys that are not used here: {short(unknown)}. They are kept for saving.",
+                stacklevel=6,
+            )
+        return cls(**values, extra=extra)
+
+    def __post_init__(self) -> None:
+        for name in (f.name for f in dataclasses.fields(self) if f.type is int):
+            most = 2**10 if name.endswith("layers") else 2**16
+            self._check(name, _is_size(getattr(self, name), most), f"must be a positive integer, at most {most}")
+        for name, value in (("norm_eps", self.norm_eps), ("initializer_range", self.initializer_range)):
+            fits = type(value) in (int, float) and 1e-30 < value <= 1
+            self._check(name, fits, "must be a number above 0, at most 1")
+        blocks, picked = self.num_hidden_layers, self.intermediate_layers_indices
+        ratios, tiles = self.supported_aspect_ratios, self.max_num_tiles
+        self._check("hidden_act", self.hidden_act in [*ACTIVATIONS], f"is none of {', '.join(ACTIVATIONS)}")
+        self._check("hidden_size", self.hidden_size % self.attention_heads == 0, "must be a multiple of the heads")
+        self._check("image_size", self.patch_size <= self.image_size <= 2**14, "must be patch_size to 16384")
+        self._check("max_num_tiles", tiles <= 64, "is too large to be meant: at most 64")
+        fits = isinstance(picked, list) and all(type(i) is int and 0 <= i < blocks for i in picked)
+        self._check("intermediate_layers_indices", fits, f"must be a list of blocks, 0 to {blocks - 1}")
+        fits = isinstance(ratios, list) and 0 < len(ratios) <= 1024 and all(_is_ratio(pair, tiles) for pair in ratios)
+        self._check("supported_aspect_ratios", fits, f"must be a list of pairs of sizes, of at most {tiles} tiles each")
+        width = self.hidden_size * (1 + len(picked))
+        self._check("vision_output_dim", self.vision_output_dim == width, f"must be {width}, for all features")
+        fits = self.intermediate_states in ("after", "before")
+        self._check("intermediate_states", fits, "is neither after nor before")
+
+    def _check(self, name: str, fits: bool, problem: str) -> None:
+        if not fits:
+            raise ConfigError(f"mllama: {name}={short(getattr(self, name))} of vision_config {problem}")
+
+    def to_hf(self) -> dict[str, Any]:
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        if self.intermediate_states == "after":  # as every reader has it
+            del values["intermediate_states"]
+        return {"model_type": "mllama_vision_model", **self.extra, **values}
+
+    to_dict = to_hf
+
+    @property
+    def num_patches(self) -> int:
+        """States of a tile: its patches and the class token."""
+        return (self.image_size // self.patch_size) ** 2 + 1
+
+
+class PatchEmbedding(nn.Module):
+    """Tiles [N, channels, size, size] -> their patches [N, patches, hidden_size], row by row; one matrix product."""
+
+    def __init__(self, config: LlamaVisionTowerConfig):
+        super().__init__()
+        size = config.patch_size
+        self.weight = nn.Parameter(torch.empty(config.hidden_size, config.num_channels, size, size))
+
+    def forward(self, tiles: Tensor) -> Tensor:
+        size = self.weight.shape[-1]
+        rows, columns = tiles.shape[-2] // size, tiles.shape[-1] // size
+        tiles = (
+            tiles.to(self.weight.dtype)[..., : rows * size, : columns * size]
+            .unflatten(-1, (columns, size))
+            .unflatten(-3, (rows, size))
+        )
+        patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # from [N, channels, rows, p, columns, p]
+        return F.linear(patches, self.weight.flatten(1))
+
+
+class TileEmbedding(nn.Module):
+    """Adds to the states of each tile, [N, tiles, patches, hidden_size], a gated vector by aspect ratio and tile."""
+
+    def __init__(self, config: LlamaVisionTowerConfig):
+        super().__init__()
+        self.gate = nn.Parameter(torch.zeros(1))
+        num_ids = len(config.supported_aspect_ratios) + 1  # 0: no picture
+        self.embedding = Embedding(num_ids, config.max_num_tiles * config.hidden_size)
+
+    def forward(self, x: Tensor, aspect_ratio_ids: Tensor) -> Tensor:
+        return x + self.embedding(aspect_ratio_ids).view(len(x), -1, 1, x.shape[-1]) * self.gate.tanh()
+
+
+class PositionEmbedding(nn.Module):
+    """Adds to states [N, tiles, P, hidden_size] what belongs to the patch, and what to patch, tile and aspect ratio."""
+
+    def __init__(self, config: LlamaVisionTowerConfig):
+        super().__init__()
+        size = config.num_patches * config.hidden_size
+        self.gate = nn.Parameter(torch.zeros(1))
+        self.embedding = nn.Parameter(torch.empty(config.num_patches, config.hidden_size))
+        self.tile_embedding = Embedding(len(config.supported_aspect_ratios) + 1, config.max_num_tiles * size)
+
+    def forward(self, x: Tensor, aspect_ratio_ids: Tensor) -> Tensor:
+        gate = self.gate.tanh()
+        x = x + (1 - gate) * self.embedding
+        return x + gate * self.tile_embedding(aspect_ratio_ids).view_as(x)
+
+
+class VisionBlock(nn.Module):
+    """Attention and feed-forward unit, each on the normed residual stream."""
+
+    def __init__(self, config: LlamaVisionTowerConfig):
+        super().__init__()
+        size, heads, eps = config.hidden_size, config.attention_heads, config.norm_eps
+        self.attn_norm = LayerNorm(size, eps=eps)
+        self.attn = Attention(size, num_heads=heads, num_kv_heads=heads, head_dim=size // heads, causal=False)
+        self.mlp_norm = LayerNorm(size, eps=eps)
+        self.mlp = MLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(x, batch)
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class GlobalBlock(VisionBlock):
+    """A block whose attention and unit enter by tanh of a gate."""
+
+    def __init__(self, config: LlamaVisionTowerConfig):
+        super().__init__(config)
+        self.attn_gate = nn.Parameter(torch.full((1,), math.pi / 4))
+        self.mlp_gate = nn.Parameter(torch.full((1,), math.pi / 4))
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.attn_norm(x, residual)
+        x = self.attn(x, batch) * self.attn_gate.tanh()
+        x, residual = self.mlp_norm(x, residual)
+        return self.mlp(x) * self.mlp_gate.tanh(), residual
+
+
+class VisionTower(nn.Module):
+    """Pictures in tiles -> the features of their patches; see `forward`. `recompute`: blocks keep their inputs only."""
+
+    recompute = False
+
+    def __init__(self, config: LlamaVisionTowerConfig):
+        super().__init__()
+        self.config = config
+        self.patch_embedding = PatchEmbedding(config)
+        self.class_embedding = nn.Parameter(torch.empty(config.hidden_size))
+        self.pre_tile = TileEmbedding(config)
+        self.position = PositionEmbedding(config)
+        self.norm_pre = LayerNorm(config.hidden_size)
+        self.layers = nn.ModuleList(VisionBlock(config) for _ in range(config.num_hidden_layers))
+        self.norm_post = LayerNorm(config.hidden_size)
+        self.post_tile = TileEmbedding(config)
+        self.global_layers = nn.ModuleList(GlobalBlock(config) for _ in range(config.num_global_layers))
+
+    def forward(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
+        """pixel_values [N, tiles, channels, S, S], ids [N], mask [N, tiles] -> [N, tiles, P, vision_output_dim]."""
+        num_pictures, num_tiles = pixel_values.shape[:2]
+        x = self.patch_embedding(pixel_values.flatten(0, 1)).unflatten(0, (num_pictures, num_tiles))
+        x = self.pre_tile(x, aspect_ratio_ids)
+        x = torch.cat([self.class_embedding.expand(num_pictures, num_tiles, 1, -1), x], dim=2)
+        x, _ = self.norm_pre(self.position(x, aspect_ratio_ids))
+        length = x.shape[2]
+        x = F.pad(x, (0, 0, 0, -length % 8))
+        batch = Batch(padding=tower_padding(aspect_ratio_mask, length, x.shape[2]))
+        shape = x.shape
+        x, states = self._run(self.layers, x.flatten(1, 2), batch, self.config.intermediate_layers_indices)
+        x = self.post_tile(self.norm_post(x)[0].view(shape), aspect_ratio_ids)
+        x, _ = self._run(self.global_layers, x.flatten(1, 2), batch, [])
+        features = torch.stack(states, dim=-1).flatten(2) if states else x[..., :0]
+        return torch.cat([x, features], dim=-1).view(*shape[:3], -1)[:, :, :length]
+
+    def _run(self, blocks: nn.ModuleList, x: Tensor, batch: Batch, picked: list[int]) -> tuple[Tensor, list[Tensor]]:
+        """The last state, and those that stand before or behind the `picked` blocks, in their order."""
+        first, residual, states = int(self.config.intermediate_states == "after"), None, {}
+        for i, block in enumerate(blocks):
+            if i - first in picked:
+                x, residual = x if residual is None else x + residual, None
+                states[i - first] = x
+            if self.recompute and torch.is_grad_enabled():
+                x, residual = recomputed(block, x, residual, batch, use_reentrant=False)
+            else:
+                x, residual = block(x, residual, batch)
+        x = x if residual is None else x + residual
+        return x, [states.get(i, x) for i in picked]
+
+
+def tower_padding(aspect_ratio_mask: Tensor, length: int, padded: int) -> Tensor:
+    """bool [N, tiles * padded]: tokens of tiles that mask [N, tiles] lacks, or behind the first `length` of a tile."""
+    filling = torch.arange(padded, device=aspect_ratio_mask.device) >= length
+    return ((aspect_ratio_mask == 0)[..., None] | filling).flatten(1)
+
+
+def _is_size(value: Any, most: int) -> bool:
+    return type(value) is int and 1 <= value <= most
+
+
+def _is_ratio(pair: Any, tiles: int) -> bool:
+    whole = isinstance(pair, list) and len(pair) == 2 and all(_is_size(side, tiles) for side in pair)
+    return whole and pair[0] * pair[1] <= tiles

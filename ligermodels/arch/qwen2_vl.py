@@ -1,0 +1,400 @@
+"""Qwen2-VL: Qwen2 that reads pictures and videos, each as many tokens as its size asks for.
+
+- Text: Qwen2's blocks. A token stands at three positions (time, row, column), and each section of the rotary
+  frequencies turns by one of them (`mrope_section`); where no picture is, the three are equal: plain Qwen2.
+- Vision tower: patches of 2 frames of 14 x 14 pixels through one matrix; blocks with LayerNorm, biases everywhere and
+  quick_gelu; rotary by row and column; a patch sees the patches of its own frame. The merger makes one token of 2 x 2
+  patches, with exact gelu; patches come in the order of these tokens.
+- Tokens `image_token_id` and `video_token_id` are replaced by what the tower makes, in order.
+- Behind a video of more frames than rows and columns, the generations of transformers differ: see `video_rule`.
+
+Paper: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
+Checked against: models/qwen2_vl/modeling_qwen2_vl.py of transformers 5.23; positions against 4.57 as well.
+"""
+
+import dataclasses
+import re
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recomputed
+
+from ligermodels.arch.base import CausalLM, CausalLMOutput, packed_sequences
+from ligermodels.arch.config import short
+from ligermodels.arch.qwen2 import Qwen2, Qwen2Block, Qwen2Config
+from ligermodels.cache import KVCache
+from ligermodels.errors import ConfigError, InputError
+from ligermodels.layers import (
+    MLP,
+    Attention,
+    Batch,
+    Embedding,
+    LayerNorm,
+    LMHead,
+    RMSNorm,
+    RotaryEmbedding,
+    TiedLMHead,
+    VisionRotary,
+)
+from ligermodels.layers.pictures import Grids, PatchEmbedding, Pictures, patch_cells
+
+VISION_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+VIDEO_RULES = ("4.x", "5.x")
+MOST = {"hidden_size": 2**20, "embed_dim": 2**16, "depth": 2**10, "num_heads": 2**10}
+"""Largest sizes of a tower: far beyond those of any, and no product of them leaves 63 bits. Of the others, 64."""
+_DTYPE = {"dtype", "torch_dtype"}
+
+
+@dataclass(kw_only=True)
+class Qwen2VLVisionConfig:
+    """vision_config of a config.json of model_type qwen2_vl; hidden_size is the width of what the tower puts out."""
+
+    hidden_size: int = 3584
+    depth: int = 32
+    embed_dim: int = 1280
+    num_heads: int = 16
+    mlp_ratio: float = 4
+    hidden_act: str = "quick_gelu"
+    in_channels: int = 3
+    patch_size: int = 14
+    temporal_patch_size: int = 2
+    spatial_merge_size: int = 2
+    rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "axial", "rope_theta": 10000.0})
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    dropped: ClassVar = {"model_type", "in_chans", "initializer_range", "dtype", "torch_dtype"}
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """From the object in either generation of the file. Raises ConfigError."""
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"qwen2_vl: vision_config is {short(config)}, expected an object")
+        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
+        values = {key: value for key, value in config.items() if key in known and value is not None}
+        channels = config.get("in_chans", 3)  # the Hub's name for it
+        if values.setdefault("in_channels", channels) != config.get("in_chans", values["in_channels"]):
+            raise ConfigError(f"qwen2_vl: vision_config has in_chans={short(channels)} and another in_channels")
+        extra = {key: value for key, value in config.items() if key not in known | cls.dropped}
+        if unknown := sorted(extra.keys() - {"spatial_patch_size"}):
+            text = f"qwen2_vl: vision_config has keys that are kept for saving, but not used here: {short(unknown)}"
+            warnings.warn(text, stacklevel=7)
+        return cls(**values, extra=extra)
+
+    def __post_init__(self) -> None:
+        for name, kind in ((f.name, f.type) for f in dataclasses.fields(self)):
+            value, most = getattr(self, name), MOST.get(name, 64)
+            if kind in (int, float) and not (type(value) in (int, kind) and 1 <= value <= most):
+                raise self._error(name, f"must be {'a whole' if kind is int else 'a'} number from 1 to {most}")
+        if self.hidden_act not in tuple(VISION_ACTIVATIONS):
+            raise self._error("hidden_act", f"is not supported; supported: {', '.join(VISION_ACTIVATIONS)}")
+        if self.embed_dim % (4 * self.num_heads):
+            raise self._error("embed_dim", f"must be a multiple of 4 for each of num_heads={self.num_heads} heads")
+        rope = self.rope_parameters if isinstance(self.rope_parameters, Mapping) else {}
+        theta: Any = rope.get("rope_theta")
+        if rope.get("rope_type", "axial") != "axial" or type(theta) not in (int, float) or not 1 < theta <= 1e15:
+            raise self._error("rope_parameters", "is not supported; supported: rope_type axial, rope_theta above 1")
+
+    def _error(self, name: str, problem: str) -> ConfigError:
+        return ConfigError(f"qwen2_vl: {name}={short(getattr(self, name))} of vision_config {problem}")
+
+    def to_hf(self) -> dict[str, Any]:
+        """The object that both generations of transformers read alike."""
+        return self.extra | {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+
+
+@dataclass(kw_only=True)
+class Qwen2VLConfig(Qwen2Config):
+    """config.json of model_type qwen2_vl: the text's fields at the top, as on the Hub, and vision_config.
+
+    video_rule, ours: text behind a video that began at position p goes on at p + max(frames, rows, columns) with "4.x",
+    the default, as in the models' own code and transformers 4, and at p + max(rows, columns) with "5.x", as in 5.
+    """
+
+    model_type: ClassVar[str] = "qwen2_vl"
+    architecture: ClassVar[str] = "Qwen2VLForConditionalGeneration"
+    default_rope_theta: ClassVar[float] = 1000000.0
+    rope_aliases: ClassVar = {"mrope": "default"}
+    unused: ClassVar = frozenset({"vision_token_id"})
+
+    num_key_value_heads: int = 8
+    rms_norm_eps: float = 1e-5
+    max_window_layers: int = 80
+    vision_config: Qwen2VLVisionConfig
+    image_token_id: int = 151655
+    video_token_id: int = 151656
+    vision_start_token_id: int = 151652
+    vision_end_token_id: int = 151653
+    video_rule: str = "4.x"
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Self:
+        """A config from the contents of a config.json, flat or with a text_config. Raises as `ModelConfig.from_hf`."""
+        if isinstance(config, Mapping) and "text_config" in config:
+            config = dict(config)
+            text = config.pop("text_config") or {}
+            if not isinstance(text, Mapping) or text.get("model_type", "qwen2_vl") not in ("qwen2_vl", "qwen2_vl_text"):
+                raise ConfigError(f"qwen2_vl: text_config is {short(text)}, expected an object of qwen2_vl_text")
+            tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
+            above = {"model_type", "architectures"} | (_DTYPE if _DTYPE & config.keys() else set())
+            text = {key: value for key, value in text.items() if key not in above}
+            config = {**config, **text, "tie_word_embeddings": tied}
+        return super().from_hf(config)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.vision_config, Qwen2VLVisionConfig):
+            self.vision_config = Qwen2VLVisionConfig.from_hf(self.vision_config)
+        super().__post_init__()
+        sections = self.rope_parameters.setdefault("mrope_section", [16, 24, 24])
+        counts = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
+        if not counts or len(sections) != 3 or sum(sections) != self.head_dim // 2:
+            half = f"three numbers of frequencies, together {self.head_dim // 2}, half of head_dim"
+            raise ConfigError(f"qwen2_vl: mrope_section is {short(sections)}, expected {half}")
+        if self.vision_config.hidden_size != self.hidden_size:
+            raise self._error("hidden_size", f"differs from that of vision_config, {self.vision_config.hidden_size}")
+        if self.video_rule not in VIDEO_RULES:
+            raise self._error("video_rule", f"is not supported; supported: {', '.join(VIDEO_RULES)}")
+
+    def pictures(self, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Pictures:
+        """The pictures of a call, from their sizes [pictures, 3] in patches."""
+        kinds = (("image", self.image_token_id, image_grid_thw), ("video", self.video_token_id, video_grid_thw))
+        return Pictures(kinds, merge=self.vision_config.spatial_merge_size)
+
+    def get_rope_index(
+        self,
+        input_ids: Tensor,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        video_rule: str | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(position_ids [3, B, S], rope_deltas [B, 1]), for a data loader; arguments as in `Pictures.positions`.
+
+        rope_deltas: what positions behind the text are more than its number of tokens, padding not counted.
+        """
+        rule, pictures = video_rule or self.video_rule, self.pictures(image_grid_thw, video_grid_thw)
+        if rule not in VIDEO_RULES:
+            raise InputError(f"video_rule={rule!r} is not supported; supported: {', '.join(VIDEO_RULES)}")
+        positions = pictures.positions(input_ids, attention_mask, cu_seqlens=cu_seqlens, frames_count=rule == "4.x")
+        tokens = input_ids.shape[1] if attention_mask is None else attention_mask.long().sum(1, keepdim=True)
+        return positions, positions.amax((0, 2))[:, None] + 1 - tokens
+
+    def to_hf(self) -> dict[str, Any]:
+        values, rope = super().to_hf(), self.rope_parameters
+        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+        scaling["type"] = "mrope" if rope["rope_type"] == "default" else rope["rope_type"]  # for early readers
+        values |= {"vision_config": self.vision_config.to_hf(), "rope_scaling": scaling}
+        if self.video_rule == "4.x":
+            del values["video_rule"]
+        return values
+
+    to_dict = to_hf
+
+
+class VisionBlock(nn.Module):
+    """Attention within a frame and a feed-forward unit, each on the normed residual stream."""
+
+    def __init__(self, config: Qwen2VLVisionConfig):
+        super().__init__()
+        size, heads = config.embed_dim, config.num_heads
+        shape = dict(num_heads=heads, num_kv_heads=heads, head_dim=size // heads)
+        self.norm1 = LayerNorm(size, eps=1e-6)
+        self.attn = Attention(size, **shape, qkv_bias=True, o_bias=True, causal=False)
+        self.norm2 = LayerNorm(size, eps=1e-6)
+        self.mlp = MLP(size, int(size * config.mlp_ratio), activation=VISION_ACTIVATIONS[config.hidden_act])
+
+    def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
+        x, residual = self.norm1(x, residual)
+        x = self.attn(x, batch)
+        x, residual = self.norm2(x, residual)
+        return self.mlp(x), residual
+
+
+class VisionTower(nn.Module):
+    """Patches of pictures -> tokens: forward(rows of pixels [N, ...], grids) -> [N / merge^2, hidden_size].
+
+    `recompute`, an attribute: in training, keeps only the inputs of the blocks, and runs them again in the backward.
+    """
+
+    recompute = False
+
+    def __init__(self, config: Qwen2VLVisionConfig):
+        super().__init__()
+        self.merge = config.spatial_merge_size
+        frames, side = config.temporal_patch_size, config.patch_size
+        self.patch_embed = PatchEmbedding(config.in_channels, config.embed_dim, (frames, side, side))
+        self.rotary = VisionRotary(config.embed_dim // config.num_heads, theta=config.rope_parameters["rope_theta"])
+        self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
+        self.merger_norm = LayerNorm(config.embed_dim, eps=1e-6)
+        size = config.embed_dim * self.merge**2
+        self.merger = MLP(size, size, activation="gelu", out_features=config.hidden_size)
+
+    def forward(self, pixels: Tensor, grids: Grids) -> Tensor:
+        x = self.patch_embed(pixels)
+        cos, sin = self.rotary(patch_cells(grids, self.merge).to(x.device, non_blocking=True))
+        frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
+        if len(set(frames)) == 1:  # a batch, for which there are faster kernels than for sequences of all lengths
+            x, cos, sin = (t.unflatten(0, (len(frames), -1)) for t in (x, cos, sin))
+            batch = Batch(cos=cos, sin=sin)
+        else:
+            bounds = torch.tensor([0, *frames], device="cpu").cumsum(0, dtype=torch.int32)
+            bounds = bounds.to(x.device, non_blocking=True)
+            x, batch = x[None], Batch(cos=cos[None], sin=sin[None], cu_seqlens=bounds, max_seqlen=max(frames))
+        residual = None
+        for block in self.blocks:
+            if self.recompute and torch.is_grad_enabled():
+                x, residual = recomputed(block, x, residual, batch, use_reentrant=False)
+            else:
+                x, residual = block(x, residual, batch)
+        x, _ = self.merger_norm(x, residual)
+        return self.merger(x.reshape(-1, self.merge**2 * x.shape[-1]))
+
+
+def _names(text: str, tower: str) -> dict[str, str | tuple[str, ...]]:
+    """The weight table, for names on disk that begin so."""
+    names = {
+        "patch_embed.weight": "patch_embed.proj.weight",
+        "blocks.{i}.norm1.{w}": "blocks.{i}.norm1.{w}",
+        "blocks.{i}.attn.qkv_proj.{w}": "blocks.{i}.attn.qkv.{w}",
+        "blocks.{i}.attn.o_proj.{w}": "blocks.{i}.attn.proj.{w}",
+        "blocks.{i}.norm2.{w}": "blocks.{i}.norm2.{w}",
+        "blocks.{i}.mlp.fc1.{w}": "blocks.{i}.mlp.fc1.{w}",
+        "blocks.{i}.mlp.fc2.{w}": "blocks.{i}.mlp.fc2.{w}",
+        "merger_norm.{w}": "merger.ln_q.{w}",
+        "merger.fc1.{w}": "merger.mlp.0.{w}",
+        "merger.fc2.{w}": "merger.mlp.2.{w}",
+    }
+
+    def on_disk(name: Any) -> Any:
+        return re.sub(r"^model\.", text, name) if isinstance(name, str) else tuple(map(on_disk, name))
+
+    table = {f"vision.{ours}": tower + theirs for ours, theirs in names.items()}
+    return table | {ours: on_disk(theirs) for ours, theirs in Qwen2.WEIGHTS.items()}
+
+
+class Qwen2VL(CausalLM):
+    """Qwen2-VL with a language-model head. `Qwen2VL.from_hub("Qwen/Qwen2-VL-7B-Instruct")` loads one."""
+
+    config_class = Qwen2VLConfig
+    config: Qwen2VLConfig
+    _no_split_modules = ("Qwen2Block", "VisionBlock")
+    _position_axes = 3
+
+    def __init__(self, config: Qwen2VLConfig):
+        super().__init__(config)
+        size, rope = config.hidden_size, dict(config.rope_parameters)
+        self.vision = VisionTower(config.vision_config)
+        self.embed_tokens = Embedding(config.vocab_size, size, padding_idx=config.padding_idx)
+        self.rotary = RotaryEmbedding(
+            config.head_dim,
+            sections=rope.pop("mrope_section"),
+            theta=rope["rope_theta"],
+            scaling=rope,
+            max_position_embeddings=config.max_position_embeddings,
+        )
+        self.layers = nn.ModuleList(Qwen2Block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
+        tied = config.tie_word_embeddings
+        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int = 0) -> None:
+        """As `CausalLM.init_weights`; the patch embedding is drawn as linears are."""
+        super().init_weights(seed)
+        generator = torch.Generator(self.device).manual_seed(seed + 1)
+        self.vision.patch_embed.weight.normal_(0.0, self.config.initializer_range, generator=generator)
+
+    def forward(  # type: ignore[override]  # the others by name only
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool | None = False,
+        *,
+        pixel_values: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        **inputs: Any,
+    ) -> CausalLMOutput:
+        """`CausalLM.forward`, with pictures.
+
+        pixel_values, pixel_values_videos: [patches, channels * frames * side^2], of all pictures and of all videos.
+        image_grid_thw, video_grid_thw: [pictures, 3], frames, rows and columns in patches. The host needs their values:
+            leave them on the CPU, and nothing waits for the device; elsewhere they cost one wait each.
+        position_ids: [3, B, S], by default those of `config.get_rope_index`, which a data loader can make beforehand;
+            with `cu_seqlens` for packed sequences. [B, S] are the text's alone, as `CausalLM.forward` has them: they
+            mark packed sequences. [4, B, S], as transformers has it: the text's, and the three.
+        past_key_values: pictures may come with any call; the cache keeps how far positions differ from token counts.
+        mm_token_type_ids: comes with transformers' processors, and says nothing that input_ids do not.
+
+        Raises InputError where pictures, sizes and ids do not fit together. On a GPU, tokens are counted while the
+        forward runs, and the error comes after it.
+        """
+        ids, cache, known = input_ids, past_key_values, inputs_embeds if input_ids is None else input_ids
+        shared = (input_ids, attention_mask, position_ids, labels, inputs_embeds, cache, use_cache)
+        tensors = all(isinstance(x, Tensor | None) for x in (*shared[:5], inputs.get("cu_seqlens")))
+        if not tensors or not isinstance(cache, KVCache | None) or known is None or known.dim() < 2:
+            return super().forward(*shared, **inputs)  # which says what is wrong
+        pictures = self.config.pictures(image_grid_thw, video_grid_thw)
+        pixels = pictures.pixels(pixel_values, pixel_values_videos, width=self.vision.patch_embed.width)
+        if use_cache and cache is None:
+            cache = self.new_cache(*known.shape[:2])
+        check = pictures.count(ids) if ids is not None and (pictures or cache is None or not cache.length) else None
+        if pixels is not None:
+            if ids is None or inputs_embeds is not None:
+                raise InputError("pictures need input_ids, which say where they stand, and no inputs_embeds")
+            made = self.vision(pixels, pictures.grids)
+            input_ids, inputs_embeds = None, pictures.put(self.embed_tokens(ids), ids, made)
+        if inputs.get("cu_seqlens") is None and inputs.get("cu_seq_lens_q") is not None:
+            inputs["cu_seqlens"], inputs["max_seqlen"] = inputs["cu_seq_lens_q"], inputs.get("max_length_q")
+        position_ids = self._positions(position_ids, known, attention_mask, cache, pictures, inputs)
+        shared = (input_ids, attention_mask, position_ids, labels, inputs_embeds, cache, use_cache)
+        output = super().forward(*shared, **inputs)
+        if check:
+            check()
+        return output
+
+    def _positions(
+        self,
+        given: Tensor | None,
+        ids: Tensor,  # or embeddings, where there are no pictures
+        mask: Tensor | None,
+        cache: KVCache | None,
+        pictures: Pictures,
+        inputs: dict[str, Any],
+    ) -> Tensor | None:
+        """The positions for `CausalLM.forward`. Packed sequences that they mark go into `inputs`; into the cache goes
+        rope_deltas [B, 1], what positions are more than the number of tokens before."""
+        text, threefold = given, None
+        if given is not None and given.dim() == 3:
+            text, threefold = given[0] if len(given) == 4 else None, given[-3:]
+        past, deltas = (0, None) if cache is None else (cache.length, cache.state.get("rope_deltas"))
+        if threefold is None and not pictures:
+            if deltas is None:
+                return text
+            if text is None and mask is None:
+                text = torch.arange(past, past + ids.shape[1], device=ids.device)
+            if text is not None:
+                return text + deltas
+        if text is not None and cache is None and mask is None and inputs.get("cu_seqlens") is None:
+            inputs["cu_seqlens"], inputs["max_seqlen"] = packed_sequences(text.expand(ids.shape[:2]))
+        if threefold is None:
+            options: Any = dict(cu_seqlens=inputs.get("cu_seqlens"), frames_count=self.config.video_rule == "4.x")
+            threefold = pictures.positions(ids, mask, past=past, deltas=deltas, **options)
+        if cache is not None:
+            tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
+            cache.state["rope_deltas"] = (threefold.amax((0, 2))[:, None] + 1 - tokens).expand(len(ids), 1)
+        return threefold
+
+    WEIGHTS: ClassVar = _names("model.", "visual.")
+    ALSO_READ: ClassVar = tuple(_names(f"model.language_model.{more}", "model.visual.") for more in ("", "model."))

@@ -1,0 +1,259 @@
+"""`ligermodels inspect`, `convert` and `verify`."""
+
+import argparse
+import dataclasses
+import errno
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ligermodels.cli.output import readable_size, say
+from ligermodels.errors import HubError, InputError, LigermodelsError
+
+if TYPE_CHECKING:
+    from ligermodels.conversion import Inspection, Report
+
+_LAYOUTS = ("hf", "native", "meta", "dcp", "gguf")
+_EPILOG = """\
+layouts, found out by the files of the folder:
+  Hugging Face, native  model.safetensors, or model-*.safetensors and their index
+  pickled               pytorch_model*.bin, with --allow-pickle
+  Meta                  consolidated.NN.pth and params.json, with --allow-pickle
+  Mistral               consolidated*.safetensors and params.json
+  distributed           .metadata and *.distcp; if there is no config.json, with --config
+  LoRA adapter          adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
+
+exit status:
+  0    done
+  1    the weights do not match: their model, or each other
+  2    wrong usage
+  3    a source that cannot be used
+  4    no space left
+  5    the Hub, the network or the file system refused
+  130  interrupted"""
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the three commands to the parser."""
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--allow-pickle", action="store_true", help="read pickled weights too, as plain tensors only")
+    shared.add_argument("--json", action="store_true", help="print the report as JSON")
+    shared.add_argument(
+        "--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed checkpoint without them"
+    )
+    shared.add_argument(
+        "--rope-factor",
+        metavar="X",
+        type=float,
+        help="of Meta's use_scaled_rope, for a model of a size that Meta has not published; as 8 in Llama 3.1",
+    )
+
+    inspect = commands.add_parser(
+        "inspect",
+        parents=[shared],
+        help="what a checkpoint is, and what reads it, from its headers alone",
+        description="Prints parameters by part, dtypes, files, what the configuration says, and the call or command\n"
+        "that reads SRC. Weights stay unread.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    inspect.add_argument("src", metavar="SRC", help="folder, or repository on the Hub, whose weights are not fetched")
+    inspect.add_argument("--revision", help="branch, tag or commit of SRC")
+    inspect.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
+    inspect.set_defaults(run=_inspect, status=_conversion_status)
+
+    convert = commands.add_parser(
+        "convert",
+        parents=[shared],
+        help="another layout, dtype or division into files",
+        description="Converts the checkpoint SRC. DST appears when it is complete; conversion.json in it (beside it,\n"
+        "for a GGUF file) says from what it was made. Memory holds one tensor of the result and what\n"
+        "it is made from.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    convert.add_argument("src", metavar="SRC", help="folder, or repository on the Hub; its layout is found out")
+    convert.add_argument(
+        "dst", metavar="DST", nargs="?", help="folder to write, or file with --to gguf; may be left out with --dry-run"
+    )
+    convert.add_argument(
+        "--to",
+        choices=_LAYOUTS,
+        default="hf",
+        help="layout to write: Hugging Face's, the packed one of ligermodels, Meta's (Llamas), a torch distributed "
+        "checkpoint, or one GGUF file for llama.cpp (default: hf)",
+    )
+    convert.add_argument(
+        "--dtype", choices=["keep", "bf16", "fp16", "fp32"], default="keep", help="cast to this (default: keep)"
+    )
+    division = convert.add_mutually_exclusive_group()
+    division.add_argument("--max-shard-size", metavar="SIZE", help="per file, as 5GB or 500MiB (default 5GB)")
+    division.add_argument("--like", action="store_true", help="divide into files as SRC is divided")
+    convert.add_argument(
+        "--ranks", metavar="N", type=int, default=1, help="with --to meta: number of files (default 1)"
+    )
+    convert.add_argument(
+        "--embedding-axis",
+        type=int,
+        choices=[0, 1],
+        help="with --to meta and --ranks: cut the embedding by rows, 0, as in Llama 3, or by columns, 1, as in Llama 2 "
+        "(default: by rope_theta)",
+    )
+    convert.add_argument("--adapter", metavar="DIR", help="LoRA adapter, as PEFT saves it, to merge into SRC")
+    convert.add_argument("--revision", help="branch, tag or commit of SRC")
+    convert.add_argument(
+        "--verify",
+        choices=["none", "keys", "bytes", "logits"],
+        default="none",
+        help="compare the result with SRC before it takes its place: names, shapes and dtypes; every bit too; what "
+        "both say in fp32 too, with the whole model in memory, not for gguf (default: none)",
+    )
+    convert.add_argument("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing")
+    convert.add_argument("--overwrite", action="store_true", help="save over what is in DST")
+    convert.add_argument("--resume", action="store_true", help="go on from an interrupted conversion into DST")
+    convert.set_defaults(run=_convert, status=_conversion_status)
+
+    verify = commands.add_parser(
+        "verify",
+        parents=[shared],
+        help="whether two checkpoints, of any layouts, are the same model",
+        description="Compares names, shapes, dtypes and bits of A and B, and what they say: their logits and\n"
+        "likeliest tokens on fixed prompts, in fp32 on the CPU. Logits that differ by up to 5e-5 of their size\n"
+        "do so by rounding, 0 is usual, and rows of q or k in a wrong order make it 2e-4 and more.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    verify.add_argument("a", metavar="A", help="folder, or repository on the Hub")
+    verify.add_argument("b", metavar="B", help="folder, or repository on the Hub")
+    verify.add_argument(
+        "--level",
+        choices=["keys", "bytes", "logits"],
+        default="logits",
+        help="how far: headers only, every bit too, logits too with a whole model in memory (default: logits)",
+    )
+    verify.set_defaults(run=_verify, status=_conversion_status)
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from ligermodels.conversion import Options, convert
+
+    names = [field.name for field in dataclasses.fields(Options) if field.name in args]
+    report = convert(args.src, args.dst, Options(**{name: getattr(args, name) for name in names}))
+    _report(report, args, "would be written" if args.dry_run else "written")
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from ligermodels.conversion import verify
+
+    reading = {name: getattr(args, name) for name in ("allow_pickle", "config", "rope_factor")}
+    report = verify(args.a, args.b, level=args.level, **reading)
+    _report(report, args, "compared")
+    return 0 if report.ok else 1
+
+
+def _report(report: "Report", args: argparse.Namespace, done: str) -> None:
+    if args.json:
+        print(json.dumps(report.to_json(), indent=2))
+        return
+    details = "".join(f"{name.replace('_', ' ')}: {value}\n" for name, value in report.details.items())
+    between = " and " if done == "compared" else " -> "
+    names = report.source if report.destination is None else f"{report.source}{between}{report.destination}"
+    print(f"{names}: {report.tensors} tensors, {readable_size(report.bytes)} {done}\n{details}", end="")
+    shown = 20
+    for line in report.mismatches[:shown]:
+        print(f"MISMATCH {line}")
+    if len(report.mismatches) > shown:
+        print(f"... and {len(report.mismatches) - shown} more; --json lists them all")
+    if done == "compared":
+        print("the same" if report.ok else f"{len(report.mismatches)} mismatches")
+
+
+def _conversion_status(error: LigermodelsError) -> int:
+    from ligermodels.conversion import MismatchError
+
+    if isinstance(error, MismatchError):
+        return 1
+    if isinstance(error, InputError):
+        return 2
+    if isinstance(error, HubError):
+        return 4 if error.errno in (errno.ENOSPC, errno.EDQUOT) else 5
+    return 3
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from ligermodels.conversion import inspect
+
+    names = ("revision", "local_files_only", "allow_pickle", "config", "rope_factor")
+    found = inspect(args.src, **{name: getattr(args, name) for name in names})
+    if args.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        for name, value in {**_checkpoint_rows(found), **_model_rows(found)}.items():
+            print(f"{name:16}{value}")
+    if found.problem is not None:
+        say(f"error: {found.problem}")
+    return 0 if found.ok else 1
+
+
+def _checkpoint_rows(found: "Inspection") -> dict[str, str]:
+    parts = {f"  {part}": f"{count:,} ({count / found.parameters:.1%})" for part, count in found.parts.items()}
+    return {
+        "checkpoint": found.folder,
+        "layout": found.layout,
+        "to use it": found.use,
+        "parameters": f"{found.parameters:,}",
+        **parts,
+        "stored as": ", ".join(f"{name} ({count:,})" for name, count in found.dtypes.items()),
+        "files": _files(found.files),
+        "weights": f"{found.tensors} tensors" + f", {'' if found.ok else 'NOT '}as expected" * bool(found.model),
+        "tokenizer": _tokenizer(found.tokenizer),
+    }
+
+
+def _model_rows(found: "Inspection") -> dict[str, str]:
+    """What config.json, params.json or adapter_config.json say."""
+    model = found.model
+    if not model:
+        words = {
+            "base": "base model",
+            "lora_alpha": "alpha",
+            "target_modules": "targets",
+            "modules_to_save": "replaces",
+        }
+        return {
+            words.get(name, name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            for name, value in found.adapter.items()
+        }
+    rope = {key: f"[{len(value)}]" if isinstance(value, list) else value for key, value in model["rope"].items()}
+    return {
+        "architecture": f"{model['model_type']}, ligermodels.{model['architecture']}",
+        "lm_head": "tied to the embedding" if model["tied"] else "its own weight",
+        "loaded as": f"{model['dtype']} with dtype='auto'",
+        "context": f"{model['context']:,} tokens",
+        "rope": ", ".join(f"{key} {value}" for key, value in rope.items()),
+        "layers": f"{model['layers']} of width {model['hidden_size']}, MLP {model['intermediate_size']}",
+        "heads": f"{model['heads']} query and {model['kv_heads']} key-value heads of {model['head_dim']}",
+        "vocabulary": f"{model['vocab_size']:,} ids",
+    }
+
+
+def _files(files: dict[str, int]) -> str:
+    total = readable_size(sum(files.values()))
+    if len(files) == 1:
+        return f"{next(iter(files))}, {total}"
+    least, most = (readable_size(f(files.values())) for f in (min, max))
+    return f"{len(files)} shards of {least} to {most}, {total} in all"
+
+
+def _tokenizer(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return "none here"
+    if "problem" in found:
+        return f"cannot be read: {found['problem']}"
+    stops = ", ".join(map(str, found["stop_ids"])) or "none"
+    templates = ", ".join(found["chat_templates"]) or "none"
+    return f"{found['file']}, {found['vocab_size']:,} ids; stop ids {stops}; chat templates: {templates}"

@@ -1,0 +1,113 @@
+"""`ligermodels doctor`: what this machine offers, and how to fix what is missing."""
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from ligermodels import __version__
+from ligermodels.cli.output import readable_size
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command to the parser."""
+    doctor = commands.add_parser("doctor", help="what this machine offers, and how to fix what is missing")
+    doctor.set_defaults(run=_doctor)
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """One line for each thing that matters, and a second with the fix where something is off."""
+    problems = 0
+    for name, value, fix in _findings():
+        print(f"{'FIX ' if fix else 'ok  '} {name:14}{value}")
+        if fix:
+            problems += 1
+            print(f"     {'':14}-> {fix}")
+    return 1 if problems else 0
+
+
+def _findings() -> Iterator[tuple[str, str, str | None]]:
+    """(thing, state, how to fix it or None)."""
+    import torch
+    from huggingface_hub import constants, get_token
+
+    from ligermodels.kernels import _triton
+
+    yield "ligermodels", f"{__version__} at {Path(__file__).parent}", None
+    yield "python", f"{platform.python_version()} on {platform.platform()}", None
+    fix = None if _version(torch.__version__) >= (2, 11) else "pip install -U 'torch>=2.11'"
+    yield "torch", torch.__version__, fix
+    if not _triton.HAS_TRITON:
+        fix = "pip install 'triton>=3.6'" if sys.platform == "linux" else None
+        yield "triton", "not installed; every op runs as plain PyTorch", fix
+    else:
+        version = importlib.metadata.version("triton")
+        yield "triton", version, None if _version(version) >= (3, 6) else "pip install -U 'triton>=3.6'"
+
+    if torch.cuda.is_available():
+        yield "CUDA runtime", f"{torch.version.cuda or torch.version.hip}", None
+        for index in range(torch.cuda.device_count()):
+            gpu = torch.cuda.get_device_properties(index)
+            free = torch.cuda.mem_get_info(index)[0]
+            capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
+            room = f"{free / 2**30:.1f} of {gpu.total_memory / 2**30:.1f} GiB free"
+            yield f"GPU {index}", f"{gpu.name}, {room}, capability {capability}", None
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+        yield (
+            "bfloat16",
+            "in hardware" if native else "emulated and slow on this GPU: use dtype=torch.float16",
+            None,
+        )
+        yield "kernels", *_try_kernel()
+    else:
+        built = torch.version.cuda or torch.version.hip
+        if built and shutil.which("nvidia-smi"):
+            fix = f"this torch needs a driver for {built}: update it, or check CUDA_VISIBLE_DEVICES"
+        else:
+            fix = (
+                "install a torch build with CUDA: https://pytorch.org/get-started"
+                if shutil.which("nvidia-smi")
+                else None
+            )
+        yield "GPU", "none that torch can use", fix
+        how = "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter" if _triton.HAS_TRITON else ""
+        yield "kernels", f"plain PyTorch on the CPU{'; ' * bool(how)}{how}", None
+
+    found = get_token() is not None
+    yield (
+        "HF token",
+        "present" if found else "none (needed for gated and private repositories: `hf auth login`)",
+        None,
+    )
+    cache = Path(constants.HF_HUB_CACHE)
+    existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+    free = shutil.disk_usage(existing).free
+    fix = None if os.access(existing, os.W_OK) else "not writable: set HF_HOME to a folder that is"
+    if fix is None and free < 10e9:
+        fix = "little room for checkpoints: free some, or set HF_HOME to another disk"
+    yield "cache", f"{cache}, {readable_size(free)} free", fix
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
+
+
+def _try_kernel() -> tuple[str, str | None]:
+    """Compiles and runs one Triton kernel on the GPU and compares it with PyTorch."""
+    import torch
+
+    from ligermodels.kernels.rms_norm import rms_norm, rms_norm_reference
+
+    x = torch.randn(4, 100, device="cuda")
+    try:
+        close = torch.allclose(rms_norm(x), rms_norm_reference(x), atol=1e-5)
+    except Exception as error:  # a compiler, driver or library that is missing shows in many ways
+        reason = (str(error).strip().splitlines() or [""])[-1]
+        fix = "Triton needs a C compiler (apt install gcc) and the torch release that it came with"
+        return f"do not run: {type(error).__name__}: {reason}", fix
+    return ("Triton, tried on this GPU", None) if close else ("WRONG RESULTS", "reinstall torch and triton together")
