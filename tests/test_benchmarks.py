@@ -324,6 +324,8 @@ def test_the_configs_are_the_models_they_name(name):
         "gemma-2-2b": 2_614_341_888,
         "qwen2-1.5b": 1_543_714_304,
         "phi-3-mini": 3_821_079_552,
+        "qwen2-vl-2b": 2_208_985_600,
+        "llama-3.2-11b-vision": 10_670_220_835,
     }
     config = CASES[name].config
     model = ligermodels.arch.ARCHS[config["model_type"]].from_config(config, device="meta")

@@ -38,6 +38,7 @@ from ligermodels.layers import (
     TiedLMHead,
     load_balancing_loss,
 )
+from ligermodels.layers.pictures import PatchEmbedding
 
 IGNORE_INDEX = -100
 
@@ -213,13 +214,13 @@ class CausalLM(nn.Module):
         | parameter                     | distribution                            |
         |-------------------------------|-----------------------------------------|
         | weights of linears, experts,  | normal, mean 0, std `initializer_range` |
-        | embedding                     |                                         |
+        | embeddings                    |                                         |
         | biases, row of the pad token  | 0                                       |
         | norm weights                  | 1 - offset, so that the scale is 1      |
         """
         generator = torch.Generator(self.device).manual_seed(seed)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
+            if isinstance(module, nn.Linear | nn.Embedding | PatchEmbedding):
                 module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
                 if isinstance(module, nn.Linear) and module.bias is not None:
                     module.bias.zero_()
@@ -349,9 +350,15 @@ class CausalLM(nn.Module):
                 f"labels have shape {tuple(labels.shape)}, expected that of the ids, {(batch_size, length)}"
             )
         axes = () if position_ids is None or position_ids.dim() < 3 else (self._position_axes,)
-        if position_ids is not None and position_ids.shape not in ((*axes, 1, length), (*axes, batch_size, length)):
+        if position_ids is not None and not (
+            position_ids.dim() == 2 + len(axes)
+            and position_ids.shape[:-2] == axes
+            and position_ids.shape[-2] in (1, batch_size)
+            and position_ids.shape[-1] == length
+        ):
             raise InputError(
-                f"position_ids have shape {tuple(position_ids.shape)}, expected {(batch_size, length)} or {(1, length)}"
+                f"position_ids have shape {tuple(position_ids.shape)}, expected {(*axes, batch_size, length)} or "
+                f"{(*axes, 1, length)}"
             )
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache(batch_size, length)

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 from ligermodels.arch.config import short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
+from ligermodels.layers.pictures import PatchEmbedding
 
 ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
@@ -123,24 +124,12 @@ class LlamaVisionTowerConfig:
         return (self.image_size // self.patch_size) ** 2 + 1
 
 
-class PatchEmbedding(nn.Module):
-    """Tiles [N, channels, size, size] -> their patches [N, patches, hidden_size], row by row; one matrix product."""
-
-    def __init__(self, config: LlamaVisionTowerConfig):
-        super().__init__()
-        size = config.patch_size
-        self.weight = nn.Parameter(torch.empty(config.hidden_size, config.num_channels, size, size))
-
-    def forward(self, tiles: Tensor) -> Tensor:
-        size = self.weight.shape[-1]
-        rows, columns = tiles.shape[-2] // size, tiles.shape[-1] // size
-        tiles = (
-            tiles.to(self.weight.dtype)[..., : rows * size, : columns * size]
-            .unflatten(-1, (columns, size))
-            .unflatten(-3, (rows, size))
-        )
-        patches = tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # from [N, channels, rows, p, columns, p]
-        return F.linear(patches, self.weight.flatten(1))
+def patches(tiles: Tensor, size: int) -> Tensor:
+    """Rows of pixels [N, patches, channels * size^2] of tiles [N, channels, S, S], row by row; what is left over at the
+    right and at the bottom belongs to none."""
+    rows, columns = tiles.shape[-2] // size, tiles.shape[-1] // size
+    tiles = tiles[..., : rows * size, : columns * size].unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
+    return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # from [N, channels, rows, p, columns, p]
 
 
 class TileEmbedding(nn.Module):
@@ -213,7 +202,7 @@ class VisionTower(nn.Module):
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
         self.config = config
-        self.patch_embedding = PatchEmbedding(config)
+        self.patch_embedding = PatchEmbedding(config.num_channels, config.hidden_size, (config.patch_size,) * 2)
         self.class_embedding = nn.Parameter(torch.empty(config.hidden_size))
         self.pre_tile = TileEmbedding(config)
         self.position = PositionEmbedding(config)
@@ -226,7 +215,8 @@ class VisionTower(nn.Module):
     def forward(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
         """pixel_values [N, tiles, channels, S, S], ids [N], mask [N, tiles] -> [N, tiles, P, vision_output_dim]."""
         num_pictures, num_tiles = pixel_values.shape[:2]
-        x = self.patch_embedding(pixel_values.flatten(0, 1)).unflatten(0, (num_pictures, num_tiles))
+        x = patches(pixel_values.flatten(0, 1), self.config.patch_size)
+        x = self.patch_embedding(x).unflatten(0, (num_pictures, num_tiles))
         x = self.pre_tile(x, aspect_ratio_ids)
         x = torch.cat([self.class_embedding.expand(num_pictures, num_tiles, 1, -1), x], dim=2)
         x, _ = self.norm_pre(self.position(x, aspect_ratio_ids))

@@ -242,8 +242,7 @@ class VisionTower(nn.Module):
             x, cos, sin = (t.unflatten(0, (len(frames), -1)) for t in (x, cos, sin))
             batch = Batch(cos=cos, sin=sin)
         else:
-            bounds = torch.tensor([0, *frames], device="cpu").cumsum(0, dtype=torch.int32)
-            bounds = bounds.to(x.device, non_blocking=True)
+            bounds = torch.tensor([0, *frames], device="cpu").cumsum(0, dtype=torch.int32)  # attention wants them there
             x, batch = x[None], Batch(cos=cos[None], sin=sin[None], cu_seqlens=bounds, max_seqlen=max(frames))
         residual = None
         for block in self.blocks:
@@ -301,13 +300,6 @@ class Qwen2VL(CausalLM):
         self.norm = RMSNorm(size, eps=config.rms_norm_eps)
         tied = config.tie_word_embeddings
         self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
-
-    @torch.no_grad()
-    def init_weights(self, seed: int = 0) -> None:
-        """As `CausalLM.init_weights`; the patch embedding is drawn as linears are."""
-        super().init_weights(seed)
-        generator = torch.Generator(self.device).manual_seed(seed + 1)
-        self.vision.patch_embed.weight.normal_(0.0, self.config.initializer_range, generator=generator)
 
     def forward(  # type: ignore[override]  # the others by name only
         self,

@@ -11,8 +11,6 @@ from ligermodels.cli.output import say
 from ligermodels.errors import ConfigError, InputError, TokenizerError
 
 if TYPE_CHECKING:
-    import torch
-
     from ligermodels.arch import CausalLM
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
@@ -168,7 +166,7 @@ def _answer(model: "CausalLM", processor: Any, messages: list[dict[str, Any]], a
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(str(prompt), add_special_tokens=False)
     else:
-        seen = dict(processor.apply_chat_template(messages, add_generation_prompt=True))
+        seen = dict(processor.apply_chat_template(messages, add_generation_prompt=True).to(model.device))
         del seen["attention_mask"]  # of one conversation
         ids = seen.pop("input_ids")[0].tolist()
     pieces, text = _Answer(model, tokenizer, ids, tokenizer.chat_stop_ids, args, seen=seen), ""
@@ -235,7 +233,7 @@ class _Answer:
         args: argparse.Namespace,
         *,
         after: Sequence[int] = (),
-        seen: Mapping[str, "torch.Tensor"] | None = None,
+        seen: Mapping[str, Any] | None = None,
     ):
         self.model, self.tokenizer, self.ids, self.stop_ids, self.args = model, tokenizer, ids, stop_ids, args
         self.after, self.seen = after, seen or {}
@@ -253,7 +251,6 @@ class _Answer:
             length = min(args.usual_length, left) if left > 0 else args.usual_length
         decoder, stops = StreamDecoder(self.tokenizer, after=self.after), StopStrings(args.stop)
         self.times = [time.perf_counter()]
-        seen: dict[str, Any] = {name: tensor.to(self.model.device) for name, tensor in self.seen.items()}
         for (token,) in generate_iter(
             self.model,
             torch.tensor([self.ids], dtype=torch.int64, device=self.model.device),
@@ -265,7 +262,7 @@ class _Answer:
             repetition_penalty=args.repetition_penalty,
             seed=args.seed,
             eos_token_id=self.stop_ids,
-            **seen,
+            **self.seen,
         ):
             self.times.append(time.perf_counter())
             text, stopped = stops.put(decoder.put(int(token)))

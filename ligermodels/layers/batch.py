@@ -15,7 +15,8 @@ class Batch:
 
     cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None where nothing rotates.
     key_mask: bool [B, K], False at padding, over cached and new tokens alike; None if nothing is padded.
-    cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row; None if not packed.
+    cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device or, which
+        serves sequences of few lengths better, on the CPU; None if not packed.
     max_seqlen: the longest packed sequence, in tokens; None if not known.
     padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
         attention that is not causal.

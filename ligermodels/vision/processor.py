@@ -35,8 +35,12 @@ class ModelInputs(dict[str, Tensor]):
     """What a model is called with: `model(**inputs)`, `model.generate(**inputs)`. All tensors are on the CPU."""
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "ModelInputs":
-        """A copy on `device`; `dtype` is for pixels, whole numbers stay what they are."""
-        return ModelInputs({name: x.to(device, dtype if x.is_floating_point() else None) for name, x in self.items()})
+        """A copy on `device`; `dtype` is for pixels, whole numbers stay what they are.
+
+        Sizes (`image_grid_thw`, `video_grid_thw`) stay on the CPU: the model reads them there without waiting.
+        """
+        moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in self.items()}
+        return ModelInputs(moved | {name: x for name, x in self.items() if name.endswith("_grid_thw")})
 
 
 class Processor:

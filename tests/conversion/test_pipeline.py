@@ -33,6 +33,13 @@ EXTRA = {
             "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
         },
     },
+    "mllama": {
+        "cross_attention_layers": [1], "image_token_index": 48,
+        "vision_config": {
+            "hidden_size": 16, "attention_heads": 2, "num_hidden_layers": 2, "num_global_layers": 1, "image_size": 8,
+            "patch_size": 4, "intermediate_size": 24, "intermediate_layers_indices": [0], "vision_output_dim": 32,
+        },
+    },
 }  # fmt: skip
 FILES = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"eos_token_id": 2}'}
 

@@ -1,6 +1,6 @@
 """Mutated tokenizer files and random chat templates, by hypothesis: each works, or ends in a typed error.
 
-The longer run: python -m tests.hostile.fuzz_text --examples 10000
+The longer run: python -m tests.hostile.fuzz_text --count 10000
 """
 
 import argparse
@@ -275,11 +275,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description="Mutated tokenizer files and templates; an uncaught error ends the run."
     )
-    parser.add_argument("--examples", type=int, default=10_000)
+    parser.add_argument("--count", type=int, default=10_000)
     root = Path(tempfile.mkdtemp())
     try:
         fuzz = Fuzz(root)
-        for target in fuzz.targets(parser.parse_args().examples):
+        for target in fuzz.targets(parser.parse_args().count):
             target()
         for kind, counts in fuzz.counts.items():
             print(f"{kind}: {counts.total()} ({', '.join(f'{name} {n}' for name, n in counts.most_common())})")

@@ -496,4 +496,5 @@ def test_inputs_move_and_only_pixels_change_their_dtype(qwen):
         "input_ids": torch.int64, "attention_mask": torch.int64, "image_grid_thw": torch.int64,
         "pixel_values": torch.bfloat16,
     }  # fmt: skip
-    assert all(x.device.type == "meta" for x in moved.values()) and inputs["input_ids"].device.type == "cpu"
+    assert {name for name, x in moved.items() if x.device.type == "cpu"} == {"image_grid_thw"}  # read by the host
+    assert all(x.device.type == "cpu" for x in inputs.values())
