@@ -16,16 +16,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ligermodels import checkpoint
+from ligermodels import saving
 from ligermodels.checkpoint import (
     NATIVE,
     SafetensorsReader,
     companion_files,
     open_checkpoint,
     read_json,
-    write_checkpoint,
 )
 from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.saving import write_checkpoint
 from ligermodels.weights import TensorInfo
 from tests.children import Child
 
@@ -337,7 +337,7 @@ def test_sizes(tmp_path, size):
             save(tmp_path / "x", 1.0, max_shard_size=size)
     else:
         expected = {"5": 5, "5GB": 5 * 10**9, "1.5 MiB": 3 * 2**19, "2kb": 2000, 7: 7}
-        assert checkpoint.num_bytes(size) == expected[size]
+        assert saving.num_bytes(size) == expected[size]
 
 
 @pytest.mark.parametrize("size", ["5XB", "GB", "-5GB", 0, -1, "0GB", "1e9", "5 GB x"])
@@ -417,7 +417,7 @@ def test_saving_over_a_checkpoint(tmp_path):
 
 
 def test_saving_where_renameat2_is_missing(tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint, "_exchange", lambda a, b: False)
+    monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
     folder = save(tmp_path / "out", 1.0)
     (folder / "README.md").write_text("mine")
     save(folder, 2.0)
@@ -437,9 +437,9 @@ def test_a_swap_that_fails(tmp_path, monkeypatch, atomic):
             raise step
         return step
 
-    monkeypatch.setattr(checkpoint, "_exchange", fail if atomic else lambda a, b: False)
+    monkeypatch.setattr(saving, "_exchange", fail if atomic else lambda a, b: False)
     if not atomic:
-        monkeypatch.setattr(checkpoint, "_rename", fail)
+        monkeypatch.setattr(saving, "_rename", fail)
     with pytest.raises(HubError, match="out cannot be written"):
         save(folder, 2.0)
     untouched(folder)
@@ -493,7 +493,7 @@ def untouched(folder: Path) -> None:
 def test_no_room(tmp_path, monkeypatch):
     folder = save(tmp_path / "out", 1.0)
     usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage(10**10, 10**10, 10**9))
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: usage(10**10, 10**10, 10**9))
     (tmp_path / ".out.saving-1-ab").mkdir()
     with pytest.raises(HubError, match=r"(?s)takes 2\.50 GB and 1\.00 GB are free; .*\.out\.saving-1-ab") as caught:
         save(folder, 2.0, expected_bytes=2_500_000_000)
@@ -508,7 +508,7 @@ def test_a_disk_that_fills_up_midway(tmp_path):
     folder = save(tmp_path / "out", 1.0)
     code = """if True:
         import resource, signal, sys, torch
-        from ligermodels.checkpoint import write_checkpoint
+        from ligermodels.saving import write_checkpoint
         from ligermodels.errors import HubError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))
@@ -529,7 +529,7 @@ def test_errors_of_the_system_say_what_to_do(tmp_path, monkeypatch, code, words)
     def fail(*args):
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(checkpoint, "save_file", fail)
+    monkeypatch.setattr(saving, "save_file", fail)
     with pytest.raises(HubError, match=rf"(?s)out cannot be written.*{words}") as caught:
         save(folder, 2.0)
     assert caught.value.errno == code
@@ -568,9 +568,9 @@ def test_an_exception_midway_leaves_the_old_checkpoint(tmp_path, error):
     untouched(folder)
 
 
-STEPS = [(checkpoint, "save_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),
-         (os, "unlink"), (os, "rmdir"), (os, "open"), (checkpoint, "_exchange"),
-         (checkpoint.shutil, "copymode")]  # fmt: skip
+STEPS = [(saving, "save_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),
+         (os, "unlink"), (os, "rmdir"), (os, "open"), (saving, "_exchange"),
+         (saving.shutil, "copymode")]  # fmt: skip
 
 
 def die_at_step(n: int, folder: Path) -> None:

@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from ligermodels import weights
-from ligermodels.checkpoint import NATIVE, SafetensorsReader, write_checkpoint
+from ligermodels.checkpoint import NATIVE, SafetensorsReader
 from ligermodels.errors import CheckpointError
+from ligermodels.saving import write_checkpoint
 from ligermodels.weights import TensorInfo, same_bits
 
 # Random bits, so that a lost one shows, hold NaN.

@@ -101,6 +101,80 @@ def add_rms_norm_case(place: Place, peers: set[str], tokens: int, size: int) -> 
     )
 
 
+def eager_layer_norm(t: Tensors) -> tuple[Tensor, ...]:
+    x = t["x"].to(compute(t["x"]))
+    x = x - x.mean(-1, keepdim=True)
+    x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+    return ((x * t["weight"].to(x.dtype) + t["bias"].to(x.dtype)).to(t["x"].dtype),)
+
+
+def layer_norm_case(place: Place, peers: set[str], tokens: int, size: int) -> Case:
+    def make():
+        inputs = {
+            "x": place.randn(tokens, size),
+            "weight": 1 + place.randn(size, scale=0.1),
+            "bias": place.randn(size, scale=0.1),
+        }
+        return inputs, (place.randn(tokens, size),)
+
+    def pytorch(t):
+        return (F.layer_norm(t["x"], (size,), t["weight"], t["bias"], EPS),)
+
+    def liger(t):
+        from liger_kernel.ops import LigerLayerNormFunction
+
+        return (LigerLayerNormFunction.apply(t["x"], t["weight"], t["bias"], EPS),)
+
+    width = 2 * tokens * size
+    return Case(
+        "layer_norm",
+        f"T={tokens} H={size}",
+        make,
+        leaves=("x", "weight", "bias"),
+        outputs=("y",),
+        eager=eager_layer_norm,
+        providers=chosen(
+            peers,
+            Provider(
+                "ligermodels", lambda t: (kernels.layer_norm(t["x"], t["weight"], t["bias"], eps=EPS),), ours=True
+            ),
+            eager=[Provider("eager", eager_layer_norm)],
+            compile=[Provider("torch.compile", compiled(eager_layer_norm))],
+            torch=[Provider("F.layer_norm", pytorch)],
+            liger=[Provider("Liger", liger)],
+        ),
+        forward_work=2 * width,
+        full_work=5 * width,
+    )
+
+
+def eager_activation(t: Tensors) -> tuple[Tensor, ...]:
+    return (t["x"] * torch.sigmoid(1.702 * t["x"]),)
+
+
+def activation_case(place: Place, peers: set[str], tokens: int, size: int) -> Case:
+    def make():
+        return {"x": place.randn(tokens, size)}, (place.randn(tokens, size),)
+
+    width = 2 * tokens * size
+    return Case(
+        "activate",
+        f"quick_gelu T={tokens} F={size}",
+        make,
+        leaves=("x",),
+        outputs=("y",),
+        eager=eager_activation,
+        providers=chosen(
+            peers,
+            Provider("ligermodels", lambda t: (kernels.activate(t["x"], activation="quick_gelu"),), ours=True),
+            eager=[Provider("eager", eager_activation)],
+            compile=[Provider("torch.compile", compiled(eager_activation))],
+        ),
+        forward_work=2 * width,
+        full_work=5 * width,
+    )
+
+
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, -1)
     return x * cos + torch.cat((-second, first), -1) * sin

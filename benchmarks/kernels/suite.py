@@ -15,7 +15,14 @@ from benchmarks.kernels.attention import attention_case
 from benchmarks.kernels.case import Bound, Case, Place, Provider, Tensors, exact_results
 from benchmarks.kernels.losses import cross_entropy_case, linear_cross_entropy_case
 from benchmarks.kernels.moe import moe_case
-from benchmarks.kernels.pointwise import add_rms_norm_case, glu_case, rms_norm_case, rope_case
+from benchmarks.kernels.pointwise import (
+    activation_case,
+    add_rms_norm_case,
+    glu_case,
+    layer_norm_case,
+    rms_norm_case,
+    rope_case,
+)
 
 PEERS = {
     "eager": None,
@@ -32,8 +39,10 @@ OUTRIGHT_WRONG = 0.05
 CASES: dict[str, Callable[..., Case]] = {
     "rms_norm": rms_norm_case,
     "add_rms_norm": add_rms_norm_case,
+    "layer_norm": layer_norm_case,
     "rope": rope_case,
     "glu": glu_case,
+    "activate": activation_case,
     "cross_entropy": cross_entropy_case,
     "linear_cross_entropy": linear_cross_entropy_case,
     "attention": attention_case,
@@ -51,8 +60,10 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
     "full": {
         "rms_norm": [(16384, 2048), (16384, 4096), (16384, 8192)],
         "add_rms_norm": [(16384, 2048), (16384, 4096), (16384, 8192)],
+        "layer_norm": [(21904, 1280), (16384, 4096)],
         "rope": [(4, 4096, 32, 8, 128)],
         "glu": [(16384, 8192), (16384, 14336)],
+        "activate": [(21904, 5120)],
         "cross_entropy": [(8192, V)],
         "linear_cross_entropy": [(8192, 2048, V), (8192, 4096, V), (16384, 4096, V), (16384, 4096, V, 0.7)],
         "attention": [
@@ -69,8 +80,10 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
     "quick": {
         "rms_norm": [(16384, 2048), (16384, 4096)],
         "add_rms_norm": [(16384, 4096)],
+        "layer_norm": [(21904, 1280)],
         "rope": [(4, 4096, 32, 8, 128)],
         "glu": [(16384, 14336)],
+        "activate": [(21904, 5120)],
         "cross_entropy": [(8192, V)],
         "linear_cross_entropy": [(8192, 2048, V), (8192, 4096, V), (8192, 4096, V, 0.7)],
         "attention": [(4, 32, 8, 4096, 128), SOFTCAP, WINDOW, PACKED, PADDED],
@@ -79,8 +92,10 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
     "tiny": {
         "rms_norm": [(16, 256)],
         "add_rms_norm": [(16, 256)],
+        "layer_norm": [(16, 256)],
         "rope": [(1, 16, 4, 2, 64)],
         "glu": [(16, 256)],
+        "activate": [(16, 256)],
         "cross_entropy": [(16, 512)],
         "linear_cross_entropy": [(16, 64, 512)],
         "attention": [(1, 4, 2, 128, 64)],
@@ -89,8 +104,10 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
     "dry": {
         "rms_norm": [(5, 48)],
         "add_rms_norm": [(5, 48)],
+        "layer_norm": [(5, 48)],
         "rope": [(2, 7, 4, 2, 16)],
         "glu": [(5, 24)],
+        "activate": [(5, 24)],
         "cross_entropy": [(9, 131)],
         "linear_cross_entropy": [(9, 32, 131), (33, 32, 131, 0.7)],
         "attention": [
@@ -104,7 +121,8 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
     },
 }
 """`tiny` is what the host cost is taken on. `full` and `quick` are Llama's sizes; the softcap's are Gemma 2's,
-those of the mixture half a Mixtral's, and a fine-grained one."""
+those of the mixture half a Mixtral's, and a fine-grained one. 21904 tokens are four pictures of 1036 x 1036 in
+Qwen2-VL's tower."""
 
 
 def check(case: Case) -> tuple[list[dict[str, Any]], set[str]]:

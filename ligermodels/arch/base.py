@@ -19,7 +19,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recomputed
 
-from ligermodels import checkpoint, hub, weights
+from ligermodels import checkpoint, hub, saving, weights
 from ligermodels.arch.config import DTYPES, ModelConfig, RoutedConfig, check_generation_config
 from ligermodels.arch.inputs import check_inputs, same_bounds
 from ligermodels.cache import KVCache
@@ -247,7 +247,7 @@ class CausalLM(nn.Module):
             files["generation_config.json"] = checkpoint.json_bytes(dict(self.generation_config))
         if self.source_folder is not None:
             files = {**checkpoint.companion_files(self.source_folder), **files}
-        return checkpoint.write_checkpoint(
+        return saving.write_checkpoint(
             folder,
             weights.export(self, self.WEIGHTS),
             files=files,

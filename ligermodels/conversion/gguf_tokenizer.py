@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ligermodels import checkpoint
+from ligermodels import saving
 from ligermodels.errors import CheckpointError, TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.text.files import read_bytes, read_text
@@ -66,7 +66,7 @@ def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, whe
             "  Next: put the tokenizer's files of the checkpoint's Hugging Face repository beside the weights."
         )
     with tempfile.TemporaryDirectory() as folder:
-        checkpoint.finish(Path(folder), files)
+        saving.finish(Path(folder), files)
         try:
             tokenizer = Tokenizer.from_folder(folder)
             strips = _add_tokens(writer, tokenizer, rows, where)

@@ -12,12 +12,11 @@ import torch
 
 from ligermodels import checkpoint, hub
 from ligermodels.conversion import lora
+from ligermodels.conversion.source import Described, MismatchError
 from ligermodels.conversion.sources import (
     KINDS,
-    Described,
     FolderSource,
     Kind,
-    MismatchError,
     check_fit,
     kind_of,
     locate,

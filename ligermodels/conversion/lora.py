@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +22,9 @@ from torch import Tensor
 from ligermodels import checkpoint, weights
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import companion_files, json_bytes, read_json
+from ligermodels.conversion.source import Source
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.weights import TensorInfo, same_bits
-
-if TYPE_CHECKING:
-    from ligermodels.conversion.sources import Source
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 

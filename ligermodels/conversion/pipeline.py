@@ -22,9 +22,10 @@ import safetensors
 import torch
 from tqdm import tqdm
 
-from ligermodels import __version__, checkpoint
+from ligermodels import __version__, checkpoint, saving
 from ligermodels.conversion import dcp, gguf, meta
-from ligermodels.conversion.sources import MismatchError, Source, View, locate, open_source, source_files
+from ligermodels.conversion.source import MismatchError, Source
+from ligermodels.conversion.sources import View, locate, open_source, source_files
 from ligermodels.conversion.verify import LEVELS, Level, Report, compare
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.weights import TensorInfo
@@ -122,11 +123,11 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
             | ({"rope_factor": options.rope_factor} if options.rope_factor is not None else {}),
             "plan": _digest_of([plan, {name: str(info) for name, info in view.headers.items()}]),
         }
-        with checkpoint.write_errors(target):
-            fixed = file is None and checkpoint.check_target(target, overwrite=True)
+        with saving.write_errors(target):
+            fixed = file is None and saving.check_target(target, overwrite=True)
             home = target if fixed else target.parent
             home.mkdir(parents=True, exist_ok=True)
-            with _staging(home / f".{target.name[:100]}.converting") as staging, checkpoint.write_errors(target):
+            with _staging(home / f".{target.name[:100]}.converting") as staging, saving.write_errors(target):
                 sources = source_files(folder, config=config, adapter=adapter)
                 if file is not None:
                     _fill_gguf(staging, file, receipt, sources, options, report)
@@ -138,7 +139,7 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
                         _fill_other(staging, view, receipt, sources, options)
                     if options.verify != "none":
                         _verify(staging, source, options, report)
-                    checkpoint.install(staging, target, fixed=fixed)
+                    saving.install(staging, target, fixed=fixed)
     return report
 
 
@@ -148,7 +149,7 @@ def _check_options(dst: str | Path | None, options: Options) -> Path | None:
         if getattr(options, name) not in known:
             raise InputError(f"{name}={getattr(options, name)!r} is not known; known: {', '.join(known)}")
     if options.to in ("hf", "native"):
-        checkpoint.num_bytes(_shard_size(options))
+        saving.num_bytes(_shard_size(options))
     elif options.like or options.resume or options.max_shard_size is not None:
         raise InputError(f"like, resume and max_shard_size are for the layouts hf and native, not for {options.to}")
     if (options.ranks != 1 or options.embedding_axis is not None) and options.to != "meta":
@@ -161,8 +162,8 @@ def _check_options(dst: str | Path | None, options: Options) -> Path | None:
         raise InputError("DST is missing: give the folder to write, or --dry-run to write nothing")
     if dst is None:
         return None
-    target = checkpoint.absolute(dst)
-    with checkpoint.write_errors(target):
+    target = saving.absolute(dst)
+    with saving.write_errors(target):
         is_folder, is_there = target.is_dir(), target.exists()
         filled = is_folder and any(not path.name.endswith(".converting") for path in target.iterdir())
     if options.to == "gguf" and is_folder:
@@ -182,7 +183,7 @@ def _shard_size(options: Options) -> int | str:
 
 def _plan(view: View, options: Options) -> Plan:
     if not options.like:
-        shards = _by_size(view, checkpoint.num_bytes(_shard_size(options)))
+        shards = _by_size(view, saving.num_bytes(_shard_size(options)))
     elif (places := view.places()) is not None:
         files: dict[str, list[str]] = {}
         for name in view.headers:
@@ -362,7 +363,7 @@ def _move_file(staging: Path, target: Path) -> None:
 def _finish(staging: Path, receipt: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> None:
     """`files`, then the receipt without what only a resumption needs, and all of it safe on the disk."""
     kept = {key: value for key, value in receipt.items() if key not in ("plan", "state")}
-    checkpoint.finish(staging, {**files, RECEIPT: checkpoint.json_bytes(kept)})
+    saving.finish(staging, {**files, RECEIPT: checkpoint.json_bytes(kept)})
 
 
 def _kept(staging: Path, receipt: Mapping[str, Any]) -> dict[str, str]:

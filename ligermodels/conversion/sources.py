@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -11,41 +11,9 @@ from torch import Tensor
 from ligermodels import checkpoint, hub, weights
 from ligermodels.arch import ARCHS, CausalLM
 from ligermodels.conversion import dcp, lora, meta, mistral
+from ligermodels.conversion.source import Described, MismatchError, Source
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 from ligermodels.weights import TensorInfo
-
-
-class MismatchError(CheckpointError):
-    """Weights that do not match the model of their config, or a result that is not what was to be written."""
-
-
-class Described(Protocol):
-    """What is known of a checkpoint before a weight is read."""
-
-    @property
-    def source(self) -> str:
-        """Where it was read from, for messages."""
-
-    @property
-    def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, under Hugging Face's name, or ours if `native`."""
-
-    @property
-    def native(self) -> bool: ...
-
-    def config(self) -> dict[str, Any]:
-        """The contents of a config.json."""
-
-
-class Source(weights.Reader, Described, Protocol):
-    """An open checkpoint of any layout."""
-
-    def files(self) -> dict[str, bytes | Path]:
-        """What belongs to the model beside its weights: {name: bytes, or the file to copy}."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
 
 
 class FolderSource:

@@ -5,8 +5,8 @@ so that the add is part of the norm's kernel; attention and the feed-forward uni
 """
 
 from ligermodels.layers.attention import Attention
-from ligermodels.layers.batch import Batch
-from ligermodels.layers.cross_attention import CrossAttention, CrossStates
+from ligermodels.layers.batch import Batch, CrossStates
+from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.head import LMHead, TiedLMHead
 from ligermodels.layers.linear import Linear, PackedLinear

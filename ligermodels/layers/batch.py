@@ -1,12 +1,25 @@
 """What a forward pass tells every attention layer about its tokens."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ligermodels.layers.cross_attention import CrossStates
+
+@dataclass(frozen=True, kw_only=True)
+class CrossStates:
+    """What the tokens of one forward pass may attend to besides each other.
+
+    states: [B, N, states_size] of new pictures; None where all keys and values are in the cache already.
+    mask: bool [B, S, N], True where a token sees a state, of the cached pictures first; at least one True for each
+        token. None: all see all.
+    attn_rows, mlp_rows: [B, S, 1], 0 at tokens to which a block must not add its attention, or its unit, and else 1;
+        None: nowhere.
+    """
+
+    states: Tensor | None
+    mask: Tensor | None = None
+    attn_rows: Tensor | None = None
+    mlp_rows: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,4 +42,4 @@ class Batch:
     cu_seqlens: Tensor | None = None
     max_seqlen: int | None = None
     padding: Tensor | None = None
-    cross: "CrossStates | None" = None
+    cross: CrossStates | None = None

@@ -6,8 +6,6 @@ writes scores, but this one expands the mask to the inputs' dtype, S * N element
 as in decoding, needs a mask of its keys only.
 """
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -17,23 +15,6 @@ from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.linear import Linear, PackedLinear
 from ligermodels.layers.norm import RMSNorm
-
-
-@dataclass(frozen=True, kw_only=True)
-class CrossStates:
-    """What the tokens of one forward pass may attend to besides each other.
-
-    states: [B, N, states_size] of new pictures; None where all keys and values are in the cache already.
-    mask: bool [B, S, N], True where a token sees a state, of the cached pictures first; at least one True for each
-        token. None: all see all.
-    attn_rows, mlp_rows: [B, S, 1], 0 at tokens to which a block must not add its attention, or its unit, and else 1;
-        None: nowhere.
-    """
-
-    states: Tensor | None
-    mask: Tensor | None = None
-    attn_rows: Tensor | None = None
-    mlp_rows: Tensor | None = None
 
 
 class CrossAttention(nn.Module):

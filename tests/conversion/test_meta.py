@@ -19,9 +19,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ligermodels import Llama, weights
-from ligermodels.checkpoint import json_bytes, write_checkpoint
+from ligermodels.checkpoint import json_bytes
 from ligermodels.conversion.meta import MetaSource, to_halves, to_pairs, write_meta
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, LigermodelsError
+from ligermodels.saving import write_checkpoint
 from ligermodels.weights import TensorInfo, same_bits
 
 PARAMS = {

@@ -12,9 +12,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ligermodels import Mistral, Mixtral, weights
-from ligermodels.checkpoint import json_bytes, write_checkpoint
+from ligermodels.checkpoint import json_bytes
 from ligermodels.conversion.mistral import MistralSource
 from ligermodels.errors import CheckpointError, HubError
+from ligermodels.saving import write_checkpoint
 from ligermodels.weights import same_bits
 
 PARAMS = {

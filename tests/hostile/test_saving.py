@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels import checkpoint
+from ligermodels import saving
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.children import INTERRUPTED, Child
 from tests.hostile.folders import SECONDS, make_model
@@ -165,7 +165,7 @@ def test_a_real_disk_that_is_full_or_read_only(made, tmp_path, what, monkeypatch
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         if what == "bytes":
             (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 8192))
-        monkeypatch.setattr(checkpoint, "_check_room", lambda *args: None)
+        monkeypatch.setattr(saving, "_check_room", lambda *args: None)
         code = errno.EROFS if what == "read-only" else errno.ENOSPC
         with pytest.raises(HubError, match=r"(?s)cannot be written.*(free some space|read-only)") as caught:
             made[1].save_pretrained(folder, max_shard_size=300)
@@ -188,7 +188,7 @@ def test_a_real_disk_that_is_full_or_read_only(made, tmp_path, what, monkeypatch
 )
 @pytest.mark.parametrize("step", ["save_file", "_write_files", "_sync", "_swap"])
 def test_a_disk_that_fails_at_any_step(made, folder, monkeypatch, code, words, step):
-    real, calls = getattr(checkpoint, step), iter(range(100))
+    real, calls = getattr(saving, step), iter(range(100))
 
     def fail(*args):
         if next(calls) or step in ("_write_files", "_swap"):
@@ -197,7 +197,7 @@ def test_a_disk_that_fails_at_any_step(made, folder, monkeypatch, code, words, s
             raise OSError(code, os.strerror(code))
         return real(*args)
 
-    monkeypatch.setattr(checkpoint, step, fail)
+    monkeypatch.setattr(saving, step, fail)
     with pytest.raises(HubError, match=rf"(?s)out cannot be written.*{words}") as caught:
         made[1].save_pretrained(folder, max_shard_size=SHARD)
     assert caught.value.errno == code

@@ -1,0 +1,288 @@
+"""A checkpoint folder written in one step: whoever looks finds the old one or the new, also after a crash."""
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import secrets
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ligermodels.checkpoint import SAFETENSORS, json_bytes, may, read_errors
+from ligermodels.errors import CheckpointError, HubError, InputError
+
+
+def num_bytes(size: int | str) -> int:
+    """A number of bytes, given as one or as "5GB" (10^9) or "5GiB" (2^30). Raises InputError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(?:([KMGT])(I?)B)?", str(size).upper())
+    count = float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2] or " ") if match else 0.0
+    if not 1 <= count < 2**63:
+        raise InputError(f"max_shard_size={size!r}: expected a number of bytes, or such as '5GB' or '500MiB'")
+    return int(count)
+
+
+def write_checkpoint(
+    folder: str | Path,
+    tensors: Iterable[tuple[str, Tensor]],
+    *,
+    files: Mapping[str, bytes | Path] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    max_shard_size: int | str = "5GB",
+    expected_bytes: int = 0,
+    overwrite: bool = True,
+) -> Path:
+    """Writes a checkpoint folder in one step: whoever looks finds the old one or the new. Returns its path.
+
+    tensors: consumed one shard at a time. files: {name in the folder: its bytes, or a file to copy}.
+    metadata: of the safetensors files, by default {"format": "pt"}.
+    max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
+    expected_bytes: what the tensors come to; without room for it on the disk, nothing is written.
+    overwrite: False refuses a folder that holds anything; True replaces weights and `files`, the rest stays.
+
+    The new folder grows beside the old one, then the two are swapped: atomic on Linux, two renames elsewhere.
+    Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by
+    file, the weights last, and a second one is refused. A killed process leaves a folder .<name>.saving-*.
+    Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
+    """
+    limit = num_bytes(max_shard_size)
+    target = absolute(folder)
+    with write_errors(target):
+        fixed = check_target(target, overwrite)
+        home = target if fixed else target.parent
+        home.mkdir(parents=True, exist_ok=True)
+        prefix = f".{target.name[:100]}.saving-"
+        _check_room(home, prefix, expected_bytes)
+        staging = home / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            staging.mkdir()
+            _write_shards(staging, tensors, limit, dict(metadata or {"format": "pt"}))
+            finish(staging, files or {})
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        install(staging, target, fixed=fixed)
+    return target
+
+
+def absolute(path: str | Path) -> Path:
+    """Where `path` leads to, with its links followed and its ~ resolved. Raises HubError for what can be no path."""
+    try:
+        return Path(os.path.realpath(os.path.expanduser(path)))
+    except (OSError, ValueError) as error:  # a zero byte, or what has no encoding
+        raise HubError(f"{str(path)!r} is not the path of a folder: {error}") from error
+
+
+def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Adds `files` to a folder and puts all that it holds safely on the disk. Raises OSError, and HubError for a file
+    that cannot be copied since it cannot be read."""
+    _write_files(staging, files)
+    for path in [*staging.rglob("*"), staging]:
+        _sync(path)
+
+
+def install(staging: Path, target: Path, *, fixed: bool) -> None:
+    """Puts the finished folder `staging` in the place of `target`; `fixed`, from `check_target`, file by file. Raises
+    OSError."""
+    if fixed:
+        _move_in(staging, target)
+    else:
+        _swap(staging, target)
+    _sync(target if fixed else target.parent)
+
+
+def check_target(target: Path, overwrite: bool) -> bool:
+    """Whether the folder must be filled where it is, since it cannot be renamed.
+
+    Raises CheckpointError or HubError if it may not be filled, OSError if its state cannot be found out.
+    """
+    if not target.exists():
+        return False
+    if not target.is_dir():
+        raise HubError(f"{target} is a file; give the path of a folder")
+    contents = os.listdir(target)
+    if contents and not overwrite:
+        raise CheckpointError(f"{target} is not empty. Pass overwrite=True (--overwrite) to save over it.")
+    if not may(target, os.W_OK | os.X_OK):
+        read_only = hasattr(os, "statvfs") and os.statvfs(target).f_flag & os.ST_RDONLY
+        code = errno.EROFS if read_only else errno.EACCES
+        raise OSError(code, os.strerror(code))
+    here = os.path.samefile(target, os.curdir)
+    fixed = here or os.path.ismount(target) or not may(target.parent, os.W_OK)
+    if fixed and any(map(_is_weights, contents)):
+        raise CheckpointError(
+            f"{target} holds a checkpoint and cannot be swapped for another: it is a mount point or the "
+            "current directory, or the folder above is not writable.\n"
+            "  Next: save to a folder inside it, or remove the old checkpoint first."
+        )
+    return fixed
+
+
+def _is_weights(name: str) -> bool:
+    return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name) is not None
+
+
+def _check_room(home: Path, prefix: str, expected: int) -> None:
+    free = shutil.disk_usage(home).free
+    if expected > free:
+        left = ", ".join(name for name in os.listdir(home) if name.startswith(prefix))
+        raise OSError(
+            errno.ENOSPC,
+            f"it takes {expected / 1e9:.2f} GB and {free / 1e9:.2f} GB are free"
+            + (f"; saves that were killed, or still run, hold {left}" if left else ""),
+        )
+
+
+def _write_files(staging: Path, files: Mapping[str, bytes | Path]) -> None:
+    for name, content in files.items():
+        (staging / name).parent.mkdir(parents=True, exist_ok=True)
+        with (staging / name).open("wb") as file:
+            for block in _blocks(content) if isinstance(content, Path) else [content]:
+                file.write(block)
+
+
+def _blocks(path: Path) -> Iterator[bytes]:
+    """The contents of a file. What fails here is the reading, which is not to be taken for the writing."""
+    with read_errors(path), path.open("rb") as file:
+        size = 1 << 20
+        while block := file.read(size):
+            yield block
+
+
+def _write_shards(staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, metadata: dict[str, str]) -> None:
+    """The weights and, if they come to more than one file, the index. Holds one shard in memory."""
+    shards: list[tuple[Path, list[str]]] = []
+    total = 0
+    for shard in _shards(tensors, limit):
+        path = staging / f"shard-{len(shards)}"
+        save_file(shard, path, metadata)
+        path.chmod(staging.stat().st_mode & 0o666)  # safetensors makes it 0600, whatever the umask
+        shards.append((path, list(shard)))
+        total += sum(tensor.nbytes for tensor in shard.values())
+    if len(shards) == 1:
+        shards[0][0].rename(staging / SAFETENSORS)
+        return
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        path.rename(staging / file)
+        assert not weight_map.keys() & set(names), "a tensor came twice"
+        weight_map.update(dict.fromkeys(names, file))
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    (staging / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors:
+        assert name not in shard, f"{name} came twice"
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.cpu().contiguous()
+        size += tensor.nbytes
+    yield shard
+
+
+def _sync(path: Path) -> None:
+    if os.name == "nt" and path.is_dir():
+        return  # Windows opens no folder
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Puts `staging` in the place of `target`. What else was there, neither weights nor new, moves over."""
+    if target.is_dir():
+        shutil.copymode(target, staging)
+    old = staging.with_name(f"{staging.name}-old")
+    try:
+        while not _rename(staging, target):
+            if _exchange(staging, target):
+                old = staging
+                break
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(target, old)
+    except OSError:
+        if old.exists() and not target.exists():
+            os.rename(old, target)
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    if old.exists():
+        for path in old.iterdir():
+            if not _is_weights(path.name) and not (target / path.name).exists():
+                os.rename(path, target / path.name)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _rename(a: Path, b: Path) -> bool:
+    """Renames a folder to a name that is free or an empty folder's; False where `b` has contents."""
+    try:
+        os.rename(a, b)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES):
+            raise
+        return False
+    return True
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swaps two folders atomically; False where the system or the file system cannot."""
+    if sys.platform != "linux" or not hasattr(libc := ctypes.CDLL(None, use_errno=True), "renameat2"):
+        return False
+    current_folder, exchange = -100, 2  # AT_FDCWD and RENAME_EXCHANGE
+    if libc.renameat2(current_folder, os.fsencode(a), current_folder, os.fsencode(b), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code not in (errno.ENOSYS, errno.EINVAL, errno.ENOENT):
+        raise OSError(code, os.strerror(code), str(b))
+    return False
+
+
+def _move_in(staging: Path, target: Path) -> None:
+    """File by file, the weights last and their index after them: without it, there is no checkpoint yet."""
+    files = [path for path in staging.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (_is_weights(path.name), path.suffix == ".json")):
+        place = target / path.relative_to(staging)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    shutil.rmtree(staging)
+
+
+@contextlib.contextmanager
+def write_errors(target: Path) -> Iterator[None]:
+    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`.
+
+    What the block reads from elsewhere belongs into `read_errors`.
+    """
+    try:
+        yield
+    except HubError:
+        raise
+    except (OSError, SafetensorError) as error:
+        # safetensors gives the number in words only.
+        words = re.search(r"os error (\d+)", str(error))
+        code = error.errno if isinstance(error, OSError) else int(words[1]) if words else None
+        steps = {
+            errno.ENOSPC: "free some space, or save elsewhere",
+            errno.EDQUOT: "free some of your quota, or save elsewhere",
+            errno.EROFS: "the file system is read-only; save elsewhere",
+            errno.EACCES: "you may not write there; save elsewhere",
+            errno.ENAMETOOLONG: "choose a shorter name",
+        }
+        failure = HubError(
+            f"{target} cannot be written: {error}.\n"
+            f"  Next: {steps.get(code or 0, 'check the disk, or save elsewhere')}."
+        )
+        failure.errno = code
+        raise failure from error
