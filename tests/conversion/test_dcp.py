@@ -272,12 +272,12 @@ def test_bad_checkpoints(tmp_path, monkeypatch, good, case):
     monkeypatch.chdir(tmp_path)
     spoil, message = BAD[case]
     spoil(folder)
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(CheckpointError, match=message):
         source = DcpSource(folder)
         for name in source.headers:
             source.read(name)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert not (tmp_path / "hacked").exists()
 
 

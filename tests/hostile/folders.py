@@ -15,6 +15,7 @@ import torch
 import ligermodels
 
 SECONDS, SPARE = 5, 64 * 2**20
+PATIENCE = 60  # seconds on the wall, where other work has the processor too
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 EMBEDDING, NORM, LAST = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -67,24 +68,25 @@ class TooSlow(BaseException):
 
 @contextlib.contextmanager
 def limited(folder: Path) -> Iterator[None]:
-    """Fails if what is inside takes over 5 s, or memory beyond the size of the files and 64 MiB (Linux)."""
+    """Fails if what is inside computes for over 5 s or hangs, or takes memory beyond the size of the files and 64 MiB
+    (Linux)."""
     measured = sys.platform == "linux"
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.is_dir() else 0
 
     def stop(*args):
-        raise TooSlow(f"{folder} was read for {SECONDS} s")
+        raise TooSlow(f"{folder} was read for {PATIENCE} s")
 
     if measured:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _memory("VmRSS")
-    previous, start = signal.signal(signal.SIGALRM, stop), time.monotonic()
-    signal.alarm(SECONDS)
+    previous, start = signal.signal(signal.SIGALRM, stop), time.process_time()
+    signal.alarm(PATIENCE)
     try:
         yield
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, previous)
-    assert time.monotonic() - start < SECONDS
+    assert time.process_time() - start < SECONDS
     if measured:
         assert (grown := _memory("VmHWM") - before) <= size + SPARE, f"{grown / 2**20:.0f} MiB for {size} bytes"
 

@@ -143,11 +143,11 @@ ATTACKS = ENDLESS | LARGE | HOARD | BLOCKED
 
 @pytest.mark.parametrize(("template", "words"), ATTACKS.values(), ids=ATTACKS)
 def test_attack_is_stopped(template, words):
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(TokenizerError) as caught:
         render(template)
     assert words.lower() in str(caught.value).lower()
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_messages_are_not_changed_and_objects_not_reached():

@@ -102,11 +102,11 @@ def test_text_comes_at_once(tokenizer):
 def test_cost_does_not_grow(tokenizer):
     ids = tokenizer.encode("the cat sat on the mat 🦊 ") * 2000
     stream = StreamDecoder(tokenizer)
-    start = time.perf_counter()
+    start = time.process_time()
     for index in ids:
         stream.put(index)
     # 30,000 tokens at 5 us each; decoding everything again for each of them takes minutes.
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 @pytest.mark.parametrize(

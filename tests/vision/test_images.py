@@ -94,10 +94,10 @@ def test_bad_files(case, form, tmp_path):
     path = tmp_path / "the picture.png"
     path.write_bytes(data)
     source = {"path": path, "bytes": data, "file": io.BytesIO(data)}[form]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(InputError, match=f"(?s)({message})") as caught:
         load_image(source)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     named = {"path": "the picture.png", "bytes": f"the image of {len(data):,} bytes", "file": "the file BytesIO"}
     assert named[form] in str(caught.value)
 
@@ -157,10 +157,10 @@ BAD_SOURCES = {
 @pytest.mark.parametrize("case", BAD_SOURCES)
 def test_bad_sources(case):
     source, message = BAD_SOURCES[case]
-    start = time.monotonic()
+    start = time.process_time()
     with pytest.raises(InputError, match=f"(?s){message}") as caught:
         load_image(source)
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
     assert len(str(caught.value)) < 700
 
 
