@@ -3,11 +3,13 @@ without end."""
 
 import os
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
 
 import torch
+from tqdm import tqdm
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
 INTERRUPTED = 3
@@ -49,6 +51,7 @@ def _end_with(work: Callable[[], object], mask: set[signal.Signals]) -> None:
     status = 1
     try:
         torch.set_num_threads(1)  # the parent's pool of threads is not in a fork, and waiting for it would be forever
+        tqdm.set_lock(threading.RLock())  # its own is shared with the parent, who would wait for it once we are killed
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         work()
