@@ -46,6 +46,8 @@ def read_model(path: Path) -> Any:
     try:
         model = sentencepiece.SentencePieceProcessor()
         model.LoadFromSerializedProto(data)
+        if not 0 <= model.unk_id() < model.get_piece_size():
+            raise ValueError("it has no pieces or no unknown token")
         return model
     except Exception as error:
         raise TokenizerError(
@@ -105,8 +107,13 @@ class SentencePieceBackend:
     def token_to_id(self, token: str) -> int | None:
         if token in self._added_ids:
             return self._added_ids[token]
-        index = self._native.piece_to_id(token)
-        return index if self._native.id_to_piece(index) == token else None
+        return self._find(token)
+
+    def _find(self, piece: str) -> int | None:
+        """The id of a piece of the SentencePiece model itself; that gives the unknown token's for what it lacks."""
+        index = self._native.piece_to_id(piece)
+        known = 0 <= index < self.base_vocab_size and self._native.id_to_piece(index) == piece
+        return index if known else None
 
     def id_to_token(self, index: int) -> str | None:
         if index in self._added:
@@ -179,21 +186,20 @@ class SentencePieceBackend:
             )
         added = {token.id: token for token in files.added}
         for token in files.added:
-            index = self._native.piece_to_id(token.content)
-            if index != token.id and self._native.id_to_piece(index) == token.content:
+            index = self._find(token.content)
+            if index not in (None, token.id):
                 raise TokenizerError(
                     f"{path} gives {token.content!r} the id {index}, the folder's other files say "
                     f"{token.id}. Likely cause: files of two checkpoints mixed."
                 )
         by_content = {token.content: token for token in files.added}
         control = (self._native.unk_id(), self._native.bos_id(), self._native.eos_id(), self._native.pad_id())
-        own = [self._native.id_to_piece(index) for index in control if index >= 0]
+        own = [self._native.id_to_piece(index) for index in control if 0 <= index < self.base_vocab_size]
         for content in dict.fromkeys((*files.named.values(), *files.extra_special, *own)):
-            index = self._native.piece_to_id(content)
             if content in by_content:
                 token = dataclasses.replace(by_content[content], special=True)
                 added[token.id] = token
-            elif self._native.id_to_piece(index) == content:
+            elif (index := self._find(content)) is not None:
                 added.setdefault(index, AddedToken(id=index, content=content, special=True))
         return added
 

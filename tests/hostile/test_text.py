@@ -155,6 +155,8 @@ FILES: dict[str, tuple[Spoil, str]] = {
     "json: larger than the embedding": (put("config.json", {"vocab_size": 3}), "the model's embedding 3 rows"),
     "model: empty": (put(MODEL, b""), "not a SentencePiece"),
     "model: cut": (lambda f: (f / MODEL).write_bytes((f / MODEL).read_bytes()[:-99]), "not a SentencePiece"),
+    "model: no unknown token": (
+        lambda f: (f / MODEL).write_bytes(b"=" + (f / MODEL).read_bytes()[5:]), "no pieces or no unknown token"),
     "model: zeros": (put(MODEL, bytes(10**6)), "not a SentencePiece"),
     "model: text": (put(MODEL, b"the cat sat\n" * 999), "not a SentencePiece"),
     "model: a length of 2^63": (put(MODEL, b"\x0a" + b"\xff" * 9 + b"\x01"), "not a SentencePiece"),
