@@ -244,7 +244,7 @@ def test_never_waits_for_the_gpu_without_stop_ids(device):
 
     sampler = _Sampler(0.8, 5, 0.9, 0.01, 1.1, 0)
     request = _Request.checked(
-        model, _prompt(rows=2).to(device), None, 8, sampler, (), 0, None, None, None
+        model, _prompt(rows=2).to(device), None, 8, sampler, (), 0, None, None, None, {}
     )  # fmt: skip
     steps = _decode(request, to_host=False)
     next(steps)

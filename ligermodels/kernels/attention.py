@@ -38,7 +38,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
-from ligermodels.kernels.flash_attention import data_centre, flash_attention
+from ligermodels.kernels.flash_attention import flash_attention
+from ligermodels.kernels.flash_config import data_centre
 
 
 def attention_reference(

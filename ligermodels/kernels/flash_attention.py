@@ -6,6 +6,8 @@ What differs from a plain flash attention:
 - Every token sees one interval of tokens, lo <= j < hi, less those that a mask of keys, or of padding, hides.
   Causality, window and packed sequences only move its two ends, which rise with the token. So the loop of a block
   starts and ends where its first and last token do, and a tile is compared with the ends only where they cross it.
+- A mask costs nothing where it hides nothing: counts of hidden tokens, made once, say which tiles have any.
+- A head of 80 or 96 dims is a tile of 64 and one of 16 or 32, not one of 128 that is part zeros.
 - A softcapped score is bounded. Where exp of the bound fits, no maximum is kept and nothing is ever scaled again.
 - The gradients are sums in a fixed order, without atomics: one kernel makes dq, one dk and dv over all the query
   heads that share a key head (two for heads wider than 128, whose sums do not fit the registers together). Scores
@@ -18,7 +20,6 @@ re-reading k and v (q and do) from the L2 cache; no scores.
 Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
 
-import functools
 import operator
 from typing import Any
 
@@ -27,82 +28,14 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ligermodels.kernels._triton import HAS_TRITON, accumulator, device_guard, last_dim_contiguous, tl, triton
+from ligermodels.kernels.flash_config import config, data_centre, head_parts
+from ligermodels.kernels.flash_masks import count, holes, sequence_ends, span, token_counts, unhidden
+from ligermodels.kernels.flash_tiles import add_row, inner, numbers, outer, store, tile, times, zeros
 
 if HAS_TRITON:
     from triton.tools.tensor_descriptor import TensorDescriptor
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _span(
-    x, shift, limit, ends_ptr, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr
-):  # fmt: skip
-    """[lo, hi) of what token x sees: `before` tokens before x + shift and `after` ones behind it, of `limit`."""
-    lo = x * 0
-    hi = lo + limit
-    if PACKED:
-        lo = tl.load(ends_ptr + 2 * x)
-        hi = tl.load(ends_ptr + 2 * x + 1)
-    if BEFORE:
-        lo = tl.maximum(lo, x + shift - before)
-    if AFTER:
-        hi = tl.minimum(hi, x + shift + after + 1)
-    return lo, hi
-
-
-@triton.jit(do_not_specialize=["T", "N"])
-def _ends_kernel(ends_ptr, cu_ptr, T, N, BLOCK: tl.constexpr):
-    """The start and the end of each token's sequence, of N sequences, by bisection."""
-    tokens = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    low = tokens * 0
-    high = low + N - 1
-    width = N
-    while width > 1:
-        middle = (low + high + 1) // 2
-        begun = tl.load(cu_ptr + middle) <= tokens
-        low = tl.where(begun, middle, low)
-        high = tl.where(begun, high, middle - 1)
-        width = (width + 1) // 2
-    tl.store(ends_ptr + 2 * tokens, tl.load(cu_ptr + low), mask=tokens < T)
-    tl.store(ends_ptr + 2 * tokens + 1, tl.load(cu_ptr + low + 1), mask=tokens < T)
-
-
-@triton.jit
-def _tile(
-    source, b, head, start, limit, stride_b, stride_s, stride_h,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, TMA: tl.constexpr,
-):  # fmt: skip
-    """Tokens start .. start + ROWS of a head, [ROWS, BLOCK_D], zero past `limit` and past D."""
-    if TMA:
-        return source.load([b, start, head, 0]).reshape(ROWS, BLOCK_D)
-    else:
-        rows = tl.arange(0, ROWS)
-        cols = tl.arange(0, BLOCK_D)
-        base = source + b.to(tl.int64) * stride_b + head.to(tl.int64) * stride_h + tl.cast(start, tl.int64) * stride_s
-        mask = (rows < limit - start)[:, None]
-        if D != BLOCK_D:
-            mask = mask & (cols < D)[None, :]
-        return tl.load(base + rows.to(tl.int64)[:, None] * stride_s + cols[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _numbers(source, b, head, start, limit, stride, H: tl.constexpr, ROWS: tl.constexpr, TMA: tl.constexpr):
-    """[ROWS] of a [B, H, limit] with rows `stride` apart, zero past `limit`."""
-    if TMA:
-        return source.load([b, head, start]).reshape(ROWS)
-    else:
-        rows = start + tl.arange(0, ROWS)
-        return tl.load(source + (b.to(tl.int64) * H + head) * stride + rows, mask=rows < limit, other=0.0)
-
-
-@triton.jit
-def _store(target, tile, b, head, start, limit, H: tl.constexpr, D: tl.constexpr):
-    """The reverse, into a contiguous [B, limit, H, D]."""
-    rows = start + tl.arange(0, tile.shape[0])
-    cols = tl.arange(0, tile.shape[1])
-    at = ((b.to(tl.int64) * limit + rows)[:, None] * H + head) * D + cols[None, :]
-    tl.store(target + at, tile.to(target.dtype.element_ty), mask=(rows < limit)[:, None] & (cols < D)[None, :])
 
 
 @triton.jit
@@ -132,12 +65,13 @@ def _capped(s, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
 
 @triton.jit(do_not_specialize=["S", "K", "window", "splits"])
 def _forward_kernel(
-    o_ptr, lse_ptr, q_ptr, k_src, v_src, v_ptr, mask_ptr, ends_ptr, S, K, window, splits,
+    o_ptr, lse_ptr, q_ptr, k_src, k_rest, v_src, v_rest, v_ptr, codes_ptr, counts_ptr, ends_ptr, S, K, window, splits,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, lse_s,
     SCALE: tl.constexpr, CAP: tl.constexpr, RUNNING_MAX: tl.constexpr, SPLIT: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one head; with SPLIT over one of `splits` parts of the keys."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -152,33 +86,39 @@ def _forward_kernel(
     kv_head = pid // (GROUP * blocks) % HK
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
-    lo, hi = _span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-    begin, full_end = _span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    lo, hi = span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    begin, full_end = span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
     last = tl.minimum(m + BLOCK_M, S) - 1
-    full_begin, end = _span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+    full_begin, end = span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
     if SPLIT:
         part = tl.cdiv(tl.cdiv(end - begin, splits), BLOCK_N) * BLOCK_N
         begin += out_b % splits * part
         end = tl.minimum(end, begin + part)
-    q = _tile(q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, BLOCK_D, False)
+    q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
     codes = rows
+    pads = 0
+    if MASK:
+        counts_ptr += b.to(tl.int64) * (2 * K + 4)
+        begin = tl.maximum(begin, tl.load(counts_ptr))
+        end = tl.minimum(end, tl.load(counts_ptr + 1))
     if PAIRS:
-        codes = tl.load(mask_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+        codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
+        pads = count(counts_ptr, m, m + BLOCK_M, S, True)
+    acc = zeros(BLOCK_M, MAIN, REST, ACC)
     total = tl.zeros([BLOCK_M], ACC)
     highest = tl.full([BLOCK_M], float("-inf"), ACC)
     for n in tl.range(begin, end, BLOCK_N):
-        k = _tile(k_src, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, BLOCK_D, TMA)
-        s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
+        k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
+        s = inner(q, k, REST, PRECISION, ACC)
         if CAP is not None:
             s, _ = _capped(s, SCALE, CAP, dtype)
         FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
-        if MASK or (n < full_begin) or (n + BLOCK_N > full_end):
+        if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
             cols = n + tl.arange(0, BLOCK_N)
             visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
             if MASK:
-                seen = tl.load(mask_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-                visible = _unhidden(visible, seen[None, :], codes[:, None], PAIRS)
+                seen = tl.load(codes_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
+                visible = unhidden(visible, seen[None, :], codes[:, None], PAIRS)
             s = tl.where(visible, s, float("-inf"))
         if RUNNING_MAX:
             higher = tl.maximum(highest, tl.max(s, 1) * FACTOR)
@@ -186,13 +126,13 @@ def _forward_kernel(
             p = tl.exp2(s * FACTOR - base[:, None])
             shrink = tl.exp2(highest - base)
             total = total * shrink + tl.sum(p, 1)
-            acc = acc * shrink[:, None]
+            acc = times(acc, shrink[:, None], REST)
             highest = higher
         else:
             p = tl.exp2(s * FACTOR)
             total += tl.sum(p, 1)
-        v = _tile(v_src, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, BLOCK_D, TMA)
-        acc = tl.dot(p.to(dtype), v, acc, input_precision=PRECISION, out_dtype=ACC)
+        v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
+        acc = outer(p.to(dtype), v, acc, REST, PRECISION, ACC)
     empty = total == 0.0
     if MASK or SPLIT:
         total = tl.where(empty, 1.0, total)
@@ -202,14 +142,15 @@ def _forward_kernel(
     if MASK:
         # A row that saw nothing sees itself; its infinite lse tells the backward.
         own = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]
-        cols = tl.arange(0, BLOCK_D)[None, :]
-        at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + own * v_s + cols
-        acc += tl.load(at, mask=empty[:, None] & (cols < D), other=0.0).to(ACC)
+        at = v_ptr + b.to(tl.int64) * v_b + kv_head.to(tl.int64) * v_h + own * v_s
+        acc = add_row(acc[0], at, empty, 0, D), acc[1]
+        if REST:
+            acc = acc[0], add_row(acc[1], at, empty, MAIN, D)
         lse = tl.where(empty, float("inf"), lse)
     elif SPLIT:
         lse = tl.where(empty, float("-inf"), lse)
     tl.store(lse_ptr + (out_b.to(tl.int64) * HQ + head) * lse_s + rows, lse, mask=rows < S)
-    _store(o_ptr, acc / total[:, None], out_b, head, m, S, HQ, D)
+    store(o_ptr, (acc[0] / total[:, None], acc[1] / total[:, None]), out_b, head, m, S, HQ, D, REST)
 
 
 @triton.jit
@@ -233,15 +174,6 @@ def _combine_kernel(
 
 
 @triton.jit
-def _unhidden(visible, keys, queries, PAIRS: tl.constexpr):
-    """`visible` less keys that nobody sees (bit 0 is 0) and, with PAIRS, less padding as padding sees it (bit 1)."""
-    if PAIRS:
-        return visible & ((keys & 1) != 0) & ((keys & queries & 2) == 0)
-    else:
-        return visible & (keys != 0)
-
-
-@triton.jit
 def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
     """The softmax's weights, made again from the scores, and the derivative of the softcap."""
     if CAP is not None:
@@ -253,13 +185,15 @@ def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr
 
 @triton.jit(do_not_specialize=["S", "K", "window"])
 def _dq_kernel(
-    dq_ptr, delta_ptr, q_ptr, k_src, v_src, o_ptr, do_ptr, lse_ptr, mask_ptr, ends_ptr, S, K, window,
+    dq_ptr, delta_ptr, q_ptr, k_src, k_rest, v_src, v_rest, o_ptr, do_ptr, lse_ptr,
+    codes_ptr, counts_ptr, ends_ptr, S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
     SCALE: tl.constexpr, CAP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
     DQ: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(do * o), and dq, of BLOCK_M queries of one head."""
     dtype: tl.constexpr = q_ptr.dtype.element_ty
@@ -273,50 +207,60 @@ def _dq_kernel(
     head = kv_head * GROUP + pid % GROUP
     rows = m + tl.arange(0, BLOCK_M)
     at = (b.to(tl.int64) * HQ + head) * lse_s + rows
-    o = _tile(o_ptr, b, head, m, S, tl.cast(S, tl.int64) * (HQ * D), HQ * D, D, BLOCK_M, D, BLOCK_D, False)
-    do = _tile(do_ptr, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, BLOCK_D, False)
+    o = tile(o_ptr, o_ptr, b, head, m, S, tl.cast(S, tl.int64) * (HQ * D), HQ * D, D, BLOCK_M, D, MAIN, REST, False)
+    do = tile(do_ptr, do_ptr, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, MAIN, REST, False)
     STATISTIC: tl.constexpr = delta_ptr.dtype.element_ty
-    delta = tl.sum(o.to(STATISTIC) * do.to(STATISTIC), 1)
+    delta = tl.sum(o[0].to(STATISTIC) * do[0].to(STATISTIC), 1)
+    if REST:
+        delta += tl.sum(o[1].to(STATISTIC) * do[1].to(STATISTIC), 1)
     tl.store(delta_ptr + at, delta, mask=rows < S)
     if DQ:
-        lo, hi = _span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
-        begin, full_end = _span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+        lo, hi = span(tl.minimum(rows, S - 1), K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+        begin, full_end = span(m, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
         last = tl.minimum(m + BLOCK_M, S) - 1
-        full_begin, end = _span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
+        full_begin, end = span(last, K - S, K, ends_ptr, window - 1, 0, WINDOW, CAUSAL, PACKED)
         lse = tl.load(lse_ptr + at, mask=rows < S, other=0.0)
-        q = _tile(q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, BLOCK_D, False)
+        q = tile(q_ptr, q_ptr, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, False)
         codes = rows
+        pads = 0
+        if MASK:
+            counts_ptr += b.to(tl.int64) * (2 * K + 4)
+            begin = tl.maximum(begin, tl.load(counts_ptr))
+            end = tl.minimum(end, tl.load(counts_ptr + 1))
         if PAIRS:
-            codes = tl.load(mask_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-        dq = tl.zeros([BLOCK_M, BLOCK_D], ACC)
+            codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
+            pads = count(counts_ptr, m, m + BLOCK_M, S, True)
+        dq = zeros(BLOCK_M, MAIN, REST, ACC)
         for n in tl.range(begin, end, BLOCK_N):
-            k = _tile(k_src, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, BLOCK_D, TMA)
-            v = _tile(v_src, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, BLOCK_D, TMA)
-            s = tl.dot(q, k.T, input_precision=PRECISION, out_dtype=ACC)
-            dp = tl.dot(do, v.T, input_precision=PRECISION, out_dtype=ACC)
+            k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
+            v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
+            s = inner(q, k, REST, PRECISION, ACC)
+            dp = inner(do, v, REST, PRECISION, ACC)
             p, slope = _weights(s, lse[:, None], SCALE, CAP, dtype)
-            if MASK or (n < full_begin) or (n + BLOCK_N > full_end):
+            if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
                 cols = n + tl.arange(0, BLOCK_N)
                 visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
                 if MASK:
-                    seen = tl.load(mask_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
-                    visible = _unhidden(visible, seen[None, :], codes[:, None], PAIRS)
+                    seen = tl.load(codes_ptr + b.to(tl.int64) * K + cols, mask=cols < K, other=0)
+                    visible = unhidden(visible, seen[None, :], codes[:, None], PAIRS)
                 p = tl.where(visible, p, 0.0)
             ds = p * (dp - delta[:, None]).to(ACC)
             if CAP is not None:
                 ds = ds * slope
-            dq = tl.dot(ds.to(dtype), k, dq, input_precision=PRECISION, out_dtype=ACC)
-        _store(dq_ptr, dq * SCALE, b, head, m, S, HQ, D)
+            dq = outer(ds.to(dtype), k, dq, REST, PRECISION, ACC)
+        store(dq_ptr, times(dq, SCALE, REST), b, head, m, S, HQ, D, REST)
 
 
 @triton.jit(do_not_specialize=["S", "K", "window"])
 def _dkdv_kernel(
-    dk_ptr, dv_ptr, q_src, k_ptr, v_ptr, do_src, lse_src, delta_src, mask_ptr, ends_ptr, S, K, window,
+    dk_ptr, dv_ptr, q_src, q_rest, k_ptr, v_ptr, do_src, do_rest, lse_src, delta_src,
+    codes_ptr, counts_ptr, ends_ptr, S, K, window,
     q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, do_b, do_s, do_h, lse_s,
     SCALE: tl.constexpr, CAP: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, PACKED: tl.constexpr, MASK: tl.constexpr, PAIRS: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BLOCK_N keys of one key head, over all the query heads that share it; tiles are transposed."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
@@ -328,95 +272,66 @@ def _dkdv_kernel(
     kv_head = pid // blocks % HK
     b = pid // blocks // HK
     keys = n + tl.arange(0, BLOCK_N)
-    lo, hi = _span(tl.minimum(keys, K - 1), S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
-    begin, full_end = _span(n, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
+    lo, hi = span(tl.minimum(keys, K - 1), S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
+    begin, full_end = span(n, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
     last = tl.minimum(n + BLOCK_N, K) - 1
-    full_begin, end = _span(last, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
-    k = _tile(k_ptr, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, BLOCK_D, False)
-    v = _tile(v_ptr, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, BLOCK_D, False)
+    full_begin, end = span(last, S - K, S, ends_ptr, 0, window - 1, CAUSAL, WINDOW, PACKED)
+    k = tile(k_ptr, k_ptr, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, False)
+    v = tile(v_ptr, v_ptr, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, False)
+    hidden = 0
+    pads = 0
     if MASK:
-        seen = tl.load(mask_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], ACC)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], ACC)
+        seen = tl.load(codes_ptr + b.to(tl.int64) * K + keys, mask=keys < K, other=0)
+        counts_ptr += b.to(tl.int64) * (2 * K + 4)
+        hidden = count(counts_ptr, n, n + BLOCK_N, K, False)
+        if PAIRS:
+            pads = count(counts_ptr, n, n + BLOCK_N, K, True)
+        if hidden == tl.minimum(BLOCK_N, K - n):  # seen by those alone that see nothing else
+            end = tl.minimum(end, n + BLOCK_N + S - K)
+            if n > 0:
+                begin = tl.maximum(begin, n + S - K)
+    dk = zeros(BLOCK_N, MAIN, REST, ACC)
+    dv = zeros(BLOCK_N, MAIN, REST, ACC)
     begin = begin // 4 * 4  # the copy engine starts on a border of 16 bytes
     steps = tl.maximum(tl.cdiv(end - begin, BLOCK_M), 0)
     for step in tl.range(0, GROUP * steps):
         head = kv_head * GROUP + step // steps
         m = begin + step % steps * BLOCK_M
         rows = m + tl.arange(0, BLOCK_M)
-        q = _tile(q_src, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, BLOCK_D, TMA)
-        do = _tile(do_src, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, BLOCK_D, TMA)
-        lse = _numbers(lse_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
-        s = tl.dot(k, q.T, input_precision=PRECISION, out_dtype=ACC)
+        q = tile(q_src, q_rest, b, head, m, S, q_b, q_s, q_h, BLOCK_M, D, MAIN, REST, TMA)
+        do = tile(do_src, do_rest, b, head, m, S, do_b, do_s, do_h, BLOCK_M, D, MAIN, REST, TMA)
+        lse = numbers(lse_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
+        s = inner(k, q, REST, PRECISION, ACC)
         p, slope = _weights(s, lse[None, :], SCALE, CAP, dtype)
-        if MASK or (m < full_begin) or (m + BLOCK_M > full_end):
+        some = hidden > 0
+        if PAIRS:
+            some = some | ((pads > 0) & (count(counts_ptr, m, m + BLOCK_M, S, True) > 0))
+        if (m < full_begin) | (m + BLOCK_M > full_end) | some:
             visible = (rows[None, :] >= lo[:, None]) & (rows[None, :] < hi[:, None])
             if MASK:
                 codes = rows
                 if PAIRS:
-                    codes = tl.load(mask_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
-                visible = _unhidden(visible, seen[:, None], codes[None, :], PAIRS)
+                    codes = tl.load(codes_ptr + b.to(tl.int64) * K + rows, mask=rows < S, other=0)
+                visible = unhidden(visible, seen[:, None], codes[None, :], PAIRS)
             p = tl.where(visible, p, 0.0)
         if DV:
             given = p
-            if MASK:  # a row that saw nothing, which is a constant to its scores
-                own = tl.maximum(rows + K - S, 0)
-                given = tl.where((keys[:, None] == own[None, :]) & (lse == float("inf"))[None, :], 1.0, p)
-            dv = tl.dot(given.to(dtype), do, dv, input_precision=PRECISION, out_dtype=ACC)
+            if MASK:  # a row that saw nothing, which is a constant to its scores  # noqa: SIM102
+                if (m + K - S < n + BLOCK_N) & (tl.maximum(m + BLOCK_M + K - S, 1) > n):
+                    own = tl.maximum(rows + K - S, 0)
+                    given = tl.where((keys[:, None] == own[None, :]) & (lse == float("inf"))[None, :], 1.0, p)
+            dv = outer(given.to(dtype), do, dv, REST, PRECISION, ACC)
         if DK:
-            delta = _numbers(delta_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
-            dp = tl.dot(v, do.T, input_precision=PRECISION, out_dtype=ACC)
+            delta = numbers(delta_src, b, head, m, S, lse_s, HQ, BLOCK_M, TMA)
+            dp = inner(v, do, REST, PRECISION, ACC)
             ds = p * (dp - delta[None, :]).to(ACC)
             if CAP is not None:
                 ds = ds * slope
-            dk = tl.dot(ds.to(dtype), q, dk, input_precision=PRECISION, out_dtype=ACC)
+            dk = outer(ds.to(dtype), q, dk, REST, PRECISION, ACC)
     if DK:
-        _store(dk_ptr, dk * SCALE, b, kv_head, n, K, HK, D)
+        store(dk_ptr, times(dk, SCALE, REST), b, kv_head, n, K, HK, D, REST)
     if DV:
-        _store(dv_ptr, dv, b, kv_head, n, K, HK, D)
-
-
-def _config(kernel: str, size: int, itemsize: int, narrow: bool, tma: bool) -> tuple[int, int, int, int]:
-    """BLOCK_M, BLOCK_N, warps and stages of a kernel."""
-    table = _EXACT if itemsize > 2 else _HOPPER if tma else _PORTABLE
-    row = table[64 if size <= 64 else 128 if size <= 128 else 256]
-    return row.get(kernel + " narrow", row[kernel]) if narrow else row[kernel]
-
-
-# Milliseconds on one H200 in one run, the next best beside them. 64: causal, B 8, HQ 32, HK 8, S 2048; 128: causal,
-# B 4, HQ 32, HK 8, S 4096 (narrow: B 2, S 8192, window 1024); 256: softcap, B 4, HQ 8, HK 4, S 4096.
-_HOPPER = {
-    64: {
-        "forward": (64, 128, 4, 2),  # 0.372; (64, 64, 4, 3) 0.383, (128, 64, 4, 3) 0.400
-        "dq": (64, 64, 4, 3),  # 0.397; (64, 64, 4, 2) 0.400, (128, 64, 4, 3) 0.424
-        "dkdv": (64, 64, 4, 3),  # 0.674; (128, 64, 4, 2) 0.692, (128, 128, 8, 2) 0.793
-    },
-    128: {
-        "forward": (64, 64, 4, 3),  # 1.079; (128, 64, 4, 2) 1.097, (128, 64, 8, 3) 1.267. Narrow 0.595; 0.629, 0.739
-        "dq": (128, 64, 8, 3),  # 1.403; (64, 64, 4, 2) 1.595, (128, 128, 8, 2) 1.585
-        "dq narrow": (64, 64, 4, 2),  # 0.771; (128, 64, 8, 3) 0.846, (64, 32, 4, 3) 0.857
-        "dkdv": (64, 64, 4, 2),  # 1.939; (64, 128, 8, 3) 2.103. dk and dv apart 2.739
-    },
-    256: {
-        "forward": (128, 64, 8, 2),  # 0.683; (128, 32, 8, 4) 0.706, (64, 32, 4, 2) 0.759
-        "dq": (64, 32, 4, 3),  # 1.017; (64, 64, 4, 2) 1.079, (128, 32, 8, 2) 1.179
-        "dq narrow": (64, 64, 4, 2),  # HQ 8, HK 4, B 2, S 8192, window 1024: 0.535; (64, 32, 4, 3) 0.566
-        "dk": (64, 64, 4, 2),  # 1.227; (32, 128, 8, 3) 1.313. Together with dv: 2.477
-        "dv": (64, 64, 4, 3),  # 0.719; (32, 64, 4, 2) 0.768, (64, 128, 8, 2) 0.787
-    },
-}
-# Not timed on such cards: what fits their registers without spills and 100 KiB of shared memory.
-_PORTABLE = {
-    64: {"forward": (128, 64, 4, 2), "dq": (64, 64, 4, 2), "dkdv": (64, 64, 4, 2)},
-    128: {"forward": (128, 32, 4, 2), "dq": (64, 32, 4, 2), "dkdv": (32, 64, 4, 2)},
-    256: {"forward": (64, 32, 4, 2), "dq": (32, 32, 4, 2), "dk": (32, 32, 4, 2), "dv": (32, 32, 4, 2)},
-}
-# fp32, whose tiles are split in two for the tensor cores; and fp64, interpreted.
-_EXACT = {
-    64: {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)},
-    128: {"forward": (64, 32, 4, 1), "dq": (64, 32, 4, 1), "dkdv": (32, 64, 4, 1)},
-    256: {"forward": (64, 16, 8, 1), "dq": (32, 16, 4, 1), "dk": (16, 32, 4, 1), "dv": (16, 32, 4, 1)},
-}
+        store(dv_ptr, dv, b, kv_head, n, K, HK, D, REST)
 
 
 def _precision(q: Tensor) -> str:
@@ -425,21 +340,6 @@ def _precision(q: Tensor) -> str:
     return "tf32x3" if nvidia and q.dtype == torch.float32 else "ieee"
 
 
-@torch.compiler.assume_constant_result
-def data_centre(index: int | None) -> bool:
-    """True on NVIDIA's Hopper and Blackwell with a copy engine and more than 200 KiB of shared memory."""
-    return _cuda_major(index) in (9, 10)
-
-
-@functools.cache
-def _cuda_major(index: int | None) -> int:
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return 0
-    return torch.cuda.get_device_capability(index)[0]
-
-
-# Descriptors cost the host 40 to 60 us in the forward and 250 to 400 us in the backward. Below so many multiplications
-# (about 50 us of the forward on an H200) the host is what one waits for; under torch.compile it is not.
 _SMALL = 2**33
 
 
@@ -457,9 +357,12 @@ def _tma_takes(q: Tensor, num_keys: int, *tensors: Tensor) -> bool:
     return True
 
 
-def _streamed(rows: int, width: int, tma: bool, *tensors: Tensor) -> tuple[Any, ...]:
-    """`tensors` [B, S, H, D], as a kernel reads blocks of `rows` tokens of one head from them."""
-    return tuple(TensorDescriptor.from_tensor(x, [1, rows, 1, width]) for x in tensors) if tma else tensors
+def _streamed(rows: int, widths: tuple[int, int], tma: bool, *tensors: Tensor) -> tuple[Any, ...]:
+    """For each of `tensors` [B, S, H, D], from what a kernel reads the parts of `rows` tokens of one head."""
+    if not tma:
+        return tuple(x for x in tensors for _ in widths)
+    parts = widths[0], widths[1] or widths[0]
+    return tuple(TensorDescriptor.from_tensor(x, [1, rows, 1, width]) for x in tensors for width in parts)
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -476,7 +379,7 @@ def _statistics(q: Tensor, batch_size: int) -> Tensor:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None, ends: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, codes: Tensor | None, counts: Tensor | None, ends: Tensor | None,
     causal: bool, window: int | None, softcap: float | None, scale: float, pairs: bool = False,
     splits: int | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -486,21 +389,21 @@ def _forward(
     rows = batch_size * (splits or 1)
     out = torch.empty(rows, *q.shape[1:], dtype=q.dtype if splits is None else accumulator(q.dtype), device=q.device)
     lse = _statistics(q, rows)
-    width, tma = max(16, triton.next_power_of_2(size)), _tma_takes(q, k.shape[1], k, v)
+    widths, tma = head_parts(size), _tma_takes(q, k.shape[1], k, v)
     narrow = window is not None or ends is not None
-    block_m, block_n, warps, stages = _config("forward", size, q.element_size(), narrow, tma)
+    block_m, block_n, warps, stages = config("forward", size, q.element_size(), narrow, tma)
     if splits is not None:
         block_m = 16
     # exp2 of the bound, times a long sum of values, must fit: fp16 has not the exponents.
     running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
     with device_guard(q):
         _forward_kernel[(rows * num_heads * triton.cdiv(length, block_m),)](
-            out, lse, q, *_streamed(block_n, width, tma, k, v), v,
-            q if key_mask is None else key_mask, q if ends is None else ends,
+            out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
+            q if codes is None else codes, q if counts is None else counts, q if ends is None else ends,
             length, k.shape[1], window or 1, splits or 1, *_strides(q, k, v), lse.shape[2],
             scale, softcap, running_max, splits is not None,
-            causal, window is not None, ends is not None, key_mask is not None, pairs,
-            num_heads, num_kv_heads, size, width, block_m, block_n, tma, _precision(q),
+            causal, window is not None, ends is not None, codes is not None, pairs,
+            num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, lse
@@ -510,17 +413,18 @@ class _Flash(torch.autograd.Function):
     """q [B, S, HQ, D], k and v [B, K, HK, D] -> [B, S, HQ, D]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, key_mask, ends, causal, window, softcap, scale, pairs):
+    def forward(ctx, q, k, v, codes, ends, causal, window, softcap, scale, pairs):
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
-        out, lse = _forward(q, k, v, key_mask, ends, causal, window, softcap, scale, pairs)
-        ctx.save_for_backward(q, k, v, out, lse, key_mask, ends)
+        counts = None if codes is None else token_counts(codes)
+        out, lse = _forward(q, k, v, codes, counts, ends, causal, window, softcap, scale, pairs)
+        ctx.save_for_backward(q, k, v, out, lse, codes, counts, ends)
         ctx.options = causal, window, softcap, scale, pairs
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, do):
-        q, k, v, out, lse, key_mask, ends = ctx.saved_tensors
+        q, k, v, out, lse, codes, counts, ends = ctx.saved_tensors
         causal, window, softcap, scale, pairs = ctx.options
         need_dq, need_dk, need_dv = ctx.needs_input_grad[:3]
         do = last_dim_contiguous(do)
@@ -531,17 +435,17 @@ class _Flash(torch.autograd.Function):
             for x, need in ((q, need_dq), (k, need_dk), (v, need_dv))
         )
         delta = _statistics(q, batch_size)
-        tensors = q if key_mask is None else key_mask, q if ends is None else ends
-        numbers = length, num_keys, window or 1, *_strides(q, k, v, do), lse.shape[2]
-        flags = scale, softcap, causal, window is not None, ends is not None, key_mask is not None, pairs
-        width, narrow = max(16, triton.next_power_of_2(size)), window is not None or ends is not None
+        tensors = tuple(q if x is None else x for x in (codes, counts, ends))
+        sizes = length, num_keys, window or 1, *_strides(q, k, v, do), lse.shape[2]
+        flags = scale, softcap, causal, window is not None, ends is not None, codes is not None, pairs
+        widths, narrow = head_parts(size), window is not None or ends is not None
         with device_guard(q):
             tma = _tma_takes(q, k.shape[1], k, v)
-            block_m, block_n, warps, stages = _config("dq", size, q.element_size(), narrow, tma)
+            block_m, block_n, warps, stages = config("dq", size, q.element_size(), narrow, tma)
             _dq_kernel[(batch_size * num_heads * triton.cdiv(length, block_m),)](
-                out if dq is None else dq, delta, q, *_streamed(block_n, width, tma, k, v), out, do, lse,
-                *tensors, *numbers, *flags, need_dq,
-                num_heads, num_kv_heads, size, width, block_m, block_n, tma, _precision(q),
+                out if dq is None else dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse,
+                *tensors, *sizes, *flags, need_dq,
+                num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
             tma = _tma_takes(q, num_keys, q, do)
@@ -549,17 +453,17 @@ class _Flash(torch.autograd.Function):
                 make_dk, make_dv = need_dk and kernel != "dv", need_dv and kernel != "dk"
                 if not make_dk and not make_dv:
                     continue
-                block_m, block_n, warps, stages = _config(kernel, size, q.element_size(), narrow, tma)
+                block_m, block_n, warps, stages = config(kernel, size, q.element_size(), narrow, tma)
                 statistics: tuple[Any, ...] = lse, delta
                 if tma:
                     statistics = tuple(
                         TensorDescriptor.from_tensor(x[..., :length], [1, 1, block_m]) for x in statistics
                     )
-                streamed = _streamed(block_m, width, tma, q, do)
+                streamed = _streamed(block_m, widths, tma, q, do)
                 _dkdv_kernel[(batch_size * num_kv_heads * triton.cdiv(num_keys, block_n),)](
-                    dk if make_dk else out, dv if make_dv else out, streamed[0], k, v, streamed[1], *statistics,
-                    *tensors, *numbers, *flags, make_dk, make_dv,
-                    num_heads, num_kv_heads, size, width, block_m, block_n, tma, _precision(q),
+                    dk if make_dk else out, dv if make_dv else out, *streamed[:2], k, v, *streamed[2:], *statistics,
+                    *tensors, *sizes, *flags, make_dk, make_dv,
+                    num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
                     num_warps=warps, num_stages=stages,
                 )  # fmt: skip
         return dq, dk, dv, None, None, None, None, None, None, None
@@ -571,21 +475,13 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: fl
     num_kv_heads, splits = operator.index(k.shape[2]), 16
     group = operator.index(num_heads) // num_kv_heads
     grouped = q.reshape(batch_size, num_kv_heads, group, size).transpose(1, 2)
-    parts, lse = _forward(grouped, k, v, None, None, False, None, softcap, scale, splits=splits)
+    parts, lse = _forward(grouped, k, v, None, None, None, False, None, softcap, scale, splits=splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with device_guard(q):
         _combine_kernel[(batch_size * num_heads,)](
             out, parts, lse, lse.shape[2], splits, group, num_kv_heads, size, triton.next_power_of_2(size)
         )
     return out
-
-
-def _ends(cu_seqlens: Tensor, length: int) -> Tensor:
-    """int32 [T, 2]: where the sequence of each token starts and ends."""
-    ends = torch.empty(length, 2, dtype=torch.int32, device=cu_seqlens.device)
-    with device_guard(ends):
-        _ends_kernel[(triton.cdiv(length, 256),)](ends, cu_seqlens.contiguous(), length, cu_seqlens.shape[0] - 1, 256)
-    return ends
 
 
 def flash_attention(
@@ -608,8 +504,8 @@ def flash_attention(
     if q.shape[1] == 1 and key_mask is None and padding is None and not trained:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
         return _one_query(q, k, v, softcap, scale)
-    ends = None if cu_seqlens is None else _ends(cu_seqlens, q.shape[1])
-    if padding is not None:  # bit 0: the key is seen; bit 1: padding, which padding does not see
-        key_mask = padding.to(torch.uint8) * 2 + (1 if key_mask is None else key_mask)
-    key_mask = None if key_mask is None else key_mask.contiguous()
-    return _Flash.apply(q, k, v, key_mask, ends, causal, window, softcap, scale, padding is not None)
+    ends = None if cu_seqlens is None else sequence_ends(cu_seqlens, q.shape[1])
+    codes = None if key_mask is None else key_mask.to(torch.uint8).contiguous()  # bit 0: the key is seen
+    if padding is not None:  # bit 1: padding, which padding does not see
+        codes = padding.to(torch.uint8) * 2 + (1 if codes is None else codes)
+    return _Flash.apply(q, k, v, codes, ends, causal, window, softcap, scale, padding is not None)

@@ -307,6 +307,15 @@ class Suite:
             loss.backward()
             return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
+        def check(found):
+            names = ["loss", *(name for name, _ in model.named_parameters())]
+            far = {}
+            for name, a, b in zip(names, found, expected, strict=True):
+                # The gradient of a gate is one number, a sum over all elements whose terms cancel.
+                if not relative(a, b) < GRADIENTS * (10 if b.numel() == 1 else 1):
+                    far[name] = relative(a, b)
+            assert not far
+
         step(model)
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -314,8 +323,7 @@ class Suite:
         finally:
             torch.cuda.set_sync_debug_mode("default")
         torch.compiler.reset()  # each compilation here is of another model, and Dynamo gives up after eight
-        compiled = step(torch.compile(model, fullgraph=True))
-        assert all(relative(a, b) < GRADIENTS for a, b in zip(compiled, expected, strict=True))
+        check(step(torch.compile(model, fullgraph=True)))
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -325,7 +333,7 @@ class Suite:
         with torch.cuda.graph(graph):
             captured = step(model)
         graph.replay()
-        assert all(relative(a, b) < GRADIENTS for a, b in zip(captured, expected, strict=True))
+        check(captured)
 
     def test_real_configuration_has_the_exact_number_of_parameters(self, real):
         name, count = real
