@@ -5,18 +5,15 @@ checkpoints, loaded whole. What is read is written and read again, and must come
 The longer run: python -m tests.hostile.fuzz_configs --count 20000
 """
 
-import argparse
 import collections
 import json
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ligermodels
@@ -24,6 +21,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.errors import LigermodelsError
 from tests.hostile.folders import CONFIG
 from tests.hostile.fuzz_files import BYTE_STEP, PLACES, change_bytes, change_tree
+from tests.hostile.fuzzing import bounded, run
 
 FAMILIES: dict[str, dict] = {
     "llama": {},
@@ -142,14 +140,7 @@ class Fuzz:
         many = {kind: max(1, round(count * share)) for kind, share in shares.items()}
 
         def limited(kind: str) -> settings:
-            return settings(
-                max_examples=many[kind],
-                deadline=5000,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate, Phase.shrink],
-                **options,
-            )
+            return bounded(many[kind], **options)
 
         @limited("real configs")
         @given(PLACES, st.lists(TREE_STEP, min_size=1, max_size=3))
@@ -181,19 +172,5 @@ class Fuzz:
         return [real_configs, configs, configs_as_bytes, generation_configs]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Reads mutated configs; an uncaught error ends the run.")
-    parser.add_argument("--count", type=int, default=20_000)
-    root = Path(tempfile.mkdtemp())
-    try:
-        fuzz = Fuzz(root)
-        for target in fuzz.targets(parser.parse_args().count):
-            target()
-        for kind, counts in fuzz.counts.items():
-            print(f"{kind}: {counts.total()} ({', '.join(f'{name} {n}' for name, n in counts.most_common())})")
-    finally:
-        shutil.rmtree(root)
-
-
 if __name__ == "__main__":
-    main()
+    run(Fuzz, "Reads mutated configs", count=20_000)

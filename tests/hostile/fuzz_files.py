@@ -3,23 +3,21 @@
 The longer run: python -m tests.hostile.fuzz_files --count 20000
 """
 
-import argparse
 import collections
 import copy
 import json
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ligermodels
 from ligermodels.errors import CheckpointError, HubError
 from tests.hostile.folders import EMBEDDING, INDEX, NORM, SHARDS, WEIGHTS, join, make_good, split
+from tests.hostile.fuzzing import bounded, run
 
 SIZES = st.sampled_from([-1, 0, 1, 2, 15, 16, 17, 64, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1, 2**64])
 TEXTS = st.one_of(
@@ -118,14 +116,7 @@ class Fuzz:
         many = {kind: max(1, round(count * share)) for kind, share in shares.items()}
 
         def limited(kind: str) -> settings:
-            return settings(
-                max_examples=many[kind],
-                deadline=5000,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate, Phase.shrink],
-                **options,
-            )
+            return bounded(many[kind], **options)
 
         @limited("headers as JSON")
         @given(st.lists(TREE_STEP, min_size=1, max_size=3))
@@ -153,19 +144,5 @@ class Fuzz:
         return [header_tree, header_bytes, index_tree, index_bytes]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Loads mutated checkpoints; an uncaught error ends the run.")
-    parser.add_argument("--count", type=int, default=20_000)
-    root = Path(tempfile.mkdtemp())
-    try:
-        fuzz = Fuzz(root)
-        for target in fuzz.targets(parser.parse_args().count):
-            target()
-        for kind, counts in fuzz.counts.items():
-            print(f"{kind}: {counts.total()} ({', '.join(f'{name} {n}' for name, n in counts.most_common())})")
-    finally:
-        shutil.rmtree(root)
-
-
 if __name__ == "__main__":
-    main()
+    run(Fuzz, "Loads mutated checkpoints", count=20_000)

@@ -3,22 +3,20 @@
 The longer run: python -m tests.hostile.fuzz_text --count 10000
 """
 
-import argparse
 import collections
 import json
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import StreamDecoder, Tokenizer
 from tests.hostile.fuzz_files import BYTE_STEP, PLACES, TREE_STEP, change_bytes, change_tree
+from tests.hostile.fuzzing import bounded, run
 from tests.text import families, folders
 
 CHAT = [
@@ -254,14 +252,7 @@ class Fuzz:
         def target(kind: str) -> Callable[[], None]:
             share, strategy, make = kinds[kind]
 
-            @settings(
-                max_examples=max(1, round(count * share)),
-                deadline=5000,
-                database=None,
-                suppress_health_check=list(HealthCheck),
-                phases=[Phase.generate, Phase.shrink],
-                **options,
-            )
+            @bounded(max(1, round(count * share)), **options)
             @given(strategy)
             def run(drawn):
                 self.attempt(kind, make(drawn))
@@ -271,21 +262,5 @@ class Fuzz:
         return [target(kind) for kind in kinds]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="Mutated tokenizer files and templates; an uncaught error ends the run."
-    )
-    parser.add_argument("--count", type=int, default=10_000)
-    root = Path(tempfile.mkdtemp())
-    try:
-        fuzz = Fuzz(root)
-        for target in fuzz.targets(parser.parse_args().count):
-            target()
-        for kind, counts in fuzz.counts.items():
-            print(f"{kind}: {counts.total()} ({', '.join(f'{name} {n}' for name, n in counts.most_common())})")
-    finally:
-        shutil.rmtree(root)
-
-
 if __name__ == "__main__":
-    main()
+    run(Fuzz, "Mutated tokenizer files and templates", count=10_000)
