@@ -295,6 +295,9 @@ def _check(
             f"attention: padding is {padding.dtype} {list(padding.shape)}, for {q.shape[1]} queries and {k.shape[1]} "
             f"keys; expected torch.bool {list(q.shape[:2])} and as many keys: both are the same tokens"
         )
+    for name, mask in (("key_mask", key_mask), ("padding", padding)):
+        if mask is not None and mask.device != q.device:
+            raise InputError(f"attention: {name} is on {mask.device}, q on {q.device}; move one of them")
     if cu_seqlens is not None:
         _check_packing(q, k, cu_seqlens)
 
@@ -310,6 +313,9 @@ def _check_packing(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
             f"attention: cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
             "expected torch.int32 [N + 1] with N >= 1"
         )
+    if cu_seqlens.device.type != "cpu" and cu_seqlens.device != q.device:
+        found = f"attention: cu_seqlens is on {cu_seqlens.device}, q on {q.device}"
+        raise InputError(f"{found}; move it there or to the CPU")
     if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
         ends = cu_seqlens.tolist()
         if ends[0] != 0 or ends[-1] != q.shape[1] or ends != sorted(ends):

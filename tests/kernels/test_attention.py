@@ -375,6 +375,9 @@ def test_empty(shape, device):
     ((1, 4, 4, 8), (1, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 4])}, "expected torch.int32"),
     ((1, 4, 4, 8), (1, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 3]).int()}, "runs from 0 to 3"),
     ((1, 4, 4, 8), (1, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 3, 2, 4]).int()}, "must ascend"),
+    ((1, 4, 4, 8), (1, 4, 2, 8), {"cu_seqlens": torch.tensor([0, 4]).int().to("meta")}, "cu_seqlens is on meta"),
+    ((2, 4, 4, 8), (2, 4, 2, 8), {"key_mask": torch.ones(2, 4, device="meta") > 0}, "key_mask is on meta, q on cpu"),
+    ((2, 4, 4, 8), (2, 4, 2, 8), {"padding": torch.ones(2, 4, device="meta") > 0}, "padding is on meta, q on cpu"),
 ])  # fmt: skip
 def test_bad_arguments_are_named(q, k, options, message):
     k = torch.zeros(k)
@@ -599,6 +602,23 @@ def test_flash_is_the_reference(options, poison):
         assert_flash(options, length, num_keys, torch.float64, "cpu")
     if not options.get("causal", True) and not same:
         assert_flash(options, 70, 40, torch.float64, "cpu")
+
+
+@needs_triton
+@pytest.mark.parametrize("seen", [(0, 65), (64, 65), (63, 64), (3, 131), (131, 133), (0, 133), (5, 5)], ids=str)
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_leaves_out_hidden_ends(seen, causal, device, poison):
+    """Loops begin at the first key that is seen and end behind the last one, whatever the borders of tiles."""
+    dtype = torch.float64 if device == "cpu" else torch.bfloat16
+    leaves, weights, options = flash_case({"causal": causal}, 133, 133, heads=(1, 1), dtype=dtype, device=device)
+    mask = torch.zeros(2, 133, dtype=torch.bool, device=device)
+    mask[0, slice(*seen)] = mask[1, ::7] = True
+    exact = gradients(attention_reference, leaves, weights, options | {"key_mask": mask}, torch.float64)
+    actual = gradients(flash, leaves, weights, options | {"key_mask": mask})
+    for a, b in zip(actual, exact, strict=True):
+        assert (a.double() - b).norm() <= (
+            1e-10 if dtype == torch.float64 else 5e-3
+        ) * b.norm()  # bf16: 2^-8 a rounding
 
 
 @needs_triton
