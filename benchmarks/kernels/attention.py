@@ -237,5 +237,4 @@ def _softcapped(softcap: float | None):
 def _flex_attention():
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.config.recompile_limit = 64  # each case has two shapes and a mask of its own
     return torch.compile(flex_attention, dynamic=False)

@@ -14,6 +14,13 @@ Tensors = dict[str, Tensor]
 Call = Callable[[Tensors], tuple[Tensor, ...]]
 
 IGNORED = -100
+UNITS = {
+    "bytes": "copy_tb_per_s",
+    "bytes read": "read_tb_per_s",
+    "operations": "matmul_bf16_tflop_per_s",
+    "int8 operations": "matmul_int8_top_per_s",
+}
+"""What a case's work is counted in -> the ceiling that was measured for it."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +54,10 @@ class Packing:
 
 @dataclass(frozen=True)
 class Case:
-    """An op on one shape. `make` returns its inputs and one cotangent per output, none for a loss."""
+    """An op on one shape. `make` returns its inputs and one cotangent per output, none for a loss.
+
+    Without `leaves` it has no backward, and only its forward is run.
+    """
 
     op: str
     shape: str
@@ -63,6 +73,10 @@ class Case:
     forward_work: float | None = None
     full_work: float = 0.0
     unit: str = "bytes"
+    """Of the work, which a ceiling of `UNITS` belongs to."""
+    products: tuple[str, Call] | None = None
+    """The matrix products that the op cannot leave out, on torch's own and without anything else: timed in the same
+    run, they are the ceiling in place of the work over the rate of one large product."""
     loss_floor: float = 0.0
     make_small: Callable[[], tuple[Tensors, tuple[Tensor, ...]]] | None = None
     """Inputs that parity is checked on, where fp64 does not fit the ones that are timed."""
@@ -105,7 +119,7 @@ class Bound:
 
     def full(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         outputs = self.forward()
-        return outputs, torch.autograd.grad(outputs, self.leaves, self.cotangents or None)
+        return outputs, torch.autograd.grad(outputs, self.leaves, self.cotangents or None) if self.leaves else ()
 
     def results(self) -> Tensors:
         """Outputs by name, and the gradient of each leaf x as "d_x", whatever the provider's layout."""

@@ -1,4 +1,4 @@
-"""The losses: cross entropy alone, and with the product that makes its logits."""
+"""Cross entropy alone, and with the product that makes its logits; the log probabilities of the labels."""
 
 import functools
 
@@ -15,7 +15,9 @@ def eager_cross_entropy(t: Tensors) -> tuple[Tensor, ...]:
     return (F.cross_entropy(logits.to(compute(logits)), t["labels"], ignore_index=IGNORED),)
 
 
-def cross_entropy_case(place: Place, peers: set[str], tokens: int, vocab: int) -> Case:
+def cross_entropy_case(place: Place, peers: set[str], tokens: int, vocab: int, trained: bool = True) -> Case:
+    """trained: with the gradient of the logits; without, the loss alone, as evaluation needs it."""
+
     def make():
         return {"logits": place.randn(tokens, vocab, scale=2.0), "labels": place.labels(tokens, vocab)}, ()
 
@@ -27,9 +29,9 @@ def cross_entropy_case(place: Place, peers: set[str], tokens: int, vocab: int) -
     width = 2 * tokens * vocab
     return Case(
         "cross_entropy",
-        f"T={tokens} V={vocab}",
+        f"T={tokens} V={vocab}" + ("" if trained else ", no gradient"),
         make,
-        leaves=("logits",),
+        leaves=("logits",) if trained else (),
         outputs=("loss",),
         eager=eager_cross_entropy,
         providers=chosen(
@@ -40,7 +42,9 @@ def cross_entropy_case(place: Place, peers: set[str], tokens: int, vocab: int) -
             torch=[Provider("F.cross_entropy, no upcast", lambda t: (F.cross_entropy(t["logits"], t["labels"]),))],
             liger=[Provider("Liger", liger, mutates=True)],
         ),
+        forward_work=None if trained else width,
         full_work=2 * width,
+        unit="bytes" if trained else "bytes read",
         # The logits are exact here; what is left is fp32 sums over the vocabulary in another order.
         loss_floor=1e-5,
     )
@@ -64,6 +68,12 @@ def exact_linear_cross_entropy(inputs: Tensors) -> Tensors:
         dx[rows] = dlogits @ weight
         dw.addmm_(dlogits.T, x[rows])
     return {"loss": loss / count, "d_x": dx, "d_weight": dw}
+
+
+def three_products(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    """Those of a linear loss: the logits, and with something of their shape the gradients of x and of the weight."""
+    logits = x @ weight.T
+    return logits @ weight, logits.T @ x
 
 
 def linear_cross_entropy_case(
@@ -123,8 +133,57 @@ def linear_cross_entropy_case(
         ),
         full_work=6.0 * valid * size * vocab,
         unit="operations",
+        products=("three GEMMs", lambda t: three_products(t["x"][:valid], t["weight"])),
         # A token's loss errs by about one rounding of a bf16 logit of size 1, independently of the others'.
         loss_floor=4 * torch.finfo(place.dtype).eps / valid**0.5,
+    )
+
+
+def eager_linear_logprobs(t: Tensors) -> tuple[Tensor, ...]:
+    logits = t["x"] @ t["weight"].T
+    return (logits.log_softmax(-1, dtype=compute(logits)).gather(-1, t["labels"][:, None])[:, 0],)
+
+
+def linear_logprobs_case(place: Place, peers: set[str], tokens: int, size: int, vocab: int) -> Case:
+    def make():
+        inputs = {
+            "x": place.randn(tokens, size),
+            "weight": place.randn(vocab, size, scale=size**-0.5),
+            "labels": place.labels(tokens, vocab),
+        }
+        return inputs, (torch.randn(tokens, device=place.device) / tokens,)
+
+    def liger(t):
+        from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction
+
+        # bias, class weight, ignore_index, z-loss, smoothing, reduction
+        options = (None, None, IGNORED, 0.0, 0.0, "none")
+        return (-LigerFusedLinearCrossEntropyFunction.apply(t["x"], t["weight"], t["labels"], *options)[0],)
+
+    def liger_scaled(t):
+        """What Liger has for this, in PyTorch: its Hopper kernel needs a package that Liger does not bring along."""
+        from liger_kernel.ops.fused_linear_scaled_cross_entropy import _FusedLinearPPOFallbackFunction
+
+        nll = _FusedLinearPPOFallbackFunction.apply(t["x"], t["weight"], t["labels"], 1.0, IGNORED, False)
+        return (-nll,)
+
+    return Case(
+        "linear_logprobs",
+        f"T={tokens} H={size} V={vocab}",
+        make,
+        leaves=("x", "weight"),
+        outputs=("logprobs",),
+        eager=eager_linear_logprobs,
+        providers=chosen(
+            peers,
+            Provider("ligermodels", lambda t: (kernels.linear_logprobs(t["x"], t["weight"], t["labels"]),), ours=True),
+            eager=[Provider("eager", eager_linear_logprobs)],
+            compile=[Provider("torch.compile", compiled(eager_linear_logprobs))],
+            liger=[Provider("Liger, reduction none", liger), Provider("Liger, scaled CE", liger_scaled)],
+        ),
+        full_work=6.0 * tokens * size * vocab,
+        unit="operations",
+        products=("three GEMMs", lambda t: three_products(t["x"], t["weight"])),
     )
 
 

@@ -1,4 +1,4 @@
-"""The memory-bound ops: norms, rotation, the gated unit."""
+"""The memory-bound ops: norms, rotation, activations and gated units."""
 
 import functools
 
@@ -202,6 +202,7 @@ def rope_case(place: Place, peers: set[str], batch: int, length: int, heads: int
             "v": v,
             "cos": cos,
             "sin": sin,
+            "position_ids": torch.arange(length, device=place.device).expand(batch, -1).contiguous(),
             **{n: x.to(place.dtype) for n, x in full.items()},
         }
         return inputs, tuple(place.randn(*x.shape) for x in (q, k, v))
@@ -209,6 +210,11 @@ def rope_case(place: Place, peers: set[str], batch: int, length: int, heads: int
     def ours(t, inplace=False):
         qkv = _Produced.apply(t["qkv"]) if inplace else t["qkv"]
         return kernels.rope(qkv, t["cos"], t["sin"], num_heads=heads, num_kv_heads=kv_heads, inplace=inplace)
+
+    def gathered(t):
+        """The tables of all positions, and each token's position: the rows are looked up in the kernel."""
+        cos, sin = t["cos"][0], t["sin"][0]
+        return kernels.rope(t["qkv"], cos, sin, num_heads=heads, num_kv_heads=kv_heads, position_ids=t["position_ids"])
 
     def liger(t):
         from liger_kernel.ops import LigerRopeFunction
@@ -236,6 +242,7 @@ def rope_case(place: Place, peers: set[str], batch: int, length: int, heads: int
                 packed=True,
                 mutates=True,
             ),
+            Provider("ligermodels, position ids", gathered, ours=True, packed=True),
             Provider("ligermodels, q and k apart", _rope_apart, ours=True),
             eager=[Provider("eager", eager_rope)],
             compile=[Provider("torch.compile", compiled(eager_rope))],
@@ -262,19 +269,26 @@ def _rope_apart(t: Tensors) -> tuple[Tensor, ...]:
     return (*kernels.rope_qk(t["q"], t["k"], t["cos"], t["sin"]), t["v"])
 
 
-def eager_glu(t: Tensors) -> tuple[Tensor, ...]:
-    return (F.silu(t["gate"]) * t["up"],)
+def eager_glu(t: Tensors, activation: str) -> tuple[Tensor, ...]:
+    gate = F.silu(t["gate"]) if activation == "silu" else F.gelu(t["gate"], approximate="tanh")
+    return (gate * t["up"],)
 
 
-def glu_case(place: Place, peers: set[str], tokens: int, size: int) -> Case:
+def glu_case(place: Place, peers: set[str], tokens: int, size: int, activation: str = "silu") -> Case:
     def make():
         inputs = {"gate": place.randn(tokens, size), "up": place.randn(tokens, size)}
         return inputs, (place.randn(tokens, size),)
 
-    def liger(t):
-        from liger_kernel.ops import LigerSiLUMulFunction
+    eager = functools.partial(eager_glu, activation=activation)
 
-        return (LigerSiLUMulFunction.apply(t["gate"], t["up"]),)
+    def apart(t):
+        return (kernels.glu(t["gate"], t["up"], activation=activation),)
+
+    def liger(t):
+        from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
+
+        function = LigerSiLUMulFunction if activation == "silu" else LigerGELUMulFunction
+        return (function.apply(t["gate"], t["up"]),)
 
     def liger_packed(t):
         from liger_kernel.ops import LigerFusedGateUpSiLUMulFunction
@@ -284,25 +298,26 @@ def glu_case(place: Place, peers: set[str], tokens: int, size: int) -> Case:
     width = 2 * tokens * size
     return Case(
         "glu",
-        f"T={tokens} F={size}",
+        f"{activation} T={tokens} F={size}",
         make,
         leaves=("gate", "up"),
         outputs=("y",),
-        eager=eager_glu,
+        eager=eager,
         packing=Packing("gate_up", ("gate", "up"), 1),
         providers=chosen(
             peers,
             Provider(
                 "ligermodels",
-                lambda t: (kernels.glu(t["gate_up"], activation="silu"),),
+                lambda t: (kernels.glu(t["gate_up"], activation=activation),),
                 ours=True,
                 packed=True,
             ),
-            eager=[Provider("eager", eager_glu)],
-            compile=[Provider("torch.compile", compiled(eager_glu))],
+            Provider("ligermodels, gate and up apart", apart, ours=True),
+            eager=[Provider("eager", eager)],
+            compile=[Provider("torch.compile", compiled(eager))],
             liger=[
                 Provider("Liger", liger, mutates=True),
-                Provider("Liger, packed", liger_packed, packed=True),
+                *([Provider("Liger, packed", liger_packed, packed=True)] if activation == "silu" else []),
             ],
         ),
         forward_work=3 * width,

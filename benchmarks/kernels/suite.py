@@ -1,5 +1,6 @@
 """Which op is run on which shapes, and how: parity of all first, then the times of what passed."""
 
+import functools
 import gc
 import sys
 import time
@@ -10,10 +11,12 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import Error, Timer
+from benchmarks.common import Error, Job, Timer
 from benchmarks.kernels.attention import attention_case
-from benchmarks.kernels.case import Bound, Case, Place, Provider, Tensors, exact_results
-from benchmarks.kernels.losses import cross_entropy_case, linear_cross_entropy_case
+from benchmarks.kernels.case import UNITS, Bound, Case, Place, Provider, Tensors, exact_results
+from benchmarks.kernels.divergences import jsd_case, kl_div_case, linear_jsd_case
+from benchmarks.kernels.lookup import embedding_case, int2_matmul_case
+from benchmarks.kernels.losses import cross_entropy_case, linear_cross_entropy_case, linear_logprobs_case
 from benchmarks.kernels.moe import moe_case
 from benchmarks.kernels.pointwise import (
     activation_case,
@@ -23,6 +26,7 @@ from benchmarks.kernels.pointwise import (
     rms_norm_case,
     rope_case,
 )
+from benchmarks.kernels.preference import preference_case
 
 PEERS = {
     "eager": None,
@@ -36,6 +40,7 @@ PEERS = {
 OUTRIGHT_WRONG = 0.05
 """Relative rms error above which a peer was called wrongly: a handful of bf16 roundings stay below 0.02."""
 
+PREFERENCES = ("linear_dpo", "linear_orpo", "linear_cpo", "linear_simpo", "linear_kto")
 CASES: dict[str, Callable[..., Case]] = {
     "rms_norm": rms_norm_case,
     "add_rms_norm": add_rms_norm_case,
@@ -45,10 +50,26 @@ CASES: dict[str, Callable[..., Case]] = {
     "activate": activation_case,
     "cross_entropy": cross_entropy_case,
     "linear_cross_entropy": linear_cross_entropy_case,
+    "linear_logprobs": linear_logprobs_case,
+    "kl_div": kl_div_case,
+    "jsd": jsd_case,
+    "linear_jsd": linear_jsd_case,
+    **{op: functools.partial(preference_case, op=op) for op in PREFERENCES},
+    "embedding": embedding_case,
+    "int2_matmul": int2_matmul_case,
     "attention": attention_case,
     "moe": moe_case,
 }
 """Op -> the function that makes a case of it from (place, peers, *the numbers below)."""
+GROUPS: dict[str, tuple[str, ...]] = {
+    "norms": ("rms_norm", "add_rms_norm", "layer_norm"),
+    "units": ("rope", "glu", "activate"),
+    "losses": ("cross_entropy", "linear_cross_entropy", "linear_logprobs"),
+    "divergences": ("kl_div", "jsd", "linear_jsd"),
+    "preference": PREFERENCES,
+    "lookup": ("embedding", "int2_matmul"),
+    "blocks": ("attention", "moe"),
+}
 
 V = 128256
 # batch, query heads, key heads, length, head dim, window, softcap, layout
@@ -58,14 +79,21 @@ PACKED = (1, 32, 8, 16384, 128, None, None, "packed")
 PADDED = (4, 32, 8, 4096, 128, None, None, "padded")
 SHAPES: dict[str, dict[str, list[tuple]]] = {
     "full": {
-        "rms_norm": [(16384, 2048), (16384, 4096), (16384, 8192)],
+        "rms_norm": [(16384, 2048), (16384, 4096), (16384, 8192), (2048, 32768)],
         "add_rms_norm": [(16384, 2048), (16384, 4096), (16384, 8192)],
         "layer_norm": [(21904, 1280), (16384, 4096)],
         "rope": [(4, 4096, 32, 8, 128)],
-        "glu": [(16384, 8192), (16384, 14336)],
+        "glu": [(16384, 8192), (16384, 14336), (16384, 14336, "gelu_tanh")],
         "activate": [(21904, 5120)],
-        "cross_entropy": [(8192, V)],
+        "cross_entropy": [(16384, 32000), (8192, 50257), (8192, V), (8192, V, False), (4096, 262144)],
         "linear_cross_entropy": [(8192, 2048, V), (8192, 4096, V), (16384, 4096, V), (16384, 4096, V, 0.7)],
+        "linear_logprobs": [(4096, 4096, V)],
+        "kl_div": [(16384, 32000), (4096, V)],
+        "jsd": [(16384, 32000), (4096, V)],
+        "linear_jsd": [(1024, 2048, 4096, V), (4096, 2048, 4096, V)],
+        **{op: [(4, 1024, 4096, V)] for op in PREFERENCES},
+        "embedding": [(16384, 4096, V), (16384, 4096, V, True), (16384, 768, 32768)],
+        "int2_matmul": [(1, 14336, 4096), (16, 14336, 4096), (512, 14336, 4096), (4096, 14336, 4096)],
         "attention": [
             (8, 32, 8, 2048, 64),
             (4, 32, 8, 4096, 128),
@@ -80,12 +108,19 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
     "quick": {
         "rms_norm": [(16384, 2048), (16384, 4096)],
         "add_rms_norm": [(16384, 4096)],
-        "layer_norm": [(21904, 1280)],
+        "layer_norm": [(16384, 4096)],
         "rope": [(4, 4096, 32, 8, 128)],
         "glu": [(16384, 14336)],
         "activate": [(21904, 5120)],
         "cross_entropy": [(8192, V)],
-        "linear_cross_entropy": [(8192, 2048, V), (8192, 4096, V), (8192, 4096, V, 0.7)],
+        "linear_cross_entropy": [(8192, 4096, V), (8192, 4096, V, 0.7)],
+        "linear_logprobs": [(4096, 4096, V)],
+        "kl_div": [(4096, V)],
+        "jsd": [(4096, V)],
+        "linear_jsd": [(4096, 2048, 4096, V)],
+        **{op: [(4, 1024, 4096, V)] for op in PREFERENCES},
+        "embedding": [(16384, 4096, V, True)],
+        "int2_matmul": [(1, 14336, 4096), (4096, 14336, 4096)],
         "attention": [(4, 32, 8, 4096, 128), SOFTCAP, WINDOW, PACKED, PADDED],
         "moe": [(16384, 2048, 7168, 8, 2), (16384, 2048, 768, 64, 4)],
     },
@@ -98,6 +133,13 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
         "activate": [(16, 256)],
         "cross_entropy": [(16, 512)],
         "linear_cross_entropy": [(16, 64, 512)],
+        "linear_logprobs": [(16, 64, 512)],
+        "kl_div": [(16, 512)],
+        "jsd": [(16, 512)],
+        "linear_jsd": [(16, 64, 64, 512)],
+        **{op: [(4, 4, 64, 512)] for op in PREFERENCES},
+        "embedding": [(16, 64, 512)],
+        "int2_matmul": [(1, 256, 512)],
         "attention": [(1, 4, 2, 128, 64)],
         "moe": [(16, 64, 128, 4, 2)],
     },
@@ -106,10 +148,17 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
         "add_rms_norm": [(5, 48)],
         "layer_norm": [(5, 48)],
         "rope": [(2, 7, 4, 2, 16)],
-        "glu": [(5, 24)],
+        "glu": [(5, 24), (5, 24, "gelu_tanh")],
         "activate": [(5, 24)],
-        "cross_entropy": [(9, 131)],
+        "cross_entropy": [(9, 131), (9, 131, False)],
         "linear_cross_entropy": [(9, 32, 131), (33, 32, 131, 0.7)],
+        "linear_logprobs": [(9, 32, 131)],
+        "kl_div": [(9, 131)],
+        "jsd": [(9, 131)],
+        "linear_jsd": [(9, 32, 48, 131)],
+        **{op: [(4, 5, 32, 131)] for op in PREFERENCES},
+        "embedding": [(9, 24, 50), (9, 24, 50, True)],
+        "int2_matmul": [(1, 16, 64), (20, 16, 64)],
         "attention": [
             (2, 4, 2, 24, 16),
             (1, 4, 2, 24, 16, None, 5.0),
@@ -122,7 +171,7 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
 }
 """`tiny` is what the host cost is taken on. `full` and `quick` are Llama's sizes; the softcap's are Gemma 2's,
 those of the mixture half a Mixtral's, and a fine-grained one. 21904 tokens are four pictures of 1036 x 1036 in
-Qwen2-VL's tower."""
+Qwen2-VL's tower. 32000, 50257, 128256 and 262144 are the vocabularies of Llama 2, GPT-2, Llama 3 and Gemma 3."""
 
 
 def check(case: Case) -> tuple[list[dict[str, Any]], set[str]]:
@@ -170,36 +219,56 @@ def _summary(error: Exception) -> str:
 
 
 def measure(case: Case, timer: Timer, limits: Mapping[str, float], skip: set[str]) -> Iterator[dict[str, Any]]:
-    """One row per provider of the case."""
+    """One row per provider of the case, and first one of the matrix products that are its ceiling, if it has such."""
     torch.manual_seed(0)
     inputs, cotangents = case.make()
-    rate = limits["copy_tb_per_s" if case.unit == "bytes" else "matmul_bf16_tflop_per_s"] * 1e9
+    copies = [(inputs, cotangents)]
+    touched = sum(x.nbytes for x in (*inputs.values(), *cotangents))
+    if "bytes" in case.unit:
+        touched = int(case.forward_work or case.full_work)  # not all of the inputs, which have those of all providers
+    for _ in range(1, timer.copies(touched)):
+        copies.append(({name: x.clone() for name, x in inputs.items()}, tuple(x.clone() for x in cotangents)))
+    rate = limits[UNITS[case.unit]] * 1e9
+    least = {"forward": case.forward_work and case.forward_work / rate, "full": case.full_work / rate}
+    if case.products is not None:
+        name, call = case.products
+        products = timer.device([Job(lambda: call(inputs))])
+        least["full"] = products.median
+        yield {"op": case.op, "shape": case.shape, "provider": name, "ours": False, "full_ms": asdict(products)}
     for provider in case.providers:
-        row: dict[str, Any] = {
-            "op": case.op,
-            "shape": case.shape,
-            "provider": provider.name,
-            "ours": provider.ours,
-        }
+        row: dict[str, Any] = {"op": case.op, "shape": case.shape, "provider": provider.name, "ours": provider.ours}
         if provider.name in skip:
             yield {**row, "note": "not timed: see parity"}
             continue
         try:
-            bound = Bound(case, provider, inputs, cotangents)
-            forward = timer.time(bound.forward, bound.restore)
-            full = timer.time(bound.full, bound.restore)
-            row.update(forward_ms=asdict(forward), full_ms=asdict(full))
-            row["peak_mib"] = timer.peak_mib(bound.full, bound.restore)
-            if case.forward_work is not None:
-                row["forward_share"] = case.forward_work / forward.median / rate
-            row["full_share"] = case.full_work / full.median / rate
-            row["unit"] = case.unit
-            if case.unit == "operations":
-                row["tflop_per_s"] = _tflop_per_s(case, forward.median, full.median)
+            row.update(_measured(case, [Bound(case, provider, *copy) for copy in copies], timer, least))
         except Exception as error:
             traceback.print_exc()
-            row = {**row, "note": _summary(error)}
+            row["note"] = _summary(error)
         yield row
+
+
+def _measured(case: Case, bound: Sequence[Bound], timer: Timer, least: Mapping[str, float | None]) -> dict[str, Any]:
+    """Times of the device and of the wall, memory, and the shares of what the device could do in `least` ms."""
+    row: dict[str, Any] = {"unit": case.unit, "forward_work": case.forward_work}
+    passes = {"forward": [Job(b.forward, b.restore) for b in bound]}
+    if case.leaves:
+        row["full_work"] = case.full_work
+        passes["full"] = [Job(b.full, b.restore) for b in bound]
+    for name, jobs in passes.items():
+        time = timer.device(jobs)
+        row[f"{name}_ms"], row[f"{name}_wall_ms"] = asdict(time), asdict(timer.wall(jobs))
+        if least[name] is not None:
+            row[f"{name}_share"] = least[name] / time.median
+    row["peak_mib"] = timer.peak_mib(jobs[0])
+    if not case.leaves:
+        return row
+    forward, full = (row[f"{name}_ms"]["median"] for name in passes)
+    if least["forward"] is not None and full > forward:
+        row["backward_share"] = (least["full"] - least["forward"]) / (full - forward)
+    if case.unit == "operations":
+        row["tflop_per_s"] = _tflop_per_s(case, forward, full)
+    return row
 
 
 def _tflop_per_s(case: Case, forward_ms: float, full_ms: float) -> dict[str, float]:
@@ -220,7 +289,9 @@ def host_cost(case: Case, timer: Timer, skip: set[str]) -> Iterator[dict[str, An
         row: dict[str, Any] = {"op": case.op, "provider": provider.name, "ours": provider.ours}
         try:
             bound = Bound(case, provider, inputs, cotangents)
-            row.update(forward_us=timer.host_us(bound.forward), full_us=timer.host_us(bound.full))
+            row["forward_us"] = timer.host_us(bound.forward)
+            if case.leaves:
+                row["full_us"] = timer.host_us(bound.full)
         except Exception as error:
             traceback.print_exc()
             row["note"] = _summary(error)
@@ -231,10 +302,11 @@ def run(
     ops: Sequence[str], shapes: str, peers: set[str], place: Place, timer: Timer, limits: Mapping[str, float]
 ) -> dict[str, Any]:
     """Parity of every op, then the times of those that passed. `red` lists the ops that did not."""
-    record: dict[str, Any] = {"parity": [], "rows": [], "host": [], "red": []}
+    record: dict[str, Any] = {"parity": [], "rows": [], "host": [], "red": [], "seconds": {}}
     for op in ops:
         started = time.perf_counter()
-        torch._dynamo.reset()  # or the shapes of all ops share one limit on recompilations
+        torch._dynamo.reset()
+        torch._dynamo.config.recompile_limit = 64  # all shapes of an op share it
         cases = [CASES[op](place, peers, *numbers) for numbers in SHAPES[shapes][op]]
         refused = {}
         for case in cases:
@@ -250,13 +322,15 @@ def run(
         for case in cases:
             rows += measure(case, timer, limits, refused[case.shape])
             _collect()
-        for numbers in SHAPES["tiny"][op]:
-            host += host_cost(CASES[op](place, peers, *numbers), timer, everywhere)
+        for numbers in SHAPES["dry" if shapes == "dry" else "tiny"][op][:1]:
+            # Without torch.compile, to which another shape is seconds of compiling.
+            host += host_cost(CASES[op](place, peers - {"compile"}, *numbers), timer, everywhere)
         if any(row["ours"] and "note" in row for row in (*rows, *host)):
             record["red"].append(op)
         record["rows"] += rows
         record["host"] += host
-        print(f"{op}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        record["seconds"][op] = time.perf_counter() - started
+        print(f"{op}: {record['seconds'][op]:.0f} s", file=sys.stderr, flush=True)
     return record
 
 

@@ -8,7 +8,11 @@ from ligermodels.kernels.activation import (
 )
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
+from ligermodels.kernels.embedding import embedding, embedding_reference
 from ligermodels.kernels.glu import glu, glu_linear, glu_linear_reference, glu_reference
+from ligermodels.kernels.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
+from ligermodels.kernels.jsd import jsd, jsd_reference
+from ligermodels.kernels.kl_div import kl_div, kl_div_reference
 from ligermodels.kernels.layer_norm import (
     add_layer_norm,
     add_layer_norm_reference,
@@ -16,12 +20,16 @@ from ligermodels.kernels.layer_norm import (
     layer_norm_reference,
 )
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
+from ligermodels.kernels.linear_jsd import linear_jsd, linear_jsd_reference
+from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
+from ligermodels.kernels.quantize import quantize_int8, quantize_int8_reference
 from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.kernels.rope import rope, rope_qk, rope_qk_reference, rope_reference
 
 __all__ = [
     "CrossEntropyOutput",
+    "LogprobsOutput",
     "activate",
     "activate_reference",
     "activation_linear",
@@ -34,16 +42,31 @@ __all__ = [
     "attention_reference",
     "cross_entropy",
     "cross_entropy_reference",
+    "embedding",
+    "embedding_reference",
     "glu",
     "glu_linear",
     "glu_linear_reference",
     "glu_reference",
+    "int2_matmul",
+    "int2_matmul_reference",
+    "jsd",
+    "jsd_reference",
+    "kl_div",
+    "kl_div_reference",
     "layer_norm",
     "layer_norm_reference",
     "linear_cross_entropy",
     "linear_cross_entropy_reference",
+    "linear_jsd",
+    "linear_jsd_reference",
+    "linear_logprobs",
+    "linear_logprobs_reference",
     "moe_experts",
     "moe_experts_reference",
+    "pack_int2",
+    "quantize_int8",
+    "quantize_int8_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",
@@ -52,4 +75,5 @@ __all__ = [
     "rope_reference",
     "route",
     "route_reference",
+    "unpack_int2",
 ]

@@ -106,6 +106,7 @@ def _forward_kernel(
         pads = count(counts_ptr, m, m + BLOCK_M, S, True)
     acc = zeros(BLOCK_M, MAIN, REST, ACC)
     total = tl.zeros([BLOCK_M], ACC)
+    rounded = tl.zeros([BLOCK_M], ACC)
     highest = tl.full([BLOCK_M], float("-inf"), ACC)
     for n in tl.range(begin, end, BLOCK_N):
         k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
@@ -129,8 +130,10 @@ def _forward_kernel(
             acc = times(acc, shrink[:, None], REST)
             highest = higher
         else:
+            # Without a maximum, even the weight of an only key is rounded: what divides must be as well.
             p = tl.exp2(s * FACTOR)
             total += tl.sum(p, 1)
+            rounded += tl.sum(p.to(dtype).to(ACC), 1)
         v = tile(v_src, v_rest, b, kv_head, n, K, v_b, v_s, v_h, BLOCK_N, D, MAIN, REST, TMA)
         acc = outer(p.to(dtype), v, acc, REST, PRECISION, ACC)
     empty = total == 0.0
@@ -139,6 +142,8 @@ def _forward_kernel(
     lse = tl.log2(total.to(lse_ptr.dtype.element_ty))
     if RUNNING_MAX:
         lse += highest
+    else:
+        total = tl.where(empty, 1.0, rounded)
     if MASK:
         # A row that saw nothing sees itself; its infinite lse tells the backward.
         own = tl.minimum(tl.maximum(rows + K - S, 0), K - 1).to(tl.int64)[:, None]

@@ -22,20 +22,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._triton import device_guard, last_dim_contiguous, tl, triton
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import cdiv, device_guard, last_dim_contiguous, next_power_of_2, tl, triton
+
+
+@triton.jit
+def _expert_at(experts_ptr, slots, n_slots, E: tl.constexpr):
+    """The expert of each slot, the nearest there is where there is no such expert, and whether there is."""
+    inside = slots < n_slots
+    named = tl.load(experts_ptr + slots, mask=inside, other=-1)
+    experts = tl.where(inside, tl.minimum(tl.maximum(named, 0), E - 1), -1)
+    return experts, named == experts
 
 
 @triton.jit(do_not_specialize=["n_slots", "share"])
-def _count_kernel(
-    counts_ptr, experts_ptr, n_slots, share, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr
-):  # fmt: skip
+def _count_kernel(counts_ptr, experts_ptr, n_slots, share, E: tl.constexpr, BLOCK: tl.constexpr, BLOCK_E: tl.constexpr):
     """How often each expert occurs in each program's share of the slots."""
     e = tl.arange(0, BLOCK_E)
     counts = tl.zeros([BLOCK_E], tl.int32)
     first = tl.program_id(0) * share
     for start in range(first, tl.minimum(first + share, n_slots), BLOCK):
         slots = start + tl.arange(0, BLOCK)
-        experts = tl.load(experts_ptr + slots, mask=slots < n_slots, other=-1)
+        experts, _ = _expert_at(experts_ptr, slots, n_slots, E)
         counts += tl.sum((experts[:, None] == e[None, :]).to(tl.int32), 0)
     tl.store(counts_ptr + tl.program_id(0) * BLOCK_E + e, counts)
 
@@ -62,11 +70,11 @@ def _place_kernel(
     first = pid * share
     for start in range(first, tl.minimum(first + share, n_slots), BLOCK):
         slots = start + tl.arange(0, BLOCK)
-        experts = tl.load(experts_ptr + slots, mask=slots < n_slots, other=-1)
+        experts, known = _expert_at(experts_ptr, slots, n_slots, E)
         here = (experts[:, None] == e[None, :]).to(tl.int32)
         rows = tl.sum(here * (next_row[None, :] + tl.cumsum(here, 0) - 1), 1)
         next_row += tl.sum(here, 0)
-        tl.store(rows_ptr + slots, rows, mask=slots < n_slots)
+        tl.store(rows_ptr + slots, tl.where(known, rows, -1 - rows), mask=slots < n_slots)
         tl.store(slots_ptr + rows, slots, mask=slots < n_slots)
 
 
@@ -89,6 +97,7 @@ def _spread_kernel(
     x = tl.load(x_ptr + tokens * stride + cols, mask=mask)
     for j in tl.static_range(TOP_K):
         rows = tl.load(rows_ptr + tokens * TOP_K + j, mask=inside, other=0).to(tl.int64)
+        rows = tl.where(rows < 0, -1 - rows, rows)
         tl.store(out_ptr + rows * WIDTH + cols, x, mask=mask)
 
 
@@ -102,7 +111,8 @@ def _combine_kernel(
     y = tl.zeros([ROWS, BLOCK], ACC)
     for j in tl.static_range(TOP_K):
         rows = tl.load(rows_ptr + tokens * TOP_K + j, mask=inside, other=0).to(tl.int64)
-        out = tl.load(out_ptr + rows * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+        out = tl.load(out_ptr + tl.maximum(rows, 0) * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+        out = tl.where(rows < 0, float("nan"), out)
         if WEIGHTED:
             out *= tl.load(weights_ptr + tokens * TOP_K + j, mask=inside, other=0.0).to(ACC)
         y += out
@@ -111,7 +121,7 @@ def _combine_kernel(
 
 def _tile(width: int) -> tuple[int, int]:
     """Columns and rows of a tile of 4096."""
-    block = min(2048, triton.next_power_of_2(width))
+    block = min(2048, next_power_of_2(width))
     return block, 4096 // block
 
 
@@ -119,21 +129,23 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     """experts: [T, k] -> slots [R], rows [R], offsets [E + 1], all int32; R = T k.
 
     Slot t * k + j is token t's choice j. Sorted by expert, and within one as they were: row r is slot slots[r], slot s
-    is row rows[s], and expert e's rows are offsets[e] .. offsets[e + 1].
+    is row rows[s], and expert e's rows are offsets[e] .. offsets[e + 1]. A slot whose expert is none of 0 .. E - 1 is
+    sorted to the nearest that is one, and its rows[s] is -1 - its row, for which `combine` gives NaN.
     """
     n_slots = experts.numel()
     slots, rows = (torch.empty(n_slots, dtype=torch.int32, device=experts.device) for _ in range(2))
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=experts.device)
     if not n_slots:
         return slots, rows, offsets.zero_()
-    block_e = triton.next_power_of_2(num_experts)
+    block_e = next_power_of_2(num_experts)
     block = max(16, min(256, 8192 // block_e))
-    share = triton.cdiv(triton.cdiv(n_slots, 256), block) * block  # 256 programs at most, who read all their counts
-    programs = triton.cdiv(n_slots, share)
+    share = cdiv(cdiv(n_slots, 256), block) * block  # 256 programs at most, who read all their counts
+    programs = cdiv(n_slots, share)
     counts = torch.empty((programs, block_e), dtype=torch.int32, device=experts.device)
     with device_guard(experts):
-        _count_kernel[(programs,)](counts, experts, n_slots, share, block, block_e, num_warps=4)
-        _place_kernel[(programs,)](
+        launch(_count_kernel, (programs,), counts, experts, n_slots, share, num_experts, block, block_e, num_warps=4)
+        launch(
+            _place_kernel, (programs,),
             slots, rows, offsets, counts, experts, n_slots, share, programs,
             num_experts, block, block_e, max(1, 4096 // block_e), num_warps=4,
         )  # fmt: skip
@@ -148,9 +160,10 @@ def spread(x: Tensor, rows: Tensor, top_k: int) -> Tensor:
     if n_tokens:
         block, tokens = _tile(width)
         with device_guard(x):
-            _spread_kernel[(triton.cdiv(n_tokens, tokens) * triton.cdiv(width, block),)](
-                out, x, rows, n_tokens, x.stride(0), top_k, width, block, tokens, num_warps=4
-            )
+            launch(
+                _spread_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+                out, x, rows, n_tokens, x.stride(0), top_k, width, block, tokens, num_warps=4,
+            )  # fmt: skip
     return out
 
 
@@ -161,7 +174,8 @@ def combine(out: Tensor, rows: Tensor, top_k: int, weights: Tensor | None = None
     if n_tokens:
         block, tokens = _tile(width)
         with device_guard(out):
-            _combine_kernel[(triton.cdiv(n_tokens, tokens) * triton.cdiv(width, block),)](
+            launch(
+                _combine_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
                 y, out, rows, out if weights is None else weights, n_tokens, weights is not None,
                 tl.float64 if out.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
             )  # fmt: skip
@@ -290,11 +304,12 @@ def _rows(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     c = torch.empty((n_rows, n), dtype=a.dtype, device=a.device)
     if n_rows:
         options = _options(a)
-        tiles_m = triton.cdiv(n_rows, options["BLOCK_M"]) + n_groups - 1
+        tiles_m = cdiv(n_rows, options["BLOCK_M"]) + n_groups - 1
         with device_guard(a):
-            _rows_kernel[(tiles_m * triton.cdiv(n, options["BLOCK_N"]),)](
+            launch(
+                _rows_kernel, (tiles_m * cdiv(n, options["BLOCK_N"]),),
                 c, a, b, offsets, tiles_m, n, k, a.stride(0), *b.stride(),
-                E=n_groups, BLOCK_E=triton.next_power_of_2(n_groups), **options,
+                E=n_groups, BLOCK_E=next_power_of_2(n_groups), **options,
             )  # fmt: skip
     return c
 
@@ -305,9 +320,9 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
         return F.grouped_mm(a.t(), b, offs=offsets[1:])
     c = torch.empty((n_groups, m, n), dtype=a.dtype, device=a.device)
     options = _options(a)
-    tiles = triton.cdiv(m, options["BLOCK_M"]) * triton.cdiv(n, options["BLOCK_N"])
+    tiles = cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"])
     with device_guard(a):
-        _outer_kernel[(n_groups * tiles,)](c, a, b, offsets, m, n, a.stride(0), b.stride(0), **options)
+        launch(_outer_kernel, (n_groups * tiles,), c, a, b, offsets, m, n, a.stride(0), b.stride(0), **options)
     return c
 
 

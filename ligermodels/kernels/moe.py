@@ -26,12 +26,22 @@ import operator
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, tl, triton, use_triton
-from ligermodels.kernels.glu import ACTIVATIONS, _activation, glu_reference
-from ligermodels.kernels.glu import _forward as _glu
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import ACTIVATIONS, activation, exp
+from ligermodels.kernels._triton import (
+    accumulator,
+    cdiv,
+    device_guard,
+    last_dim_contiguous,
+    next_power_of_2,
+    once_differentiable,
+    tl,
+    triton,
+    use_triton,
+)
+from ligermodels.kernels.glu import glu_reference, unit
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 
 
@@ -43,6 +53,13 @@ def route_reference(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
 def moe_experts_reference(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
 ) -> Tensor:
+    """What `moe_experts` computes, in plain PyTorch; an expert that there is not raises InputError."""
+    wrong = (experts < 0) | (experts >= down_proj.shape[0])
+    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
+        raise InputError(
+            f"moe_experts: experts hold {experts[wrong][0].item()}; expected integers from 0 to "
+            f"{down_proj.shape[0] - 1}, as `route` returns them for as many experts."
+        )
     y = torch.zeros((), dtype=weights.dtype, device=x.device)
     out = x
     for expert, (gate_up, down) in enumerate(zip(gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
@@ -59,6 +76,7 @@ def _route_kernel(
     E: tl.constexpr, TOP_K: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     ACC: tl.constexpr = weights_ptr.dtype.element_ty
+    EXACT: tl.constexpr = weights_ptr.dtype.element_ty == tl.float32  # as in `activation`; fp64 is exact as it is
     rows = tl.program_id(0).to(tl.int64)[None, None] * ROWS + tl.arange(0, ROWS)[:, None]
     e, j = tl.arange(0, BLOCK_E)[None, :], tl.arange(0, BLOCK_K)[None, :]
     inside = (rows < n_rows) & (e < E)
@@ -71,12 +89,14 @@ def _route_kernel(
     for i in tl.static_range(TOP_K):
         top = tl.max(left, 1, keep_dims=True)
         expert = tl.min(tl.where(open_ & (left == top), e, E - 1), 1, keep_dims=True)  # the first of equals
-        weights = tl.where(j == i, tl.exp(top - largest), weights)
+        weights = tl.where(j == i, exp(top - largest) if EXACT else tl.exp(top - largest), weights)
         experts = tl.where(j == i, expert, experts)
         open_ &= e != expert
         left = tl.where(open_, left, -float("inf"))
+    total = tl.sum(weights, 1, keep_dims=True)
+    weights = tl.div_rn(weights, total) if EXACT else weights / total
     has_nan = tl.sum((logits != logits).to(tl.int32), 1, keep_dims=True) > 0  # which max passes over
-    weights = tl.where(has_nan, float("nan"), weights / tl.sum(weights, 1, keep_dims=True))
+    weights = tl.where(has_nan | (largest - largest != 0.0), float("nan"), weights)  # as inf - inf is
     inside = (rows < n_rows) & (j < TOP_K)
     tl.store(weights_ptr + rows * TOP_K + j, weights, mask=inside)
     tl.store(experts_ptr + rows * TOP_K + j, experts, mask=inside)
@@ -92,14 +112,15 @@ def _route_backward_kernel(
     inside = (rows < n_rows) & (j < TOP_K)
     weights = tl.load(weights_ptr + rows * TOP_K + j, mask=inside, other=0.0)
     d_weights = tl.load(d_weights_ptr + rows * TOP_K + j, mask=inside, other=0.0)
-    mean = tl.sum(weights * d_weights, 1, keep_dims=True)
     d_logits = tl.zeros([ROWS, BLOCK_E], weights.dtype)
     inside = rows < n_rows
     for i in tl.static_range(TOP_K):
         expert = tl.load(experts_ptr + rows * TOP_K + i, mask=inside, other=-1)
         weight = tl.load(weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
         d_weight = tl.load(d_weights_ptr + rows * TOP_K + i, mask=inside, other=0.0)
-        d_logits += tl.where(e == expert, weight * (d_weight - mean), 0.0)
+        # The weights sum to 1: less is lost in the differences than in one from the mean.
+        slope = tl.sum(weights * (d_weight - d_weights), 1, keep_dims=True)
+        d_logits += tl.where(e == expert, weight * slope, 0.0)
     tl.store(d_logits_ptr + rows * E + e, d_logits.to(d_logits_ptr.dtype.element_ty), mask=inside & (e < E))
 
 
@@ -120,7 +141,7 @@ def _backward_kernel(
         mask = cols < WIDTH
         gate = tl.load(gate_up_ptr + row * (2 * WIDTH) + cols, mask=mask, other=0.0).to(ACC)
         up = tl.load(gate_up_ptr + row * (2 * WIDTH) + cols + WIDTH, mask=mask, other=0.0).to(ACC)
-        act, slope = _activation(gate, NAME, dtype == tl.float32)
+        act, slope = activation(gate, NAME, dtype == tl.float32)
         if HAS_DH:
             dh = tl.load(dh_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(ACC)
             dot += dh * (act * up)
@@ -142,9 +163,10 @@ def _route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     if n_rows:
         blocks, rows = _route_tile(num_experts, top_k)
         with device_guard(logits):
-            _route_kernel[(triton.cdiv(n_rows, rows),)](
-                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4
-            )
+            launch(
+                _route_kernel, (cdiv(n_rows, rows),),
+                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4,
+            )  # fmt: skip
     return weights, experts
 
 
@@ -154,7 +176,8 @@ def _route_backward(d_weights: Tensor, weights: Tensor, experts: Tensor, num_exp
     if n_rows:
         blocks, rows = _route_tile(num_experts, top_k)
         with device_guard(weights):
-            _route_backward_kernel[(triton.cdiv(n_rows, rows),)](
+            launch(
+                _route_backward_kernel, (cdiv(n_rows, rows),),
                 d_logits, d_weights.contiguous(), weights, experts, n_rows, num_experts, top_k, *blocks, rows,
                 num_warps=4,
             )  # fmt: skip
@@ -162,8 +185,8 @@ def _route_backward(d_weights: Tensor, weights: Tensor, experts: Tensor, num_exp
 
 
 def _route_tile(num_experts: int, top_k: int) -> tuple[tuple[int, int], int]:
-    block = triton.next_power_of_2(num_experts)
-    return (block, triton.next_power_of_2(top_k)), max(1, min(64, 1024 // block))
+    block = next_power_of_2(num_experts)
+    return (block, next_power_of_2(top_k)), max(1, min(64, 1024 // block))
 
 
 def _backward(
@@ -177,10 +200,11 @@ def _backward(
         d_gate_up, d_weights = torch.empty_like(gate_up), torch.empty_like(weights)
     if n_rows:
         with device_guard(gate_up):
-            _backward_kernel[(n_rows,)](
+            launch(
+                _backward_kernel, (n_rows,),
                 d_gate_up, d_weights, h, gate_up, weights, slots,
                 tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
-                activation, width, min(1024, triton.next_power_of_2(width)), num_warps=4,
+                activation, width, min(1024, next_power_of_2(width)), num_warps=4,
             )  # fmt: skip
     return d_gate_up, d_weights, h if emit else None
 
@@ -245,7 +269,7 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, stand_in, gate_up, weights, down_proj, rows, offsets, activation):
-        h = _glu(gate_up, gate_up.dtype, activation)
+        h = unit(gate_up, None, True, activation)
         return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, weights.shape[1], weights)
 
     @staticmethod
@@ -277,8 +301,9 @@ def moe_experts(
 ) -> Tensor:
     """Each token's weighted sum of the outputs of its experts, which are gated units without biases.
 
-    x: [T, H]; weights: [T, k]; experts: [T, k], integers from 0 to E - 1, which are not checked; gate_up_proj:
-    [E, 2I, H], an expert's rows [gate | up]; down_proj: [E, H, I]; activation: as in `glu`.
+    x: [T, H]; weights: [T, k], floating point; experts: [T, k], integers from 0 to E - 1: another makes that token's
+    row NaN on a GPU, and raises on a CPU; gate_up_proj: [E, 2I, H], an expert's rows [gate | up]; down_proj: [E, H, I];
+    activation: as in `glu`.
     Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
@@ -294,17 +319,24 @@ def moe_experts(
             f"moe_experts: x {tuple(x.shape)}, gate_up_proj {tuple(gate_up_proj.shape)} and down_proj "
             f"{tuple(down_proj.shape)} do not fit; expected [T, H], [E, 2I, H] and [E, H, I]."
         )
-    if weights.dim() != 2 or weights.shape != experts.shape or weights.shape[0] != x.shape[0]:
+    if (
+        weights.dim() != 2
+        or weights.shape != experts.shape
+        or weights.shape[0] != x.shape[0]
+        or not weights.is_floating_point()
+        or experts.is_floating_point()
+    ):
         raise InputError(
-            f"moe_experts: weights {tuple(weights.shape)} and experts {tuple(experts.shape)}; expected both "
-            f"[{x.shape[0]}, top_k], as `route` returns them for these tokens."
+            f"moe_experts: weights {tuple(weights.shape)} of {weights.dtype} and experts {tuple(experts.shape)} of "
+            f"{experts.dtype}; expected both [{x.shape[0]}, top_k], floating point and integers, as `route` returns "
+            "them for these tokens."
         )
     if {t.device for t in (weights, experts, gate_up_proj, down_proj)} != {x.device}:
         raise InputError(
             f"moe_experts: x is on {x.device}, weights on {weights.device}, experts on {experts.device}, gate_up_proj "
             f"on {gate_up_proj.device}, down_proj on {down_proj.device}. Move them to one device."
         )
-    autocast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     if not autocast and not x.dtype == gate_up_proj.dtype == down_proj.dtype:
         raise InputError(
             f"moe_experts: x is {x.dtype}, gate_up_proj {gate_up_proj.dtype}, down_proj {down_proj.dtype}; outside "

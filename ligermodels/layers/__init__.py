@@ -6,7 +6,9 @@ so that the add is part of the norm's kernel; attention and the feed-forward uni
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.batch import Batch, CrossStates
+from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
 from ligermodels.layers.cross_attention import CrossAttention
+from ligermodels.layers.divergences import JSDLoss, KLDivLoss, LinearJSDLoss
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.head import LMHead, TiedLMHead
 from ligermodels.layers.linear import Linear, PackedLinear
@@ -14,27 +16,62 @@ from ligermodels.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, RMSNorm
+from ligermodels.layers.preference import (
+    KTOOutput,
+    LinearCPOLoss,
+    LinearDPOLoss,
+    LinearKTOLoss,
+    LinearORPOLoss,
+    LinearSimPOLoss,
+    PreferenceOutput,
+    cpo_loss,
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+    orpo_loss,
+    sequence_logps,
+    simpo_loss,
+)
 from ligermodels.layers.rotary import RotaryEmbedding, VisionRotary
 
 __all__ = [
     "MLP",
     "Attention",
     "Batch",
+    "BitLinear",
     "CrossAttention",
     "CrossEntropyLoss",
     "CrossStates",
     "Embedding",
     "Experts",
     "GatedMLP",
+    "JSDLoss",
+    "KLDivLoss",
+    "KTOOutput",
     "LMHead",
     "LayerNorm",
     "Linear",
+    "LinearCPOLoss",
     "LinearCrossEntropyLoss",
+    "LinearDPOLoss",
+    "LinearJSDLoss",
+    "LinearKTOLoss",
+    "LinearORPOLoss",
+    "LinearSimPOLoss",
     "MoE",
+    "PackedBitLinear",
     "PackedLinear",
+    "PreferenceOutput",
     "RMSNorm",
     "RotaryEmbedding",
     "TiedLMHead",
     "VisionRotary",
+    "cpo_loss",
+    "dpo_loss",
+    "kto_kl",
+    "kto_loss",
     "load_balancing_loss",
+    "orpo_loss",
+    "sequence_logps",
+    "simpo_loss",
 ]

@@ -1,9 +1,8 @@
 """The token table."""
 
-import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError
+from ligermodels.kernels.embedding import embedding
 
 
 class Embedding(nn.Embedding):
@@ -14,8 +13,8 @@ class Embedding(nn.Embedding):
     small (normal, std 0.02), as a tied head needs them. The gradient is dense, sums duplicates by sorting, never by
     atomics, and so is the same in every run.
 
-    Raises InputError for ids that are no int64 or int32, are on another device, or, on the CPU, have no row. CUDA finds
-    the last out by an assertion of its own, since looking at them first would mean a wait for the device.
+    Raises InputError for ids that are no int64 or int32, are on another device, or, on the CPU, have no row. On a GPU,
+    where looking at them first would mean a wait for the device, the row of such an id is NaN.
     """
 
     def __init__(
@@ -29,21 +28,7 @@ class Embedding(nn.Embedding):
         self._fill_padding_idx_with_zero()
 
     def forward(self, input: Tensor) -> Tensor:
-        if not isinstance(input, Tensor) or input.dtype not in (torch.int64, torch.int32):
-            kind = input.dtype if isinstance(input, Tensor) else f"a {type(input).__name__}"
-            raise InputError(f"ids are {kind}; they must be a tensor of torch.int64 or torch.int32")
-        if input.device != self.weight.device:
-            raise InputError(f"ids are on {input.device}, the embedding on {self.weight.device}; move one of them")
-        try:
-            rows = super().forward(input)
-        except IndexError as error:  # on the CPU, where the lookup itself looks at them; it names none
-            low, high = input.aminmax()
-            raise InputError(
-                f"ids reach from {int(low)} to {int(high)}, the table from 0 to {self.num_embeddings - 1}; "
-                "likely the tokenizer of another model, or a label value such as -100"
-            ) from error
-        # A tensor on the CPU: it rounds as the table would, and costs no copy to the device.
-        return rows if self.scale is None else rows * torch.tensor(self.scale, dtype=rows.dtype)
+        return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.scale)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.scale is None else f", scale={self.scale}")

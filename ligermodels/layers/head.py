@@ -1,4 +1,4 @@
-"""The output head: logits, or with labels the loss, for which the logits are never in memory as a whole.
+"""The output head: logits, or with labels the loss or log probabilities, for which the logits are never whole.
 
 Head and loss are one module called as a module, so that FSDP, ZeRO and adapters see the weight being used.
 """
@@ -6,8 +6,10 @@ Head and loss are one module called as a module, so that FSDP, ZeRO and adapters
 import torch
 from torch import Tensor, nn
 
+from ligermodels.errors import InputError
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.layers.losses import check_count
 
 
@@ -32,16 +34,54 @@ class _Head(nn.Module):
         return_z_loss: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
+        return_entropy: bool = False,
+        return_logprobs: bool = False,
+        temperature: float = 1.0,
+        return_logits_mean: bool = False,
         accum_dtype: torch.dtype | None = torch.float32,
         chunk_bytes: int = 512 * 2**20,
-    ) -> Tensor | CrossEntropyOutput:
+    ) -> Tensor | CrossEntropyOutput | LogprobsOutput:
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
 
         The options are those of `ligermodels.kernels.linear_cross_entropy`, and count only with labels.
+        return_logprobs: log probabilities [...] of the labels instead, as `ligermodels.kernels.linear_logprobs`
+        gives them, whose options temperature, return_entropy and return_logits_mean are then available, and of the
+        loss's only those that are its own too.
         """
         if labels is None:
             logits = nn.functional.linear(x, self.weight, self.bias)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        if return_logprobs:
+            of_the_loss = {
+                "num_items_in_batch": num_items_in_batch is not None,
+                "class_weight": class_weight is not None,
+                "label_smoothing": label_smoothing != 0.0,
+                "z_loss": z_loss != 0.0,
+                "reduction": reduction not in ("mean", "none"),
+                "token_scaling": token_scaling,
+                "return_z_loss": return_z_loss,
+                "return_token_accuracy": return_token_accuracy,
+                "return_predicted_tokens": return_predicted_tokens,
+            }
+            if any(of_the_loss.values()):
+                given = ", ".join(name for name, set_ in of_the_loss.items() if set_)
+                raise InputError(f"{given}: options of the loss, which return_logprobs=True does not compute")
+            return linear_logprobs(
+                x,
+                self.weight,
+                labels,
+                bias=self.bias,
+                softcap=self.softcap,
+                ignore_index=ignore_index,
+                temperature=temperature,
+                return_entropy=return_entropy,
+                return_logits_mean=return_logits_mean,
+                num_valid=num_valid,
+                accum_dtype=accum_dtype,
+                chunk_bytes=chunk_bytes,
+            )
+        if temperature != 1.0 or return_logits_mean:
+            raise InputError("temperature and return_logits_mean belong to return_logprobs=True")
         if num_items_in_batch is not None:
             check_count(num_items_in_batch)
         return linear_cross_entropy(
@@ -61,6 +101,7 @@ class _Head(nn.Module):
             return_z_loss=return_z_loss,
             return_token_accuracy=return_token_accuracy,
             return_predicted_tokens=return_predicted_tokens,
+            return_entropy=return_entropy,
             accum_dtype=accum_dtype,
             chunk_bytes=chunk_bytes,
         )

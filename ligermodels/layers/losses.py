@@ -31,35 +31,9 @@ def check_count(num_items_in_batch: Tensor | int) -> None:
 
 
 class _Loss(nn.Module):
-    class_weight: Tensor | None
-
-    def __init__(
-        self,
-        *,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        reduction: str = "mean",
-        token_scaling: bool = False,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-    ):
+    def __init__(self, options: dict[str, Any]):
         super().__init__()
-        self.register_buffer("class_weight", class_weight, persistent=False)
-        self._options: dict[str, Any] = {
-            "ignore_index": ignore_index,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "reduction": reduction,
-            "token_scaling": token_scaling,
-            "return_z_loss": return_z_loss,
-            "return_token_accuracy": return_token_accuracy,
-            "return_predicted_tokens": return_predicted_tokens,
-        }
+        self._options = options
 
     def extra_repr(self) -> str:
         return ", ".join(f"{name}={value!r}" for name, value in self._options.items())
@@ -68,8 +42,42 @@ class _Loss(nn.Module):
 class CrossEntropyLoss(_Loss):
     """Cross entropy of logits [..., V] against labels [...]; see `ligermodels.kernels.cross_entropy`.
 
-    The options of torch.nn.CrossEntropyLoss of the same name mean the same; class_weight is its `weight`.
+    weight [V], ignore_index, reduction and label_smoothing are those of torch.nn.CrossEntropyLoss, by name and by
+    order. Unlike there, classes are the last dim, and the mean over no label at all is 0.
     """
+
+    weight: Tensor | None
+
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        *,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        token_scaling: bool = False,
+        return_z_loss: bool = False,
+        return_token_accuracy: bool = False,
+        return_predicted_tokens: bool = False,
+        return_entropy: bool = False,
+    ):
+        super().__init__(
+            {
+                "ignore_index": ignore_index,
+                "reduction": reduction,
+                "label_smoothing": label_smoothing,
+                "z_loss": z_loss,
+                "softcap": softcap,
+                "token_scaling": token_scaling,
+                "return_z_loss": return_z_loss,
+                "return_token_accuracy": return_token_accuracy,
+                "return_predicted_tokens": return_predicted_tokens,
+                "return_entropy": return_entropy,
+            }
+        )
+        self.register_buffer("weight", weight, persistent=False)
 
     def forward(
         self, logits: Tensor, labels: Tensor, *, num_items_in_batch: Tensor | int | None = None
@@ -79,49 +87,55 @@ class CrossEntropyLoss(_Loss):
         return cross_entropy(
             logits,
             labels,
-            class_weight=self.class_weight,
+            class_weight=self.weight,
             num_items_in_batch=num_items_in_batch,
             **self._options,
         )
 
 
 class LinearCrossEntropyLoss(_Loss):
-    """Cross entropy of x @ weight.T + bias, logits never whole; see
-    `ligermodels.kernels.linear_cross_entropy`.
+    """Cross entropy of x @ weight.T + bias, logits never whole; see `ligermodels.kernels.linear_cross_entropy`.
 
-    accum_dtype: what the gradient of the weight is summed in; None is the weight's dtype. chunk_bytes: how
-    much memory a chunk of logits may take.
+    class_weight [V] is what CrossEntropyLoss calls weight, which is the head's here. accum_dtype: what the gradient
+    of the weight is summed in; None is the weight's dtype. chunk_bytes: how much memory a chunk of logits may take.
     """
+
+    class_weight: Tensor | None
 
     def __init__(
         self,
-        *,
         class_weight: Tensor | None = None,
         ignore_index: int = -100,
+        reduction: str = "mean",
         label_smoothing: float = 0.0,
+        *,
         z_loss: float = 0.0,
         softcap: float | None = None,
-        reduction: str = "mean",
         token_scaling: bool = False,
         return_z_loss: bool = False,
         return_token_accuracy: bool = False,
         return_predicted_tokens: bool = False,
+        return_entropy: bool = False,
         accum_dtype: torch.dtype | None = torch.float32,
         chunk_bytes: int = 512 * 2**20,
     ):
         super().__init__(
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            reduction=reduction,
-            token_scaling=token_scaling,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
+            {
+                "ignore_index": ignore_index,
+                "reduction": reduction,
+                "label_smoothing": label_smoothing,
+                "z_loss": z_loss,
+                "softcap": softcap,
+                "token_scaling": token_scaling,
+                "return_z_loss": return_z_loss,
+                "return_token_accuracy": return_token_accuracy,
+                "return_predicted_tokens": return_predicted_tokens,
+                "return_entropy": return_entropy,
+                "accum_dtype": accum_dtype,
+                "chunk_bytes": chunk_bytes,
+            }
         )
-        self._options |= {"accum_dtype": accum_dtype, "chunk_bytes": chunk_bytes}
+        self.register_buffer("class_weight", class_weight, persistent=False)
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
-    """Normalises the residual stream after adding a layer's output to it.
+    """Normalises the residual stream after adding a layer's output to it; arguments in the order of torch.nn.RMSNorm.
 
     forward(x [..., hidden_size], residual [..., hidden_size] or None) -> (normed, new residual); the new
     residual is x + residual, and x itself where there is none yet.
@@ -21,11 +21,11 @@ class RMSNorm(nn.Module):
     def __init__(
         self,
         hidden_size: int,
-        *,
         eps: float = 1e-6,
+        elementwise_affine: bool = True,
+        *,
         offset: float = 0.0,
         casting: str = "llama",
-        elementwise_affine: bool = True,
     ):
         super().__init__()
         self.hidden_size = hidden_size

@@ -6,6 +6,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 IGNORE = -100
+EXTRAS = {
+    "return_z_loss": True,
+    "return_token_accuracy": True,
+    "return_predicted_tokens": True,
+    "return_entropy": True,
+}
 
 # Derandomized: a kernel is compiled per combination, and a run on a GPU must not depend on the day.
 bounded = settings(
@@ -31,6 +37,7 @@ def option_sets(draw) -> dict:
         "return_z_loss": draw(st.booleans()),
         "return_token_accuracy": draw(st.booleans()),
         "return_predicted_tokens": draw(st.booleans()),
+        "return_entropy": draw(st.booleans()),
     }
 
 
@@ -44,6 +51,23 @@ def arguments(options: dict, vocab: int, dtype: torch.dtype, device: str) -> dic
 def some_labels(shape: tuple[int, ...], vocab: int, device: str, ignored: float = 0.3) -> Tensor:
     labels = torch.randint(0, vocab, shape, device=device)
     return labels.masked_fill(torch.rand(shape, device=device) < ignored, IGNORE)
+
+
+def adversarial(device: str, dtype: torch.dtype, vocab: int = 40) -> tuple[Tensor, Tensor]:
+    """Logits [7, V] that losses stumble over, and their labels."""
+    logits = torch.randn(7, vocab, device=device)
+    labels = torch.randint(0, vocab, (7,), device=device)
+    logits[0, labels[0]] = logits[0].exp().sum().log() + 9.21  # p = 0.9999 at the label
+    logits[1] *= 1e4  # one-hot: every other probability is 0
+    logits[2] = 1e4 + torch.arange(vocab, device=device) % 2 * 8  # differences that fp16 and bf16 hold, far from 0
+    logits[3] = -3.5  # equal values
+    logits[4, : vocab // 2] = -torch.inf
+    labels[4] = vocab - 1
+    logits[5] = -torch.inf  # a single class is left
+    labels[5] = 3
+    logits[5, 3] = -2.0
+    labels[6] = IGNORE
+    return logits.to(dtype), labels
 
 
 def results(output, inputs: list[Tensor], upstream: Tensor | None = None) -> dict[str, Tensor]:

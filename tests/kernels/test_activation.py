@@ -1,5 +1,6 @@
 import functools
 import importlib
+import itertools
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ ACTIVATIONS = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "gelu": F.gelu,
     "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "silu": F.silu,
 }
 SHAPES = [(1, 1), (5, 7), (2, 3, 129), (9, 1500)]
 ALMOST_FP64 = dict(rtol=1e-12, atol=1e-12)
@@ -90,10 +92,10 @@ def test_far_tails(device, activation):
 
 
 def test_activations_differ(device):
-    """Negative control: the three are three functions, and no option is read as another."""
+    """Negative control: the four are four functions, and no option is read as another."""
     x = torch.randn(5, 14, device=device)
     results = [activate(x, activation=name) for name in ACTIVATIONS]
-    assert not any(torch.allclose(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert not any(torch.allclose(a, b) for a, b in itertools.combinations(results, 2))
 
 
 @pytest.mark.parametrize("ours, theirs", [
@@ -230,7 +232,7 @@ def test_errors(device):
     x, weight = torch.randn(3, 4, device=device), torch.randn(2, 4, device=device)
     gelu = dict(activation="gelu")
     for message, call in {
-        "activate: activation='relu'; supported are 'quick_gelu'": lambda: activate(x, activation="relu"),
+        "activate: activation='relu'; supported are 'silu', .*'quick_gelu'": lambda: activate(x, activation="relu"),
         "F >= 1": lambda: activate(x[:, :0], **gelu),
         "int64": lambda: activate(x.long(), **gelu),
         r"expected \[N, 4\]": lambda: activation_linear(x, weight[:, :3], **gelu),

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from ligermodels.errors import InputError
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from tests.kernels.cross_entropy_cases import (
+    EXTRAS,
     IGNORE,
+    adversarial,
     arguments,
     assert_same,
     bounded,
@@ -20,8 +22,6 @@ from tests.kernels.cross_entropy_cases import (
     some_labels,
 )
 from tests.kernels.oracle import assert_as_exact, dtypes
-
-EXTRAS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -46,21 +46,26 @@ def test_reference_extras_by_hand():
     out = cross_entropy_reference(
         logits, labels, softcap=2.0, z_loss=0.1, token_scaling=True, num_items_in_batch=13, **EXTRAS
     )
-    loss, z_part, hits = 0.0, 0.0, 0
+    loss, z_part, hits, entropy = 0.0, 0.0, 0, 0.0
     for row, label in zip(logits[valid], labels[valid], strict=True):
         z = 2.0 * torch.tanh(row / 2.0)
         p = torch.softmax(z, 0)[label]
+        entropy += torch.distributions.Categorical(logits=z.detach()).entropy() / valid.sum()
         z_part = z_part + p.detach() * 0.1 * torch.log(torch.exp(z).sum()) ** 2 / 13
         loss = loss - p.detach() * torch.log(p) / 13
         hits += int(row.argmax() == label)
     expected = CrossEntropyOutput(
-        loss + z_part, z_part.detach(), torch.as_tensor(hits / valid.sum()), logits.argmax(-1).where(valid, -1)
+        loss + z_part,
+        z_part.detach(),
+        torch.as_tensor(hits / valid.sum()),
+        logits.argmax(-1).where(valid, -1),
+        entropy,
     )
     assert_same(results(out, [logits]), results(expected, [logits]), 1e-12, 1e-14)
 
 
 @bounded
-@given(options=option_sets(), rows=st.integers(0, 6), vocab=st.sampled_from([1, 2, 7, 8, 65, 300]))
+@given(options=option_sets(), rows=st.integers(0, 6), vocab=st.sampled_from([1, 2, 7, 64, 65, 300]))
 def test_every_option(device, poison, options, rows, vocab):
     kwargs = arguments(options, vocab, torch.float64, device)
     logits = (3 * torch.randn(rows, vocab, dtype=torch.float64, device=device)).requires_grad_()
@@ -73,7 +78,7 @@ def test_every_option(device, poison, options, rows, vocab):
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("vocab", [33, 5003])
+@pytest.mark.parametrize("vocab", [33, 5003, 5008])
 def test_as_exact_as_eager(device, poison, dtype, vocab):
     logits = (2 * torch.randn(24, vocab, device=device)).to(dtype).requires_grad_()
     labels = some_labels((24,), vocab, device)
@@ -136,6 +141,41 @@ def test_wide_vocabulary(device, poison, vocab):
     assert_same(actual, expected, 2e-5, 1e-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_adversarial_values(device, poison, dtype, reduction):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter truncates where it rounds to bf16")
+    logits, labels = adversarial(device, dtype)
+    logits.requires_grad_()
+    wide = logits.detach().double().requires_grad_()
+    actual = results(cross_entropy(logits, labels, reduction=reduction, **EXTRAS), [logits])
+    exact = results(cross_entropy_reference(wide, labels, reduction=reduction, **EXTRAS), [wide])
+    assert all(value.isfinite().all() for value in actual.values())
+    gradient, exact_gradient = actual.pop("grad0").double(), exact.pop("grad0")
+    eps = torch.finfo(dtype).eps
+    # One rounding to the dtype, and in fp32 a few ulp of exp and of the sums, below which p - 1 cannot be told.
+    wide_eps = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32).eps
+    # The reference subtracts a sum near 1e4, rounded to fp64.
+    allowed = eps / 2 * exact_gradient.abs() + 8 * wide_eps + torch.finfo(dtype).smallest_normal * eps + 4e-12
+    assert ((gradient - exact_gradient).abs() <= allowed).all()
+    # 1e4 - 1e4 is exact; the loss near 0 is log(1 + d), d as exact as fp32 is near 1.
+    assert_same(actual, exact, 8 * wide_eps, 8 * wide_eps + 4e-12)
+
+
+def test_equal_logits(device):
+    """Entropy log V, argmax 0, gradient 1 / V and 1 / V - 1, whatever the value."""
+    logits = torch.full((3, 50), 77.0, device=device, requires_grad=True)
+    labels = torch.tensor([0, 1, 49], device=device)
+    found = results(cross_entropy(logits, labels, reduction="none", **EXTRAS), [logits])
+    assert found["predicted_tokens"].tolist() == [0, 0, 0]
+    expected = torch.full((3, 50), 0.02, device=device)
+    expected[range(3), labels] -= 1
+    # fp32: one rounding of 1 / 50, one of log 50.
+    torch.testing.assert_close(found["grad0"], expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found["entropy"], torch.full((3,), 50.0, device=device).log(), rtol=1e-6, atol=0)
+
+
 def test_gradcheck(device):
     labels = torch.tensor([2, IGNORE, 0], device=device)
     for kwargs in (
@@ -147,14 +187,18 @@ def test_gradcheck(device):
         assert torch.autograd.gradcheck(lambda x, k=kwargs: cross_entropy(x, labels, **k), logits)
 
 
-def test_leaves_the_logits_alone(device):
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_backward_again(device, reduction):
+    """A second backward gives the same bits, and none of them is written over; nor are the logits."""
     logits = torch.randn(5, 40, device=device, requires_grad=True)
     before, version = logits.detach().clone(), logits._version
-    loss = cross_entropy(logits, some_labels((5,), 40, device), reduction="sum")
+    loss = cross_entropy(logits, some_labels((5,), 40, device), reduction=reduction).sum()
     first = torch.autograd.grad(loss, logits, retain_graph=True)[0]
-    second = torch.autograd.grad(loss, logits)[0]
+    kept = first.clone()
+    second = torch.autograd.grad(loss, logits, retain_graph=True)[0]
+    third = torch.autograd.grad(2 * loss, logits)[0]
     assert torch.equal(logits, before) and logits._version == version
-    assert torch.equal(first, second)
+    assert torch.equal(first, kept) and torch.equal(first, second) and torch.equal(2 * first, third)
 
 
 def test_second_derivative_raises(device):

@@ -1,9 +1,12 @@
 import functools
 import importlib
+import itertools
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.glu import glu, glu_linear, glu_linear_reference, glu_reference
@@ -12,7 +15,12 @@ from tests.kernels.oracle import assert_as_exact, dtypes
 
 module = importlib.import_module("ligermodels.kernels.glu")
 
-ACTIVATIONS = {"silu": F.silu, "gelu_tanh": functools.partial(F.gelu, approximate="tanh"), "gelu": F.gelu}
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
 SHAPES = [(1, 2), (5, 7 * 2), (2, 3, 129 * 2), (9, 100 * 2), (4, 3, 1500 * 2), (3, 1024 * 2)]
 ALMOST_FP64 = dict(rtol=1e-12, atol=1e-12)
 """Two fp64 evaluations of one formula in another order; a thousandth of what fp32 can reach."""
@@ -22,9 +30,9 @@ where libm's is 0.5. In half precision the last rounding hides that."""
 each_activation = pytest.mark.parametrize("activation", ACTIVATIONS)
 
 
-def eager(gate_up, *, activation="silu", gate_multiplier=1.0, down_multiplier=1.0):
+def eager(gate_up, up=None, *, activation="silu", gate_multiplier=1.0, down_multiplier=1.0):
     """As transformers writes it, every operation in the dtype of its input."""
-    gate, up = gate_up.chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)
     if gate_multiplier != 1.0:
         gate = gate * gate_multiplier
     h = ACTIVATIONS[activation](gate) * up
@@ -45,7 +53,8 @@ def judge(op, reference, same_dtype, inputs, dy, **options):
     actual = run(op, inputs, dy, **options)
     exact = run(reference, [None if x is None else x.double() for x in inputs], dy.double(), **options)
     allowed = run(same_dtype, inputs, dy, **options)
-    for name, a, b, c in zip(("y", "d_gate_up", "dweight", "dbias"), actual, allowed, exact, strict=False):
+    for i, (a, b, c) in enumerate(zip(actual, allowed, exact, strict=True)):
+        name = f"gradient {i}" if i else "y"
         if a.dtype == torch.float64:
             torch.testing.assert_close(a, c, **ALMOST_FP64, msg=lambda m, name=name: f"{name}: {m}")
         else:
@@ -62,6 +71,32 @@ def test_output_and_gradient(device, poison, dtype, shape, activation, multiplie
     dy = torch.randn(*shape[:-1], shape[-1] // 2, dtype=dtype, device=device)
     options = dict(activation=activation, gate_multiplier=multipliers[0], down_multiplier=multipliers[1])
     judge(glu, glu_reference, eager, [gate_up], dy, **options)
+
+
+@each_activation
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 129), (3, 1500)], ids=str)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_two_tensors(device, poison, dtype, shape, activation):
+    gate, up, dy = torch.randn(3, *shape, dtype=dtype, device=device) * 3
+    options = dict(activation=activation, gate_multiplier=0.3, down_multiplier=1.7)
+    judge(glu, glu_reference, eager, [gate, up], dy, **options)
+    halves = run(glu, [torch.cat([gate, up], -1)], dy, **options)
+    whole = run(glu, [gate, up], dy, **options)
+    assert torch.equal(whole[0], halves[0]) and torch.equal(torch.cat(whole[1:], -1), halves[1])
+
+
+@pytest.mark.parametrize("trained", [0, 1])
+def test_one_of_two_tensors_is_frozen(device, poison, trained):
+    tensors = [torch.randn(9, 60, device=device) for _ in range(2)]
+    dy = torch.randn(9, 60, device=device)
+    expected = run(glu, tensors, dy)[1 + trained]
+    tensors[trained].requires_grad_()
+    y = glu(*tensors)
+    (grad,) = torch.autograd.grad(y, tensors[trained], dy)
+    assert torch.equal(grad, expected)
+    needs = dict(need_x=trained == 0, need_up=trained == 1)
+    grads = module.unit_backward(dy, *tensors, False, "silu", **needs)
+    assert grads[1 - trained] is None and torch.equal(grads[trained], expected)
 
 
 @each_activation
@@ -91,10 +126,10 @@ def test_far_tails(device, activation):
 
 
 def test_activations_differ(device):
-    """Negative control: the three are three functions, and no option is read as another."""
+    """Negative control: the four are four functions, and no option is read as another."""
     gate_up = torch.randn(5, 14, device=device)
     results = [glu(gate_up, activation=name) for name in ACTIVATIONS]
-    assert not any(torch.allclose(results[i], results[j]) for i, j in ((0, 1), (0, 2), (1, 2)))
+    assert not any(torch.allclose(a, b) for a, b in itertools.combinations(results, 2))
 
 
 LAYOUTS = {
@@ -111,7 +146,10 @@ def test_layouts(device, poison, layout):
     make = LAYOUTS[layout]
     gate_up, dh, dy = (make(torch.randn(3, 5, n, device=device)) for n in (60, 30, 30))
     weight = make(torch.randn(3, 30, 30, device=device))[0]
-    for op, inputs, grad in ((glu, [gate_up], dh), (glu_linear, [gate_up, weight], dy)):
+    gate, up = make(torch.randn(3, 5, 30, device=device)), torch.randn(3, 5, 30, device=device)
+    for op, inputs, grad in (
+        (glu, [gate_up], dh), (glu, [gate, up], dh), (glu, [up, gate], dh), (glu_linear, [gate_up, weight], dy)
+    ):  # fmt: skip
         leaves = [t.detach().requires_grad_() for t in inputs]
         y = op(*leaves)
         expected = run(op, [t.contiguous() for t in inputs], grad.contiguous())
@@ -124,6 +162,7 @@ def test_zero_rows(device):
         gate_up, weight = torch.randn(shape, device=device), torch.randn(4, 30, device=device)
         y, dx = run(glu, [gate_up], gate_up[..., :30])
         assert y.shape == (*shape[:-1], 30) and dx.shape == shape
+        assert all(t.shape == (*shape[:-1], 30) for t in run(glu, gate_up.chunk(2, -1), gate_up[..., :30]))
         y, dx, dw = run(glu_linear, [gate_up, weight], gate_up[..., :4])
         assert y.shape == (*shape[:-1], 4) and dx.shape == shape
         assert torch.equal(dw, torch.zeros_like(weight))
@@ -148,6 +187,40 @@ def test_linear_keeps_gate_up_alone(device):
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         glu_linear(gate_up, weight)
     assert {t.data_ptr() for t in saved} == {gate_up.data_ptr(), weight.data_ptr()}
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpointed(device, poison, early_stop, with_bias):
+    """The second run ends before the down product, of which nothing is needed, unless it is told to go on."""
+    inputs = [torch.randn(s, device=device) for s in ((2, 9, 16), (60, 16), (4, 30), (4,))]
+    dy = torch.randn(2, 9, 4, device=device)
+
+    def block(x, up_weight, weight, bias):
+        return glu_linear(F.linear(x, up_weight), weight, bias if with_bias else None)
+
+    expected = run(lambda *t: block(*t) + 0 * t[3], inputs, dy)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    with Products() as forward, set_checkpoint_early_stop(early_stop):
+        y = checkpoint(block, *leaves, use_reentrant=False) + 0 * leaves[3]
+    with Products() as backward:
+        grads = torch.autograd.grad(y, leaves, dy)
+    for a, b in zip([y, *grads], expected, strict=True):
+        assert torch.equal(a, b)
+    # The backward: the up projection again, dh and dW of the down projection, dx and dW of the up projection.
+    assert (forward.count, backward.count) == (2, 5 if early_stop else 6)
 
 
 @pytest.mark.parametrize("op", [glu, glu_linear])
@@ -181,8 +254,10 @@ def test_gradcheck(device, activation):
     )
     options = dict(activation=activation)
     scaled = dict(gate_multiplier=0.7, down_multiplier=-1.3, **options)
+    up = torch.randn_like(gate_up, requires_grad=True)
     for op in (glu, glu_reference):
         assert torch.autograd.gradcheck(functools.partial(op, **scaled), gate_up)
+        assert torch.autograd.gradcheck(functools.partial(op, **scaled), (gate_up, up))
     for op in (glu_linear, glu_linear_reference):
         assert torch.autograd.gradcheck(functools.partial(op, **options), (gate_up, weight, bias))
 
@@ -215,12 +290,17 @@ def test_reference_path_compiles_whole(monkeypatch):
     inputs = [torch.randn(s, requires_grad=True) for s in ((2, 3, 60), (4, 30), (4,))]
     assert_compiles(glu_linear, inputs, [torch.randn(2, 3, 4)], backend="aot_eager")
     assert_compiles(glu, inputs[:1], [torch.randn(2, 3, 30)], backend="aot_eager")
+    assert_compiles(glu, [t.detach().requires_grad_() for t in inputs[0].chunk(2, -1)], [torch.randn(2, 3, 30)],
+                    backend="aot_eager")  # fmt: skip
 
 
 def test_errors(device):
     gate_up, weight = torch.randn(3, 8, device=device), torch.randn(2, 4, device=device)
     for message, call in {
         "activation='relu'; supported are 'silu'": lambda: glu(gate_up, activation="relu"),
+        "gate_up is the gate alone": lambda: glu(gate_up, gate_up[:, :4]),
+        r"float32 on \w+(:0)?, up \(3, 8\), torch.float64": lambda: glu(gate_up, gate_up.double()),
+        r"gate_up has .* expected floating point \[..., F\]": lambda: glu(gate_up.long(), gate_up.long()),
         r"expected floating point \[..., 2F\]": lambda: glu(gate_up[:, :7]),
         r"\[gate \| up\]": lambda: glu(gate_up.long()),
         r"expected \[N, 4\]": lambda: glu_linear(gate_up, weight[:, :3]),
@@ -244,6 +324,8 @@ def on_gpu(dtype, rows, width, size=64):
 def test_triton_path_compiles_whole(activation, dynamic):
     inputs, dh, dy = on_gpu(torch.float32, 70, 1500)
     assert_compiles(functools.partial(glu, activation=activation), inputs[:1], [dh], dynamic=dynamic)
+    halves = [t.detach().clone().requires_grad_() for t in inputs[0].chunk(2, -1)]
+    assert_compiles(functools.partial(glu, activation=activation), halves, [dh], dynamic=dynamic)
     assert_compiles(functools.partial(glu_linear, activation=activation), inputs, [dy], dynamic=dynamic)
 
 
@@ -252,6 +334,7 @@ def test_triton_path_compiles_whole(activation, dynamic):
 def test_captured_and_never_waits(check):
     inputs, dh, dy = on_gpu(torch.bfloat16, 300, 1536)
     check(glu, inputs[:1], [dh])
+    check(glu, [t.detach().clone().requires_grad_() for t in inputs[0].chunk(2, -1)], [dh])
     check(glu_linear, inputs, [dy])
 
 
@@ -261,6 +344,7 @@ def test_captured_and_never_waits(check):
 def test_model_widths(activation, width):
     inputs, dh, _ = on_gpu(torch.bfloat16, 100, width)
     judge(glu, glu_reference, eager, inputs[:1], dh, activation=activation)
+    judge(glu, glu_reference, eager, inputs[0].detach().chunk(2, -1), dh, activation=activation)
 
 
 @pytest.mark.gpu
@@ -274,7 +358,10 @@ def test_more_than_2_31_elements():
     expected = run(glu, [gate_up[-8:]], dh[-8:])
     assert torch.equal(h[-8:], expected[0])
     assert torch.equal(grad[-8:], expected[1])
-    del grad, dh, expected
+    halves = [t.detach().requires_grad_() for t in gate_up.chunk(2, -1)]
+    for a, b in zip(torch.autograd.grad(glu(*halves), halves, dh), grad.chunk(2, -1), strict=True):
+        assert torch.equal(a[-8:], b[-8:])
+    del grad, dh, expected, halves, a, b
     weight = torch.randn(16, width, dtype=torch.bfloat16, device="cuda")
     dy = torch.randn(rows, 16, dtype=torch.bfloat16, device="cuda")
     (grad,) = torch.autograd.grad(glu_linear(gate_up, weight), gate_up, dy)

@@ -16,6 +16,7 @@ from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_
 from tests.kernels.oracle import assert_as_exact, dtypes
 
 module = importlib.import_module("ligermodels.kernels.layer_norm")
+shared = importlib.import_module("ligermodels.kernels._norm")
 
 ALMOST_FP64 = dict(rtol=1e-12, atol=1e-12)
 """Two fp64 results that differ in the order of their sums: 4500 ulp, and a thousandth of what fp32 can reach."""
@@ -35,8 +36,8 @@ each_affine = pytest.mark.parametrize("affine", AFFINE, ids=lambda names: "+".jo
 @pytest.fixture
 def narrow_is_wide(monkeypatch):
     """Rows above 64 columns take the path of rows that do not fit in registers."""
-    monkeypatch.setattr(module, "_WIDEST", (64, 64))
-    monkeypatch.setattr(module, "_WIDE", (64, 32))
+    monkeypatch.setattr(shared, "_WIDEST", (64, 64))
+    monkeypatch.setattr(shared, "_WIDE", (64, 32))
 
 
 def eager(x, weight, bias, *, eps=1e-5):
@@ -94,8 +95,10 @@ def test_wide_rows(device, poison, narrow_is_wide, dtype):
     judge(add_layer_norm, add_layer_norm_reference, eager_add, [x, residual, *affine], [dy, dtotal])
 
 
-def test_rows_wider_than_registers(device, poison):
-    x, residual, dy, dtotal, affine = tensors((5, 17001), torch.float32, device)
+@pytest.mark.parametrize("width", [2, 48, 1280, 17001, 131072])
+def test_any_width(device, poison, width):
+    """One tile, two in the backward, and two passes; `test_width_one` has the narrowest row of all."""
+    x, residual, dy, dtotal, affine = tensors((5 if width < 2**16 else 2, width), torch.float32, device)
     judge(add_layer_norm, add_layer_norm_reference, eager_add, [x, residual, *affine], [dy, dtotal])
 
 
@@ -179,7 +182,7 @@ def test_mixed_dtypes(device, poison, narrow_is_wide, width):
 def test_frozen_weights_cost_nothing(device, poison, monkeypatch):
     x, residual, dy, dtotal, (weight, bias) = tensors((65, 96), torch.float32, device)
     whole = run(add_layer_norm, [x, residual, weight, bias], [dy, dtotal])
-    monkeypatch.setattr(module, "_sum_partials_kernel", None)  # calling it would raise
+    monkeypatch.setattr(shared, "sum_parts_kernel", None)  # calling it would raise
     leaves = [t.clone().requires_grad_() for t in (x, residual)]
     for expected, actual in zip(
         whole[2:4], torch.autograd.grad(add_layer_norm(*leaves, weight, bias), leaves, (dy, dtotal)), strict=True
@@ -197,9 +200,9 @@ def test_frozen(device, poison, narrow_is_wide, width, trained):
     for i, grad in zip(trained, grads, strict=True):
         # Another specialisation of the kernel: the compiler may contract its multiply-adds otherwise.
         torch.testing.assert_close(grad, whole[1 + i], rtol=1e-6, atol=1e-5)
-    mean, rstd = x.mean(-1), torch.rsqrt(x.var(-1, correction=0) + 1e-5)
+    stats = torch.cat([torch.rsqrt(x.var(-1, correction=0) + 1e-5), x.mean(-1)])
     wanted = [torch.float32 if i in trained else None for i in (1, 2)]
-    made = module._backward(dy, None, x, affine[0], mean, rstd, 0 in trained, *wanted)
+    made = shared._backward(dy, None, x, affine[0], stats, 0.0, True, 0 in trained, *wanted)
     assert [grad is not None for grad in made] == [i in trained for i in range(3)]
 
 
@@ -225,7 +228,7 @@ def test_one_output_used(device, poison, used):
 
 def test_many_partial_sums(device, poison, monkeypatch):
     """As many programs as on a GPU, or more: the kernel that sums their parts takes several turns."""
-    monkeypatch.setattr(module, "num_sms", lambda index: 30)
+    monkeypatch.setattr(shared, "num_sms", lambda index: 30)
     x, _, dy, _, affine = tensors((130, 1030), torch.float32, device)
     judge(layer_norm, layer_norm_reference, eager, [x, *affine], [dy])
 
@@ -317,6 +320,7 @@ def test_reference_path_compiles_whole(monkeypatch):
     [
         (lambda x: layer_norm(x, torch.ones(7, device=x.device)), r"layer_norm: weight has shape \(7,\)"),
         (lambda x: layer_norm(x, None, torch.ones(7, device=x.device)), r"layer_norm: bias has shape \(7,\)"),
+        (lambda x: layer_norm(x, None, torch.ones(8, device=x.device).long()), "bias .* torch.int64"),
         (lambda x: layer_norm(x[..., :0]), "N >= 1"),
         (lambda x: layer_norm(x.long()), "int64"),
         (lambda x: add_layer_norm(x, x[:1]), r"add_layer_norm: residual has shape \(1, 8\)"),
@@ -354,7 +358,7 @@ def test_captured_and_never_waits(check, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [128, 1280, 2048, 4096, 8192, 16384, 32768, 131072])
+@pytest.mark.parametrize("width", [7, 128, 768, 1280, 2048, 3584, 4096, 5120, 8192, 16384, 16385, 32768, 131072])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile(dtype, width):
     inputs, grads = on_gpu(dtype, 1000 if width < 32768 else 300, width)

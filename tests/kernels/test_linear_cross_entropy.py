@@ -7,15 +7,14 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._chunks import chunk_rows
 from ligermodels.kernels.cross_entropy import cross_entropy
-from ligermodels.kernels.linear_cross_entropy import (
-    chunk_rows,
-    linear_cross_entropy,
-    linear_cross_entropy_reference,
-)
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 from tests.kernels.cross_entropy_cases import (
+    EXTRAS,
     IGNORE,
     arguments,
     assert_same,
@@ -27,7 +26,6 @@ from tests.kernels.cross_entropy_cases import (
 from tests.kernels.oracle import assert_as_exact, dtypes
 
 module = importlib.import_module("ligermodels.kernels.linear_cross_entropy")
-EXTRAS = {"return_z_loss": True, "return_token_accuracy": True, "return_predicted_tokens": True}
 
 
 def problem(tokens, hidden, vocab, device, dtype=torch.float64, ignored=0.3):
@@ -62,7 +60,7 @@ def products(monkeypatch):
 @given(
     options=option_sets(),
     tokens=st.sampled_from([0, 1, 5, 150]),
-    vocab=st.sampled_from([1, 7, 65]),
+    vocab=st.sampled_from([1, 7, 64, 65]),
     layout=st.fixed_dictionaries(
         {
             "needs": st.sampled_from([(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)]),
@@ -146,6 +144,15 @@ def test_chunks_change_nothing(device, products):
     # fp32 sums of 520 terms in another order.
     assert_same(runs[3], runs[1], 2e-5, 2e-7)
     assert_same(runs[5], runs[1], 2e-5, 2e-7)
+
+
+def test_chunks_of_hidden_size_are_free(device, products):
+    """Where dweight is copied to a narrower dtype at the end, the workspace may be as large as that copy."""
+    x, weight, _, labels = problem(600, 256, 128, device, torch.bfloat16 if device == "cuda" else torch.float16)
+    for accum_dtype, chunks in ((torch.float32, 3), (None, 5)):
+        products.clear()
+        linear_cross_entropy(x, weight, labels, accum_dtype=accum_dtype, chunk_bytes=1, num_valid=600)
+        assert len(products) == 3 * chunks
 
 
 def test_fp32_accumulation_forgets_the_chunks(device):
@@ -237,7 +244,37 @@ def test_frozen_inputs_cost_nothing(device, products):
     assert products == [forward]
     loud = linear_cross_entropy(x, weight, labels, bias=bias, num_valid=40, **EXTRAS)
     for a, b in zip(quiet, loud, strict=True):
-        assert not a.requires_grad and torch.equal(a, b.detach())
+        assert a is not None and not a.requires_grad and torch.equal(a, b.detach())
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an op returns."""
+
+    nbytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            self.nbytes = max(self.nbytes, tensor.nbytes if isinstance(tensor, torch.Tensor) else 0)
+        return out
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("grad", [False, True])
+def test_logits_are_never_whole(device, reduction, grad):
+    """Loss, accuracy, predictions and entropy of 600 tokens from 128 rows of logits at a time."""
+    x, weight, _, labels = problem(600, 8, 300, device, torch.float32, ignored=0.1)
+    largest = Largest()
+    with torch.set_grad_enabled(grad), largest:
+        out = linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_bytes=1, num_valid=600, **EXTRAS)
+        if grad:
+            torch.autograd.grad(out.loss.sum(), [x, weight])
+    assert largest.nbytes == 128 * 320 * 4  # rows start on multiples of 64 elements
+    with torch.no_grad():
+        expected = linear_cross_entropy_reference(x, weight, labels, reduction=reduction, **EXTRAS)
+    # fp32 sums of 300 and 600 terms in another order.
+    for a, b in zip(out, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-5, atol=2e-5)
 
 
 def test_backward_runs_once(device):
@@ -287,8 +324,8 @@ def test_weight_grad_is_not_copied(device, monkeypatch):
     """The buffer that forward filled becomes weight.grad; later micro-batches are added to it."""
     x, weight, _, labels = problem(6, 8, 30, device, ignored=0.0)
     buffers = []
-    real = module._scale_
-    monkeypatch.setattr(module, "_scale_", lambda t, f: buffers.append(t.data_ptr()) or real(t, f))
+    real = module.scale_
+    monkeypatch.setattr(module, "scale_", lambda t, f: buffers.append(t.data_ptr()) or real(t, f))
     linear_cross_entropy(x, weight, labels, num_items_in_batch=12).backward()
     assert weight.grad.data_ptr() in buffers
     linear_cross_entropy(x, weight, labels, num_items_in_batch=12).backward()
@@ -430,9 +467,9 @@ def test_fp16_compile(device):
 
 def test_custom_op_says_what_it_returns(device):
     x, weight, bias, labels = (t.detach() for t in problem(8, 4, 7, device, torch.float32))
-    for reduction, extra, dtype in (("mean", True, torch.float32), ("none", False, torch.float32)):
-        scalars = (-100, 0.1, 0.1, None, reduction, False, extra, extra, extra, 8, 2**20, dtype, True)
-        args = (x, weight, bias, labels, None, None, None, *scalars, True, True, True)
+    for reduction, extra in (("mean", True), ("sum", False)):
+        scalars = (-100, 0.1, 0.1, None, reduction, False, extra, extra, extra, extra, 8, 2**20, torch.float32, True)
+        args = (x, weight, bias, labels, None, None, *scalars, True, True, True)
         torch.library.opcheck(module._run_op, args, test_utils=("test_schema", "test_faketensor"))
 
 
@@ -516,6 +553,26 @@ def test_evaluation_memory():
     with torch.no_grad():
         linear_cross_entropy(x, weight, labels, **EXTRAS)
     assert torch.cuda.max_memory_allocated() - before <= 514 * 2**20
+
+
+@pytest.mark.gpu
+def test_wide_vocabulary():
+    """262144 classes and an odd number of them, against eager on the same bf16 logits."""
+    for vocab in (262144, 262147):
+        x, weight, _, labels = problem(700, 64, vocab, "cuda", torch.bfloat16)
+        x = (x.detach() * 0.3).requires_grad_()
+        wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+        exact = results(linear_cross_entropy_reference(*wide, labels), wide)
+        eager = results(F.cross_entropy(F.linear(x, weight), labels, ignore_index=IGNORE), [x, weight])
+        actual = results(linear_cross_entropy(x, weight, labels, chunk_bytes=2**27, **EXTRAS), [x, weight])
+        for name in ("grad0", "grad1"):
+            assert_as_exact(actual[name], eager[name], exact[name], name)
+        logits = F.linear(x, weight).float()
+        valid = labels != IGNORE
+        assert (logits.argmax(-1) == actual["predicted_tokens"])[valid].all()
+        entropy = torch.distributions.Categorical(logits=logits[valid]).entropy().mean()
+        # fp32 sums over 262144 classes.
+        torch.testing.assert_close(actual["entropy"], entropy, rtol=1e-5, atol=0)
 
 
 @pytest.mark.gpu

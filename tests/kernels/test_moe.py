@@ -194,6 +194,24 @@ def test_groups_do_not_mix(device):
         assert t[0].isfinite().all() and t[2].isfinite().all() and t[1].isnan().any()
 
 
+@pytest.mark.parametrize("bad", [-1, -7, 3, 5000])
+def test_experts_that_there_are_not(device, poison, bad):
+    """Such a token's row is NaN, and no other row is another; the reference raises."""
+    x, logits, gate_up, down, dy = inputs_of((40, 16, 8, 3, 2), torch.float32, device)
+    weights, experts = route(logits, top_k=2)
+    expected = moe_experts(x, weights, experts, gate_up, down)
+    experts = experts.clone()
+    experts[7, 1] = bad
+    y = moe_experts(x.requires_grad_(), weights, experts, gate_up, down)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    rest = torch.arange(40, device=device) != 7
+    assert y[7].isnan().all() and dx[7].isnan().all() and dx[rest].isfinite().all()
+    # The rows of the nearest expert are one more, and so at other places of its tiles.
+    torch.testing.assert_close(y[rest], expected[rest])
+    with pytest.raises(InputError, match=f"experts hold {bad}; expected integers from 0 to 2"):
+        module.moe_experts_reference(x, weights, experts, gate_up, down)
+
+
 @pytest.mark.parametrize("op", [fused, reference])
 def test_zero_tokens(device, op):
     *inputs, dy = inputs_of((0, 16, 8, 3, 2), torch.float32, device)
@@ -351,6 +369,8 @@ def test_errors(device):
         "do not fit": lambda: moe_experts(x, weights, experts, gate_up[:, 1:], down),
         r"\[E, H, I\]": lambda: moe_experts(x[:, 1:], weights, experts, gate_up, down),
         r"\[13, top_k\]": lambda: moe_experts(x, weights[1:], experts[1:], gate_up, down),
+        "experts .* of torch.float32; .* integers": lambda: moe_experts(x, weights, experts.float(), gate_up, down),
+        "weights .* of torch.int64 .* floating": lambda: moe_experts(x, weights.long(), experts, gate_up, down),
         "one dtype": lambda: moe_experts(x, weights, experts, gate_up.double(), down),
         "on meta": lambda: moe_experts(x, weights, experts, gate_up, down.to("meta")),
     }.items():

@@ -10,6 +10,7 @@ from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_
 from tests.kernels.oracle import assert_as_exact, dtypes
 
 module = importlib.import_module("ligermodels.kernels.rms_norm")
+shared = importlib.import_module("ligermodels.kernels._norm")
 
 ALMOST_FP64 = dict(rtol=1e-12, atol=1e-12)
 """Two fp64 results that differ in the order of their sums: 4500 ulp, and a thousandth of what fp32 can reach."""
@@ -32,8 +33,8 @@ interpreted."""
 @pytest.fixture
 def narrow_is_wide(monkeypatch):
     """Rows above 64 columns take the path of rows that do not fit in registers."""
-    monkeypatch.setattr(module, "_WIDEST", 64)
-    monkeypatch.setattr(module, "_WIDE", (64, 32))
+    monkeypatch.setattr(shared, "_WIDEST", (64, 64))
+    monkeypatch.setattr(shared, "_WIDE", (64, 32))
 
 
 def eager(x, weight, *, eps=1e-6, offset=0.0, casting):
@@ -103,9 +104,11 @@ def test_wide_rows(device, poison, narrow_is_wide, dtype, options):
     judge(add_rms_norm, add_rms_norm_reference, eager_add, [x, residual, weight], [dy, dtotal], **options)
 
 
-def test_rows_wider_than_registers(device, poison):
-    x, residual, dy, dtotal = torch.randn(4, 9, 17001, device=device)
-    inputs = [x, residual, torch.randn(17001, device=device)]
+@pytest.mark.parametrize("width", [2, 48, 1280, 17001, 131072])
+def test_any_width(device, poison, width):
+    """One tile, two in the backward, and two passes; `test_width_one` has the narrowest row of all."""
+    x, residual, dy, dtotal = torch.randn(4, 5 if width < 2**16 else 2, width, device=device)
+    inputs = [x, residual, torch.randn(width, device=device)]
     judge(add_rms_norm, add_rms_norm_reference, eager_add, inputs, [dy, dtotal], casting="llama")
 
 
@@ -173,7 +176,7 @@ def test_frozen_weight_costs_nothing(device, poison, monkeypatch):
     x, residual, weight, dy, dtotal = (torch.randn(65, 96, device=device) for _ in range(5))
     weight = weight[0]
     whole = run(add_rms_norm, [x, residual, weight], [dy, dtotal])
-    monkeypatch.setattr(module, "_sum_partials_kernel", None)  # calling it would raise
+    monkeypatch.setattr(shared, "sum_parts_kernel", None)  # calling it would raise
     leaves = [t.clone().requires_grad_() for t in (x, residual)]
     for expected, actual in zip(
         whole[2:4], torch.autograd.grad(add_rms_norm(*leaves, weight), leaves, (dy, dtotal)), strict=True
@@ -190,7 +193,8 @@ def test_frozen_input_with_trained_weight(device, poison, narrow_is_wide, width)
     # Another specialisation of the kernel: the compiler may contract its multiply-adds otherwise.
     torch.testing.assert_close(torch.autograd.grad(rms_norm(x, leaf), leaf, dy)[0], expected, rtol=1e-6, atol=1e-6)
     rstd = torch.rsqrt(x.square().mean(-1) + 1e-6)
-    assert module._backward(dy, None, x, weight, rstd, 0.0, False, True)[0] is None
+    made = shared._backward(dy, None, x, weight, rstd, 0.0, False, False, torch.float32, None)
+    assert [grad is not None for grad in made] == [False, True, False]
 
 
 def test_only_the_residual_is_trained(device):
@@ -219,13 +223,13 @@ def test_both_outputs_get_one_and_the_same_gradient_tensor(device):
     x, residual, dy = torch.randn(3, 9, 96, device=device)
     expected = run(add_rms_norm_reference, [x, residual, None], [dy, dy])[2]
     leaf = x.clone().requires_grad_()
-    outputs = module._RMSNorm.apply(leaf, residual, None, 1e-6, 0.0, "llama")
+    outputs = shared.Norm.apply(leaf, residual, None, None, 1e-6, 0.0, False, True)
     torch.testing.assert_close(torch.autograd.grad(outputs, leaf, (dy, dy))[0], expected)
 
 
 def test_many_partial_sums_of_dweight(device, poison, monkeypatch):
     """As many programs as on a GPU, or more: the kernel that sums their parts takes several turns."""
-    monkeypatch.setattr(module, "num_sms", lambda index: 30)
+    monkeypatch.setattr(shared, "num_sms", lambda index: 30)
     x, dy = torch.randn(2, 300, 1030, device=device)
     judge(rms_norm, rms_norm_reference, eager, [x, torch.randn(1030, device=device)], [dy], casting="llama")
 
@@ -322,6 +326,7 @@ def test_reference_path_compiles_whole(monkeypatch):
     [
         (lambda x: rms_norm(x, casting="none"), "casting='none'"),
         (lambda x: rms_norm(x, torch.ones(7, device=x.device)), r"weight has shape \(7,\)"),
+        (lambda x: rms_norm(x, torch.ones(8, device=x.device).long()), "weight .* torch.int64"),
         (lambda x: rms_norm(x[..., :0]), "N >= 1"),
         (lambda x: rms_norm(x.long()), "int64"),
         (lambda x: add_rms_norm(x, x[:1]), r"residual has shape \(1, 8\)"),
@@ -358,7 +363,7 @@ def test_captured_and_never_waits(check, width):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [128, 2048, 3584, 4096, 8192, 16384, 32768, 131072])
+@pytest.mark.parametrize("width", [7, 128, 768, 1280, 2048, 3584, 4096, 5120, 8192, 16384, 16385, 32768, 131072])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile(dtype, width):
     inputs, grads = on_gpu(dtype, 1000 if width < 32768 else 300, width)

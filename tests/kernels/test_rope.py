@@ -148,14 +148,95 @@ def test_some_outputs_used(device, poison, used):
     torch.testing.assert_close(*results)
 
 
-def test_outputs_are_views_of_one_buffer(device):
+def test_outputs_are_views(device):
+    """Of qkv, when in place; else v alone, and q and k are views of one new buffer."""
     qkv, cos, sin, heads = make((2, 3, 6, 2, 16, 12, 1), torch.float32, device)
     for inplace in (False, True):
         source = qkv.clone()
         q, k, v = rope(source, cos, sin, inplace=inplace, **heads)
-        assert len({t.untyped_storage().data_ptr() for t in (q, k, v)}) == 1
-        assert (q.data_ptr() == source.data_ptr()) == inplace
+        where = [t.untyped_storage().data_ptr() for t in (source, q, k, v)]
+        assert where[0] == where[3] and where[1] == where[2] and (where[1] == where[0]) == inplace
         assert torch.equal(source, qkv) != inplace
+        assert torch.equal(v, source[..., -2 * 16 :].unflatten(-1, (2, 16)))
+
+
+def tables(length, rotary, device):
+    """cos and sin of positions 0 to length - 1."""
+    angles = torch.arange(length, device=device)[:, None] * 10000.0 ** (
+        -torch.arange(rotary // 2, device=device) * 2 / rotary
+    )
+    return angles.cos(), angles.sin()
+
+
+def gathered(table, position_ids, sections):
+    """[1 or B, S, R/2] by hand, entry by entry."""
+    axes = position_ids[None] if sections is None else position_ids
+    ends = torch.tensor([table.shape[1]] if sections is None else sections).cumsum(0)
+    columns = [table[axes[int((i >= ends).sum())], i] for i in range(table.shape[1])]
+    return torch.stack(columns, -1)
+
+
+SECTIONS = [None, (2, 1, 3), (6,), (3, 3), (0, 6, 0), (1, 0, 5)]
+"""Of the 6 angles of 12 rotated dims: Qwen2-VL has three, a vision tower two; some may be empty."""
+
+
+@pytest.mark.parametrize("sections", SECTIONS, ids=str)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("inplace", [False, True])
+def test_positions(device, poison, sections, batch, inplace):
+    """Gathered in the kernel is gathered before it, to the bit, in both directions."""
+    qkv, _, _, heads = make((2, 5, 6, 2, 16, 12, 1), torch.float32, device)
+    cos, sin = tables(50, 12, device)
+    axes = () if sections is None else (len(sections),)
+    ids = torch.randint(50, (*axes, batch, 5), device=device, dtype=torch.int32 if inplace else torch.int64)
+    grads = grads_like(rope_reference, qkv, cos[None, :5], sin[None, :5], heads)
+    own = {"position_ids": ids, "sections": sections}
+    actual = run(rope, qkv, cos, sin, grads, inplace=inplace, **own, **heads)
+    ready = [gathered(t, ids.long(), sections) for t in (cos, sin)]
+    for a, b in zip(actual, run(rope, qkv, *ready, grads, **heads), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip(rope_reference(qkv, cos, sin, **own, **heads), rope_reference(qkv, *ready, **heads), strict=True):
+        assert torch.equal(a, b)
+    q, k = (torch.randn(2, 5, n, 16, device=device) for n in (6, 2))
+    for a, b in zip(rope_qk(q, k, cos, sin, **own), rope_qk(q, k, *ready), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("sections", [None, (2, 1, 3)], ids=str)
+def test_positions_of_any_strides(device, sections):
+    qkv, _, _, heads = make((2, 5, 6, 2, 16, 12, 1), torch.float32, device)
+    cos, sin = tables(50, 12, device)
+    ids = torch.randint(50, (1,) if sections is None else (3, 1, 1), device=device)
+    ids = ids.expand(*(() if sections is None else (3,)), 2, 5)
+    turned = torch.randint(50, (5, 2, 3), device=device).permute(2, 1, 0)
+    for some in (ids, turned[0] if sections is None else turned):
+        own = {"position_ids": some, "sections": sections}
+        for a, b in zip(
+            rope(qkv, cos, sin, **own, **heads), rope_reference(qkv, cos, sin, **own, **heads), strict=True
+        ):
+            torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("wrong", [-1, 50, 2**31 - 1])
+@pytest.mark.parametrize("axis", [0, 2])
+def test_positions_outside_of_the_tables(device, monkeypatch, wrong, axis):
+    """An error on the CPU. On a GPU, NaN in the angles of that section of that token, and nowhere else."""
+    qkv, _, _, heads = make((1, 5, 6, 2, 16, 12, 1), torch.float32, device)
+    cos, sin = tables(50, 12, device)
+    ids = torch.randint(50, (3, 1, 5), device=device)
+    ids[axis, 0, 3] = wrong
+    call = functools.partial(rope, position_ids=ids, sections=(2, 1, 3), **heads)
+    if device == "cpu":
+        with pytest.raises(InputError, match=r"go from .* hold the positions 0 to 49"):
+            call(qkv, cos, sin)
+        monkeypatch.setattr(module, "_check_positions", lambda *args: None)
+    turned = torch.zeros(1, 5, 16, dtype=torch.bool, device=device)
+    start, end = (0, 2) if axis == 0 else (3, 6)
+    turned[0, 3, [*range(start, end), *range(6 + start, 6 + end)]] = True
+    q, k, v = call(qkv, cos, sin)
+    for rotated in (q, k):
+        assert torch.equal(rotated.isnan(), turned.unsqueeze(2).expand_as(rotated))
+    assert v.isfinite().all()
 
 
 def test_inplace_under_a_projection(device):
@@ -221,6 +302,10 @@ def test_double_backward_raises(device):
 def test_gradcheck(device, op):
     qkv, cos, sin, heads = make((1, 2, 2, 1, 4, 2, 1), torch.float64, device)
     assert torch.autograd.gradcheck(lambda x: op(x * 1, cos, sin, **heads), qkv.requires_grad_())
+    cos, sin = tables(9, 4, device)
+    ids = torch.randint(9, (2, 1, 2), device=device)
+    options = dict(position_ids=ids, sections=(1, 1), **heads)
+    assert torch.autograd.gradcheck(lambda x: op(x * 1, cos, sin, **options), qkv)
 
 
 def test_gradcheck_qk(device):
@@ -241,18 +326,40 @@ def test_reference_path(monkeypatch):
     grads = grads_like(rope_reference, qkv, cos, sin, heads)
     leaf = qkv.requires_grad_()
     assert_compiles(lambda x, cos, sin: op(x * 1, cos, sin), [leaf, cos, sin], grads, backend="aot_eager")
+    ids = torch.randint(50, (3, 2, 3))
+    turn = functools.partial(op, sections=[1, 2, 3])
+    assert_compiles(
+        lambda x, cos, sin, ids: turn(x * 1, cos, sin, position_ids=ids),
+        [leaf, *tables(50, 12, "cpu"), ids], grads, backend="aot_eager",
+    )  # fmt: skip
 
 
 def test_errors(device):
     qkv, cos, sin, heads = make((2, 3, 2, 1, 8, 8, 1), torch.float32, device)
     q, k = torch.randn(2, 3, 2, 8, device=device), torch.randn(2, 3, 1, 8, device=device)
+    table, ids = (cos[0], sin[0]), torch.zeros(2, 3, dtype=torch.long, device=device)
+    at = functools.partial(rope, qkv, *table, **heads)
     for message, call in {
-        r"\[B, S, heads \* D\] with 3 \+ 2 \* 1 = 5": lambda: rope(qkv, cos, sin, num_heads=3, num_kv_heads=1),
+        "tables \\[P, R/2\\]": lambda: rope(qkv, cos, sin, position_ids=ids, **heads),
+        r"with position_ids, cos \(0, 4\)": lambda: rope(qkv, cos[0, :0], sin[0, :0], position_ids=ids, **heads),
+        "pass position_ids": lambda: rope(qkv, cos, sin, sections=(1, 1, 2), **heads),
+        r"sections=\[1, 1\] .* add up to the 4": lambda: at(position_ids=ids.expand(2, 2, 3), sections=(1, 1)),
+        r"sections=\[5, -1\]": lambda: at(position_ids=ids.expand(2, 2, 3), sections=(5, -1)),
+        r"sections=\[1, 1, 1, 1\] must be up to": lambda: at(position_ids=ids.expand(4, 2, 3), sections=(1, 1, 1, 1)),
+        r"sections=\[\] must": lambda: at(position_ids=ids[None], sections=()),
+        r"int64 \[3, 1 or 2, 3\]": lambda: at(position_ids=ids, sections=(1, 1, 2)),
+        r"int64 \[1 or 2, 3\]": lambda: at(position_ids=ids[:, :2]),
+        "float32; expected int32": lambda: at(position_ids=ids.float()),
+        "position_ids is on meta": lambda: at(position_ids=ids.to("meta")),
+        r"heads \* D\] with num_heads .* = 3 \+ 2 \* 1 = 5": lambda: rope(qkv, cos, sin, num_heads=3, num_kv_heads=1),
         r"must both be \[1 or 2, 3, R/2\]": lambda: rope(qkv, cos[:, :2], sin[:, :2], **heads),
         "half width": lambda: rope(qkv, torch.cat([cos, cos], -1), torch.cat([sin, sin], -1), **heads),
         "no gradient": lambda: rope(qkv, cos.clone().requires_grad_(), sin, **heads),
         "overwrite a leaf": lambda: rope(qkv.clone().requires_grad_(), cos, sin, inplace=True, **heads),
         "expanded": lambda: rope(qkv[:1].expand(2, -1, -1), cos, sin, inplace=True, **heads),
+        "sin torch.int64; they must be floating": lambda: rope(qkv, cos, sin.long(), **heads),
+        "sin is on meta, qkv on": lambda: rope(qkv, cos, sin.to("meta"), **heads),
+        "cos is on meta, q on": lambda: rope_qk(q, k, cos.to("meta"), sin),
         "on meta": lambda: rope(qkv, cos.to("meta"), sin, **heads),
         r"\[B, S, heads, D\]": lambda: rope_qk(q.transpose(1, 2), k, cos, sin),
         "one floating dtype": lambda: rope_qk(q, k.double(), cos, sin),
@@ -273,6 +380,21 @@ def in_model(x, cos, sin, **heads):
 
 def separate(q, k, cos, sin):
     return rope_qk(q * 2, k, cos, sin)
+
+
+def by_position(x, cos, sin, ids):
+    return rope(x * 2, cos, sin, num_heads=6, num_kv_heads=2, position_ids=ids, sections=(2, 1, 3))
+
+
+@pytest.mark.gpu
+def test_positions_compile_are_captured_and_never_wait():
+    qkv, cos, sin, heads = make((2, 3, 6, 2, 16, 12, 1), torch.float32, "cuda")
+    grads = grads_like(rope_reference, qkv, cos, sin, heads)
+    inputs = [qkv.requires_grad_(), *tables(50, 12, "cuda"), torch.randint(50, (3, 2, 3), device="cuda")]
+    for dynamic in (False, True):
+        assert_compiles(by_position, inputs, grads, dynamic=dynamic)
+    assert_never_waits(by_position, inputs, grads)
+    assert_captures(lambda *some: by_position(*some, inputs[3]), inputs[:3], grads)
 
 
 @pytest.mark.gpu

@@ -383,6 +383,7 @@ OPTIONS = {
     "return_z_loss": True,
     "return_token_accuracy": True,
     "return_predicted_tokens": True,
+    "return_entropy": True,
 }
 FUSED_OPTIONS = {"accum_dtype": None, "chunk_bytes": 4096}
 PER_CALL = {"num_items_in_batch": 3, "num_valid": 4}
@@ -414,7 +415,8 @@ def test_every_option_reaches_the_op(monkeypatch):
     assert calls.pop()[1] == everything
 
     calls = recorder(monkeypatch, losses, "cross_entropy")
-    L.CrossEntropyLoss(**OPTIONS, softcap=5.0)(x, labels, num_items_in_batch=3)
+    of_torch = {name: value for name, value in OPTIONS.items() if name != "class_weight"}
+    L.CrossEntropyLoss(OPTIONS["class_weight"], **of_torch, softcap=5.0)(x, labels, num_items_in_batch=3)
     assert calls.pop()[1] == OPTIONS | {"softcap": 5.0, "num_items_in_batch": 3}
 
 
@@ -430,11 +432,11 @@ def test_loss_modules():
     x, weight, labels = torch.randn(4, 6), torch.randn(13, 6), torch.tensor([1, 12, -100, 3])
     class_weight = torch.rand(13)
     expected = F.cross_entropy(x @ weight.T, labels, class_weight, label_smoothing=0.1)
-    options = {"class_weight": class_weight, "label_smoothing": 0.1}
-    torch.testing.assert_close(L.CrossEntropyLoss(**options)(x @ weight.T, labels), expected)
-    torch.testing.assert_close(L.LinearCrossEntropyLoss(**options)(x, weight, labels), expected)
-    module = L.CrossEntropyLoss(**options, return_token_accuracy=True)
-    assert module.state_dict() == {} and module.double().class_weight.dtype == torch.float64
+    torch.testing.assert_close(L.CrossEntropyLoss(class_weight, label_smoothing=0.1)(x @ weight.T, labels), expected)
+    linear = L.LinearCrossEntropyLoss(class_weight, label_smoothing=0.1)
+    torch.testing.assert_close(linear(x, weight, labels), expected)
+    module = L.CrossEntropyLoss(weight=class_weight, label_smoothing=0.1, return_token_accuracy=True)
+    assert module.state_dict() == {} and module.double().weight.dtype == torch.float64
     assert isinstance(L.CrossEntropyLoss(return_token_accuracy=True)(x @ weight.T, labels), CrossEntropyOutput)
 
 

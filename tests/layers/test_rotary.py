@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.kernels import rope
 from ligermodels.layers import RotaryEmbedding, VisionRotary
 
 LLAMA3 = {
@@ -361,6 +362,22 @@ def test_patches_turn_by_row_and_column(head_dim):
     folded = rotary(positions.view(2, 3, 4))
     assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(folded, rotary(positions), strict=True))
     assert not any(torch.equal(a, b) for a, b in zip(rotary(positions.flip(0)), rotary(positions), strict=True))
+
+
+def test_the_kernel_gathers_what_the_tables_of_a_batch_hold():
+    """Tables of all positions with position_ids and sections, as `rope` takes them: Qwen2-VL's text and its tower."""
+    rotary, vision = RotaryEmbedding(128, theta=1e6, sections=(16, 24, 24)), VisionRotary(80)
+    positions, cells = torch.randint(300, (3, 2, 5)), torch.randint(300, (2, 1, 5))
+    for tables, ready, ids, sections, size in (
+        (rotary(torch.arange(300)[None]), rotary(positions), positions, (16, 24, 24), 128),
+        ([torch.cat([t, t], -1) for t in vision.axis(torch.arange(300)[None])], vision(cells), cells, (20, 20), 80),
+    ):
+        cos, sin = (t[0] for t in tables)
+        qkv, heads = torch.randn(ids.shape[1], 5, 4 * size), dict(num_heads=2, num_kv_heads=1)
+        gathered = rope(qkv, cos, sin, position_ids=ids, sections=sections, **heads)
+        assert all(torch.equal(a, b) for a, b in zip(gathered, rope(qkv, *ready, **heads), strict=True))
+        swapped = rope(qkv, cos, sin, position_ids=ids.flip(0), sections=sections, **heads)
+        assert not torch.equal(swapped[0], gathered[0])
 
 
 def test_sections_that_cannot_work():

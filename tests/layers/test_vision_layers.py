@@ -105,7 +105,7 @@ def test_mlp_is_fused_where_fc2_is_plain(monkeypatch):
 
 
 def test_mlp_of_an_unknown_activation_is_named():
-    with pytest.raises(InputError, match="activation='relu'; supported are 'quick_gelu', 'gelu'"):
+    with pytest.raises(InputError, match="activation='relu'; supported are 'silu', 'gelu_tanh'"):
         L.MLP(6, 10, activation="relu")(torch.randn(2, 6))
 
 

@@ -1,0 +1,214 @@
+"""What losses over a linear head share that walk over their tokens in chunks: how long a chunk is, the product that
+a weight's gradient is summed with, leaving ignored tokens out, and a scaling that the device decides on.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._triton import accumulator, num_sms, tl, triton
+
+
+@triton.jit
+def _gather_kernel(x, source, out, row_stride, H, BLOCK: tl.constexpr):
+    r = tl.program_id(0).to(tl.int64)
+    at = tl.load(source + r)
+    readable = tl.where(at < 0, 0, H)
+    for start in range(0, H, BLOCK):
+        columns = start + tl.arange(0, BLOCK)
+        row = tl.load(x + at * row_stride + columns, mask=columns < readable, other=0.0)
+        tl.store(out + r * H + columns, row, mask=columns < H)
+
+
+@triton.jit
+def _scale_kernel(x, factor, size, BLOCK: tl.constexpr):
+    f = tl.load(factor)
+    if f != 1.0:
+        step = tl.cast(tl.num_programs(0), tl.int64) * BLOCK
+        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
+            at = start + tl.arange(0, BLOCK)
+            value = tl.load(x + at, mask=at < size)
+            tl.store(x + at, (value.to(f.dtype) * f).to(value.dtype), mask=at < size)
+
+
+def chunk_rows(tokens: int, row_bytes: int, chunk_bytes: int) -> int:
+    """Tokens per chunk: what chunk_bytes holds, in multiples of 128, evened out so that no chunk is a short tail."""
+    most = max(chunk_bytes // row_bytes // 128, 1) * 128
+    chunks = max(-(-tokens // most), 1)
+    return min(-(-tokens // (chunks * 128)) * 128, tokens)
+
+
+def accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
+    """total = a.T @ b if first, else total += a.T @ b; total may be wider than a and b."""
+    a = a.t()
+    if total.dtype != a.dtype and not (a.is_cuda and torch.version.hip is None):
+        a, b = a.to(total.dtype), b.to(total.dtype)  # only cuBLAS multiplies narrow numbers into a wide matrix
+    if total.dtype == a.dtype:
+        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
+    elif first:
+        torch.mm(a, b, out_dtype=total.dtype, out=total)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+
+
+def gather(x: Tensor, source: Tensor) -> Tensor:
+    """x [N, H] -> rows x[source], and zeros where source is negative: zeros even if x holds NaN."""
+    out = torch.empty(source.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
+    if out.numel():
+        _gather_kernel[(source.shape[0],)](x, source, out, x.stride(0), x.shape[1], BLOCK=1024)
+    return out
+
+
+def compact(labels: Tensor, limit: int, ignore_index: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(labels of the valid tokens [limit], the token each came from or -1, the place of each token or -1).
+
+    Were there more than `limit` valid labels, all labels returned are no class, so that the loss becomes NaN.
+    """
+    valid = labels != ignore_index
+    rank = valid.cumsum(0) - 1
+    place = torch.where(valid & (rank < limit), rank, -1)
+    tokens = torch.arange(labels.shape[0], device=labels.device)
+    source = torch.full((limit + 1,), -1, device=labels.device)
+    source = source.scatter_(0, torch.where(place < 0, limit, place), tokens)[:limit]
+    kept = torch.where(source < 0, ignore_index, labels.gather(0, source.clamp(min=0)))
+    return torch.where(rank[-1] >= limit, vocab + (ignore_index == vocab), kept), source, place
+
+
+def spread(values: Tensor | None, place: Tensor, fill: int) -> Tensor | None:
+    """Per-token results back to the tokens they belong to."""
+    return None if values is None else torch.where(place < 0, fill, values.gather(0, place.clamp(min=0)))
+
+
+def scale_(x: Tensor, factor: Tensor) -> Tensor:
+    """x, contiguous, times one number on its device, in place; where that is 1, x is not touched."""
+    blocks = -(-x.numel() // 8192)
+    if blocks:
+        grid = (min(blocks, 8 * num_sms(x.device.index)),)
+        _scale_kernel[grid](x, factor, x.numel(), BLOCK=8192, num_warps=8)
+    return x
+
+
+class Settings(NamedTuple):
+    """How a loss over a linear head runs, as against what it computes."""
+
+    num_valid: int | None
+    chunk_bytes: int
+    dtype: torch.dtype  # of the products
+    accumulate_fp32: bool
+
+    def wide(self, weight: Tensor) -> torch.dtype:
+        """The dtype of dweight while it is summed; cuBLAS adds to the dtype it multiplies in, or to fp32."""
+        wide = self.accumulate_fp32 or weight.dtype != self.dtype
+        return torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype
+
+
+class Chunks:
+    """Tokens x [T, H] on their way through a head: in chunks of `rows`, ignored ones left out where that pays.
+
+    labels [R] are those of the tokens that are left; `source` [R] says which token each is (-1: none) and `place`
+    [T] where each token went (-1: left out); both are None where no token is left out, which is the case unless the
+    number of valid labels is known (num_valid, or labels on the CPU) and at most nine tenths of T.
+    """
+
+    def __init__(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, ignore_index: int, settings: Settings
+    ):
+        num_valid, dtype = settings.num_valid, settings.dtype
+        if num_valid is None and labels.device.type == "cpu":
+            num_valid = int((labels != ignore_index).sum())
+        self.labels = labels.to(x.device, non_blocking=True)
+        self.source = self.place = None
+        tokens, self.vocab = x.shape[0], weight.shape[0]
+        if num_valid is not None and (limit := max(-(-num_valid // 128), 1) * 128) <= 0.9 * tokens:
+            self.labels, self.source, self.place = compact(self.labels, limit, ignore_index, self.vocab)
+            x = gather(x, self.source)
+        self.x, self.weight = x.to(dtype), weight.to(dtype)
+        self.bias = None if bias is None else bias.to(dtype)
+        # Rows start on 128 bytes whatever V is, for wide loads and for cuBLAS.
+        self.pitch = -(-self.vocab // 64) * 64
+        self.rows = chunk_rows(len(self.labels), self.pitch * dtype.itemsize, settings.chunk_bytes)
+
+    def workspace(self) -> Tensor:
+        """Room for the logits of a chunk, [rows, V]."""
+        return torch.empty(self.rows, self.pitch, dtype=self.x.dtype, device=self.x.device)[:, : self.vocab]
+
+    def logits(self, workspace: Tensor) -> Iterator[tuple[int, Tensor]]:
+        """(first row, logits [at most rows, V] in the workspace) of each chunk."""
+        for start in range(0, len(self.labels), max(self.rows, 1)):
+            chunk = self.x[start : start + self.rows]
+            z = workspace[: chunk.shape[0]]
+            if self.bias is None:
+                torch.mm(chunk, self.weight.t(), out=z)
+            else:
+                torch.addmm(self.bias, chunk, self.weight.t(), out=z)
+            yield start, z
+
+    def per_row(self, values: Tensor | None) -> Tensor | None:
+        """values [T] of the tokens -> [R], 0 where a row has none."""
+        if values is None or self.source is None:
+            return values
+        return torch.where(self.source < 0, 0, values.gather(0, self.source.clamp(min=0)))
+
+    def per_token(self, values: Tensor | None, fill: int) -> Tensor | None:
+        """values [R] of the rows -> [T]."""
+        return values if self.place is None else spread(values, self.place, fill)
+
+
+class Gradients:
+    """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients."""
+
+    def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], wide: torch.dtype):
+        need_x, need_weight, need_bias = needs
+        x, weight = chunks.x, chunks.weight
+        make = torch.empty if len(x) else torch.zeros
+        self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+        self.dweight = make(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        dtype = accumulator(x.dtype)
+        self.dbias = torch.zeros(chunks.vocab, dtype=dtype, device=x.device) if need_bias else None
+
+    def add(self, chunks: Chunks, start: int, dlogits: Tensor) -> None:
+        if self.dx is not None:
+            torch.mm(dlogits, chunks.weight, out=self.dx[start : start + len(dlogits)])
+        if self.dweight is not None:
+            accumulate(self.dweight, dlogits, chunks.x[start : start + len(dlogits)], start == 0)
+        if self.dbias is not None:
+            self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+
+    def finish(self, place: Tensor | None) -> None:
+        """dx back to the tokens, zeros at those left out."""
+        if place is not None and self.dx is not None:
+            self.dx = gather(self.dx, place)
+
+
+def check_head(
+    x: Tensor, weight: Tensor, bias: Tensor | None, num_valid: int | None, accum_dtype: torch.dtype | None,
+    chunk_bytes: int,
+) -> torch.dtype:  # fmt: skip
+    """The dtype of the products; raises InputError where x [..., H], weight [V, H] and bias [V] do not fit."""
+    if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.device != x.device:
+        raise InputError(
+            f"weight {tuple(weight.shape)} on {weight.device} does not fit x {tuple(x.shape)} on {x.device}; "
+            "it is [V, H] for x [..., H]."
+        )
+    vocab = weight.shape[0]
+    if bias is not None and (bias.shape != (vocab,) or bias.device != x.device):
+        raise InputError(f"bias {tuple(bias.shape)} on {bias.device} must be [{vocab}] on {x.device}.")
+    dtype = x.dtype
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and not parameter.is_floating_point():
+            raise InputError(f"{name} is {parameter.dtype}; beside x it must be floating point.")
+    wide = torch.float64 in (dtype, weight.dtype)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and not wide:
+        dtype = torch.get_autocast_dtype(x.device.type)
+    elif weight.dtype != dtype:
+        raise InputError(f"x is {dtype} and weight {weight.dtype}: cast one, or use torch.autocast.")
+    elif bias is not None and bias.dtype != dtype:
+        raise InputError(f"x is {dtype} and bias {bias.dtype}: cast one, or use torch.autocast.")
+    if accum_dtype not in (None, torch.float32):
+        raise InputError(f"accum_dtype={accum_dtype}; use torch.float32, or None for the dtype of weight.")
+    if chunk_bytes <= 0 or (num_valid is not None and num_valid < 0):
+        raise InputError(f"chunk_bytes={chunk_bytes} must be positive and num_valid={num_valid} not negative.")
+    return dtype

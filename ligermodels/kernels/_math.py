@@ -1,0 +1,75 @@
+"""What kernels share: exp, the activations with their derivatives, and the tiles that element-wise kernels go by."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels._triton import cdiv, next_power_of_2, tl, triton
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": functools.partial(F.gelu, approximate="tanh"),
+    "gelu": F.gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+}
+"""What `activation` computes, in PyTorch. Source: Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415; silu and
+gelu as torch.nn.functional has them, quick_gelu as OpenAI's CLIP."""
+
+
+@triton.jit
+def exp(x):
+    # The hardware computes 2^(x log2 e), and rounding that exponent costs more the larger x is: take out x's multiple
+    # of ln 2 first, in two parts of which the larger is exact.
+    x = tl.minimum(tl.maximum(x, -150.0), 150.0)  # beyond, it is 0 or infinity anyhow
+    n = tl.floor(x * 1.4426950408889634 + 0.5)
+    return tl.exp((x - n * 0.693359375) + n * 2.1219444005469057e-4) * tl.exp2(n)
+
+
+@triton.jit
+def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
+    """act(x) and its derivative. EXACT: all bits of the result are kept, so that exp and division must be right."""
+    if NAME == "gelu":
+        cdf = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
+        return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+    else:
+        # All others are x sigmoid(z): gelu_tanh(x) = x (1 + tanh u) / 2 = x sigmoid(2 u).
+        z = x
+        if NAME == "gelu_tanh":
+            z = 1.5957691216057308 * (x + 0.044715 * x * x * x)
+        elif NAME == "quick_gelu":
+            z = 1.702 * x
+        e = exp(-z) if EXACT else tl.exp(-z)
+        sigmoid = tl.div_rn(1.0, 1.0 + e) if EXACT else 1.0 / (1.0 + e)
+        rest = tl.where(z > 0, e * sigmoid, 1.0 - sigmoid)  # each cancels, or overflows, at the other's end
+        if NAME == "gelu_tanh":
+            dz = 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+            return x * sigmoid, sigmoid + (x * sigmoid) * rest * dz
+        else:
+            return x * sigmoid, sigmoid * (1.0 + z * rest)  # z' x = z
+
+
+@triton.jit
+def tile_at(n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The rows and columns of this program's tile, and which of them there are."""
+    BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
+    rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    cols = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    return rows, cols, (rows < n_rows) & (cols < WIDTH)
+
+
+@torch.compiler.assume_constant_result
+def tile(width: int) -> tuple[int, int, int]:
+    """Columns and rows of a tile of 1024, and tiles per row: the widest that leaves at most a sixteenth of it idle."""
+    return _tile(width)
+
+
+@functools.cache
+def _tile(width: int) -> tuple[int, int, int]:
+    block = 1024
+    while block > 128 and cdiv(width, block) * block * 16 > width * 17:
+        block //= 2
+    block = min(block, next_power_of_2(width))
+    return block, 1024 // block, cdiv(width, block)

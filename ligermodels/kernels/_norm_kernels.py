@@ -1,0 +1,340 @@
+"""The Triton kernels that `rms_norm` and `layer_norm` share; they differ in a few lines, under CENTRED.
+
+    y = (x - mean) * rstd * (offset + weight) + bias          over the last dim, of width N; mean is 0 in RMSNorm
+
+- A program holds whole rows in registers. Wider rows are read twice, the second time from the L2 cache.
+- The backward is persistent: each program strides over tiles of rows with the loads of the next ones in flight, and
+  keeps its share of dweight and dbias in registers. A second kernel sums the shares in a fixed order (no atomics).
+"""
+
+# Triton's compiler knows no (*tiles, tile), and mypy no tuple that grows:
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
+from ligermodels.kernels._triton import tl, triton
+
+
+@triton.jit
+def _mean(total, count):
+    """total / count, right to the last bit: rsqrt(eps) times its error is the error of a row of equal numbers."""
+    if total.dtype == tl.float64:
+        return total / count
+    else:
+        return tl.div_rn(total, count)
+
+
+@triton.jit
+def _rstd(total, N: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
+    """rsqrt(total / N + eps), one number per row, whose error the whole row inherits."""
+    mean_square = total * (1.0 / N)
+    if dtype == tl.float32:  # no later rounding hides the 2 ulp of the hardware's rsqrt
+        return tl.div_rn(1.0, tl.sqrt_rn(mean_square + eps))
+    elif dtype == tl.float64:
+        return 1.0 / tl.sqrt(mean_square + eps)
+    else:
+        return tl.rsqrt(mean_square + eps)
+
+
+@triton.jit
+def _load_sum(x_ptr, residual_ptr, total_ptr, mask, KEEP: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr):
+    """A tile of x in ACC; with ADD that of x + residual, as rounded where it is stored. KEEP: x is read again."""
+    POLICY: tl.constexpr = "" if KEEP else "evict_first"
+    x = tl.load(x_ptr, mask=mask, other=0.0, eviction_policy=POLICY)
+    if ADD:
+        residual = tl.load(residual_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
+        x = (x.to(ACC) + residual.to(ACC)).to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr, x, mask=mask)
+    return x.to(ACC)
+
+
+@triton.jit
+def _load_weight(w_ptr, cols, N: tl.constexpr, offset: tl.constexpr, WEIGHT: tl.constexpr, ACC: tl.constexpr):
+    if WEIGHT:
+        w = tl.load(w_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last")
+        return (w.to(ACC) + offset)[None, :]
+    else:
+        return tl.full(cols.shape, 1.0, ACC)[None, :]
+
+
+@triton.jit
+def _load_bias(b_ptr, cols, N: tl.constexpr, BIAS: tl.constexpr, ACC: tl.constexpr):
+    if BIAS:
+        return tl.load(b_ptr + cols, mask=cols < N, other=0.0, eviction_policy="evict_last").to(ACC)[None, :]
+    else:
+        return tl.zeros(cols.shape, ACC)[None, :]
+
+
+@triton.jit
+def _scaled(x_hat, w, b, EARLY: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, OUT: tl.constexpr):
+    """EARLY: rounded to OUT before the weight as well."""
+    if WEIGHT:
+        if EARLY:
+            x_hat = x_hat.to(OUT).to(w.dtype)
+        x_hat = x_hat * w
+    if BIAS:
+        x_hat += b
+    return x_hat.to(OUT)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def forward_kernel(
+    y_ptr, total_ptr, stats_ptr, x_ptr, residual_ptr, w_ptr, b_ptr, n_rows, x_stride, residual_stride,
+    eps: tl.constexpr, offset: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """ROWS whole rows per program. stats: rstd of each row, and with CENTRED the means after them."""
+    ACC: tl.constexpr = stats_ptr.dtype.element_ty
+    OUT: tl.constexpr = y_ptr.dtype.element_ty
+    cols = tl.arange(0, BLOCK)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < n_rows
+    mask = row_mask[:, None] & (cols < N)[None, :]
+    row = rows.to(tl.int64)[:, None]
+    own = row * N + cols
+    x = _load_sum(
+        x_ptr + row * x_stride + cols, residual_ptr + row * residual_stride + cols, total_ptr + own,
+        mask, False, ADD, ACC,
+    )  # fmt: skip
+    w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
+    b = _load_bias(b_ptr, cols, N, BIAS, ACC)
+    if CENTRED:
+        mean = _mean(tl.sum(x, 1), 1.0 * N)
+        tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
+        x = tl.where(mask, x - mean[:, None], 0.0)
+    rstd = _rstd(tl.sum(x * x, 1), N, eps, OUT)
+    tl.store(stats_ptr + rows, rstd, mask=row_mask)
+    tl.store(y_ptr + own, _scaled(x * rstd[:, None], w, b, EARLY, WEIGHT, BIAS, OUT), mask=mask)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def forward_wide_kernel(
+    y_ptr, total_ptr, stats_ptr, x_ptr, residual_ptr, w_ptr, b_ptr, n_rows, x_stride, residual_stride,
+    eps: tl.constexpr, offset: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADD: tl.constexpr,
+    WEIGHT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """The same for N > BLOCK: two passes over the columns of one row per program."""
+    ACC: tl.constexpr = stats_ptr.dtype.element_ty
+    OUT: tl.constexpr = y_ptr.dtype.element_ty
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row_mask = rows < n_rows
+    row = rows.to(tl.int64)[:, None]
+    mean = tl.zeros([ROWS], ACC)
+    squares = tl.zeros([ROWS], ACC)
+    square = tl.zeros([ROWS, BLOCK], ACC)
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = row_mask[:, None] & (cols < N)[None, :]
+        x = _load_sum(
+            x_ptr + row * x_stride + cols, residual_ptr + row * residual_stride + cols, total_ptr + row * N + cols,
+            mask, not ADD, ADD, ACC,
+        )  # fmt: skip
+        if CENTRED:  # the mean and the centred squares of this block, merged with those before
+            share = tl.minimum(N - start, BLOCK).to(ACC)
+            begun = tl.cast(start, ACC)
+            mean_here = _mean(tl.sum(x, 1), share)
+            centred = tl.where(mask, x - mean_here[:, None], 0.0)
+            ahead = mean_here - mean
+            mean += ahead * (share / (begun + share))
+            squares += tl.sum(centred * centred, 1) + ahead * ahead * (begun * share / (begun + share))
+        else:
+            square += x * x
+    if CENTRED:
+        tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
+    else:
+        squares = tl.sum(square, 1)
+    rstd = _rstd(squares, N, eps, OUT)
+    tl.store(stats_ptr + rows, rstd, mask=row_mask)
+    tl.debug_barrier()  # the sum is read back below, maybe by other threads
+    for start in range(0, N, BLOCK):
+        cols = start + tl.arange(0, BLOCK)
+        mask = row_mask[:, None] & (cols < N)[None, :]
+        source = total_ptr + row * N if ADD else x_ptr + row * x_stride
+        x = tl.load(source + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
+        w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
+        b = _load_bias(b_ptr, cols, N, BIAS, ACC)
+        y = _scaled((x - mean[:, None]) * rstd[:, None], w, b, EARLY, WEIGHT, BIAS, OUT)
+        tl.store(y_ptr + row * N + cols, y, mask=mask)
+
+
+@triton.jit
+def _columns(piece: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr):
+    """The columns of a row's first piece, BLOCK of them, or of its second, the REST more that a ragged width needs."""
+    if piece == 0:
+        return tl.arange(0, BLOCK)
+    else:
+        return BLOCK + tl.arange(0, REST)
+
+
+@triton.jit
+def _g(dy, w, CENTRED: tl.constexpr):
+    """dy * w; in LayerNorm rounded at once, not contracted with a subtraction: g - mean(g) of equal g is 0."""
+    if CENTRED:
+        return tl.fma(dy, tl.broadcast_to(w, dy.shape), tl.zeros(dy.shape, dy.dtype))
+    else:
+        return dy * w
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def backward_kernel(
+    dx_ptr, parts_ptr, dy_ptr, dtotal_ptr, x_ptr, w_ptr, stats_ptr, n_rows, dy_stride, dtotal_stride, x_stride,
+    offset: tl.constexpr, CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+    DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd + dtotal, with g = dy * w, and mean(g) only if CENTRED.
+
+    A row is one tile of BLOCK columns, or two, of BLOCK and of REST, where one of a power of two would be half empty.
+    This program's share of dw goes to row pid of parts, that of db as many rows behind as there are shares of dw.
+    """
+    ACC: tl.constexpr = stats_ptr.dtype.element_ty
+    PIECES: tl.constexpr = 2 if REST else 1
+    weights = ()
+    dw = ()
+    db = ()
+    for i in tl.static_range(PIECES):
+        cols = _columns(i, BLOCK, REST)
+        weights = weights + (_load_weight(w_ptr, cols, N, offset, WEIGHT, ACC),)
+        dw = dw + (tl.zeros([ROWS, cols.shape[0]], ACC),)
+        db = db + (tl.zeros([ROWS, cols.shape[0]], ACC),)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        row_mask = rows < n_rows
+        row = rows.to(tl.int64)[:, None]
+        mean = tl.zeros([ROWS], ACC)
+        rstd = tl.load(stats_ptr + rows, mask=row_mask, other=0.0)[:, None]
+        if CENTRED:
+            mean = tl.load(stats_ptr + n_rows + rows, mask=row_mask, other=0.0)
+        dys = ()
+        x_hats = ()
+        for i in tl.static_range(PIECES):
+            cols = _columns(i, BLOCK, REST)
+            mask = row_mask[:, None] & (cols < N)[None, :]
+            dys = dys + (tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC),)
+            if DX or DW:
+                x = tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC)
+                if CENTRED:
+                    x -= mean[:, None]
+                x_hats = x_hats + (x * rstd,)
+        level = tl.zeros([ROWS], ACC)
+        along = tl.zeros([ROWS], ACC)
+        new_dw = ()
+        new_db = ()
+        for i in tl.static_range(PIECES):
+            if DW:
+                new_dw = new_dw + (dw[i] + dys[i] * x_hats[i],)
+            if DB:
+                new_db = new_db + (db[i] + dys[i],)
+            if DX:
+                g = _g(dys[i], weights[i], CENTRED)
+                along += tl.sum(g * x_hats[i], 1)
+                if CENTRED:
+                    level += tl.sum(g, 1)
+        if DW:
+            dw = new_dw
+        if DB:
+            db = new_db
+        if DX:
+            level *= 1.0 / N
+            along *= 1.0 / N
+            for i in tl.static_range(PIECES):
+                cols = _columns(i, BLOCK, REST)
+                mask = row_mask[:, None] & (cols < N)[None, :]
+                dx = _g(dys[i], weights[i], CENTRED)
+                if CENTRED:
+                    dx -= level[:, None]
+                dx = (dx - x_hats[i] * along[:, None]) * rstd
+                if ADD:
+                    dx += tl.load(dtotal_ptr + row * dtotal_stride + cols, mask=mask, other=0.0).to(ACC)
+                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+    parts_ptr += tl.program_id(0).to(tl.int64) * N
+    for i in tl.static_range(PIECES):
+        cols = _columns(i, BLOCK, REST)
+        if DW:
+            tl.store(parts_ptr + cols, tl.sum(dw[i], 0), mask=cols < N)
+        if DB:
+            behind = tl.num_programs(0).to(tl.int64) * N if DW else 0
+            tl.store(parts_ptr + behind + cols, tl.sum(db[i], 0), mask=cols < N)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def backward_wide_kernel(
+    dx_ptr, parts_ptr, dy_ptr, dtotal_ptr, x_ptr, w_ptr, stats_ptr, n_rows, dy_stride, dtotal_stride, x_stride,
+    offset: tl.constexpr, CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
+    DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
+    N: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The same for N > BLOCK: two passes over the columns, dw and db kept in the memory of their shares; no REST."""
+    ACC: tl.constexpr = stats_ptr.dtype.element_ty
+    first = tl.program_id(0)
+    dw_ptr = parts_ptr + first.to(tl.int64) * N
+    db_ptr = dw_ptr + (tl.num_programs(0).to(tl.int64) * N if DW else 0)
+    for tile in tl.range(first, tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=1):
+        rows = tile * ROWS + tl.arange(0, ROWS)
+        row_mask = (rows < n_rows)[:, None]
+        rstd = tl.load(stats_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
+        mean = tl.zeros([ROWS, 1], ACC)
+        if CENTRED:
+            mean = tl.load(stats_ptr + n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
+        row = rows.to(tl.int64)[:, None]
+        begun = tl.where(tile == first, 0, N)  # the first tile writes dw and db, so that no memory need be zeroed
+        level = tl.zeros([ROWS, 1], ACC)
+        along = tl.zeros([ROWS, 1], ACC)
+        if DX:
+            sums = tl.zeros([ROWS, BLOCK], ACC)
+            products = tl.zeros([ROWS, BLOCK], ACC)
+            for start in tl.range(0, N, BLOCK, num_stages=STAGES):
+                cols = start + tl.arange(0, BLOCK)
+                mask = row_mask & (cols < N)[None, :]
+                w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
+                x_hat = (tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC) - mean) * rstd
+                g = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC) * w
+                if CENTRED:
+                    sums += g
+                products += g * x_hat
+            if CENTRED:
+                level = (tl.sum(sums, 1) * (1.0 / N))[:, None]
+            along = (tl.sum(products, 1) * (1.0 / N))[:, None]
+        for start in tl.range(0, N, BLOCK, num_stages=STAGES):
+            cols = start + tl.arange(0, BLOCK)
+            mask = row_mask & (cols < N)[None, :]
+            dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC)
+            if DX or DW:
+                x_hat = (tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC) - mean) * rstd
+            if DX:
+                w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
+                dx = (dy * w - level - x_hat * along) * rstd
+                if ADD:
+                    dx += tl.load(dtotal_ptr + row * dtotal_stride + cols, mask=mask, other=0.0).to(ACC)
+                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
+            if DW:
+                dw = tl.load(dw_ptr + cols, mask=cols < begun, other=0.0)
+                tl.store(dw_ptr + cols, dw + tl.sum(dy * x_hat, 0), mask=cols < N)
+            if DB:
+                db = tl.load(db_ptr + cols, mask=cols < begun, other=0.0)
+                tl.store(db_ptr + cols, db + tl.sum(dy, 0), mask=cols < N)
+        tl.debug_barrier()  # the next tile reads dw and db back, maybe in other threads
+
+
+@triton.jit(do_not_specialize=["n_parts"])
+def sum_parts_kernel(
+    first_ptr, second_ptr, parts_ptr, n_parts, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Sums n_parts rows of N into first, and as many more into second, for which the grid has a second dim of 2.
+
+    Not one tensor as both: torch.compile loses what is written through the first of two names.
+    """
+    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    parts_ptr += tl.program_id(1).to(tl.int64) * n_parts * N
+    total = tl.zeros([ROWS, BLOCK], parts_ptr.dtype.element_ty)
+    for start in range(0, n_parts, ROWS):
+        rows = start + tl.arange(0, ROWS)
+        mask = (rows < n_parts)[:, None] & (cols < N)[None, :]
+        total += tl.load(parts_ptr + rows.to(tl.int64)[:, None] * N + cols, mask=mask, other=0.0)
+    grad = tl.sum(total, 0)
+    if second_ptr is not None:
+        if tl.program_id(1) == 1:
+            tl.store(second_ptr + cols, grad.to(second_ptr.dtype.element_ty), mask=cols < N)
+        else:
+            tl.store(first_ptr + cols, grad.to(first_ptr.dtype.element_ty), mask=cols < N)
+    else:
+        tl.store(first_ptr + cols, grad.to(first_ptr.dtype.element_ty), mask=cols < N)

@@ -1,0 +1,320 @@
+"""Distillation of a linear head from another: divergence of student and teacher, the logits never whole.
+
+    z = student_x @ student_weight.T + student_bias        S = softmax(z / temperature)
+    u = teacher_x @ teacher_weight.T + teacher_bias        T = softmax(u / temperature)
+    loss = weight_soft jsd(log S, log T; beta) + weight_hard (log sum_c exp z_c - z_label)
+
+averaged over the tokens that count. The temperature leaves the hard loss alone, and no power of it multiplies the
+soft one: for Hinton's form, weight_soft = temperature^2.
+
+Forward walks over chunks of C tokens with two workspaces [C, V]. cuBLAS writes both logits, the kernel of `jsd` turns
+the student's into their gradient where they lie, and cuBLAS multiplies that with the weight (dx) and into x (dweight,
+accumulated in fp32 over the chunks). Gradients are ready after forward, and backward multiplies them by the upstream
+gradient, in place. Four GEMMs, of which one is the teacher's; beside them each logit is read three times (twice at
+beta = 0, where the gradient needs no sum over the row) and the student's written once, in part from the cache: the
+least for rows that do not fit on the chip, because the log-sum-exps come before the loss, and the loss before the
+gradient.
+
+Memory beyond the inputs: both workspaces (together at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
+accumulation dweight in fp32 instead, and at the end both of them, without the workspaces.
+
+Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649; Hsu et al., arXiv:2410.10989, section 3.2
+(gradients in forward).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, gather, scale_
+from ligermodels.kernels._divergence import JSDOptions, launch_rows
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, use_triton
+from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
+
+
+class LinearJSDOutput(NamedTuple):
+    """What linear_jsd returns where the two losses were asked for, without their weights and without gradients."""
+
+    loss: Tensor
+    soft_loss: Tensor
+    hard_loss: Tensor | None
+
+
+def linear_jsd_reference(
+    student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *,
+    labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
+    weight_soft: float = 1.0, reduction: str = "mean", return_soft_hard_loss: bool = False,
+) -> Tensor | LinearJSDOutput:  # fmt: skip
+    """What `linear_jsd` computes, in plain PyTorch, which holds all logits."""
+    vocab = student_weight.shape[0]
+    with torch.no_grad():
+        u = F.linear(teacher_x, teacher_weight, teacher_bias)[..., :vocab]
+    z = F.linear(student_x, student_weight, student_bias)
+    z, u = (logits.to(accumulator(torch.promote_types(z.dtype, u.dtype))) for logits in (z, u))
+    valid = valid_tokens(labels, z, ignore_index)
+    z, u = (logits.masked_fill(~valid[..., None], 0) for logits in (z, u))
+    soft = jsd_reference(*((t / temperature).log_softmax(-1) for t in (z, u)), labels=labels, beta=beta,
+                         ignore_index=ignore_index, reduction=reduction)  # fmt: skip
+    loss, hard = weight_soft * soft, None
+    if labels is not None:
+        y = labels.to(z.device).long().where(valid, 0)
+        nll = z.logsumexp(-1) - z.gather(-1, y[..., None])[..., 0]
+        hard = reduce_tokens(nll.where(valid, 0), valid, reduction)
+        loss = loss + weight_hard * hard if weight_hard else loss
+    if not return_soft_hard_loss:
+        return loss
+    return LinearJSDOutput(loss, soft.detach(), None if hard is None else hard.detach())
+
+
+class _Results(NamedTuple):
+    """dx, dweight and dbias lack the upstream gradient and, where it is not None, `factor`."""
+
+    loss: Tensor | None
+    soft_loss: Tensor | None
+    hard_loss: Tensor | None
+    dx: Tensor | None
+    dweight: Tensor | None
+    dbias: Tensor | None
+    factor: Tensor | None
+
+
+def _undivided(options: JSDOptions, settings: Settings, needs: tuple[bool, bool, bool]) -> bool:
+    """fp16 leaves the divisor of the mean to backward: p / T underflows, and a loss scaler's factor comes too late.
+
+    Not at beta = 1, where gradients of logits are as large as logits are far apart, and would overflow.
+    """
+    return settings.dtype == torch.float16 and options.reduction == "mean" and any(needs) and options.beta < 1
+
+
+def _run(
+    x: Tensor, weight: Tensor, bias: Tensor | None, teacher_x: Tensor, teacher_weight: Tensor,
+    teacher_bias: Tensor | None, labels: Tensor | None, upstream: Tensor | None, parts: bool,
+    teacher_dtype: torch.dtype, options: JSDOptions, settings: Settings, needs: tuple[bool, bool, bool],
+) -> _Results:  # fmt: skip
+    """Losses, or with upstream [T] none, and gradients, which upstream multiplies, of x [T, H] and labels [T]."""
+    marks, ignore_index = labels, options.ignore_index
+    if marks is None:
+        marks, ignore_index = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device), -1
+    sizes = settings.dtype.itemsize, teacher_dtype.itemsize
+    half = settings._replace(chunk_bytes=max(settings.chunk_bytes * sizes[0] // sum(sizes), 1))
+    chunks = Chunks(x, weight, bias, marks, ignore_index, half)
+    if chunks.source is not None:
+        teacher_x = gather(teacher_x, chunks.source)
+    teacher_x, w = teacher_x.to(teacher_dtype), teacher_weight[: chunks.vocab].to(teacher_dtype)
+    b = None if teacher_bias is None else teacher_bias[: chunks.vocab].to(teacher_dtype)
+    workspace = chunks.workspace()
+    teacher_space = torch.empty(chunks.rows, chunks.pitch, dtype=teacher_dtype, device=x.device)[:, : chunks.vocab]
+
+    kept, count = (None if labels is None else chunks.labels), len(chunks.labels)
+    valid = None if kept is None or options.reduction != "mean" else (kept != ignore_index).sum()
+    undivided = _undivided(options, settings, needs)
+    dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
+    wanted = upstream is None, upstream is None and parts, upstream is None and parts and labels is not None
+    losses = [torch.empty(count, dtype=dtype, device=x.device) if w else None for w in wanted]
+    gradients = Gradients(chunks, needs, settings.wide(weight))
+    upstream = chunks.per_row(upstream)
+    for start, z in chunks.logits(workspace):
+        u, rows = teacher_space[: len(z)], teacher_x[start : start + len(z)]
+        torch.mm(rows, w.t(), out=u) if b is None else torch.addmm(b, rows, w.t(), out=u)
+        launch_rows(z, u, options, strides=(chunks.pitch, chunks.pitch), logits=True, valid=valid, count=count,
+                    labels=kept, losses=losses, d_student=z if any(needs) else None, upstream=upstream,
+                    first_row=start, undivided=undivided)  # fmt: skip
+        gradients.add(chunks, start, z)
+        del z, u, rows
+    gradients.finish(chunks.place)
+    if options.reduction == "none":
+        loss, soft_loss, hard_loss = (chunks.per_token(each, 0) for each in losses)
+    else:
+        loss, soft_loss, hard_loss = (None if each is None else each.sum() for each in losses)
+    factor = None
+    if undivided:
+        factor = torch.full((), count, device=x.device) if valid is None else valid
+        factor = factor.to(dtype).clamp(min=1).reciprocal()
+    del workspace, teacher_space, chunks, teacher_x, w  # before dweight is copied to its final dtype, the peak
+    dx, dweight, dbias = gradients.dx, gradients.dweight, gradients.dbias
+    if not undivided:
+        dweight = None if dweight is None else dweight.to(weight.dtype)
+        dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
+    dx = None if dx is None else dx.to(x.dtype)
+    return _Results(loss, soft_loss, hard_loss, dx, dweight, dbias, factor)
+
+
+@torch.library.custom_op(
+    "ligermodels::linear_jsd", mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias, "
+    "Tensor? labels, Tensor? upstream, bool parts, ScalarType teacher_dtype, float beta, int ignore_index, "
+    "str reduction, float temperature, float weight_hard, float weight_soft, SymInt? num_valid, int chunk_bytes, "
+    "ScalarType dtype, bool accumulate_fp32, bool need_x, bool need_weight, bool need_bias) -> Tensor[]",
+)  # fmt: skip
+def _run_op(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype, *scalars):
+    options, settings, needs = JSDOptions(*scalars[:6]), Settings(*scalars[6:10]), scalars[10:]
+    results = _run(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype, options,
+                   settings, needs)  # fmt: skip
+    return [t for t in results if t is not None]
+
+
+@_run_op.register_fake
+def _(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, teacher_dtype, *scalars):
+    options, settings, needs = JSDOptions(*scalars[:6]), Settings(*scalars[6:10]), scalars[10:]
+    undivided = _undivided(options, settings, needs)
+    dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
+    summed = accumulator(settings.dtype)
+    loss = x.new_empty(x.shape[:1] if options.reduction == "none" else (), dtype=dtype)
+    every = _Results(
+        loss, torch.empty_like(loss), torch.empty_like(loss), x.new_empty(x.shape),
+        weight.new_empty(weight.shape, dtype=settings.wide(weight) if undivided else weight.dtype),
+        weight.new_empty(weight.shape[:1], dtype=summed if undivided or bias is None else bias.dtype),
+        x.new_empty((), dtype=dtype),
+    )  # fmt: skip
+    present = _present(labels, upstream, parts, options, settings, needs)
+    return [t for t, there in zip(every, present, strict=True) if there]
+
+
+def _present(
+    labels: Tensor | None, upstream: Tensor | None, parts: bool, options: JSDOptions, settings: Settings,
+    needs: tuple[bool, bool, bool],
+) -> tuple[bool, ...]:  # fmt: skip
+    """Which fields of _Results are not None."""
+    forward = upstream is None
+    losses = forward, forward and parts, forward and parts and labels is not None
+    return *losses, *needs, _undivided(options, settings, needs)
+
+
+def _dispatch(*args):
+    """`_run`, which torch.compile sees as one opaque op, for the reasons that linear_cross_entropy has."""
+    if not torch.compiler.is_compiling():
+        return _run(*args)
+    *tensors, labels, upstream, parts, teacher_dtype, options, settings, needs = args
+    results = iter(_run_op(*tensors, labels, upstream, parts, teacher_dtype, *options, *settings, *needs))
+    present = _present(labels, upstream, parts, options, settings, needs)
+    return _Results._make(next(results) if there else None for there in present)
+
+
+class _LinearJSD(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias, *rest):
+        *tensors, parts, teacher_dtype, options, settings, backward_follows = rest
+        needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
+        ctx.dtypes, ctx.how = (weight.dtype, None if bias is None else bias.dtype), (teacher_dtype, options, settings)
+        later = options.reduction == "none"
+        with device_guard(x):
+            out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
+        ctx.gradients = None
+        if later:
+            ctx.needs = needs
+            ctx.save_for_backward(x, weight, bias, *tensors)
+        elif torch.compiler.is_compiling():
+            ctx.save_for_backward(*out[3:])
+        else:
+            # Not through save_for_backward, whose references would make autograd copy dweight into weight.grad.
+            ctx.gradients = out[3:]
+        ctx.mark_non_differentiable(*(t for t in out[1:3] if t is not None))
+        return tuple(out[:3])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, upstream, *_):
+        if ctx.how[1].reduction == "none":
+            with device_guard(upstream):
+                results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
+            gradients = list(results[3:6])
+        elif torch.compiler.is_compiling():
+            *gradients, factor = ctx.saved_tensors
+            factor = upstream if factor is None else upstream * factor
+            gradients = [None if t is None else t * factor for t in gradients]
+        else:
+            if ctx.gradients is None:
+                raise RuntimeError(
+                    "linear_jsd holds its gradients from forward on and gives them away in backward, so a second "
+                    "backward through the same loss is not possible: compute the loss again."
+                )
+            *gradients, factor = ctx.gradients
+            ctx.gradients = None
+            factor = upstream if factor is None else upstream * factor
+            with device_guard(factor):
+                gradients = [None if t is None else scale_(t, factor) for t in gradients]
+        dx, dweight, dbias = gradients
+        return (
+            dx,
+            None if dweight is None else dweight.to(ctx.dtypes[0]),
+            None if dbias is None else dbias.to(ctx.dtypes[1]),
+            *(None,) * 9,
+        )
+
+
+def linear_jsd(
+    student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *,
+    labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
+    beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
+    weight_soft: float = 1.0, reduction: str = "mean", return_soft_hard_loss: bool = False,
+    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int = 512 * 2**20,
+) -> Tensor | LinearJSDOutput:  # fmt: skip
+    """Divergence of the student's head from the teacher's, by the formula at the top of this file.
+
+    student_x [..., H] and student_weight [V, H], teacher_x [..., H'] and teacher_weight [V', H'], each with a bias or
+    none, and labels [...], shifted already. A teacher's vocabulary padded beyond the student's is cut off at V, so
+    that its distribution is over the student's tokens; one that is smaller raises InputError. The teacher gets no
+    gradient, and its product is not recorded. Student and teacher may differ in dtype.
+
+    beta, labels, ignore_index and reduction are those of `jsd`; weight_hard needs labels. "mean" divides both losses
+    by the number of labels that are not ignored, 0 where there is none. return_soft_hard_loss returns
+    LinearJSDOutput(loss, soft_loss, hard_loss), the parts reduced but not weighted, without gradients; hard_loss is
+    None without labels. The loss is fp32 (fp64 for fp64).
+
+    num_valid, accum_dtype, chunk_bytes and torch.autocast are as in `linear_cross_entropy`; chunk_bytes bounds the
+    logits of student and teacher together. backward hands out the gradients that forward computed: it runs once.
+    With reduction="none" forward computes the loss only, and backward computes the logits a second time.
+
+    A label that is neither a class nor ignore_index makes its row NaN on a GPU, which is not waited for, and raises
+    InputError on the CPU, where this is F.linear and `jsd_reference` with all logits in memory. Each beta,
+    temperature and pair of weights compiles a kernel. There is no second derivative.
+    """
+    options = JSDOptions(
+        float(beta), ignore_index, reduction, float(temperature), float(weight_hard), float(weight_soft)
+    )
+    tokens, device = student_x.shape[:-1], student_x.device
+    check_options(options, labels, tokens, device, "linear_jsd")
+    if not options.temperature > 0:
+        raise InputError(f"linear_jsd: temperature={temperature} must be positive; 1 leaves the logits as they are.")
+    if options.weight_hard and labels is None:
+        raise InputError(f"linear_jsd: weight_hard={weight_hard} weighs a loss at labels, and there are no labels.")
+    if teacher_x.shape[:-1] != tokens or teacher_x.device != device:
+        raise InputError(
+            f"linear_jsd: teacher_x {tuple(teacher_x.shape)} on {teacher_x.device} must have the tokens of student_x, "
+            f"{tuple(tokens)}, on {device}."
+        )
+    dtypes = []
+    for who, head in (("student", (student_x, student_weight, student_bias)),
+                      ("teacher", (teacher_x, teacher_weight, teacher_bias))):  # fmt: skip
+        if not head[0].is_floating_point():
+            raise InputError(f"linear_jsd: {who}_x is {head[0].dtype}; hidden states must be floating point.")
+        try:
+            dtypes.append(check_head(*head, num_valid, accum_dtype, chunk_bytes))
+        except InputError as error:
+            raise InputError(f"linear_jsd, {who}_x, {who}_weight and {who}_bias: {error}") from None
+    vocab, teacher_vocab = student_weight.shape[0], teacher_weight.shape[0]
+    if teacher_vocab < vocab:
+        raise InputError(
+            f"linear_jsd: teacher_weight has a vocabulary of {teacher_vocab}, smaller than student_weight's of "
+            f"{vocab}. If what the student has more is padding, give student_weight[:{teacher_vocab}]."
+        )
+    if not use_triton(student_x):
+        return linear_jsd_reference(
+            student_x, student_weight, teacher_x, teacher_weight, labels=labels, student_bias=student_bias,
+            teacher_bias=teacher_bias, return_soft_hard_loss=return_soft_hard_loss, **options._asdict(),
+        )  # fmt: skip
+    x, y = (last_dim_contiguous(t.reshape(-1, t.shape[-1])) for t in (student_x, teacher_x.detach()))
+    found = _LinearJSD.apply(
+        x, student_weight, student_bias, y, teacher_weight.detach(),
+        None if teacher_bias is None else teacher_bias.detach(), None if labels is None else labels.reshape(-1),
+        return_soft_hard_loss, dtypes[1], options, Settings(num_valid, chunk_bytes, dtypes[0], accum_dtype is not None),
+        torch.is_grad_enabled(),
+    )  # fmt: skip
+    if reduction == "none":
+        found = [None if t is None else t.view(tokens) for t in found]
+    return LinearJSDOutput._make(found) if return_soft_hard_loss else found[0]

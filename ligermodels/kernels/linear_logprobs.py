@@ -1,0 +1,270 @@
+"""Log probabilities of labels under a linear head, token by token, the logits never whole.
+
+    z        = (x @ weight.T + bias, capped) / temperature          log p = z_y - log sum_c exp z_c
+    entropy  = - sum_c p_c log p_c                                  logits_mean = mean_c temperature z_c
+
+What preference losses and policy gradients stand on. A log probability is minus the loss of `cross_entropy`, and the
+same kernel computes it, chunk by chunk of tokens over one workspace [C, V] as in `linear_cross_entropy`. But each
+token has its own upstream gradient here, which is known in backward only. So forward keeps two numbers per token, and
+backward computes the logits of each chunk again, writes their gradient where they lie,
+
+    dz_c = g ([c = y] - p_c) - h p_c (log p_c + entropy)            g, h: gradients of log p and of the entropy
+
+and multiplies it with weight (dx) and into x (dweight): one GEMM forward and three backward. Where the logits of all
+tokens fit into chunk_bytes, the workspace is kept from forward to backward, which saves a GEMM. The logits move
+2 V itemsize bytes per token forward and 4 V backward, the minimum, beside those that GEMMs move.
+
+`linear_cross_entropy(reduction="none")` is this op with the options of `cross_entropy`.
+
+Source: von Werra et al., TRL (what preference losses need of the head); Milakov and Gimelshein, arXiv:1805.02867.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head
+from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, use_triton
+from ligermodels.kernels.cross_entropy import check_inputs
+
+
+class LogprobsOutput(NamedTuple):
+    """What linear_logprobs returns where more than the log probabilities was asked for."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+    logits_mean: Tensor | None
+
+
+def linear_logprobs_reference(
+    x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    temperature: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
+    return_logits_mean: bool = False,
+) -> Tensor | LogprobsOutput:  # fmt: skip
+    """What `linear_logprobs` computes, in plain PyTorch, which holds all logits."""
+    vocab = weight.shape[0]
+    valid = labels != ignore_index
+    wrong = valid & ((labels < 0) | (labels >= vocab))
+    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
+        raise InputError(
+            f"labels hold {labels[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
+            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
+        )
+    logits = F.linear(x, weight, bias)
+    logits = logits.to(accumulator(logits.dtype)).masked_fill(~valid[..., None], 0)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    logprobs = log_p.gather(-1, labels.where(valid, 0).long()[..., None])[..., 0].where(valid, 0)
+    if not (return_entropy or return_logits_mean):
+        return logprobs
+    # p log p is 0 at p = 0, and so is what reaches it.
+    entropy = (log_p.exp() * log_p.masked_fill(log_p == -torch.inf, 0)).sum(-1).neg().where(valid, 0)
+    mean = logits.detach().mean(-1).where(valid, 0)
+    return LogprobsOutput(logprobs, entropy if return_entropy else None, mean if return_logits_mean else None)
+
+
+def _forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, options: Options,
+    settings: Settings, temperature: float, return_mean: bool, backward_follows: bool, keep: bool,
+) -> tuple[Rows, Tensor | None, Tensor | None]:  # fmt: skip
+    """(results per token, stats of the rows, the logits of all of them where asked to keep them and they fit)."""
+    chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
+    workspace = chunks.workspace()
+    _, weight_sum = divisors(chunks.labels, class_weight, None, workspace, options)
+    rows = empty_rows(chunks.labels, workspace, options)
+    if return_mean:
+        rows = rows._replace(logits_mean=torch.empty_like(rows.loss))
+    stats = rows.loss.new_empty(x.shape[0], 2) if backward_follows else None
+    for start, z in chunks.logits(workspace):
+        launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
+                    weight_sum=weight_sum, scales=None, rows=rows, stats=stats, first_row=start,
+                    temperature=temperature)  # fmt: skip
+    kept = workspace if keep and chunks.rows == len(chunks.labels) else None
+    fills = Rows(0, 0, 0, -1, 0, 0)  # type: ignore[arg-type]
+    return Rows._make(map(chunks.per_token, rows, fills)), stats, kept  # type: ignore[arg-type]
+
+
+def _backward(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, stats: Tensor,
+    entropy: Tensor | None, upstream: Tensor, upstream_entropy: Tensor | None, kept: Tensor | None, options: Options,
+    settings: Settings, temperature: float, needs: tuple[bool, bool, bool],
+) -> list[Tensor | None]:  # fmt: skip
+    """(dx, dweight, dbias); `kept` is written over."""
+    chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
+    _, weight_sum = divisors(chunks.labels, class_weight, None, chunks.x, options)
+    per_row = [chunks.per_row(t) for t in (upstream, upstream_entropy, entropy)]
+    single = chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype  # cuBLAS rounds its sum itself
+    gradients = Gradients(chunks, needs, weight.dtype if single else settings.wide(weight))
+    for start, z in chunks.logits(chunks.workspace()) if kept is None else [(0, kept)] * bool(len(kept)):
+        launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
+                    weight_sum=weight_sum, scales=None, stats=stats, out=z, upstream=per_row[0],
+                    upstream_entropy=per_row[1], entropy=per_row[2], first_row=start,
+                    temperature=temperature)  # fmt: skip
+        gradients.add(chunks, start, z)
+        del z
+    gradients.finish(chunks.place)
+    del chunks, kept
+    return [
+        None if gradient is None or of is None else gradient.to(of.dtype)
+        for gradient, of in zip((gradients.dx, gradients.dweight, gradients.dbias), (x, weight, bias), strict=True)
+    ]
+
+
+_SCALARS = (
+    "int ignore_index, float label_smoothing, float z_loss, float? softcap, str reduction, bool token_scaling, "
+    "bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_entropy, "
+    "SymInt? num_valid, int chunk_bytes, ScalarType dtype, bool accumulate_fp32, float temperature"
+)
+
+
+def _unpack(scalars):
+    return Options(*scalars[:10]), Settings(*scalars[10:14]), *scalars[14:]
+
+
+@torch.library.custom_op(
+    "ligermodels::linear_logprobs", mutates_args=(),
+    schema=f"(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, {_SCALARS}, "
+    "bool return_mean, bool backward_follows) -> Tensor[]",
+)  # fmt: skip
+def _forward_op(x, weight, bias, labels, class_weight, *scalars):
+    options, settings, temperature, return_mean, follows = _unpack(scalars)
+    rows, stats, _ = _forward(x, weight, bias, labels, class_weight, options, settings, temperature, return_mean,
+                              follows, False)  # fmt: skip
+    return [t for t in (*rows, stats) if t is not None]
+
+
+@_forward_op.register_fake
+def _(x, weight, bias, labels, class_weight, *scalars):
+    options, settings, _, return_mean, backward_follows = _unpack(scalars)
+    like = x.new_empty(0, dtype=settings.dtype)
+    rows = empty_rows(labels.new_empty(x.shape[:1], device=x.device), like, options)
+    extra = [rows.loss.new_empty(x.shape[0]) if return_mean else None]
+    extra += [rows.loss.new_empty(x.shape[0], 2) if backward_follows else None]
+    return [t for t in (*rows[:5], *extra) if t is not None]
+
+
+@torch.library.custom_op(
+    "ligermodels::linear_logprobs_backward", mutates_args=(),
+    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, Tensor stats, "
+    f"Tensor? entropy, Tensor upstream, Tensor? upstream_entropy, {_SCALARS}, bool need_x, bool need_weight, "
+    "bool need_bias) -> Tensor[]",
+)  # fmt: skip
+def _backward_op(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, *scalars):
+    options, settings, temperature, *needs = _unpack(scalars)
+    found = _backward(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, None,
+                      options, settings, temperature, needs)  # fmt: skip
+    return [t for t in found if t is not None]
+
+
+@_backward_op.register_fake
+def _(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, *scalars):
+    return [t.new_empty(t.shape) for t, needed in zip((x, weight, bias), scalars[-3:], strict=True) if needed]
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Results per token as `Rows` names them. torch.compile sees two opaque ops (see linear_cross_entropy)."""
+
+    @staticmethod
+    def forward(
+        ctx, x, weight, bias, labels, class_weight, options, settings, temperature, return_mean, backward_follows
+    ):
+        ctx.needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
+        ctx.how, ctx.kept = (options, settings, temperature), None
+        follows = any(ctx.needs)
+        if not torch.compiler.is_compiling():
+            ctx.set_materialize_grads(False)
+        if torch.compiler.is_compiling():
+            found = iter(_forward_op(x, weight, bias, labels, class_weight, *options, *settings, temperature,
+                                     return_mean, follows))  # fmt: skip
+            present = (True, *options[6:], return_mean)
+            rows = Rows._make(next(found) if p else None for p in present)
+            stats = next(found, None)
+        else:
+            with device_guard(x):
+                rows, stats, ctx.kept = _forward(x, weight, bias, labels, class_weight, options, settings,
+                                                 temperature, return_mean, follows, follows)  # fmt: skip
+        ctx.save_for_backward(x, weight, bias, labels, class_weight, stats, rows.entropy)
+        metrics = rows.z_loss, rows.correct, rows.predicted, rows.logits_mean
+        ctx.mark_non_differentiable(*(t for t in metrics if t is not None))
+        return tuple(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss, _z, _correct, _predicted, grad_entropy, _mean):
+        x, weight, bias, labels, class_weight, stats, entropy = ctx.saved_tensors
+        options, settings, temperature = ctx.how
+        grad_loss = stats.new_zeros(x.shape[0]) if grad_loss is None else grad_loss.contiguous()
+        grads = grad_loss, None if grad_entropy is None or entropy is None else grad_entropy.contiguous()
+        if torch.compiler.is_compiling():
+            found = iter(_backward_op(x, weight, bias, labels, class_weight, stats, entropy, *grads, *options,
+                                      *settings, temperature, *ctx.needs))  # fmt: skip
+            gradients = [next(found) if needed else None for needed in ctx.needs]
+        else:
+            # The first backward writes over the logits that forward kept; a later one computes them again.
+            kept, ctx.kept = ctx.kept, None
+            with device_guard(x):
+                gradients = _backward(x, weight, bias, labels, class_weight, stats, entropy, *grads, kept, options,
+                                      settings, temperature, ctx.needs)  # fmt: skip
+        return *gradients, *(None,) * 7
+
+
+def rows_of_head(
+    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, options: Options,
+    settings: Settings, temperature: float = 1.0, return_mean: bool = False,
+) -> Rows:  # fmt: skip
+    """Results per token of checked x [T, H] and labels [T], differentiable in the loss and in the entropy."""
+    return Rows._make(
+        _LinearLogprobs.apply(last_dim_contiguous(x), weight, bias, labels.contiguous(), class_weight, options,
+                              settings, temperature, return_mean, torch.is_grad_enabled())
+    )  # fmt: skip
+
+
+def linear_logprobs(
+    x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
+    temperature: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
+    return_logits_mean: bool = False, num_valid: int | None = None,
+    accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int = 512 * 2**20,
+) -> Tensor | LogprobsOutput:  # fmt: skip
+    """Log probabilities [...] of labels [...] under softmax((x @ weight.T + bias) / temperature), fp32.
+
+    x is [..., H], weight [V, H], bias [V]; fp64 in gives fp64. Where the label is ignore_index, all results are 0
+    and x gets no gradient. softcap: logits become softcap * tanh(logits / softcap) before the temperature.
+
+    return_entropy: also the entropy [...] of each token's distribution, in nats, with gradient. return_logits_mean:
+    the mean [...] of each token's logits over the vocabulary, capped and before the temperature, a metric without
+    gradient.
+
+    num_valid, accum_dtype and chunk_bytes are those of `linear_cross_entropy`: how many labels are valid where the
+    host knows it, what dweight is accumulated in, and what the logits workspace may take. Where all (valid) tokens
+    fit into it, it is kept until backward, which then does without computing the logits again (not in
+    torch.compile); a second backward through the same graph computes them again. Nothing of size [V, H] exists
+    where weight needs no gradient, and no gradient is computed or kept under torch.no_grad. Under torch.autocast,
+    x, weight and bias are cast as for F.linear.
+
+    A label that is neither a class nor ignore_index makes its log probability NaN on a GPU, which is not waited for,
+    and raises InputError on the CPU, where this is `linear_logprobs_reference`. There is no second derivative.
+    """
+    options = Options(ignore_index, 0.0, 0.0, softcap, "none", False, False, False, False, return_entropy)
+    check_inputs("x", x, labels, weight.shape[0], None, None, options)
+    dtype = check_head(x, weight, bias, num_valid, accum_dtype, chunk_bytes)
+    if not 0.0 < temperature < float("inf"):
+        raise InputError(f"temperature={temperature} must be positive; for greedy choices take the argmax.")
+    if not use_triton(x):
+        return linear_logprobs_reference(
+            x, weight, labels, bias=bias, ignore_index=ignore_index, temperature=temperature, softcap=softcap,
+            return_entropy=return_entropy, return_logits_mean=return_logits_mean,
+        )  # fmt: skip
+    settings = Settings(num_valid, chunk_bytes, dtype, accum_dtype is not None)
+    rows = rows_of_head(x.reshape(-1, x.shape[-1]), weight, bias, labels.reshape(-1), None, options, settings,
+                        float(temperature), return_logits_mean)  # fmt: skip
+    logprobs = -rows.loss.view(labels.shape)
+    if not (return_entropy or return_logits_mean):
+        return logprobs
+    extras = [None if t is None else t.view(labels.shape) for t in (rows.entropy, rows.logits_mean)]
+    return LogprobsOutput(logprobs, *extras)

@@ -1,0 +1,337 @@
+"""Log probabilities of whole sequences from hidden states, and what the losses over them share.
+
+    logps[n] = sum over the tokens t of sequence n that count of log softmax(x[n, t] @ weight.T + bias)[labels[n, t]]
+
+The logits are never in memory in fp32, nor whole where chunks of tokens are leaner: `kernels.linear_logprobs`. What a
+preference loss computes of the [N] sums is a few numbers per pair, in plain PyTorch, in fp32 (fp64 for fp64).
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels.linear_logprobs import linear_logprobs
+
+CHUNK_BYTES = 512 * 2**20
+
+
+class Sequences(NamedTuple):
+    """Sums [N] over the tokens of N sequences that count; 0 where none does."""
+
+    logps: Tensor  # with gradient
+    lengths: Tensor  # how many count
+    logits: Tensor  # of the mean logit over the vocabulary
+    nll_logps: Tensor  # as logps, over the tokens that the NLL counts
+    nll_lengths: Tensor
+
+    def averaged(self, logps: Tensor) -> Tensor:
+        """Sums [N] as means per token; those of an empty sequence stay 0."""
+        return logps / self.lengths.clamp(min=1)
+
+
+class PreferenceOutput(NamedTuple):
+    """The loss, and beside it what trainers log: on the device, without gradient.
+
+    chosen_logps and rejected_logps [B]: log probability of each sequence, summed over its tokens or averaged, as the
+    loss uses it. chosen_logits_mean and rejected_logits_mean []: mean logit over the vocabulary and the tokens that
+    count (TRL does so too; Liger counts the prompt and the padding). nll_loss []: mean negative log probability of the
+    chosen tokens, whether or not it is part of the loss. chosen_rewards, rejected_rewards [B]: beta times the log
+    ratio to the reference, or times the log probability where there is none. reward_accuracy []: the share of pairs
+    whose chosen reward is the larger. reward_margin []: the mean difference. log_odds_ratio (mean log sigmoid of the
+    log odds ratio) and log_odds_chosen (its mean), [], are there with ORPO, and None otherwise.
+    """
+
+    loss: Tensor
+    chosen_logps: Tensor
+    rejected_logps: Tensor
+    chosen_logits_mean: Tensor
+    rejected_logits_mean: Tensor
+    nll_loss: Tensor
+    chosen_rewards: Tensor
+    rejected_rewards: Tensor
+    reward_accuracy: Tensor
+    reward_margin: Tensor
+    log_odds_ratio: Tensor | None = None
+    log_odds_chosen: Tensor | None = None
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def mean(x: Tensor) -> Tensor:
+    """The mean, and 0 of nothing."""
+    return x.mean() if x.numel() else x.sum()
+
+
+def check_choice(name: str, value: str, supported: tuple[str, ...], hint: str = "") -> None:
+    if value not in supported:
+        raise InputError(f"{name}={value!r} is not supported; supported: {', '.join(supported)}{hint}")
+
+
+def check_smoothing(label_smoothing: float, loss_type: str, defined: tuple[str, ...]) -> None:
+    """Raises InputError for a label smoothing that the loss does not define: it would be ignored."""
+    if not 0 <= label_smoothing < 0.5:
+        raise InputError(
+            f"label_smoothing={label_smoothing} must be in [0, 0.5): it is the share of pairs whose order is wrong, "
+            "and from a half on the preference would be turned around"
+        )
+    if label_smoothing and loss_type not in defined:
+        raise InputError(
+            f"label_smoothing={label_smoothing} is not defined for loss_type={loss_type!r}; leave it 0, or use one of "
+            f"{', '.join(defined)}"
+        )
+
+
+def check_positive(**values: float) -> None:
+    for name, value in values.items():
+        if not value > 0:
+            raise InputError(f"{name}={value} must be greater than 0")
+
+
+def _check_tokens(x: Tensor, labels: Tensor, nll_labels: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    for name, given in (("labels", labels), ("nll_labels", nll_labels)):
+        if given is not None and given.shape != x.shape[:-1]:
+            raise InputError(
+                f"{name} {list(given.shape)} do not fit x {list(x.shape)}: one label for each position, shifted "
+                "already (the label of a position is the token that follows it)"
+            )
+    if cu_seqlens is None:
+        if x.dim() != 3:
+            raise InputError(
+                f"x {list(x.shape)} must be [sequences, tokens, hidden_size]; packed sequences, [tokens, hidden_size], "
+                "need cu_seqlens"
+            )
+    elif cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.is_floating_point():
+        raise InputError(
+            f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; it must be integers [sequences + 1], the "
+            "positions where the sequences start, and behind them the end of the last"
+        )
+
+
+def _chunking(
+    x: Tensor, weight: Tensor, num_valid: int | None, chunk_bytes: int | None, accum_dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """chunk_bytes and accum_dtype of `linear_logprobs`, where the first may be None: whatever is leaner.
+
+    In chunks, a weight's gradient is summed in an fp32 matrix and then copied. One chunk of all tokens needs neither,
+    and saves a matrix product; so it is the leaner way too where the logits are no larger than that matrix, which is
+    up to 2 H tokens of two bytes.
+    """
+    if chunk_bytes is not None:
+        return {"chunk_bytes": chunk_bytes, "accum_dtype": accum_dtype}
+    tokens, summed_bytes = x.shape[:-1].numel(), 4 * weight.numel()
+    if num_valid is not None and num_valid + 127 <= 0.9 * tokens:
+        tokens = num_valid + 127  # all others are left out
+    whole = -(-tokens // 128) * 128 * (-(-weight.shape[0] // 64) * 64) * x.element_size()
+    summed = weight.requires_grad and torch.is_grad_enabled() and weight.element_size() < 4 and accum_dtype is not None
+    if summed and whole <= max(CHUNK_BYTES, summed_bytes):
+        # A number that does not depend on the tokens, for torch.compile. cuBLAS rounds once, from fp32.
+        return {"chunk_bytes": max(CHUNK_BYTES, summed_bytes), "accum_dtype": None}
+    return {"chunk_bytes": CHUNK_BYTES, "accum_dtype": accum_dtype}
+
+
+def measure(
+    x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, nll_labels: Tensor | None = None,
+    cu_seqlens: Tensor | None = None, num_valid: int | None = None, ignore_index: int = -100,
+    softcap: float | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
+) -> Sequences:  # fmt: skip
+    """The sums of every sequence, from one pass over the logits."""
+    _check_tokens(x, labels, nll_labels, cu_seqlens)
+    every = labels
+    if nll_labels is not None:
+        every = torch.where(labels == ignore_index, nll_labels, labels)
+        free = labels.device.type == "cpu" and not torch.compiler.is_compiling()
+        if free and ((every != nll_labels) & (nll_labels != ignore_index)).any():
+            raise InputError("nll_labels and labels name different tokens where both count; they are of the same text")
+    logps, _, logits = linear_logprobs(
+        x, weight, every, bias=bias, ignore_index=ignore_index, softcap=softcap, return_logits_mean=True,
+        num_valid=num_valid, **_chunking(x, weight, num_valid, chunk_bytes, accum_dtype),
+    )  # fmt: skip
+    assert logits is not None, "linear_logprobs was asked for the mean of the logits"
+
+    belongs = None
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(x.device, non_blocking=True)[:, None]
+        position = torch.arange(labels.numel(), device=x.device)
+        belongs = (position >= bounds[:-1]) & (position < bounds[1:])
+
+    def total(values: Tensor) -> Tensor:
+        # A sum over all tokens for each packed sequence: no atomics, no length that the host would have to know.
+        values = values if belongs is None else torch.where(belongs, values.reshape(-1), 0)
+        return values.sum(-1, dtype=logps.dtype)
+
+    counted = labels.to(x.device, non_blocking=True) != ignore_index
+    lengths = total(counted)
+    if nll_labels is None:  # where labels do not count, logps and logits are 0
+        sums = total(logps)
+        return Sequences(sums, lengths, total(logits), sums, lengths)
+    of_nll = nll_labels.to(x.device, non_blocking=True) != ignore_index
+    return Sequences(
+        total(torch.where(counted, logps, 0)),
+        lengths,
+        total(torch.where(counted, logits, 0)),
+        total(torch.where(of_nll, logps, 0)),
+        total(of_nll),
+    )
+
+
+def sequence_logps(
+    x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    average_log_prob: bool = False, ignore_index: int = -100, softcap: float | None = None,
+    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Log probability [N] of each sequence, summed over its tokens, or averaged: `ref_logps` to keep for later.
+
+    x [N, S, H], weight [V, H], bias [V], labels [N, S], shifted already; a sequence without a label that counts has 0.
+    Packed sequences: x [T, H] or [1, T, H], labels alike, and cu_seqlens [N + 1]. num_valid and the options of the
+    head: see `LinearLoss`.
+    """
+    sequences = measure(
+        x, weight, labels, bias=bias, cu_seqlens=cu_seqlens, num_valid=num_valid, ignore_index=ignore_index,
+        softcap=softcap, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
+    )  # fmt: skip
+    return sequences.averaged(sequences.logps) if average_log_prob else sequences.logps
+
+
+class LinearLoss(nn.Module):
+    """The options of the head, which are those of `ligermodels.kernels.linear_logprobs`.
+
+    ignore_index: the label of tokens that do not count, prompt and padding. num_valid, in forward: a bound on the
+    number of labels that count, where the host knows one; labels on the CPU are counted there. softcap: Gemma 2's.
+    chunk_bytes: what the logits in memory may take; None is 512 MiB, or all logits where these take no more than the
+    fp32 matrix that a chunked gradient of the weight is summed in (`accum_dtype`), which is faster and leaner.
+    """
+
+    def __init__(
+        self,
+        *,
+        average_log_prob: bool,
+        ignore_index: int,
+        softcap: float | None,
+        accum_dtype: torch.dtype | None,
+        chunk_bytes: int | None,
+    ):
+        super().__init__()
+        self.average_log_prob = average_log_prob
+        self.head: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "softcap": softcap,
+            "accum_dtype": accum_dtype,
+            "chunk_bytes": chunk_bytes,
+        }
+
+    def extra_repr(self) -> str:
+        own = {name: value for name, value in vars(self).items() if name[0] != "_" and name not in ("training", "head")}
+        return ", ".join(f"{name}={value!r}" for name, value in (own | self.head).items())
+
+    def _reference(
+        self, sequences: Sequences, x: Tensor, labels: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
+        ref_bias: Tensor | None, ref_logps: Tensor | None, cu_seqlens: Tensor | None, num_valid: int | None,
+    ) -> Tensor:  # fmt: skip
+        """The sums [N] of the reference: given, or one matrix product without gradient, or 0."""
+        if (ref_x is None) != (ref_weight is None) or (ref_x is None and ref_bias is not None):
+            raise InputError(
+                "ref_x and ref_weight go together (ref_bias with them): the reference's states and its head"
+            )
+        if ref_x is not None and ref_logps is not None:
+            raise InputError("ref_logps and ref_x are both given; the first are what the second would be used for")
+        if ref_logps is not None:
+            if ref_logps.shape != sequences.logps.shape:
+                raise InputError(
+                    f"ref_logps {list(ref_logps.shape)} must be {list(sequences.logps.shape)}: for each sequence of x, "
+                    "in the same order, the sum over its tokens"
+                )
+            return wide(ref_logps.detach()).to(x.device, non_blocking=True)
+        if ref_x is None or ref_weight is None:
+            return torch.zeros_like(sequences.logps)
+        if ref_x.shape[:-1] != x.shape[:-1]:
+            raise InputError(
+                f"ref_x {list(ref_x.shape)} must have the shape of x {list(x.shape)}, but for the last dim"
+            )
+        with torch.no_grad():
+            return measure(
+                ref_x, ref_weight, labels, bias=ref_bias, cu_seqlens=cu_seqlens, num_valid=num_valid, **self.head
+            ).logps
+
+
+class PairedLoss(LinearLoss):
+    """A loss over pairs: the first half of the sequences are the chosen ones, the second half the rejected ones."""
+
+    def __init__(self, *, beta: float, compute_nll_loss: bool, alpha: float, **options: Any):
+        super().__init__(**options)
+        check_positive(beta=beta)
+        self.beta, self.compute_nll_loss, self.alpha = beta, compute_nll_loss, alpha
+
+    def _measure(
+        self, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, nll_labels: Tensor | None,
+        cu_seqlens: Tensor | None, num_valid: int | None,
+    ) -> Sequences:  # fmt: skip
+        sequences = measure(
+            x, weight, labels, bias=bias, nll_labels=nll_labels, cu_seqlens=cu_seqlens, num_valid=num_valid, **self.head
+        )
+        if len(sequences.logps) % 2:
+            raise InputError(
+                f"{len(sequences.logps)} sequences are no pairs; give all chosen ones, then all rejected ones"
+            )
+        return sequences
+
+    def _output(
+        self, losses: Tensor, sequences: Sequences, logps: Tensor, rewards: Tensor, **metrics: Tensor
+    ) -> PreferenceOutput:
+        """losses [B] of the pairs; logps and rewards [2B]; metrics without gradient."""
+        loss, pairs = mean(losses), len(losses)
+        if self.compute_nll_loss:
+            number = sequences.nll_lengths[:pairs].sum().clamp(min=1)
+            loss = loss - self.alpha * (sequences.nll_logps[:pairs].sum() / number)
+        with torch.no_grad():
+            # [2, 2]: nll and logits of chosen and rejected. Few operations: the host launches each.
+            sums = torch.stack([sequences.nll_logps, sequences.logits]).view(2, 2, pairs).sum(-1)
+            lengths = torch.stack([sequences.nll_lengths, sequences.lengths]).view(2, 2, pairs).sum(-1)
+            means = sums / lengths.clamp(min=1)
+            chosen, rejected = rewards.detach().chunk(2)
+            margins = chosen - rejected
+            return PreferenceOutput(
+                loss,
+                chosen_logps=logps[:pairs].detach(),
+                rejected_logps=logps[pairs:].detach(),
+                chosen_logits_mean=means[1, 0],
+                rejected_logits_mean=means[1, 1],
+                nll_loss=-means[0, 0],
+                chosen_rewards=chosen,
+                rejected_rewards=rejected,
+                reward_accuracy=mean((margins > 0).to(rewards.dtype)),
+                reward_margin=mean(margins),
+                **metrics,
+            )
+
+
+class ReferenceFreeLoss(PairedLoss):
+    def _losses(self, chosen_logps: Tensor, rejected_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Losses [B] of pairs, without the term of the chosen tokens, and metrics of its own."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        *,
+        bias: Tensor | None = None,
+        nll_labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        num_valid: int | None = None,
+    ) -> PreferenceOutput:
+        """x [2B, S, H] (the chosen sequences, then the rejected ones), weight [V, H], bias [V], labels [2B, S].
+
+        labels are shifted already. nll_labels, where given, are the labels of the NLL term, which may count tokens
+        that labels leave out (the prompt); those of the rejected half are not used. Packed sequences: x [T, H] or
+        [1, T, H], labels alike, and cu_seqlens [2B + 1]. num_valid, where the host knows it, bounds the number of
+        labels that count (in either): the others are left out of the matrix products.
+        """
+        sequences = self._measure(x, weight, labels, bias, nll_labels, cu_seqlens, num_valid)
+        logps = sequences.averaged(sequences.logps) if self.average_log_prob else sequences.logps
+        losses, metrics = self._losses(*logps.chunk(2))
+        return self._output(losses, sequences, logps, self.beta * logps.detach(), **metrics)

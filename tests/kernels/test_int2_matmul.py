@@ -1,0 +1,231 @@
+import importlib
+
+import pytest
+import torch
+from transformers.integrations import bitnet
+
+from ligermodels.errors import InputError
+from ligermodels.kernels.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
+from ligermodels.kernels.quantize import quantize_int8
+
+module = importlib.import_module("ligermodels.kernels.int2_matmul")
+
+SHAPES = [
+    (1, 1, 1), (1, 8, 64), (2, 37, 101), (3, 70, 1100), (4, 5, 100),
+    (5, 130, 3), (17, 67, 301), (40, 9, 36), (70, 300, 70),
+]  # fmt: skip
+"""M, N, K: few rows in words and not, one tile and several, N and K that fill no byte, no vector and no tile."""
+
+
+def ternary(*shape, **options):
+    return torch.randint(-1, 2, shape, dtype=torch.int8, **options)
+
+
+def int8(*shape, **options):
+    return torch.randint(-128, 128, shape, dtype=torch.int8, **options)
+
+
+def exact(a, w):
+    return (a.double() @ w.double().t()).long()  # integers below 2^53
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 130])
+def test_pack_is_the_layout_of_transformers_and_unpack_undoes_it(device, rows):
+    w = ternary(rows, 7, device=device)
+    kept = w.clone()
+    packed = pack_int2(w)
+    assert torch.equal(w, kept)  # transformers' own adds 1 to it in place
+    assert torch.equal(packed, bitnet.pack_weights(w.clone()))
+    assert torch.equal(unpack_int2(packed, rows), w)
+    assert torch.equal(pack_int2(w.float()), packed)
+    assert unpack_int2(packed).shape == (4 * -(-rows // 4), 7)
+
+
+def test_pack_takes_ternary_alone(device):
+    for value in (2, -2, 127, -128):
+        with pytest.raises(InputError, match="-1, 0 and 1"):
+            pack_int2(torch.tensor([[0, value]], dtype=torch.int8, device=device))
+    for value in (0.5, -0.25, 256.0, float("nan"), float("inf")):
+        with pytest.raises(InputError, match="-1, 0 and 1"):
+            pack_int2(torch.tensor([[0, value]], device=device))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_sums_are_exact(device, poison, shape):
+    m, n, k = shape
+    a, w = int8(m, k, device=device), ternary(n, k, device=device)
+    packed, expected = pack_int2(w), exact(a, w)
+    for op in (int2_matmul, int2_matmul_reference):
+        out = op(a, packed, out_features=n, out_dtype=torch.int32)
+        assert out.dtype == torch.int32
+        assert torch.equal(out.long(), expected)
+
+
+def test_every_value_of_a_byte(device):
+    """The ends of the range at every place of a word and of a vector, alone in their row."""
+    for m in (1, 16):
+        a = torch.zeros(64, m, 64, dtype=torch.int8, device=device)
+        w = torch.ones(8, 64, dtype=torch.int8, device=device)
+        w[1::2] = -1
+        for value in (-128, -1, 1, 127):
+            a.zero_()
+            a[torch.arange(64), m - 1, torch.arange(64)] = value
+            for at in (0, 1, 2, 3, 17, 63):
+                out = int2_matmul(a[at], pack_int2(w), out_dtype=torch.int32)
+                assert out[m - 1].tolist() == [value, -value] * 4
+                assert not out[: m - 1].any()
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_parts_of_k_give_the_whole(device, poison, monkeypatch, split):
+    """Whatever the number of programs along K; the last part is shorter, or has nothing to do."""
+    monkeypatch.setattr(module, "num_sms", lambda index: split)
+    monkeypatch.setattr(module, "_TILES", ((16, 16, 16, 32, 4, 4),))
+    for k in (64, 200, 330):
+        a, w = int8(9, k, device=device), ternary(30, k, device=device)
+        scales = dict(scale_a=torch.rand(9, device=device), bias=torch.randn(30, device=device))
+        out = int2_matmul(a, pack_int2(w), out_features=30, out_dtype=torch.int32)
+        assert torch.equal(out.long(), exact(a, w))
+        options = dict(out_features=30, out_dtype=torch.float32, **scales)
+        check_scaled(a, pack_int2(w), options)
+
+
+def check_scaled(a, packed, options):
+    """As the reference in fp32, but for the one rounding that a fused multiply-add leaves out; then rounded once."""
+    out = int2_matmul(a, packed, **options)
+    expected = int2_matmul_reference(a, packed, **options)
+    assert out.dtype == expected.dtype
+    # Adding the bias can cancel digits, so that one rounding of the summands shows as more of the sum.
+    largest = max(t.abs().max().item() for t in (expected, options.get("bias")) if t is not None and t.numel())
+    eps = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out, expected, rtol=eps, atol=2 * torch.finfo(torch.float32).eps * largest)
+
+
+@pytest.mark.parametrize("m", [1, 3, 20])
+@pytest.mark.parametrize("scale_a", [False, True])
+@pytest.mark.parametrize("scale_w", [None, (), (1,), (37,)], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_scales_and_bias(device, poison, m, scale_a, scale_w, with_bias):
+    a, packed = int8(m, 52, device=device), pack_int2(ternary(37, 52, device=device))
+    options = dict(
+        out_features=37,
+        scale_a=torch.rand(m, device=device) if scale_a else None,
+        scale_w=None if scale_w is None else torch.rand(scale_w, device=device),
+        bias=torch.randn(37, device=device) * 100 if with_bias else None,
+    )
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if device == "cuda" else (torch.float32, torch.float16)
+    for dtype in dtypes:
+        check_scaled(a, packed, dict(out_dtype=dtype, **options))
+
+
+def test_scales_of_a_narrow_dtype_are_widened(device):
+    a, packed = int8(3, 8, device=device), pack_int2(ternary(4, 8, device=device))
+    scale, bias = torch.full((1,), 1 / 3, device=device).half(), torch.full((4,), 2 / 3, device=device).half()
+    check_scaled(a, packed, dict(scale_w=scale, bias=bias, out_dtype=torch.float32))
+
+
+def test_leading_dims_and_layouts(device, poison):
+    w = ternary(12, 20, device=device)
+    a = int8(20, 2, 3, device=device).permute(1, 2, 0)
+    wide = torch.cat([pack_int2(w), pack_int2(w)], 1)[:, 20:]
+    odd = torch.cat([a, a], -1)[..., 1:21]  # starts in the middle of a word
+    scale = torch.rand(3, 2, device=device).t()
+    for x in (a, odd, odd[0], a[:1].expand(2, 3, 20), a[0, 0]):
+        out = int2_matmul(x, wide, out_dtype=torch.int32)
+        assert torch.equal(out.long(), exact(x.reshape(-1, 20), w).view(*x.shape[:-1], 12))
+    narrow = int2_matmul(odd[0, :, 3:9], wide[:, :6], out_dtype=torch.int32)  # whole words apart, but no whole number
+    assert torch.equal(narrow.long(), exact(odd[0, :, 3:9], w[:, :6]))
+    out = int2_matmul(a, wide, scale_a=scale, out_dtype=torch.float32)
+    torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None])
+
+
+def test_nothing_to_do(device):
+    for m, n, k in ((0, 8, 8), (2, 8, 0), (20, 8, 0), (3, 0, 8)):
+        out = int2_matmul(int8(m, k, device=device), pack_int2(ternary(n, k, device=device)), out_dtype=torch.int32)
+        assert torch.equal(out, torch.zeros(m, n, dtype=torch.int32, device=device))
+
+
+def test_errors(device):
+    a, packed = int8(3, 8, device=device), pack_int2(ternary(5, 8, device=device))
+    scale = torch.ones(3, device=device)
+    for message, call in {
+        "a is torch.int32": lambda: int2_matmul(a.int(), packed),
+        r"expected int8 \[..., 8\]": lambda: int2_matmul(a[:, :7], packed),
+        "on meta": lambda: int2_matmul(a.to("meta"), packed),
+        "expected uint8": lambda: int2_matmul(a, packed.int()),
+        "out_features=9": lambda: int2_matmul(a, packed, out_features=9),
+        "out_features=4 ": lambda: unpack_int2(packed, 4),
+        r"scale_a \(2,\)": lambda: int2_matmul(a, packed, scale_a=scale[:2]),
+        r"scale_w \(3,\).* or \(5,\)": lambda: int2_matmul(a, packed, scale_w=scale, out_features=5),
+        r"bias \(3,\)": lambda: int2_matmul(a, packed, bias=scale),
+        "out_dtype=torch.int64": lambda: int2_matmul(a, packed, out_dtype=torch.int64),
+        "without scales": lambda: int2_matmul(a, packed, scale_a=scale, out_dtype=torch.int32),
+        "scale_a requires a gradient": lambda: int2_matmul(a, packed, scale_a=scale.clone().requires_grad_()),
+        r"expected \[N, K\]": lambda: pack_int2(a[0]),
+    }.items():
+        with pytest.raises(InputError, match=message):
+            call()
+
+
+def layer(m, n, k):
+    """An op of floating inputs alone: quantise, multiply, scale."""
+    packed, scale_w = pack_int2(ternary(n, k, device="cuda")), torch.rand(1, device="cuda")
+
+    def op(x):
+        q, scale = quantize_int8(x)
+        return int2_matmul(q, packed, scale_a=scale, scale_w=scale_w, out_features=n)
+
+    return op, torch.randn(m, k, dtype=torch.bfloat16, device="cuda")
+
+
+ROWS = [1, 2, 8, 16, 33, 64, 300, 2000]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("n, k", [(14336, 4096), (4096, 14336), (37, 4100), (2560, 6912), (1000, 130)])
+def test_model_sizes_exact_and_the_same_20_times(m, n, k):
+    a, w = int8(m, k, device="cuda"), ternary(n, k, device="cuda")
+    packed = pack_int2(w)
+    assert torch.equal(int2_matmul(a, packed, out_features=n, out_dtype=torch.int32).long(), exact(a, w))
+    options = dict(scale_a=torch.rand(m, device="cuda"), scale_w=torch.rand(1, device="cuda"), out_features=n)
+    out = int2_matmul(a, packed, **options)
+    assert torch.equal(out, int2_matmul_reference(a, packed, **options))
+    for _ in range(20):
+        assert torch.equal(out, int2_matmul(a, packed, **options))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", ROWS)
+def test_compiles_whole(m):
+    op, x = layer(m, 300, 260)
+    for dynamic in (False, True):
+        torch.compiler.reset()
+        torch.testing.assert_close(torch.compile(op, fullgraph=True, dynamic=dynamic)(x), op(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", ROWS)
+def test_captured_and_never_waits(m):
+    op, x = layer(m, 300, 1028)
+    with torch.no_grad():
+        op(x)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            op(x)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = op(x)
+        x.normal_()
+        graph.replay()
+        assert torch.equal(captured, op(x))
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    m, n, k = 2**20 + 5, 2100, 2100  # a and out have more than 2^31 each
+    a, w = int8(m, k, device="cuda"), ternary(n, k, device="cuda")
+    out = int2_matmul(a, pack_int2(w), out_dtype=torch.int32)
+    assert torch.equal(out[-7:].long(), exact(a[-7:], w))

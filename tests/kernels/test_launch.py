@@ -1,0 +1,290 @@
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import CudaLauncher
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+
+from ligermodels.kernels import _launch
+from ligermodels.kernels._launch import launch
+
+DTYPES = [
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+]
+
+
+def mix(out_ptr, x_ptr, y_ptr, n, stride, scale, NAME: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr):
+    i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + (i % 2) * stride + i // 2, mask=i < n, other=0).to(tl.float32)
+    if y_ptr is not None:
+        x += tl.load(y_ptr + i, mask=i < n, other=0).to(tl.float32)
+    if NAME == "double":
+        x *= 2
+    x = x * scale + SHIFT
+    tl.store(out_ptr + i, x.to(out_ptr.dtype.element_ty), mask=i < n)
+
+
+def plain(a_ptr, n, BLOCK: tl.constexpr = 16):
+    pass
+
+
+def annotated(a_ptr, n: tl.int64, BLOCK: tl.constexpr):
+    pass
+
+
+mix_kernel = triton.jit(mix, do_not_specialize=["n"])
+
+
+class Fake:
+    """A kernel whose compiled variants only note, with each launch, the cache key of Triton that they belong to."""
+
+    def __init__(self, monkeypatch, fn, scratch=0, **options):
+        self.kernel, self.scratch = JITFunction(fn, **options), scratch
+        self.compiled, self.direct = [], []
+        self.backend = make_backend(GPUTarget("cuda", 90, 32))
+        binder = create_function_from_signature(self.kernel.signature, self.kernel.params, self.backend)
+        self.kernel.device_caches[0] = self.kernel.device_caches[1] = {}, {}, None, self.backend, binder
+        self.kernel.run = self.run
+        self.device = 0
+        monkeypatch.setattr(_launch, "_DIRECT", True)
+        monkeypatch.setattr(_launch, "_KERNELS", {})
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: self.device, raising=False)
+        monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 70 + device, raising=False)
+
+    def key(self, *args, **options):
+        _, specialization, rest = self.kernel.device_caches[0][4](*args, **options)
+        return self.device, compute_cache_key({}, specialization, rest)
+
+    def run(self, *args, grid, warmup, **options):
+        key = self.key(*args, **options)
+        self.compiled.append(key)
+        launcher = object.__new__(CudaLauncher)
+        launcher.global_scratch_size, launcher.profile_scratch_size = self.scratch, 0
+        launcher.launch_cooperative_grid = launcher.launch_pdl = False
+        launcher.arg_annotations = launcher.kernel_signature = None
+        launcher.launch = lambda *args: self.direct.append((key, args))
+        return SimpleNamespace(run=launcher, function="function", packed_metadata="metadata")
+
+    def launched(self, *args, **options):
+        """The key of the variant that one launch ran, and what the C launcher was called with, if it was."""
+        launch(self.kernel, (5,), *args, **options)
+        if self.compiled:
+            return self.compiled.pop(), None
+        return self.direct.pop()
+
+
+def variations(rng):
+    """Arguments, by name, and near misses of each: what it may be in another call."""
+
+    def tensor():
+        dtype = rng.choice(DTYPES[:3])
+        return torch.zeros(64, dtype=dtype)[rng.choice([0, 0, 1, 4, 8]) :]
+
+    return {
+        "out_ptr": tensor,
+        "x_ptr": tensor,
+        "y_ptr": lambda: rng.choice([None, tensor()]),
+        "n": lambda: rng.choice([0, 1, 16, 17, 2**31 - 1, 2**31, -(2**31) - 1]),
+        "stride": lambda: rng.choice([0, 1, 2, 16, 17, 48, -16, 2**31, 2**31 + 5, 2**40, True]),
+        "scale": lambda: rng.choice([1, 1.0, 2.0, 0.5, True, False, 16]),
+        "NAME": lambda: rng.choice(["double", "same"]),
+        "BLOCK": lambda: rng.choice([16, 32]),
+        "SHIFT": lambda: rng.choice([0, 1]),
+        "num_warps": lambda: rng.choice([1, 4]),
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("options", [{}, {"do_not_specialize": ["n", "stride"]}, {"do_not_specialize": ["scale"]}])
+def test_takes_the_variant_that_triton_takes(monkeypatch, seed, options):
+    """The same call twice, then with one argument changed, then as it was: each against Triton's own key."""
+    fake, rng, direct = Fake(monkeypatch, mix, **options), random.Random(seed), 0
+    vary = variations(rng)
+    for _ in range(200):
+        first = {name: make() for name, make in vary.items()}
+        changed = [first | {name: vary[name]()} for name in rng.sample(list(vary), 3)]
+        by_position = rng.choice([6, 7, 9])
+        for call in (first, first, *changed, first):
+            fake.device = rng.choice([0, 0, 0, 1])
+            args, named = list(call.values())[:by_position], dict(list(call.items())[by_position:])
+            key, sent = fake.launched(*args, **named)
+            assert key == fake.key(*args, **named)
+            if sent is not None:
+                direct += 1
+                assert sent[:5] == (5, 1, 1, 70 + fake.device, "function")
+                assert addresses(sent[-1] if _launch._VERSION > (3, 6) else sent[-9:]) == addresses(call.values())[:9]
+    assert direct > 300  # or Triton was compared with itself
+
+
+def addresses(values):
+    return [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
+
+
+def test_defaults_and_two_dims(monkeypatch):
+    fake, x = Fake(monkeypatch, plain), torch.zeros(16)
+    launch(fake.kernel, (5, 6), x, 7)
+    launch(fake.kernel, (5, 6), x, 7)
+    ((key, sent),) = fake.direct
+    assert fake.compiled == [key] == [fake.key(x, 7)] and sent[:3] == (5, 6, 1)
+    assert (sent[-1] if _launch._VERSION > (3, 6) else sent[-3:]) == (x.data_ptr(), 7, 16)
+
+
+def hook(*args, **kwargs):
+    pass
+
+
+UNUSUAL = {
+    "a pre-run hook": lambda m, kernel: m.setattr(kernel, "pre_run_hooks", [hook]),
+    "debug": lambda m, kernel: m.setattr(triton.knobs.runtime, "debug", True),
+    "instrumentation": lambda m, kernel: m.setattr(triton.knobs.compilation, "instrumentation_mode", "x"),
+    "inspection of stages": lambda m, kernel: m.setattr(triton.knobs.runtime, "add_stages_inspection_hook", hook),
+    "an enter hook": lambda m, kernel: m.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [hook]),
+    "an exit hook": lambda m, kernel: m.setattr(triton.knobs.runtime.launch_exit_hook, "calls", [hook]),
+    "a hook of one's own": lambda m, kernel: m.setattr(triton.knobs.runtime, "launch_enter_hook", hook),
+    "torch.compile": lambda m, kernel: m.setattr(torch.compiler, "is_compiling", lambda: True),
+    "an unknown Triton": lambda m, kernel: m.setattr(_launch, "_DIRECT", False),
+}
+
+
+@pytest.mark.parametrize("unusual", UNUSUAL)
+def test_leaves_the_unusual_to_triton(monkeypatch, unusual):
+    fake, x = Fake(monkeypatch, plain), torch.zeros(16)
+    for _ in range(2):
+        launch(fake.kernel, (5,), x, 7)
+    assert len(fake.compiled) == len(fake.direct) == 1
+    with monkeypatch.context() as m:
+        UNUSUAL[unusual](m, fake.kernel)
+        launch(fake.kernel, (5,), x, 7)
+    assert len(fake.compiled) == 2 and len(fake.direct) == 1
+    launch(fake.kernel, (5,), x, 7)
+    assert len(fake.compiled) == 2 and len(fake.direct) == 2
+
+
+@pytest.mark.parametrize("what", ["annotated", "scratch", "a grid that is a function"])
+def test_leaves_kernels_and_grids_to_triton(monkeypatch, what):
+    fake = Fake(monkeypatch, annotated if what == "annotated" else plain, scratch=16 * (what == "scratch"))
+    for _ in range(3):
+        launch(fake.kernel, (lambda meta: (5,)) if "function" in what else (5,), torch.zeros(16), 7, 16)
+    assert len(fake.compiled) == 3 and not fake.direct
+
+
+def test_wrong_arguments_raise(monkeypatch):
+    fake = Fake(monkeypatch, plain)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'n'"):
+        launch(fake.kernel, (1,), torch.zeros(16))
+
+
+def filled(run, dtype, x, y, *rest, at=0, **options):
+    """`mix_kernel` into fresh memory, as bytes."""
+    out = torch.full((1200,), 3, device=x.device).to(dtype)
+    run(out[at : at + 1100], x, y, *rest, **options)
+    return out.view(torch.uint8)
+
+
+def as_kernel_grid(*args, **options):
+    mix_kernel[(8,)](*args, **options)
+
+
+def as_launch(*args, **options):
+    launch(mix_kernel, (8,), *args, **options)
+
+
+def test_same_bits(device):
+    """On a GPU, thrice each: the variant may be new at first, and is launched directly from then on."""
+    rng = random.Random(0)
+
+    def tensor(dtype, size):
+        at = rng.choice([0, 0, 1, 2, 4, 8, 16])
+        return (torch.randn(size + 16, device=device) * 20).to(dtype)[at : at + size]
+
+    for _ in range(200 if device == "cuda" else 20):
+        x, y = tensor(rng.choice(DTYPES), 2000), rng.choice([None, tensor(rng.choice(DTYPES), 1100)])
+        n, stride = rng.choice([0, 1, 15, 16, 17, 255, 1000, 1024]), rng.choice([0, 1, 2, 16, 17, 300, 1024])
+        rest = n, stride, rng.choice([1, 2, 16, 2.0, 1.0, True]), rng.choice(["double", "same"]), 128
+        options = dict(SHIFT=rng.choice([0, 1, 3]), num_warps=rng.choice([1, 4]), at=rng.choice([0, 1, 8]))
+        dtype = rng.choice(DTYPES)
+        expected = filled(as_kernel_grid, dtype, x, y, *rest, **options)
+        for _ in range(3):
+            assert torch.equal(filled(as_launch, dtype, x, y, *rest, **options), expected)
+
+
+@pytest.mark.gpu
+def test_wide_strides():
+    x = torch.zeros(2**31 + 2**12, dtype=torch.int8, device="cuda")
+    x[::7919] = 5
+    for stride in (2**31 - 1, 2**31, 2**31 + 16, 2**31 + 3, 48, 2**31):
+        rest = 900, stride, 2, "same", 128, 1
+        for run in (as_launch, as_launch):
+            assert torch.equal(
+                filled(run, torch.float32, x, None, *rest), filled(as_kernel_grid, torch.float32, x, None, *rest)
+            )
+
+
+def op(x):
+    out = torch.empty_like(x)
+    launch(mix_kernel, (8,), out, x, x, x.numel(), 512, 2, "double", 128, SHIFT=1, num_warps=4)
+    return out
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph():
+    x = torch.randn(1024, device="cuda")
+    op(x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = op(x)
+    x.normal_()
+    graph.replay()
+    assert torch.equal(out, op(x))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compiled(dynamic):
+    x = torch.randn(1024, device="cuda")
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(op, fullgraph=True, dynamic=dynamic)(x), op(x))
+
+
+@pytest.mark.gpu
+def test_on_the_current_stream():
+    x, stream = torch.randn(1024, device="cuda"), torch.cuda.Stream()
+    expected = op(x)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        late = op(x)
+    torch.cuda.current_stream().synchronize()  # it has nothing to wait for: the launch is still behind the sleep
+    assert not stream.query()
+    stream.synchronize()
+    assert torch.equal(late, expected)
+
+
+@pytest.mark.gpu
+def test_hooks_see_launches_and_mistakes_raise():
+    x, seen = torch.randn(1024, device="cuda"), []
+    op(x)
+    hooks = triton.knobs.runtime.launch_enter_hook
+    note = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
+    hooks.add(note)
+    try:
+        op(x)
+    finally:
+        hooks.remove(note)
+    op(x)
+    assert seen == ["mix"]
+    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
+        launch(mix_kernel, (8,), x, x.cpu(), x, 1024, 512, 2, "double", 128, SHIFT=1, num_warps=4)

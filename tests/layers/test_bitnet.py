@@ -1,0 +1,153 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers.integrations import bitnet
+
+from ligermodels.errors import InputError
+from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
+
+
+@pytest.fixture(autouse=True)
+def _eager():
+    """transformers' own layer is compiled piece by piece; here it is run as it is written."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def make(device="cpu", bias=False, dtype=torch.float32, in_features=52, out_features=30):
+    layer = BitLinear(in_features, out_features, bias=bias).to(device, dtype)
+    return layer, torch.randn(2, 5, in_features, device=device, dtype=dtype) * 2
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_trains_as_the_reference_implementation(device, bias):
+    layer, x = make(device, bias)
+    theirs = bitnet.AutoBitLinear(52, 30, bias=bias, online_quant=True).to(device)
+    theirs.load_state_dict(layer.state_dict())
+    dy = torch.randn(2, 5, 30, device=device)
+    results = []
+    for module in (layer, theirs):
+        leaf = x.clone().requires_grad_()
+        y = module(leaf)
+        results.append([y, *torch.autograd.grad(y, [leaf, *module.parameters()], dy)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_gradient_passes_through_the_rounding():
+    """As if the layer were F.linear of the rounded input and weight, both taken for what they were rounded from."""
+    layer, x = make()
+    x.requires_grad_()
+    q = layer.pack().double()
+    ternary = torch.cat([(q.weight >> 2 * i & 3).double() - 1 for i in range(4)])[:30] * q.weight_scale
+    absmax = x.detach().double().abs().amax(-1, keepdim=True)
+    rounded = (x.detach().double() * 127 / absmax).round() * absmax / 127
+    dy = torch.randn(2, 5, 30)
+    y = layer(x)
+    dx, dw = torch.autograd.grad(y, [x, layer.weight], dy)
+    torch.testing.assert_close(y.double(), rounded @ ternary.t(), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dx.double(), dy.double() @ ternary, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(dw.double(), dy.double().view(10, 30).t() @ rounded.view(10, 52), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 5, 40])
+@pytest.mark.parametrize("out_features", [1, 30, 32])
+def test_packed_computes_what_was_trained(device, bias, rows, out_features):
+    layer, _ = make(device, bias, out_features=out_features)
+    x = torch.randn(rows, 52, device=device)
+    before = layer.weight.detach().clone()
+    packed = layer.eval().pack()
+    assert torch.equal(layer.weight, before) and not packed.training and packed.weight.device == x.device
+    with torch.no_grad():
+        # The trained layer rounds each product and sum to fp32, of which the packed one is free until the end.
+        torch.testing.assert_close(packed(x), layer(x), rtol=1e-5, atol=1e-5)
+        assert packed(x).dtype == torch.float32
+    assert packed.weight.shape == (-(-out_features // 4), 52) and packed.weight.dtype == torch.uint8
+    assert not list(packed.parameters())
+
+
+def test_packed_in_half_precision(device):
+    layer, x = make(device, True, torch.bfloat16, 256, 64)
+    with torch.no_grad():
+        y, expected = layer.pack()(x), layer.double()(x.double())
+    assert y.dtype == torch.bfloat16
+    # The scale is rounded to bf16 in both; the double layer takes the mean of the bf16 weight anew and does not round.
+    torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=2**-7)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_checkpoints_of_transformers_load(bias):
+    """The state dict of their packed layer, whose weight_scale divides, and of ours, whose weight_scale multiplies."""
+    layer, x = make(bias=bias, out_features=32)
+    theirs = bitnet.BitLinear(52, 32, bias=bias, dtype=torch.float32)
+    ternary = torch.randint(-1, 2, (32, 52)).to(torch.int8)
+    theirs.weight = bitnet.pack_weights(ternary.clone())
+    theirs.weight_scale = torch.tensor([17.3])
+    if bias:
+        theirs.bias = torch.randn(32)
+    ours = PackedBitLinear(52, 32, bias=bias, inverse_scale=True)
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+    packed = layer.pack()
+    again = PackedBitLinear(52, 32, bias=bias)
+    again.load_state_dict(packed.state_dict())
+    assert torch.equal(again(x), packed(x))
+    offline = bitnet.AutoBitLinear(52, 32, bias=False)
+    offline.weight.data, offline.weight_scale = bitnet.unpack_weights(packed.weight, torch.float32), packed.weight_scale
+    if not bias:
+        with torch.no_grad():
+            torch.testing.assert_close(packed(x), offline(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_new_packed_layer_is_zero():
+    packed = PackedBitLinear(8, 6)
+    assert torch.equal(packed(torch.randn(3, 8)), torch.zeros(3, 6))
+    assert repr(packed) == "PackedBitLinear(in_features=8, out_features=6, bias=False)"
+
+
+def test_a_weight_of_zeros_and_a_row_of_zeros():
+    layer, x = make(bias=True)
+    x[0] = 0
+    torch.testing.assert_close(layer(x)[0], layer.bias.expand(5, 30))
+    nn.init.zeros_(layer.weight)
+    for module in (layer, layer.pack()):
+        assert torch.equal(module(x.detach()), layer.bias.expand(2, 5, 30))
+
+
+@pytest.mark.parametrize("kind", [BitLinear, PackedBitLinear])
+def test_autocast_gives_what_a_linear_gives(device, kind):
+    layer, x = make(device, in_features=64)
+    module = layer if kind is BitLinear else layer.pack()
+    with torch.no_grad(), torch.autocast(device, dtype=torch.bfloat16):
+        y, expected = module(x), F.linear(x, layer.weight)
+    assert y.dtype == expected.dtype == torch.bfloat16
+    with torch.no_grad():
+        torch.testing.assert_close(y.float(), module(x), rtol=2**-6, atol=2**-5)  # sums of 64 terms rounded to bf16
+
+
+def test_wants_no_gradient():
+    layer, x = make()
+    packed = layer.pack()
+    with pytest.raises(InputError, match="requires a gradient"):
+        packed(x.requires_grad_())
+    with torch.no_grad():
+        packed(x)
+
+
+def test_wrong_width():
+    with pytest.raises(InputError, match=r"int8 \[\.\.\., 52\]"):
+        make()[0].pack()(torch.randn(3, 51))
+
+
+@pytest.mark.gpu
+def test_compiles_and_trains_on_a_gpu():
+    layer, x = make("cuda", True, torch.float32, 256, 128)
+    with torch.compiler.set_stance("default"):
+        y = torch.compile(layer, fullgraph=True)(x)
+        (grad,) = torch.autograd.grad(y.square().sum(), layer.weight)
+    expected = layer(x)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(grad, torch.autograd.grad(expected.square().sum(), layer.weight)[0])

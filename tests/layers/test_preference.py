@@ -1,0 +1,865 @@
+"""Preference losses against their formulas, written anew here in fp64 from log_softmax of whole logits."""
+
+import importlib.util
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.errors import InputError
+from ligermodels.layers.preference import (
+    LinearCPOLoss,
+    LinearDPOLoss,
+    LinearKTOLoss,
+    LinearORPOLoss,
+    LinearSimPOLoss,
+    cpo_loss,
+    dpo_loss,
+    kto_kl,
+    kto_loss,
+    log_odds,
+    orpo_loss,
+    sequence_logps,
+    simpo_loss,
+)
+from ligermodels.layers.preference.sequences import _chunking
+from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
+
+IGNORED, BETA, TAU = -100, 0.3, 0.05
+PAIRS, TOKENS, WIDTH, VOCAB = 3, 7, 16, 29
+
+
+s = torch.sigmoid
+
+
+def log_sigmoid(x):
+    return s(x).log()  # in fp64 good for x from -700 on
+
+
+# loss type -> its formula of log ratios a, b, their scaled difference d, smoothing e, and inverse lengths m, n
+DPO = {
+    "sigmoid": lambda a, b, d, e, m, n: -(1 - e) * log_sigmoid(d) - e * log_sigmoid(-d),
+    "sigmoid_norm": lambda a, b, d, e, m, n: -log_sigmoid(BETA * (a * m - b * n)),
+    "hinge": lambda a, b, d, e, m, n: (1 - d) * (d < 1),
+    "ipo": lambda a, b, d, e, m, n: (a * m - b * n - 1 / (2 * BETA)) ** 2,
+    "exo_pair": lambda a, b, d, e, m, n: (
+        s(d) * (log_sigmoid(d) - math.log(1 - e)) + s(-d) * (log_sigmoid(-d) - math.log(e))
+    ),
+    "nca_pair": lambda a, b, d, e, m, n: (
+        -log_sigmoid(BETA * a) - 0.5 * log_sigmoid(-BETA * a) - 0.5 * log_sigmoid(-BETA * b)
+    ),
+    "robust": lambda a, b, d, e, m, n: -((1 - e) * log_sigmoid(d) - e * log_sigmoid(-d)) / (1 - 2 * e),
+    "bco_pair": lambda a, b, d, e, m, n: -log_sigmoid(BETA * a) - log_sigmoid(-BETA * b),
+    "sppo_hard": lambda a, b, d, e, m, n: (a - 1 / (2 * BETA)) ** 2 + (b + 1 / (2 * BETA)) ** 2,
+    "apo_zero": lambda a, b, d, e, m, n: 1 - s(BETA * a) + s(BETA * b),
+    "apo_down": lambda a, b, d, e, m, n: s(BETA * a) + 1 - s(d),
+    "discopop": lambda a, b, d, e, m, n: -log_sigmoid(d) * (1 - s(d / TAU)) + (-d).exp() * s(d / TAU),
+}
+SMOOTHED = ("sigmoid", "exo_pair", "robust", "aot", "aot_unpaired")
+EVERY = [*DPO, "aot", "aot_unpaired"]
+CASES = [(t, e) for t in EVERY for e in (0.0, 0.1) if (t in SMOOTHED or not e) and (t != "exo_pair" or e)]
+
+
+def dpo_formula(loss_type, c, r, ref_c, ref_r, e, m=1.0, n=1.0):
+    if loss_type in ("aot", "aot_unpaired"):
+        one, other = (c - r, ref_c - ref_r) if loss_type == "aot" else (c - ref_c, r - ref_r)
+        d = BETA * (one[one.argsort()] - other[other.argsort()])
+        return -(1 - e) * log_sigmoid(d) - e * log_sigmoid(-d)
+    a, b = c - ref_c, r - ref_r
+    return DPO[loss_type](a, b, BETA * (a - b), e, m, n)
+
+
+class Batch:
+    """Hidden states, heads and labels whose prompts and ends differ in length; fp64 unless asked otherwise."""
+
+    def __init__(self, device="cpu", dtype=torch.float64, width=WIDTH):
+        def make(*size, scale=1.0):
+            return (scale * torch.randn(*size, dtype=torch.float64)).to(device, dtype)
+
+        self.x = make(2 * PAIRS, TOKENS, width).requires_grad_()
+        self.weight = make(VOCAB, width, scale=0.4).requires_grad_()
+        self.bias = make(VOCAB).requires_grad_()
+        self.ref_x = make(2 * PAIRS, TOKENS, 2 * width)
+        self.ref_weight, self.ref_bias = make(VOCAB, 2 * width, scale=0.3), make(VOCAB)
+        labels = torch.randint(VOCAB, (2 * PAIRS, TOKENS))
+        for row in range(2 * PAIRS):
+            labels[row, : row % 4] = IGNORED
+            labels[row, TOKENS - row % 3 :] = IGNORED
+        self.labels = labels.to(device)
+        self.trained = [self.x, self.weight, self.bias]
+
+    def tokens(self, ref=False):
+        """Log probabilities [2B, S] of the labels, and which of them count."""
+        inputs = (self.ref_x, self.ref_weight, self.ref_bias) if ref else self.trained
+        log_p = F.linear(*(t.double() for t in inputs)).log_softmax(-1)
+        keep = self.labels != IGNORED
+        return log_p.gather(-1, self.labels.where(keep, 0)[..., None])[..., 0] * keep, keep
+
+    def sums(self, ref=False):
+        logps, keep = self.tokens(ref)
+        return logps.sum(1), keep.sum(1)
+
+    def references(self, kind):
+        """(arguments of forward, the sums they must give)."""
+        sums = self.sums(ref=True)[0]
+        if kind == "states":
+            return {"ref_x": self.ref_x, "ref_weight": self.ref_weight, "ref_bias": self.ref_bias}, sums
+        return ({"ref_logps": sums}, sums) if kind == "logps" else ({}, torch.zeros_like(sums))
+
+
+def assert_loss(loss, expected, trained, tolerance=1e-10):
+    """Same value and gradients. fp64 loses some 1e-13 of its 1e-16 in the sums and exponentials of these sizes."""
+    actual = [loss, *torch.autograd.grad(loss, trained)]
+    expected = [expected, *torch.autograd.grad(expected, trained)]
+    for found, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(found, wanted.to(found.dtype), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["sums", "averages"])
+@pytest.mark.parametrize("kind", ["states", "logps", "none"])
+@pytest.mark.parametrize("loss_type, e", CASES)
+def test_dpo_is_its_formula(device, loss_type, e, kind, average):
+    batch = Batch(device)
+    arguments, ref = batch.references(kind)
+    logps, lengths = batch.sums()
+    if average:
+        logps, ref = logps / lengths, ref / lengths
+    m, n = (torch.ones_like(logps) if average else 1 / lengths.double()).chunk(2)
+    expected = dpo_formula(loss_type, *logps.chunk(2), *ref.chunk(2), e, m, n).mean()
+    module = LinearDPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=e, average_log_prob=average)
+    output = module(batch.x, batch.weight, batch.labels, bias=batch.bias, **arguments)
+    assert_loss(output.loss, expected, batch.trained)
+
+
+@pytest.mark.parametrize("kind", ["states", "logps", "none"])
+def test_metrics_of_dpo(device, kind):
+    batch = Batch(device)
+    arguments, ref = batch.references(kind)
+    output = LinearDPOLoss(beta=BETA)(batch.x, batch.weight, batch.labels, bias=batch.bias, **arguments)
+    logps, _ = batch.sums()
+    keep = batch.labels != IGNORED
+    logits = F.linear(*batch.trained).mean(-1)
+    chosen, rejected = (BETA * (logps - ref)).chunk(2)
+    halves = slice(None, PAIRS), slice(PAIRS, None)
+    expected = {
+        "chosen_logps": logps[:PAIRS], "rejected_logps": logps[PAIRS:],
+        "chosen_logits_mean": logits[halves[0]][keep[halves[0]]].mean(),
+        "rejected_logits_mean": logits[halves[1]][keep[halves[1]]].mean(),
+        "nll_loss": -batch.tokens()[0][:PAIRS][keep[:PAIRS]].mean(),
+        "chosen_rewards": chosen, "rejected_rewards": rejected,
+        "reward_accuracy": (chosen > rejected).double().mean(), "reward_margin": (chosen - rejected).mean(),
+    }  # fmt: skip
+    for name, value in expected.items():
+        found = getattr(output, name)
+        assert not found.requires_grad, name
+        assert found.device == batch.x.device
+        torch.testing.assert_close(found, value, msg=lambda text, name=name: f"{name}: {text}")
+    assert output.log_odds_ratio is None and output.log_odds_chosen is None
+
+
+@pytest.mark.parametrize("make", [LinearDPOLoss, LinearCPOLoss, LinearORPOLoss, LinearSimPOLoss])
+def test_the_nll_of_the_chosen_tokens(make):
+    batch = Batch()
+    call = batch.x, batch.weight, batch.labels
+    without = make(compute_nll_loss=False)(*call, bias=batch.bias)
+    output = make(compute_nll_loss=True, alpha=0.7)(*call, bias=batch.bias)
+    logps, keep = batch.tokens()
+    nll = -logps[:PAIRS][keep[:PAIRS]].mean()
+    torch.testing.assert_close(output.nll_loss, nll.detach())
+    torch.testing.assert_close(without.nll_loss, nll.detach())
+    assert_loss(output.loss - without.loss, 0.7 * nll, batch.trained)
+
+
+def test_nll_labels_count_the_prompt_too(device):
+    """TRL's ORPO: the NLL over prompt and answer, the odds over the answer, from one pass."""
+    batch = Batch(device)
+    prompts = torch.randint(VOCAB, batch.labels.shape, device=device)
+    nll_labels = batch.labels.where(batch.labels != IGNORED, prompts)
+    nll_labels[PAIRS:] = IGNORED
+    output = LinearORPOLoss()(batch.x, batch.weight, batch.labels, bias=batch.bias, nll_labels=nll_labels)
+    nll = F.cross_entropy(F.linear(*batch.trained)[:PAIRS].flatten(0, 1), nll_labels[:PAIRS].flatten())
+    alone = LinearORPOLoss(compute_nll_loss=False)(batch.x, batch.weight, batch.labels, bias=batch.bias)
+    assert_loss(output.loss - alone.loss, nll, batch.trained)
+    for name in ("chosen_logps", "rejected_logps", "chosen_logits_mean", "rejected_logits_mean", "log_odds_chosen"):
+        torch.testing.assert_close(getattr(output, name), getattr(alone, name))
+
+
+def test_nll_labels_may_count_less():
+    batch = Batch()
+    nll_labels = batch.labels.clone()
+    nll_labels[:, ::2] = IGNORED
+    call = batch.x, batch.weight, batch.labels
+    output = LinearDPOLoss(compute_nll_loss=True)(*call, bias=batch.bias, nll_labels=nll_labels)
+    alone = LinearDPOLoss()(*call, bias=batch.bias)
+    nll = F.cross_entropy(F.linear(*batch.trained)[:PAIRS].flatten(0, 1), nll_labels[:PAIRS].flatten())
+    assert_loss(output.loss - alone.loss, nll, batch.trained)
+    torch.testing.assert_close(output.nll_loss, nll.detach())
+
+
+def averages(batch):
+    logps, lengths = batch.sums()
+    return (logps / lengths).chunk(2)
+
+
+def test_orpo_is_its_formula(device):
+    batch = Batch(device)
+    output = LinearORPOLoss(beta=BETA, compute_nll_loss=False)(batch.x, batch.weight, batch.labels, bias=batch.bias)
+    odds = [logp.exp() / (1 - logp.exp()) for logp in averages(batch)]
+    ratio = (odds[0] / odds[1]).log()
+    assert_loss(output.loss, -BETA * log_sigmoid(ratio).mean(), batch.trained)
+    torch.testing.assert_close(output.log_odds_ratio, log_sigmoid(ratio).mean().detach())
+    torch.testing.assert_close(output.log_odds_chosen, ratio.mean().detach())
+    torch.testing.assert_close(output.chosen_rewards, BETA * averages(batch)[0].detach())
+    assert not output.log_odds_ratio.requires_grad and not output.log_odds_chosen.requires_grad
+
+
+CPO = {
+    "sigmoid": lambda u, e: -(1 - e) * log_sigmoid(BETA * u) - e * log_sigmoid(-BETA * u),
+    "hinge": lambda u, e: (1 - BETA * u) * (BETA * u < 1),
+    "ipo": lambda u, e: (u - 1 / (2 * BETA)) ** 2,
+    "simpo": lambda u, e: -(1 - e) * log_sigmoid(BETA * u - 0.4) - e * log_sigmoid(0.4 - BETA * u),
+}
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["sums", "averages"])
+@pytest.mark.parametrize(
+    "loss_type, e", [("sigmoid", 0), ("sigmoid", 0.2), ("hinge", 0), ("ipo", 0), ("simpo", 0), ("simpo", 0.2)]
+)
+def test_cpo_is_its_formula(device, loss_type, e, average):
+    batch = Batch(device)
+    module = LinearCPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=e, gamma=0.4, average_log_prob=average)
+    output = module(batch.x, batch.weight, batch.labels, bias=batch.bias)
+    means = average or loss_type in ("ipo", "simpo")
+    chosen, rejected = averages(batch) if means else batch.sums()[0].chunk(2)
+    logps, keep = batch.tokens()
+    nll = -logps[:PAIRS][keep[:PAIRS]].mean()
+    assert_loss(output.loss, CPO[loss_type](chosen - rejected, e).mean() + nll, batch.trained)
+    torch.testing.assert_close(output.rejected_logps, rejected.detach())
+    torch.testing.assert_close(output.rejected_rewards, BETA * rejected.detach())
+
+
+@pytest.mark.parametrize("e", [0.0, 0.2])
+def test_simpo_is_its_formula(e):
+    batch = Batch()
+    module = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)
+    output = module(batch.x, batch.weight, batch.labels, bias=batch.bias)
+    chosen, rejected = averages(batch)
+    assert_loss(output.loss, CPO["simpo"](chosen - rejected, e).mean(), batch.trained)
+    torch.testing.assert_close(
+        simpo_loss(chosen, rejected, beta=BETA, gamma=0.4, label_smoothing=e).mean(), output.loss
+    )
+
+
+DESIRABLE = [True, False, True, True, False, False]
+
+
+def kto_formula(logps, ref, kl, desirable, weights=(1.0, 1.0)):
+    """One sequence after the other, as the paper's equation has it: weight minus value."""
+    losses = []
+    for a, wanted in zip(logps - ref, desirable, strict=True):
+        weight = weights[0] if wanted else weights[1]
+        losses.append(weight - weight * s(BETA * ((a - kl) if wanted else (kl - a))))
+    return torch.stack(losses).mean()
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["sums", "averages"])
+@pytest.mark.parametrize("kind", ["states", "logps", "none"])
+@pytest.mark.parametrize("point", ["none", "number", "completions", "completions, reference precomputed"])
+def test_kto_is_its_formula(device, kind, point, average):
+    batch, other = Batch(device), Batch(device)
+    arguments, ref = batch.references(kind)
+    desirable = torch.tensor(DESIRABLE, device=device)
+    logps, lengths = batch.sums()
+    kl = torch.zeros((), dtype=torch.float64, device=device)
+    if point == "number":
+        kl = arguments["kl"] = kl + 0.4
+    elif point != "none":
+        # Completions of other prompts: the policy's states are `other.x`, under the same two heads.
+        other.weight, other.bias, other.trained = batch.weight, batch.bias, [other.x, batch.weight, batch.bias]
+        other.ref_weight, other.ref_bias = batch.ref_weight, batch.ref_bias
+        with torch.no_grad():
+            sums, counts = other.sums()
+            ref_sums = other.sums(ref=True)[0] if kind == "states" or point != "completions" else 0 * sums
+            ref_sums = ref_sums - 9 if point != "completions" else ref_sums  # a KL above 0 in one case for sure
+            kl = ((sums - ref_sums) / (counts if average else 1)).mean().clamp(min=0)
+        arguments |= {"kl_x": other.x, "kl_labels": other.labels}
+        if point == "completions":
+            arguments |= {"ref_kl_x": other.ref_x} if kind == "states" else {}
+        else:
+            arguments["ref_kl_logps"] = ref_sums
+    if average:
+        logps, ref = logps / lengths, ref / lengths
+    module = LinearKTOLoss(beta=BETA, average_log_prob=average, desirable_weight=1.3, undesirable_weight=0.6)
+    output = module(batch.x, batch.weight, batch.labels, desirable, bias=batch.bias, **arguments)
+    assert_loss(output.loss, kto_formula(logps, ref, kl, DESIRABLE, (1.3, 0.6)), batch.trained)
+    torch.testing.assert_close(output.kl, kl)
+    rewards, keep = (BETA * (logps - ref)).detach(), batch.labels != IGNORED
+    logits = F.linear(*batch.trained).mean(-1).detach()
+    expected = {
+        "logps": logps.detach(), "rewards": rewards,
+        "chosen_logps": logps[desirable].mean().detach(), "rejected_logps": logps[~desirable].mean().detach(),
+        "chosen_rewards": rewards[desirable].mean(), "rejected_rewards": rewards[~desirable].mean(),
+        "reward_margin": rewards[desirable].mean() - rewards[~desirable].mean(),
+        "chosen_logits_mean": logits[desirable][keep[desirable]].mean(),
+        "rejected_logits_mean": logits[~desirable][keep[~desirable]].mean(),
+    }  # fmt: skip
+    for name, value in expected.items():
+        assert not getattr(output, name).requires_grad, name
+        torch.testing.assert_close(getattr(output, name), value, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_apo_zero_unpaired_has_no_reference_point():
+    logps, ref = torch.randn(6, dtype=torch.float64), torch.randn(6, dtype=torch.float64)
+    desirable = torch.tensor(DESIRABLE)
+    losses = kto_loss(logps, desirable, ref, kl=torch.tensor(3.0), beta=BETA, loss_type="apo_zero_unpaired")
+    torch.testing.assert_close(losses.mean(), kto_formula(logps, ref, 0, DESIRABLE))
+    batch = Batch()
+    module = LinearKTOLoss(loss_type="apo_zero_unpaired")
+    with pytest.raises(InputError, match="no reference point"):
+        module(batch.x, batch.weight, batch.labels, desirable, kl=torch.tensor(0.1))
+
+
+def test_a_batch_with_one_kind_only():
+    batch = Batch()
+    output = LinearKTOLoss()(batch.x, batch.weight, batch.labels, torch.ones(2 * PAIRS, dtype=torch.bool))
+    assert output.rejected_rewards == output.rejected_logps == output.rejected_logits_mean == 0
+    assert all(value.isfinite().all() for value in output)
+
+
+def test_the_reference_point_is_not_below_zero_and_has_no_gradient():
+    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
+    assert kto_kl(logps, torch.tensor([-3.0, -1.0])) == 0.5
+    assert kto_kl(logps, torch.zeros(2)) == 0
+    assert not kto_kl(logps).requires_grad
+    kl = torch.tensor(0.5, requires_grad=True)
+    assert torch.autograd.grad(kto_loss(logps, torch.tensor([True, False]), kl=kl).sum(), kl, allow_unused=True) == (
+        None,
+    )
+
+
+@pytest.mark.parametrize("loss_type, e", CASES)
+def test_gradcheck_dpo(loss_type, e):
+    inputs = [(3 * torch.randn(3, dtype=torch.float64)).requires_grad_() for _ in range(4)]
+
+    def losses(*logps):
+        return dpo_loss(*logps, beta=BETA, loss_type=loss_type, label_smoothing=e)
+
+    assert torch.autograd.gradcheck(losses, inputs)
+
+
+def test_gradcheck_of_the_others():
+    logps = [(-3 * torch.rand(5, dtype=torch.float64)).requires_grad_() for _ in range(2)]
+    assert torch.autograd.gradcheck(lambda c, r: orpo_loss(c, r, beta=BETA), logps)
+    for loss_type in CPO:
+        assert torch.autograd.gradcheck(lambda c, r, t=loss_type: cpo_loss(c, r, beta=BETA, loss_type=t), logps)
+    wanted = torch.tensor(DESIRABLE[:5])
+    assert torch.autograd.gradcheck(lambda p, r: kto_loss(p, wanted, r, kl=torch.tensor(0.2), beta=BETA), logps)
+
+
+def test_gradcheck_of_a_module():
+    batch = Batch(width=3)
+    labels = batch.labels.clamp(max=4)
+
+    def loss(x, weight, bias):
+        return LinearDPOLoss(loss_type="discopop", compute_nll_loss=True)(x, weight, labels, bias=bias).loss
+
+    small = [batch.x, batch.weight.detach()[:5].clone().requires_grad_(), batch.bias.detach()[:5].requires_grad_()]
+    assert torch.autograd.gradcheck(loss, small, fast_mode=True)
+
+
+@pytest.mark.parametrize("loss_type, e", CASES)
+@pytest.mark.parametrize("size", [1.0, 60.0, 300.0, 1000.0])
+def test_extreme_values_in_fp32(loss_type, e, size):
+    """Log ratios of up to 1000 either way: the naive formula in fp64 still holds there, naive fp32 would not.
+
+    beta 0.3 makes of 1000 - (-1000) a d of 600, whose exponential fp32 cannot hold and fp64 can.
+    """
+    grid = torch.tensor([-size, -size / 2, 0.0, size / 2, size])
+    c, r = (t.flatten().clone().requires_grad_() for t in torch.meshgrid(grid, grid, indexing="ij"))
+    loss = dpo_loss(c, r, beta=BETA, loss_type=loss_type, label_smoothing=e)
+    wide = [t.detach().double().requires_grad_() for t in (c, r)]
+    zero = torch.zeros_like(wide[0])
+    exact = dpo_formula(loss_type, *wide, zero, zero, e)
+    actual = [loss, *torch.autograd.grad(loss.sum(), (c, r))]
+    expected = [exact, *torch.autograd.grad(exact.sum(), wide)]
+    if loss_type.startswith("aot"):  # which of two equal values is sorted first is open, so is whose the gradient is
+        actual, expected = actual[:1], expected[:1]
+    for found, wanted in zip(actual, expected, strict=True):
+        assert found.isfinite().all()
+        # d of up to 600, rounded to fp32, is off by 600 * 2^-24 = 4e-5, and so, relatively, is its exponential. Where
+        # two terms of up to 1 cancel, their roundings remain.
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("loss_type, e", CASES)
+def test_beyond_every_exponential(loss_type, e):
+    c, r = (t.requires_grad_() for t in (torch.tensor([-1e6, 1e6, 0.0, 1e6]), torch.tensor([1e6, -1e6, 1e6, 1e6])))
+    loss = dpo_loss(c, r, loss_type=loss_type, label_smoothing=e)
+    assert loss.isfinite().all()
+    assert all(g.isfinite().all() for g in torch.autograd.grad(loss.sum(), (c, r)))
+
+
+def test_log_odds_near_one():
+    """Against expm1 and log1p of fp64, from p = 1 - 2^-23 to p = e^-80; the plain formula fails the same check."""
+    x = -torch.logspace(-6.9, 1.9, 400)
+    exact = torch.tensor([v - math.log(-math.expm1(v)) for v in x.double().tolist()], dtype=torch.float64)
+
+    def error(found):
+        # log(1 - p) may cancel x to nothing around p = 1/2: relative to the larger of the two terms.
+        return ((found.double() - exact).abs() / torch.maximum(exact.abs(), x.double().abs()).clamp(min=0.5)).max()
+
+    assert error(log_odds(x)) < 3e-7  # a few roundings of 2^-24
+    assert error(x - torch.log1p(-torch.exp(x))) > 1e-2
+    p = x.clone().requires_grad_()
+    slope = torch.autograd.grad(log_odds(p).sum(), p)[0].double()
+    torch.testing.assert_close(slope, -1 / torch.expm1(x.double()), rtol=2e-6, atol=0)
+
+
+def test_log_odds_at_one_and_above():
+    """No number of fp32 but 0 is nearer to log 1 than eps: value and slope stay finite, up to what rounding adds."""
+    eps = torch.finfo(torch.float32).eps
+    x = torch.tensor([-eps, -eps / 2, -1e-30, 0.0, eps], requires_grad=True)
+    found = log_odds(x)
+    torch.testing.assert_close(found, torch.full_like(x, -math.log(eps)), rtol=1e-6, atol=0)
+    slope = torch.autograd.grad(found.sum(), x)[0]
+    torch.testing.assert_close(slope, torch.tensor([1 / eps, 1, 1, 1, 1]), rtol=1e-6, atol=0)
+    for pair in ([0.0, -1.0], [-1.0, 0.0], [0.0, 0.0], [-1e4, 0.0], [-torch.inf, -1.0]):
+        c, r = (torch.tensor([value], requires_grad=True) for value in pair)
+        loss = orpo_loss(c, r)
+        slopes = torch.autograd.grad(loss.sum(), (c, r))
+        assert all(g.isfinite() for g in slopes)
+        assert loss.isfinite() or pair[0] == -torch.inf
+
+
+SMALL = {
+    "dpo": lambda **o: LinearDPOLoss(beta=BETA, **o),
+    "dpo, averages": lambda **o: LinearDPOLoss(beta=BETA, average_log_prob=True, **o),
+    "ipo": lambda **o: LinearDPOLoss(beta=BETA, loss_type="ipo", **o),
+    "orpo": lambda **o: LinearORPOLoss(beta=BETA, **o),
+    "cpo": lambda **o: LinearCPOLoss(beta=BETA, **o),
+    "simpo": lambda **o: LinearSimPOLoss(beta=BETA, **o),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("rows", [[0], [PAIRS], [0, PAIRS], [0, 1, 2], list(range(2 * PAIRS))], ids=str)
+def test_sequences_without_a_label(device, name, rows):
+    """Their log probability is 0, nothing is NaN, and their states get no gradient."""
+    batch = Batch(device, torch.float32)
+    batch.labels[rows] = IGNORED
+    output = SMALL[name]()(batch.x, batch.weight, batch.labels)
+    assert all(value is None or value.isfinite().all() for value in output)
+    logps = torch.cat([output.chosen_logps, output.rejected_logps])
+    assert (logps[rows] == 0).all() and (logps != 0).sum() == 2 * PAIRS - len(rows)
+    dx, dweight = torch.autograd.grad(output.loss, (batch.x, batch.weight))
+    assert dx.isfinite().all() and dweight.isfinite().all()
+    assert (dx[rows] == 0).all()
+
+
+def test_kto_without_a_label(device):
+    batch = Batch(device, torch.float32)
+    batch.labels[[0, 3]] = IGNORED
+    desirable = torch.tensor(DESIRABLE, device=device)
+    for average in (False, True):
+        module = LinearKTOLoss(average_log_prob=average)
+        output = module(batch.x, batch.weight, batch.labels, desirable, kl_x=batch.x, kl_labels=batch.labels)
+        assert all(value.isfinite().all() for value in output)
+        assert (torch.autograd.grad(output.loss, batch.x)[0][[0, 3]] == 0).all()
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_no_pairs_at_all(name):
+    x, weight = torch.zeros(0, 5, 8, requires_grad=True), torch.randn(11, 8, requires_grad=True)
+    output = SMALL[name]()(x, weight, torch.zeros(0, 5, dtype=torch.long))
+    assert output.loss == 0 and output.chosen_logps.shape == (0,)
+    output.loss.backward()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("leading", [(), (1,)], ids=["[T, H]", "[1, T, H]"])
+@pytest.mark.parametrize("name", [*SMALL, "kto"])
+def test_packed_equals_padded(device, name, leading):
+    """Sequences end to end, of any length, one of none at all, and tokens behind the last that belong to none."""
+    batch = Batch(device)
+    lengths = [7, 4, 0, 6, 1, 5]
+    batch.labels = batch.labels.where(
+        torch.arange(TOKENS, device=device) < torch.tensor(lengths, device=device)[:, None], -100
+    )
+    behind = 3
+
+    def packed(values, fill):
+        rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
+        return torch.cat([*rows, torch.full_like(values[0, :behind], fill)]).reshape(*leading, -1, *values.shape[2:])
+
+    bounds = F.pad(torch.tensor(lengths, device=device).cumsum(0), (1, 0)).int()
+    nll_labels = batch.labels.where(torch.rand(batch.labels.shape, device=device) < 0.5, IGNORED)
+    module, extra = (
+        (LinearKTOLoss(beta=BETA), (torch.tensor(DESIRABLE, device=device),)) if name == "kto" else (SMALL[name](), ())
+    )
+    results = []
+    for pack in (False, True):
+        x, ref_x = batch.x, batch.ref_x
+        arguments = {} if name == "kto" else {"nll_labels": packed(nll_labels, 5) if pack else nll_labels}
+        if "dpo" in name or name in ("ipo", "kto"):
+            arguments |= {"ref_x": packed(ref_x, 1.0) if pack else ref_x, "ref_weight": batch.ref_weight}
+        labels = packed(batch.labels, 5) if pack else batch.labels
+        if pack:
+            arguments["cu_seqlens"] = bounds
+        output = module(packed(x, 1.0) if pack else x, batch.weight, labels, *extra, bias=batch.bias, **arguments)
+        results.append([*output, *torch.autograd.grad(output.loss, batch.trained)])
+    for padded, flat in zip(*results, strict=True):
+        assert (padded is None) == (flat is None)
+        if padded is not None:
+            torch.testing.assert_close(flat, padded)
+    logps = sequence_logps(
+        packed(batch.x, 1.0), batch.weight, packed(batch.labels, 5), bias=batch.bias, cu_seqlens=bounds
+    )
+    torch.testing.assert_close(logps, batch.sums()[0])
+
+
+def test_sequence_logps_are_what_ref_logps_wants(device):
+    batch = Batch(device, torch.float32)
+    precomputed = sequence_logps(batch.ref_x, batch.ref_weight, batch.labels, bias=batch.ref_bias)
+    torch.testing.assert_close(precomputed.double(), batch.sums(ref=True)[0], rtol=1e-5, atol=1e-5)
+    module = LinearDPOLoss(average_log_prob=True)
+    states = {"ref_x": batch.ref_x, "ref_weight": batch.ref_weight, "ref_bias": batch.ref_bias}
+    first = module(batch.x, batch.weight, batch.labels, **states)
+    second = module(batch.x, batch.weight, batch.labels, ref_logps=precomputed)
+    assert torch.equal(first.loss, second.loss)
+    mean = sequence_logps(batch.x, batch.weight, batch.labels, average_log_prob=True)
+    sums = sequence_logps(batch.x, batch.weight, batch.labels)
+    torch.testing.assert_close(mean * (batch.labels != IGNORED).sum(1), sums)
+
+
+def test_the_reference_is_not_trained():
+    batch = Batch()
+    ref = [t.clone().requires_grad_() for t in (batch.ref_x, batch.ref_weight, batch.ref_bias)]
+    call = batch.x, batch.weight, batch.labels
+    LinearDPOLoss()(*call, ref_x=ref[0], ref_weight=ref[1], ref_bias=ref[2]).loss.backward()
+    logps = batch.sums()[0]
+    LinearDPOLoss()(*call, ref_logps=logps).loss.backward()
+    assert all(t.grad is None for t in (*ref, batch.bias))
+
+
+def test_a_policy_that_is_its_reference_has_nothing_to_prefer():
+    batch = Batch()
+    output = LinearDPOLoss()(batch.x, batch.weight, batch.labels, ref_x=batch.x, ref_weight=batch.weight)
+    torch.testing.assert_close(output.loss.item(), math.log(2))
+    assert output.reward_margin == 0 and output.reward_accuracy == 0
+
+
+def test_order_of_the_batch():
+    """Chosen first, then rejected: exchanged, rewards change sign; interleaved, it is another loss."""
+    batch = Batch()
+    module = LinearDPOLoss(beta=BETA)
+    halves = torch.arange(2 * PAIRS).roll(PAIRS)
+    mixed = torch.arange(2 * PAIRS).reshape(2, PAIRS).T.flatten()
+    given, turned, wrong = (
+        module(batch.x[order], batch.weight, batch.labels[order]) for order in (torch.arange(2 * PAIRS), halves, mixed)
+    )
+    torch.testing.assert_close(turned.reward_margin, -given.reward_margin)
+    torch.testing.assert_close(turned.reward_accuracy, 1 - given.reward_accuracy)
+    assert not torch.isclose(given.loss, wrong.loss)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
+def test_frozen_inputs(device, frozen):
+    batch = Batch(device)
+    call = {"x": batch.x, "weight": batch.weight, "labels": batch.labels, "bias": batch.bias}
+    trained = [name for name in ("x", "weight", "bias") if name != frozen]
+    every = torch.autograd.grad(LinearORPOLoss()(**call).loss, [call[name] for name in trained])
+    call[frozen] = call[frozen].detach()
+    some = torch.autograd.grad(LinearORPOLoss()(**call).loss, [call[name] for name in trained])
+    for one, other in zip(every, some, strict=True):
+        torch.testing.assert_close(one, other)
+    with torch.no_grad():
+        assert not LinearORPOLoss()(**call).loss.requires_grad
+
+
+def test_softcap_and_ignore_index():
+    batch = Batch()
+    labels = batch.labels.where(batch.labels != IGNORED, -7)
+    output = LinearDPOLoss(softcap=2.0, ignore_index=-7)(
+        batch.x, batch.weight, labels, ref_x=batch.ref_x, ref_weight=batch.ref_weight
+    )
+    capped = [
+        2.0 * torch.tanh(F.linear(x, w) / 2.0) for x, w in ((batch.x, batch.weight), (batch.ref_x, batch.ref_weight))
+    ]
+    keep = labels != -7
+    sums = [(z.log_softmax(-1).gather(-1, labels.where(keep, 0)[..., None])[..., 0] * keep).sum(1) for z in capped]
+    expected = -log_sigmoid(0.1 * torch.sub(*(sums[0] - sums[1]).chunk(2))).mean()
+    assert_loss(output.loss, expected, [batch.x, batch.weight])
+
+
+def test_half_precision_states_give_fp32(device):
+    batch = Batch(device, torch.float16)
+    output = LinearDPOLoss()(batch.x, batch.weight, batch.labels, ref_x=batch.ref_x, ref_weight=batch.ref_weight)
+    assert all(value is None or value.dtype == torch.float32 for value in output)
+    dx, dweight = torch.autograd.grad(output.loss, (batch.x, batch.weight))
+    assert dx.dtype == dweight.dtype == torch.float16 and dx.isfinite().all()
+    assert dpo_loss(*torch.randn(2, 3).half()).dtype == torch.float32
+
+
+def test_all_logits_at_once_where_that_is_leaner():
+    """A chunk of all tokens needs no fp32 matrix [V, H] for the weight's gradient: up to 2 H tokens of two bytes."""
+
+    def rules(tokens, number=None, chunk_bytes=None, accum_dtype=torch.float32, dtype=torch.bfloat16):
+        x = torch.empty(2, tokens // 2, 4096, dtype=dtype, device="meta")
+        return tuple(_chunking(x, weight.to(dtype), number, chunk_bytes, accum_dtype).values())
+
+    weight = torch.empty(128256, 4096, device="meta", requires_grad=True)
+    chunked, whole = (512 * 2**20, torch.float32), (4 * 4096 * 128256, None)
+    assert rules(1024) == rules(4096) == rules(8192) == whole
+    assert rules(8194) == chunked
+    assert rules(20000, number=8000) == whole
+    assert rules(8200, number=8000) == chunked  # too many valid to leave any out
+    assert rules(4096, chunk_bytes=7) == (7, torch.float32)
+    assert rules(4096, accum_dtype=None) == (512 * 2**20, None)
+    assert rules(4096, dtype=torch.float32) == chunked  # its gradient is an fp32 matrix anyway
+    with torch.no_grad():
+        assert rules(4096) == chunked
+    weight.requires_grad_(False)
+    assert rules(4096) == chunked
+
+
+@pytest.mark.parametrize("chunk_bytes", [None, 128 * 64 * 2])
+def test_chunking_changes_no_result(device, chunk_bytes):
+    """Nor does leaving tokens out: 640 of 1120 tokens, all in one chunk, or in chunks of 128."""
+    x, weight = torch.randn(160, TOKENS, WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
+    inputs = [t.to(torch.float16).requires_grad_() for t in (x, weight)]
+    labels = torch.randint(VOCAB, x.shape[:2], device=device)
+    labels[:, :3] = IGNORED
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    wide = LinearSimPOLoss(beta=2.0)(*exact, labels).loss
+    loss = LinearSimPOLoss(beta=2.0, chunk_bytes=chunk_bytes)(*inputs, labels, num_valid=160 * (TOKENS - 3)).loss
+    torch.testing.assert_close(loss.double(), wide, rtol=1e-3, atol=1e-3)  # logits of up to 10 are rounded to fp16
+    for found, expected in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wide, exact), strict=True):
+        error = (found.double() - expected).norm() / expected.norm()
+        assert error < 5e-3  # ten roundings of 2^-11, of the logits, their gradients and the result
+
+
+def call(**changes):
+    """A call of LinearDPOLoss, with `changes`."""
+    batch = Batch()
+    given = {"x": batch.x, "weight": batch.weight, "labels": batch.labels} | changes
+    return LinearDPOLoss()(given.pop("x"), given.pop("weight"), given.pop("labels"), **given)
+
+
+two = torch.zeros(2 * PAIRS, dtype=torch.float64)
+REFUSED = {
+    "loss type": (lambda: LinearDPOLoss(loss_type="dpo"), "loss_type='dpo'.*sigmoid, "),
+    "renamed": (lambda: dpo_loss(two, two, loss_type="aot_pair"), "aot_unpaired"),
+    "kto loss type": (lambda: LinearKTOLoss(loss_type="bco"), "supported: kto"),
+    "cpo loss type": (lambda: LinearCPOLoss(loss_type="robust"), "supported: sigmoid, hinge"),
+    "beta": (lambda: LinearDPOLoss(beta=0.0), "beta=0.0 must be greater"),
+    "beta of orpo": (lambda: LinearORPOLoss(beta=-1.0), "beta"),
+    "beta of kto": (lambda: LinearKTOLoss(beta=0.0), "beta"),
+    "tau": (lambda: LinearDPOLoss(loss_type="discopop", discopop_tau=0.0), "discopop_tau"),
+    "half": (lambda: LinearDPOLoss(loss_type="robust", label_smoothing=0.5), r"\[0, 0.5\)"),
+    "negative": (lambda: dpo_loss(two, two, label_smoothing=-0.1), r"\[0, 0.5\)"),
+    "exo": (lambda: LinearDPOLoss(loss_type="exo_pair"), "label_smoothing=0.0 must be greater"),
+    "cpo smoothing": (lambda: LinearCPOLoss(loss_type="hinge", label_smoothing=0.1), "not defined for .*hinge"),
+    "no batch": (lambda: call(x=torch.randn(6, 16), labels=torch.ones(6).long()), "need cu_seqlens"),
+    "labels": (lambda: call(labels=torch.ones(2 * PAIRS, TOKENS - 1).long()), "shifted already"),
+    "nll labels": (lambda: call(nll_labels=torch.ones(PAIRS, TOKENS).long()), r"nll_labels \[3, 7\]"),
+    "nll of another text": (lambda: call(nll_labels=torch.full((2 * PAIRS, TOKENS), 3)), "different tokens"),
+    "odd": (lambda: call(x=torch.randn(3, 4, 16).double(), labels=torch.ones(3, 4).long()), "3 sequences are no pairs"),
+    "states alone": (lambda: call(ref_x=torch.randn(6, 7, 16)), "go together"),
+    "head alone": (lambda: call(ref_weight=torch.randn(29, 16)), "go together"),
+    "bias alone": (lambda: call(ref_bias=torch.randn(29)), "go together"),
+    "twice": (lambda: call(ref_x=torch.randn(6, 7, 16), ref_weight=torch.randn(29, 16), ref_logps=two), "both given"),
+    "ref shape": (lambda: call(ref_x=torch.randn(6, 5, 16), ref_weight=torch.randn(29, 16)), "shape of x"),
+    "ref logps": (lambda: call(ref_logps=two[:PAIRS]), r"ref_logps \[3\] must be \[6\]"),
+    "bounds": (lambda: call(cu_seqlens=torch.randn(3)), "cu_seqlens is torch.float32"),
+    "two bounds": (lambda: call(cu_seqlens=torch.ones(2, 2).int()), "cu_seqlens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    attempt, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        attempt()
+
+
+@pytest.mark.parametrize("loss_type", [t for t in EVERY if t not in SMOOTHED])
+def test_label_smoothing_is_refused_where_it_is_not_defined(loss_type):
+    with pytest.raises(InputError, match=f"not defined for loss_type='{loss_type}'"):
+        LinearDPOLoss(loss_type=loss_type, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"kl_x": True}, "kl_x and kl_labels"),
+        ({"ref_kl_logps": True}, "kl_x and kl_labels"),
+        ({"kl_x": True, "kl_labels": True, "kl": True}, "takes the place"),
+        ({"kl_x": True, "kl_labels": True, "ref_kl_x": True}, "needs ref_weight"),
+        ({"kl_x": True, "kl_labels": True, "ref_kl_logps": True, "short": True}, "ref_logps"),
+    ],
+)
+def test_refused_by_kto(changes, message):
+    batch = Batch()
+    given = {"kl_x": batch.x, "kl_labels": batch.labels, "kl": torch.tensor(0.1), "ref_kl_x": batch.x,
+             "ref_kl_logps": two[:1] if "short" in changes else two}  # fmt: skip
+    desirable = torch.tensor(DESIRABLE)
+    with pytest.raises(InputError, match=message):
+        LinearKTOLoss()(
+            batch.x, batch.weight, batch.labels, desirable, **{name: given[name] for name in changes if name in given}
+        )
+    for wrong in (desirable[:2], desirable.long()):
+        with pytest.raises(InputError, match=r"must be torch.bool \[6\]"):
+            LinearKTOLoss()(batch.x, batch.weight, batch.labels, wrong)
+
+
+def test_the_options_are_shown():
+    text = repr(LinearDPOLoss(beta=0.2, loss_type="ipo"))
+    assert "beta=0.2" in text and "loss_type='ipo'" in text and "ignore_index=-100" in text and "head" not in text
+
+
+def every_loss(batch, number=None):
+    """(name, function of x, weight, bias) of every module and loss type."""
+    desirable = torch.tensor(DESIRABLE, device=batch.x.device)
+    refs = {"ref_x": batch.ref_x, "ref_weight": batch.ref_weight}
+    for loss_type, e in CASES:
+        module = LinearDPOLoss(beta=BETA, loss_type=loss_type, label_smoothing=e)
+        yield f"{loss_type} {e}", lambda x, w, b, m=module: m(x, w, batch.labels, bias=b, num_valid=number, **refs).loss
+    for module in (LinearORPOLoss(), LinearSimPOLoss(), *(LinearCPOLoss(loss_type=t) for t in CPO)):
+        yield str(module), lambda x, w, b, m=module: m(x, w, batch.labels, bias=b, num_valid=number).loss
+
+    def kto(x, w, b):
+        more = {"kl_x": x, "kl_labels": batch.labels, "ref_kl_x": batch.ref_x}
+        return LinearKTOLoss()(x, w, batch.labels, desirable, bias=b, num_valid=number, **refs, **more).loss
+
+    yield "kto", kto
+
+
+@pytest.mark.parametrize("name", ["sigmoid 0.1", "ipo 0.0", "LinearORPOLoss", "LinearCPOLoss", "kto"])
+def test_dynamo_traces_modules_whole(name):
+    batch = Batch()
+    op = next(op for found, op in every_loss(batch) if found.startswith(name))
+    assert_compiles(op, batch.trained, [torch.ones((), dtype=torch.float64)], backend="eager")
+
+
+@pytest.mark.parametrize("loss_type, e", CASES)
+def test_dynamo_traces_every_formula(loss_type, e):
+    def losses(*logps):
+        return dpo_loss(*logps, loss_type=loss_type, label_smoothing=e)
+
+    inputs = [torch.randn(4, requires_grad=True) for _ in range(4)]
+    assert_compiles(losses, inputs, [torch.randn(4)], backend="eager")
+
+
+def test_dynamo_traces_packed_sequences_and_metrics():
+    batch = Batch()
+    bounds = torch.arange(0, 2 * PAIRS * TOKENS + 1, TOKENS)
+    module = LinearORPOLoss()
+
+    def metrics(x, weight):
+        return tuple(module(x.flatten(0, 1), weight, batch.labels.flatten(), cu_seqlens=bounds))
+
+    compiled = torch.compile(metrics, fullgraph=True, backend="eager")(batch.x, batch.weight)
+    for found, expected in zip(compiled, metrics(batch.x, batch.weight), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("number", [None, 2 * PAIRS * TOKENS - 8], ids=["every token", "valid tokens"])
+def test_on_a_gpu(number):
+    """Nothing waits for the device, a CUDA graph replays on other values, and the kernels compile whole."""
+    batch = Batch("cuda", torch.float32)
+    one = torch.ones((), device="cuda")
+    for _, op in every_loss(batch, number):
+        assert_never_waits(op, batch.trained, [one])
+        assert_captures(op, batch.trained, [one.clone()])
+    for op in (LinearDPOLoss(beta=BETA), LinearORPOLoss()):
+        assert_compiles(lambda x, w, b, m=op: m(x, w, batch.labels, bias=b).loss, batch.trained, [one])
+
+
+@pytest.mark.gpu
+def test_memory_of_forward_and_backward():
+    """By default the logits and both gradients, once each, in bf16; in chunks the fp32 sum of dweight adds to it."""
+    x, weight = (torch.randn(size, 2048, device="cuda").bfloat16().requires_grad_() for size in (2048, 160000))
+    labels = torch.randint(160000, (4, 512), device="cuda")
+
+    def peak(module):
+        for measured in (False, True):  # the first call compiles kernels and gives cuBLAS its workspace
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            torch.autograd.grad(module(x.view(4, 512, 2048), weight, labels).loss, (x, weight))
+            if measured:
+                return torch.cuda.max_memory_allocated() - before
+
+    whole = peak(LinearORPOLoss())
+    assert whole < 2 * 2048 * 160000 + 2 * (x.numel() + weight.numel()) + 64 * 2**20  # what is per token is small
+    assert whole < peak(LinearORPOLoss(chunk_bytes=512 * 2**20))
+
+
+def test_liger_computes_the_same(device):
+    """Losses, gradients and metrics of liger-kernel's chunked losses, where it is installed."""
+    liger = pytest.importorskip("liger_kernel.chunked_loss")
+    batch = Batch(device, torch.float32)
+    call = batch.x, batch.weight, batch.labels
+    theirs = batch.weight, batch.x, batch.labels, batch.bias
+    desirable = torch.tensor(DESIRABLE, device=device)
+
+    def compare(ours, loss):
+        # fp32 sums of 20 terms in another order
+        assert_loss(ours.loss, loss, batch.trained, tolerance=2e-5)
+
+    for loss_type, e in CASES:
+        if loss_type in ("sigmoid_norm", "ipo", "aot", "aot_unpaired") or (loss_type == "sigmoid" and e):
+            continue  # Liger has none of these
+        options = {"beta": BETA, "loss_type": loss_type, "label_smoothing": e, "compute_nll_loss": True, "alpha": 0.7}
+        for ref in (True, False):
+            arguments = (
+                {"ref_x": batch.ref_x, "ref_weight": batch.ref_weight, "ref_bias": batch.ref_bias} if ref else {}
+            )
+            module = liger.LigerFusedLinearDPOLoss(**options, compiled=False, use_ref_model=ref)
+            loss, metrics = module(*theirs, *arguments.values())
+            ours = LinearDPOLoss(**options)(*call, bias=batch.bias, **arguments)
+            compare(ours, loss)
+            torch.testing.assert_close(ours.rejected_logps, metrics[1].detach())
+            torch.testing.assert_close(ours.nll_loss, metrics[4].detach())
+    for beta in (0.1, 2.0):
+        options = {"beta": beta, "compute_nll_loss": True}
+        ours = LinearORPOLoss(**options)(*call, bias=batch.bias)
+        loss, metrics = liger.LigerFusedLinearORPOLoss(**options, compiled=False)(*theirs)
+        compare(ours, loss)
+        torch.testing.assert_close(ours.log_odds_chosen, metrics[-1].detach())
+        options |= {"label_smoothing": 0.1, "alpha": 0.6}
+        for mine, other in (
+            (LinearCPOLoss, liger.LigerFusedLinearCPOLoss),
+            (LinearSimPOLoss, liger.LigerFusedLinearSimPOLoss),
+        ):
+            compare(mine(**options)(*call, bias=batch.bias), other(**options, compiled=False)(*theirs)[0])
+    kto = liger.LigerFusedLinearKTOLoss(beta=BETA, compiled=False, use_ref_model=True)
+    loss, _ = kto(
+        batch.x,
+        batch.weight,
+        batch.labels,
+        batch.bias,
+        desirable,
+        batch.ref_x,
+        batch.ref_weight,
+        kl=torch.tensor(0.2, device=device),
+    )
+    compare(
+        LinearKTOLoss(beta=BETA)(
+            *call, desirable, bias=batch.bias, ref_x=batch.ref_x, ref_weight=batch.ref_weight, kl=torch.tensor(0.2)
+        ),
+        loss,
+    )
+
+
+def test_the_example_learns_the_preference():
+    path = Path(__file__).parents[2] / "examples" / "finetune_dpo.py"
+    spec = importlib.util.spec_from_file_location("finetune_dpo", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    outputs = module.train(steps=30)
+    torch.testing.assert_close(outputs[0].loss.item(), math.log(2), rtol=0, atol=1e-5)  # still its own reference
+    assert outputs[-1].loss < 0.3 and outputs[-1].reward_accuracy == 1 and outputs[-1].reward_margin > 1
