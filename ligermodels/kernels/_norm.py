@@ -8,9 +8,9 @@ import operator
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._launch import launch
 from ligermodels.kernels._norm_kernels import (
     backward_kernel,
     backward_wide_kernel,
@@ -18,7 +18,7 @@ from ligermodels.kernels._norm_kernels import (
     forward_wide_kernel,
     sum_parts_kernel,
 )
-from ligermodels.kernels._triton import accumulator, as_rows, device_guard, num_sms
+from ligermodels.kernels._triton import accumulator, as_rows, device_guard, num_sms, once_differentiable
 
 _WIDEST = 16384, 8192  # columns of a row that one program holds in registers; with dw and db
 _WIDE = 8192, 4096  # columns that a program takes at a time where rows are wider: forward, backward
@@ -70,8 +70,8 @@ def _forward(
         if width > _WIDEST[0]:
             kernel, block, rows, warps = forward_wide_kernel, _WIDE[0], 1, 16
         with device_guard(x):
-            kernel[(-(-n_rows // rows),)](
-                y, total, stats, x, other,
+            launch(
+                kernel, (-(-n_rows // rows),), y, total, stats, x, other,
                 x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
                 n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
                 weight is not None, bias is not None, width, block, rows, num_warps=warps,
@@ -108,7 +108,8 @@ def _backward(
     programs = min(num_sms(x.device.index) * per_sm, -(-n_rows // (4 * rows)))
     parts = stats.new_empty(len(grads), programs, width) if grads else stats
     with device_guard(x):
-        kernel[(programs,)](
+        launch(
+            kernel, (programs,),
             x if dx is None else dx, parts, dy, dtotal, x, x if weight is None else weight.contiguous(), stats,
             n_rows, dy_stride, dtotal_stride, x_stride,
             offset, centred, add, weight is not None, need_dx, dw is not None, db is not None,
@@ -116,8 +117,16 @@ def _backward(
         )  # fmt: skip
         if grads:
             columns, at_once = (16, 128) if width <= 8192 else (64, 32)
-            sum_parts_kernel[(-(-width // columns), len(grads))](
-                grads[0], grads[1] if len(grads) == 2 else None, parts, programs, width, columns, at_once
+            launch(
+                sum_parts_kernel,
+                (-(-width // columns), len(grads)),
+                grads[0],
+                grads[1] if len(grads) == 2 else None,
+                parts,
+                programs,
+                width,
+                columns,
+                at_once,
             )
     return dx, dw, db
 

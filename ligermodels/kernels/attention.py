@@ -153,8 +153,9 @@ def attention(
     options = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens, padding=padding)
     plain = window is None and key_mask is None and cu_seqlens is None and padding is None
     everything = plain and (length == num_keys or not causal)
+    small = q.numel() < 2**31  # beyond, torch 2.11's gradients are wrong on an H200
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if _triton_takes(q, softcap) and (softcap is not None or not (everything or length == 1)):
+    if _triton_takes(q, softcap) and (softcap is not None or not ((everything and small) or length == 1)):
         return flash_attention(q, k, v, softcap=softcap, scale=scale, **options)
     if softcap is not None or q.numel() == 0:
         return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)

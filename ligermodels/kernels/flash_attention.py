@@ -25,9 +25,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ligermodels.kernels._triton import HAS_TRITON, accumulator, device_guard, last_dim_contiguous, tl, triton
+from ligermodels.kernels._triton import (
+    HAS_TRITON,
+    accumulator,
+    device_guard,
+    last_dim_contiguous,
+    once_differentiable,
+    tl,
+    triton,
+)
 from ligermodels.kernels.flash_config import config, data_centre, head_parts
 from ligermodels.kernels.flash_masks import count, holes, sequence_ends, span, token_counts, unhidden
 from ligermodels.kernels.flash_tiles import add_row, inner, numbers, outer, store, tile, times, zeros

@@ -93,15 +93,15 @@ def _backward_kernel(
     target = rows * (WIDTH + UP_AT) + cols
     if up_ptr is not None:
         up = tl.load(up_ptr + rows * up_stride + cols + UP_AT, mask=mask, other=0.0).to(ACC)
-        dh *= DOWN_MULTIPLIER
+        h *= DOWN_MULTIPLIER
         if UP_AT:
             tl.store(d_gate_ptr + target + UP_AT, (dh * h).to(dtype), mask=mask)
         elif d_up_ptr is not None:
             tl.store(d_up_ptr + target, (dh * h).to(dtype), mask=mask)
-        h = h * up * DOWN_MULTIPLIER
+        h *= up
         dh *= up
     if d_gate_ptr is not None:
-        tl.store(d_gate_ptr + target, (dh * (slope * GATE_MULTIPLIER)).to(dtype), mask=mask)
+        tl.store(d_gate_ptr + target, (dh * (slope * (GATE_MULTIPLIER * DOWN_MULTIPLIER))).to(dtype), mask=mask)
     if EMIT:
         tl.store(dh_ptr + rows * dh_stride + cols, h.to(dh_ptr.dtype.element_ty), mask=mask)
 

@@ -17,11 +17,10 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 
 
 def jsd_reference(

@@ -15,10 +15,18 @@ Source: https://pytorch.org/docs/stable/generated/torch.nn.KLDivLoss.html.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, num_sms, tl, triton, use_triton
+from ligermodels.kernels._triton import (
+    accumulator,
+    device_guard,
+    last_dim_contiguous,
+    num_sms,
+    once_differentiable,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 def kl_div_reference(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target: bool = False) -> Tensor:

@@ -27,12 +27,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, gather, scale_
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
 
 
@@ -278,11 +277,6 @@ def linear_jsd(
         float(beta), ignore_index, reduction, float(temperature), float(weight_hard), float(weight_soft)
     )
     tokens, device = student_x.shape[:-1], student_x.device
-    check_options(options, labels, tokens, device, "linear_jsd")
-    if not options.temperature > 0:
-        raise InputError(f"linear_jsd: temperature={temperature} must be positive; 1 leaves the logits as they are.")
-    if options.weight_hard and labels is None:
-        raise InputError(f"linear_jsd: weight_hard={weight_hard} weighs a loss at labels, and there are no labels.")
     if teacher_x.shape[:-1] != tokens or teacher_x.device != device:
         raise InputError(
             f"linear_jsd: teacher_x {tuple(teacher_x.shape)} on {teacher_x.device} must have the tokens of student_x, "
@@ -297,6 +291,11 @@ def linear_jsd(
             dtypes.append(check_head(*head, num_valid, accum_dtype, chunk_bytes))
         except InputError as error:
             raise InputError(f"linear_jsd, {who}_x, {who}_weight and {who}_bias: {error}") from None
+    check_options(options, labels, tokens, device, "linear_jsd")
+    if not options.temperature > 0:
+        raise InputError(f"linear_jsd: temperature={temperature} must be positive; 1 leaves the logits as they are.")
+    if options.weight_hard and labels is None:
+        raise InputError(f"linear_jsd: weight_hard={weight_hard} weighs a loss at labels, and there are no labels.")
     vocab, teacher_vocab = student_weight.shape[0], teacher_weight.shape[0]
     if teacher_vocab < vocab:
         raise InputError(

@@ -24,12 +24,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, use_triton
+from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import check_inputs
 
 

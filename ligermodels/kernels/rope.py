@@ -25,10 +25,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, tl, triton, use_triton
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import (
+    accumulator,
+    device_guard,
+    last_dim_contiguous,
+    once_differentiable,
+    tl,
+    triton,
+    use_triton,
+)
 
 
 def rope_qk_reference(
@@ -187,7 +195,8 @@ def _rotate(
     else:
         table_b, axis = 0 if position_ids.shape[1] == 1 else length, position_ids.stride(0)
     with device_guard(out):
-        _rope_kernel[(batch * length,)](
+        launch(
+            _rope_kernel, (batch * length,),
             out, q, k, from_v, cos, sin, cos if position_ids is None else position_ids, length, cos.shape[0],
             out.stride(0), out.stride(1), *strides, table_b, axis,
             backward, packed, copy, v is not None, position_ids is not None, *bounds, num_heads, num_kv_heads,

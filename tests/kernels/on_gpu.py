@@ -34,8 +34,11 @@ def _spoil_free_memory() -> None:
         del spoiled
 
 
-def assert_captures(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """A CUDA graph of op, forward and backward, replayed on other values, gives what op gives on them."""
+def assert_captures(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor], *, same_bits: bool = True) -> None:
+    """A CUDA graph of op, forward and backward, replayed on other values, gives what op gives on them.
+
+    same_bits: the op adds in a fixed order, and so the bits are the same.
+    """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -49,7 +52,11 @@ def assert_captures(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tens
             x.copy_(x.flip(tuple(range(x.dim()))))  # labels stay classes, and probabilities
     graph.replay()
     for actual, expected in zip(captured, forward_backward(op, inputs, grads), strict=True):
-        assert torch.equal(actual, expected) and actual.isfinite().all()
+        assert actual.isfinite().all()
+        if same_bits:
+            assert torch.equal(actual, expected)
+        else:
+            assert (actual - expected).norm() <= 2 * torch.finfo(actual.dtype).eps * expected.norm()
 
 
 def assert_never_waits(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:

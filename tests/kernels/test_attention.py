@@ -10,6 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._triton import INTERPRET, accumulator, use_triton
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.flash_attention import flash_attention
+from ligermodels.kernels.flash_masks import sequence_ends
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.oracle import assert_as_exact, dtypes
 
@@ -677,10 +678,9 @@ def test_expanded_gradient(device):
 @needs_triton
 @pytest.mark.parametrize("lengths", [[5], [0, 5], [3, 0, 0, 4], [1] * 17, [300, 0, 1, 2, 300, 7, 0]], ids=str)
 def test_ends_of_sequences(lengths, device, poison):
-    module = importlib.import_module("ligermodels.kernels.flash_attention")
     cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
     expected = [[end - n, end] for n, end in zip(lengths, itertools.accumulate(lengths), strict=True) for _ in range(n)]
-    assert module._ends(cu_seqlens, sum(lengths)).tolist() == expected
+    assert sequence_ends(cu_seqlens, sum(lengths)).tolist() == expected
 
 
 @needs_triton

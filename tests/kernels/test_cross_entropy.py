@@ -189,7 +189,10 @@ def test_gradcheck(device):
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_backward_again(device, reduction):
-    """A second backward gives the same bits, and none of them is written over; nor are the logits."""
+    """A second backward gives the same, and neither is written over; nor are the logits.
+
+    The second is made by another kernel, which a GPU may round differently in the last bits.
+    """
     logits = torch.randn(5, 40, device=device, requires_grad=True)
     before, version = logits.detach().clone(), logits._version
     loss = cross_entropy(logits, some_labels((5,), 40, device), reduction=reduction).sum()
@@ -198,7 +201,8 @@ def test_backward_again(device, reduction):
     second = torch.autograd.grad(loss, logits, retain_graph=True)[0]
     third = torch.autograd.grad(2 * loss, logits)[0]
     assert torch.equal(logits, before) and logits._version == version
-    assert torch.equal(first, kept) and torch.equal(first, second) and torch.equal(2 * first, third)
+    assert torch.equal(first, kept) and torch.equal(2 * second, third)
+    torch.testing.assert_close(second, first, rtol=1e-6, atol=1e-8)
 
 
 def test_second_derivative_raises(device):

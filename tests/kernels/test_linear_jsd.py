@@ -289,7 +289,8 @@ def test_frozen_inputs_cost_nothing(device, products):
         quiet = linear_jsd(**call, num_valid=40)
     assert products == forward
     loud = linear_jsd(**call, num_valid=40)
-    assert not quiet.requires_grad and torch.equal(quiet, loud.detach())
+    assert not quiet.requires_grad
+    torch.testing.assert_close(quiet, loud.detach(), rtol=1e-14, atol=0)  # another kernel, with the gradient in it
     loud.backward()
     assert call["teacher_x"].grad is None and call["teacher_weight"].grad is None
 
@@ -452,7 +453,7 @@ def test_compile(device, reduction, dtype):
 
     def op(**call):
         out = linear_jsd(**call, **options)
-        return out._replace(loss=3 * out.loss.sum())
+        return LinearJSDOutput(3 * out.loss.sum(), out.soft_loss, out.hard_loss)
 
     compiled = torch.compile(op, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     # Upstream is multiplied in at another place, which rounds to the dtype once more.
