@@ -118,16 +118,9 @@ def _backward(
         if grads:
             columns, at_once = (16, 128) if width <= 8192 else (64, 32)
             launch(
-                sum_parts_kernel,
-                (-(-width // columns), len(grads)),
-                grads[0],
-                grads[1] if len(grads) == 2 else None,
-                parts,
-                programs,
-                width,
-                columns,
-                at_once,
-            )
+                sum_parts_kernel, (-(-width // columns), len(grads)),
+                grads[0], grads[1] if len(grads) == 2 else None, parts, programs, width, columns, at_once,
+            )  # fmt: skip
     return dx, dw, db
 
 
