@@ -221,6 +221,7 @@ def test_a_graph_runs_twice_and_leaves_its_inputs_alone(device):
     assert not jsd(*(z.detach() for z in inputs)).requires_grad
 
 
+@pytest.mark.gpu  # interpreted: test_every_op, smaller
 def test_deterministic(device):
     inputs = problem((64, 3000), device, torch.float32)
     runs = [results(jsd, inputs) for _ in range(3)]

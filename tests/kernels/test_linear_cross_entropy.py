@@ -396,6 +396,7 @@ def test_layouts(device, layout):
     assert_same(actual, expected, 1e-10, 1e-12)
 
 
+@pytest.mark.gpu  # interpreted: test_every_op, smaller
 def test_deterministic(device):
     x, weight, bias, labels = problem(300, 16, 70, device, torch.float32, ignored=0.6)
     runs = [

@@ -399,6 +399,7 @@ def test_layouts(device, layout):
         assert_same(actual, results(through(linear_jsd_reference), call, reduction=reduction), 1e-10, 1e-12)
 
 
+@pytest.mark.gpu  # interpreted: test_every_op, smaller
 def test_deterministic(device):
     call = problem(150, 70, device, torch.float32, ignored=0.6)
     runs = [results(linear_jsd, call, chunk_bytes=1, weight_hard=0.5) for _ in range(2)]
