@@ -20,7 +20,7 @@ from ligermodels.kernels.layer_norm import (
     layer_norm_reference,
 )
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
-from ligermodels.kernels.linear_jsd import linear_jsd, linear_jsd_reference
+from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd, linear_jsd_reference
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
 from ligermodels.kernels.quantize import quantize_int8, quantize_int8_reference
@@ -29,6 +29,7 @@ from ligermodels.kernels.rope import rope, rope_qk, rope_qk_reference, rope_refe
 
 __all__ = [
     "CrossEntropyOutput",
+    "LinearJSDOutput",
     "LogprobsOutput",
     "activate",
     "activate_reference",
