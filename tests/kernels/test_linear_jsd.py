@@ -60,26 +60,6 @@ def assert_same(actual, expected, rtol, atol):
         )  # fmt: skip
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """The shapes (rows, inner, columns) of the matrix products that the op asks for."""
-    seen = []
-
-    def record(name, first):
-        real = getattr(torch, name)
-
-        def product(*args, **kwargs):
-            a, b = args[first : first + 2]
-            seen.append((*a.shape, b.shape[1]))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(torch, name, product)
-
-    record("mm", 0)
-    record("addmm", 1)
-    return seen
-
-
 def test_reference_by_hand():
     """Every token by itself: temperature on the soft loss alone, both losses divided by the tokens that count."""
     call = problem(5, 7, "cpu", padding=2)

@@ -39,26 +39,6 @@ def found(output: Tensor | LogprobsOutput, inputs: list[Tensor], **how) -> dict[
     return values | {f"grad{i}": g for i, g in enumerate(gradients)}
 
 
-@pytest.fixture
-def products(monkeypatch):
-    """The shapes (rows, inner, columns) of the matrix products that the op asks for."""
-    seen = []
-
-    def record(name, first):
-        real = getattr(torch, name)
-
-        def product(*args, **kwargs):
-            a, b = args[first : first + 2]
-            seen.append((*a.shape, b.shape[1]))
-            return real(*args, **kwargs)
-
-        monkeypatch.setattr(torch, name, product)
-
-    record("mm", 0)
-    record("addmm", 1)
-    return seen
-
-
 def test_reference_by_hand():
     x, weight, bias, labels = problem(9, 4, 11, "cpu")
     inputs, valid = [x, weight, bias], labels != IGNORE
