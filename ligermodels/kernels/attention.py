@@ -9,6 +9,8 @@ sequences; the choice of engine.
 |----------------------------------------|-------------------------------------------------------------------|
 | S = K causal, or nothing hidden        | torch's first choice. bf16, fp16: cuDNN on Hopper and later,      |
 |                                        | FlashAttention-2 on Ampere and Ada; fp32: memory-efficient kernel |
+| the same past 2^31 elements, where     | bf16, fp16: `flash_attention`, in Triton                          |
+| torch 2.11's gradients are wrong       |                                                                   |
 | one query (decode)                     | FlashAttention-2: cuDNN would plan anew for every length K        |
 | softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
@@ -153,7 +155,7 @@ def attention(
     options = dict(causal=causal, window=window, key_mask=key_mask, cu_seqlens=cu_seqlens, padding=padding)
     plain = window is None and key_mask is None and cu_seqlens is None and padding is None
     everything = plain and (length == num_keys or not causal)
-    small = q.numel() < 2**31  # beyond, torch 2.11's gradients are wrong on an H200
+    small = q.numel() < 2**31  # beyond, cuDNN's gradients were wrong on an H200, torch 2.11
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if _triton_takes(q, softcap) and (softcap is not None or not ((everything and small) or length == 1)):
         return flash_attention(q, k, v, softcap=softcap, scale=scale, **options)
