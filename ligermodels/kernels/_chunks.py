@@ -2,14 +2,14 @@
 a weight's gradient is summed with, leaving ignored tokens out, and a scaling that the device decides on.
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, num_sms, tl, triton
+from ligermodels.kernels._triton import accumulator, device_guard, num_sms, tl, triton
 
 
 @triton.jit
@@ -181,6 +181,34 @@ class Gradients:
         """dx back to the tokens, zeros at those left out."""
         if place is not None and self.dx is not None:
             self.dx = gather(self.dx, place)
+
+
+def keep(ctx: Any, gradients: Sequence[Tensor | None]) -> None:
+    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `hand_out` in the backward."""
+    ctx.gradients = None
+    if torch.compiler.is_compiling():
+        ctx.save_for_backward(*gradients)
+    else:
+        # Not through save_for_backward, whose references would make autograd copy dweight into weight.grad.
+        ctx.gradients = gradients
+
+
+def hand_out(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
+    """In the backward of `op`: dx, dweight and dbias that forward left, times upstream and factor, once."""
+    if torch.compiler.is_compiling():
+        *gradients, factor = ctx.saved_tensors
+        factor = upstream if factor is None else upstream * factor
+        return [None if t is None else t * factor for t in gradients]
+    if ctx.gradients is None:
+        raise RuntimeError(
+            f"{op} holds its gradients from forward on and gives them away in backward, so a second backward through "
+            "the same loss is not possible: compute the loss again."
+        )
+    *gradients, factor = ctx.gradients
+    ctx.gradients = None
+    factor = upstream if factor is None else upstream * factor
+    with device_guard(factor):
+        return [None if t is None else scale_(t, factor) for t in gradients]
 
 
 def check_head(

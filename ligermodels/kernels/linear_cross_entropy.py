@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, scale_
+from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, hand_out, keep
 from ligermodels.kernels._cross_entropy_rows import Options, divisors, empty_rows, launch_rows
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import (
@@ -167,34 +167,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         with device_guard(x):
             out = _dispatch(x, weight, bias, labels, class_weight, num_items, options, settings, needs)
-        ctx.gradients = None
-        if torch.compiler.is_compiling():
-            ctx.save_for_backward(*out[5:])
-        else:
-            # Not through save_for_backward, whose references would make autograd copy dweight into weight.grad.
-            ctx.gradients = out[5:]
+        keep(ctx, out[5:])
         ctx.mark_non_differentiable(*(t for t in out[1:5] if t is not None))
         return tuple(out[:5])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
-        if torch.compiler.is_compiling():
-            *gradients, factor = ctx.saved_tensors
-            factor = grad_loss if factor is None else grad_loss * factor
-            gradients = [None if t is None else t * factor for t in gradients]
-        else:
-            if ctx.gradients is None:
-                raise RuntimeError(
-                    "linear_cross_entropy holds its gradients from forward on and gives them away in backward, so "
-                    "a second backward through the same loss is not possible: compute the loss again."
-                )
-            *gradients, factor = ctx.gradients
-            ctx.gradients = None
-            factor = grad_loss if factor is None else grad_loss * factor
-            with device_guard(factor):
-                gradients = [None if t is None else scale_(t, factor) for t in gradients]
-        dx, dweight, dbias = gradients
+        dx, dweight, dbias = hand_out(ctx, grad_loss, "linear_cross_entropy")
         return (
             dx,
             None if dweight is None else dweight.to(ctx.dtypes[0]),

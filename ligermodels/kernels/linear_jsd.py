@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, gather, scale_
+from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, gather, hand_out, keep
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
@@ -203,15 +203,11 @@ class _LinearJSD(torch.autograd.Function):
         later = options.reduction == "none"
         with device_guard(x):
             out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
-        ctx.gradients = None
         if later:
             ctx.needs = needs
             ctx.save_for_backward(x, weight, bias, *tensors)
-        elif torch.compiler.is_compiling():
-            ctx.save_for_backward(*out[3:])
         else:
-            # Not through save_for_backward, whose references would make autograd copy dweight into weight.grad.
-            ctx.gradients = out[3:]
+            keep(ctx, out[3:])
         ctx.mark_non_differentiable(*(t for t in out[1:3] if t is not None))
         return tuple(out[:3])
 
@@ -221,23 +217,9 @@ class _LinearJSD(torch.autograd.Function):
         if ctx.how[1].reduction == "none":
             with device_guard(upstream):
                 results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
-            gradients = list(results[3:6])
-        elif torch.compiler.is_compiling():
-            *gradients, factor = ctx.saved_tensors
-            factor = upstream if factor is None else upstream * factor
-            gradients = [None if t is None else t * factor for t in gradients]
+            dx, dweight, dbias = results[3:6]
         else:
-            if ctx.gradients is None:
-                raise RuntimeError(
-                    "linear_jsd holds its gradients from forward on and gives them away in backward, so a second "
-                    "backward through the same loss is not possible: compute the loss again."
-                )
-            *gradients, factor = ctx.gradients
-            ctx.gradients = None
-            factor = upstream if factor is None else upstream * factor
-            with device_guard(factor):
-                gradients = [None if t is None else scale_(t, factor) for t in gradients]
-        dx, dweight, dbias = gradients
+            dx, dweight, dbias = hand_out(ctx, upstream, "linear_jsd")
         return (
             dx,
             None if dweight is None else dweight.to(ctx.dtypes[0]),

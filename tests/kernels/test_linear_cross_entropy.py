@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.errors import InputError
+from ligermodels.kernels import _chunks
 from ligermodels.kernels._chunks import chunk_rows
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -304,8 +305,8 @@ def test_weight_grad_is_not_copied(device, monkeypatch):
     """The buffer that forward filled becomes weight.grad; later micro-batches are added to it."""
     x, weight, _, labels = problem(6, 8, 30, device, ignored=0.0)
     buffers = []
-    real = module.scale_
-    monkeypatch.setattr(module, "scale_", lambda t, f: buffers.append(t.data_ptr()) or real(t, f))
+    real = _chunks.scale_
+    monkeypatch.setattr(_chunks, "scale_", lambda t, f: buffers.append(t.data_ptr()) or real(t, f))
     linear_cross_entropy(x, weight, labels, num_items_in_batch=12).backward()
     assert weight.grad.data_ptr() in buffers
     linear_cross_entropy(x, weight, labels, num_items_in_batch=12).backward()

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ligermodels.errors import InputError
+from ligermodels.kernels import _chunks
 from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd, linear_jsd_reference
 from tests.kernels.cross_entropy_cases import IGNORE, bounded, some_labels
 from tests.kernels.on_gpu import assert_compiles, assert_never_waits, forward_backward
@@ -302,8 +303,8 @@ def test_weight_grad_is_not_copied(device, monkeypatch):
     """The buffer that forward filled becomes weight.grad; later micro-batches are added to it."""
     call = problem(6, 30, device, ignored=0.0)
     buffers = []
-    real = module.scale_
-    monkeypatch.setattr(module, "scale_", lambda t, f: buffers.append(t.data_ptr()) or real(t, f))
+    real = _chunks.scale_
+    monkeypatch.setattr(_chunks, "scale_", lambda t, f: buffers.append(t.data_ptr()) or real(t, f))
     for _ in range(2):
         (0.5 * linear_jsd(**call)).backward()
         assert call["student_weight"].grad.data_ptr() in buffers
