@@ -5,6 +5,7 @@ import time
 import pytest
 
 from ligermodels.errors import TokenizerError
+from ligermodels.text import limits
 from ligermodels.text.chat import ChatTemplates
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -142,7 +143,9 @@ ATTACKS = ENDLESS | LARGE | HOARD | BLOCKED
 
 
 @pytest.mark.parametrize(("template", "words"), ATTACKS.values(), ids=ATTACKS)
-def test_attack_is_stopped(template, words):
+def test_attack_is_stopped(template, words, monkeypatch):
+    if words != "stopped at more than":  # on a slow machine the limit on time would come before the one looked for
+        monkeypatch.setattr(limits, "MAX_SECONDS", 60.0)
     start = time.process_time()
     with pytest.raises(TokenizerError) as caught:
         render(template)
