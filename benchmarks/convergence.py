@@ -5,8 +5,15 @@ biases, experts with their balancing loss, rotary embeddings beyond their origin
 the LICENSE file. In fp32 the two curves have to agree; in bf16, where no two programs round alike, ours may be no
 further from transformers' fp32 curve than transformers' own bf16 one.
 
+With --recipes, one family's models are trained as a user would, by our optimizer and torch's in each of their forms,
+by steps within the backward, and with recomputation: how far does each lie from transformers' fp32 curve by torch's
+AdamW, and where do the last steps come out? Two programs in bf16 whose optimizers keep fp32 weights say how far apart
+curves lie that are the same but for rounding.
+
     python -m benchmarks.convergence --out benchmarks/results/convergence.json     # on a GPU, fp32 and bf16
     python -m benchmarks.convergence --dry --families llama                        # 8 steps on the CPU
+    python -m benchmarks.convergence --recipes --families llama --out benchmarks/results/convergence-recipes.json
+    python -m benchmarks.convergence --recipes --dry --families llama
 """
 
 import argparse
@@ -14,9 +21,9 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -173,6 +180,92 @@ def losses(model: nn.Module, batches: Tensor) -> Tensor:
     return torch.stack(found).double().cpu()
 
 
+class Recipe(NamedTuple):
+    """A way to train: whose model, in which dtype, by which optimizer (None: torch's, on fp32 copies of the weights),
+    and what of it is computed again in the backward."""
+
+    build: Callable[[Path, torch.dtype, str], nn.Module]
+    dtype: torch.dtype
+    optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] | None
+    recompute: str = "none"
+
+
+def torch_adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, fused=True)
+
+
+def our_adamw(**options: Any) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    from ligermodels.training.adamw import AdamW
+
+    return lambda parameters: AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.01, **options)
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+EXACT = "transformers, fp32, torch's AdamW"
+
+
+def recipes() -> dict[str, Recipe]:
+    """What is compared, by name, and first what all is compared with."""
+    exact = our_adamw(master_weights=True, state_dtype=torch.float32)
+    return {
+        EXACT: Recipe(theirs, _FP32, torch_adamw),
+        "ligermodels, fp32, torch's AdamW": Recipe(ours, _FP32, torch_adamw),
+        "ligermodels, fp32, AdamW": Recipe(ours, _FP32, our_adamw()),
+        "ligermodels, fp32, AdamW, step in backward": Recipe(ours, _FP32, our_adamw(step_in_backward=True)),
+        "ligermodels, fp32, AdamW, recompute mlp": Recipe(ours, _FP32, our_adamw(), "mlp"),
+        "ligermodels, fp32, AdamW, recompute block": Recipe(ours, _FP32, our_adamw(), "block"),
+        "transformers, bf16, torch's AdamW on fp32 copies": Recipe(theirs, _BF16, None),
+        "transformers, bf16, torch's AdamW": Recipe(theirs, _BF16, torch_adamw),
+        "ligermodels, bf16, torch's AdamW": Recipe(ours, _BF16, torch_adamw),
+        "ligermodels, bf16, AdamW, nearest": Recipe(ours, _BF16, our_adamw(rounding="nearest")),
+        "ligermodels, bf16, AdamW": Recipe(ours, _BF16, our_adamw()),
+        "ligermodels, bf16, AdamW, step in backward": Recipe(ours, _BF16, our_adamw(step_in_backward=True)),
+        "ligermodels, bf16, AdamW, recompute mlp": Recipe(ours, _BF16, our_adamw(), "mlp"),
+        "ligermodels, bf16, AdamW, recompute block": Recipe(ours, _BF16, our_adamw(), "block"),
+        "ligermodels, bf16, AdamW, master weights": Recipe(ours, _BF16, our_adamw(master_weights=True)),
+        "ligermodels, bf16, AdamW, master weights, fp32 states": Recipe(ours, _BF16, exact),
+    }
+
+
+def follow(recipe: Recipe, folder: Path, batches: Tensor, device: str) -> Tensor:
+    """The loss of each step [steps] of training by a recipe on batches [steps, B, S]."""
+    model = recipe.build(folder, recipe.dtype, device).train()
+    if recipe.recompute != "none":
+        model.gradient_checkpointing_enable({"recompute": recipe.recompute})
+    if recipe.optimizer is None:
+        return losses(model, batches)
+    optimizer, found = recipe.optimizer(model.parameters()), []
+    for ids in batches:
+        loss = model(input_ids=ids, labels=ids)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    return torch.stack(found).double().cpu()
+
+
+def compare_recipes(family: str, device: str, steps: int, seeds: int) -> list[dict[str, Any]]:
+    """For each recipe its distance from the exact curve, over all steps and seeds, and of its last steps alone."""
+    curves: dict[str, list[Tensor]] = {name: [] for name in recipes()}
+    for seed in range(seeds):
+        with tempfile.TemporaryDirectory() as folder:
+            write_checkpoint(family, Path(folder), seed)
+            batches = text_batches(steps, device, seed)
+            for name, recipe in recipes().items():
+                curves[name].append(follow(recipe, Path(folder), batches, device))
+    ends = {name: torch.stack([curve[-LAST:].mean() for curve in found]) for name, found in curves.items()}
+    return [
+        {
+            "family": family,
+            "recipe": name,
+            "last_loss": ends[name].mean().item(),
+            "apart": rms([apart(*pair) for pair in zip(found, curves[EXACT], strict=True)]),
+            "last_apart": ((ends[name] - ends[EXACT]) / ends[EXACT]).mean().item(),
+        }
+        for name, found in curves.items()
+    ]
+
+
 def apart(curve: Tensor, other: Tensor) -> Tensor:
     """Relative distance of two curves at each step."""
     return (curve - other).abs() / other.abs()
@@ -215,20 +308,29 @@ COLUMNS = {
     "bf16_theirs": "bf16: transformers",
 }
 """The keys of `compare` and what they are called; from the fourth on they are relative distances."""
+RECIPE_COLUMNS = {
+    "family": "family",
+    "recipe": "recipe",
+    "last_loss": "last loss",
+    "apart": "all steps from the first row",
+    "last_apart": "last steps from the first row",
+}
+"""The same of `compare_recipes`; the last has a sign: above 0 where the loss is higher."""
 
 
 def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
     """The table of a result as text."""
     env, settings = record["environment"], record["settings"]
     versions = ", ".join(f"{package} {env[package]}" for package in PACKAGES if env[package])
-    keys = list(COLUMNS)
+    columns = RECIPE_COLUMNS if settings.get("recipes") else COLUMNS
+    keys = list(columns)
     lines = [[*(row[key] for key in keys[:3]), *(f"{row[key]:.1e}" for key in keys[3:])] for row in record["rows"]]
     return "\n\n".join(
         [
             f"{env['device']}, {versions}; commit {env['commit']}, {env['date']}",
             f"`{env['command']}`" if markdown else env["command"],
             f"### {settings['steps']} steps of AdamW, {settings['seeds']} seeds",
-            table(list(COLUMNS.values()), lines, markdown=markdown),
+            table(list(columns.values()), lines, markdown=markdown),
         ]
     )
 
@@ -236,6 +338,7 @@ def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--families", default=",".join(FAMILIES), help="comma-separated; default all")
+    parser.add_argument("--recipes", action="store_true", help="compare optimizers and recomputation instead")
     parser.add_argument("--seeds", type=int, default=SEEDS)
     parser.add_argument("--out", help="JSON file for the result")
     parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
@@ -254,12 +357,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = []
     for family in families:
         started = time.perf_counter()
-        rows.append(compare(family, device, steps, seeds))
+        if options.recipes:
+            rows += compare_recipes(family, device, steps, seeds)
+        else:
+            rows.append(compare(family, device, steps, seeds))
         print(f"{family}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
     record = {
         "benchmark": "convergence",
         "environment": environment(device),
-        "settings": {"steps": steps, "seeds": seeds, "batch": BATCH, "length": LENGTH, "lr": LEARNING_RATE},
+        "settings": {
+            "steps": steps,
+            "seeds": seeds,
+            "batch": BATCH,
+            "length": LENGTH,
+            "lr": LEARNING_RATE,
+            "recipes": options.recipes,
+        },
         "rows": rows,
     }
     if options.out:

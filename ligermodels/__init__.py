@@ -3,7 +3,8 @@
     import ligermodels
     model = ligermodels.Llama.from_hub("meta-llama/Llama-3.2-1B", dtype=torch.bfloat16, device="cuda")
 
-`ligermodels.layers` composes architectures of one's own, `ligermodels.kernels` holds the operations below them.
+`ligermodels.layers` composes architectures of one's own, `ligermodels.kernels` holds the operations below them,
+`ligermodels.training` the optimizer and what else a loop needs.
 Everything is imported on first use: importing the package loads neither triton nor anything that needs a GPU.
 """
 
@@ -11,7 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ligermodels import kernels, layers
+    from ligermodels import kernels, layers, training
     from ligermodels.arch import (
         ARCHS,
         Gemma,
@@ -107,12 +108,13 @@ __all__ = [
     "kernels",
     "layers",
     "load",
+    "training",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    if name in ("kernels", "layers"):
+    if name in ("kernels", "layers", "training"):
         return importlib.import_module(f"ligermodels.{name}")
     raise AttributeError(f"module 'ligermodels' has no attribute {name!r}")

@@ -62,6 +62,18 @@ def test_biases_and_norms_are_trained_from_values_of_their_own(family, write):
         assert parameter.std() > 0.05, f"{name} starts as a constant: what is wrong with it may not show"
 
 
+def test_optimizers_and_recomputation_train_alike():
+    """What `--recipes` measures over 200 steps, for the first few."""
+    found = {row["recipe"]: row["apart"] for row in convergence.compare_recipes("llama", "cpu", 4, 1)}
+    for recipe, distance in found.items():
+        assert distance < (1e-6 if "fp32, " in recipe else 4e-3), recipe  # 2^-8 is one rounding of a loss to bf16
+        plain = recipe.split(", step in")[0].split(", recompute")[0]
+        assert distance == found[plain], f"{recipe}: not the numbers of the same without"
+    assert (
+        found[convergence.EXACT] == 0 < found["ligermodels, bf16, AdamW"] != found["ligermodels, bf16, AdamW, nearest"]
+    )
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bf16_losses_are_as_near_to_fp32_as_those_of_transformers(family, write):

@@ -1,0 +1,232 @@
+"""A step of AdamW on one parameter, in place: one launch that reads weight, gradient and moments once.
+
+    m = m + (1 - beta1) (g - m)        v = beta2 v + (1 - beta2) g^2             g being the gradient times `factor`
+    w = (1 - lr weight_decay) w - lr / (1 - beta1^t) m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+
+Math in fp32 (fp64 for fp64, which plain PyTorch computes on every device); weight and moments are rounded as they are
+written. What differs from torch's fused AdamW, beside `factor`, is how bf16 is rounded:
+
+- "nearest": as torch does. An update smaller than half a step between neighbours (1/512 of a weight) is lost.
+- "stochastic": up or down, with the odds by which the mean is the exact value: 16 random bits are added to the fp32's
+  bits, and those below bf16 cut off. The bits come from Philox4x32-7, by seed, parameter, step and element, and so are
+  the same on every device, for every block size, and after a resume. Seven rounds pass all of BigCrush.
+- `remainder`: the weight is an exact fp32 number for 2 bytes more: master's bits = (weight's bits << 16) + remainder,
+  int16. The weight is the master rounded to nearest, ties away from zero: ties to even would need one value more than
+  16 bits hold. Beside a weight that was set from outside, an old remainder adds half a step at most.
+
+Bytes per element, which are the minimum: bf16 weight, gradient and moments 14, with a remainder 18, fp32 28. At 14, an
+H200 has time for about 96 instructions per element; compiled, this is 61, of them 10 for random bits, as one call of
+Philox serves eight elements.
+
+Sources: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101; Salmon et al. 2011 (Philox),
+https://doi.org/10.1145/2063384.2063405; remainders: store_param_remainders of DistributedFusedAdam in
+https://github.com/NVIDIA/apex.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import accumulator, cdiv, device_guard, tl, triton, use_triton
+
+ROUNDINGS = ("stochastic", "nearest")
+_BLOCK = 1024
+
+
+def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> list[Tensor]:
+    """Philox4x32: four counters below 2^32, as int64 tensors or ints, and a 64-bit key -> four random numbers so."""
+    c = list(counters)
+    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    for _ in range(rounds):
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # past 2^63 they wrap, which keeps all bits that are read
+        c = [(b >> 32 & 0xFFFFFFFF) ^ c[1] ^ keys[0], b & 0xFFFFFFFF, (a >> 32 & 0xFFFFFFFF) ^ c[3] ^ keys[1],
+             a & 0xFFFFFFFF]  # fmt: skip
+        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c  # type: ignore[return-value]
+
+
+def random_bits(x: Tensor, stream: int, *, seed: int, number: int, step: int | Tensor, first: int) -> Tensor:
+    """16 random bits per element of x, as int32 of its shape; eight elements in a row share one call of Philox.
+
+    stream: 0 for the weight, 1 and 2 for its moments; number, step, first: as in `adamw`.
+    """
+    group = torch.arange(cdiv(x.numel(), 8), device=x.device) + first
+    step = step.long() if isinstance(step, Tensor) else step
+    words = philox((group & 0xFFFFFFFF, group >> 32, group * 0 + step, number * 4 + stream), seed)
+    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
+    return halves.view(-1)[: x.numel()].view(x.shape).int()
+
+
+def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
+    """fp32 x to bf16, up where its bits below bf16's plus `bits` (16 random ones) carry; inf and NaN stay."""
+    raw = x.view(torch.int32)
+    raw = torch.where(x.isfinite(), raw + bits, raw) & -65536
+    return raw.view(torch.float32).bfloat16()
+
+
+def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 that a bf16 weight and its int16 remainder are."""
+    return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 -> its bf16 weight, rounded to nearest, ties away from zero, and the int16 remainder of its bits."""
+    bits = torch.where(master.isnan(), torch.nan, master).view(torch.int32)
+    weight = (bits + 0x8000) >> 16
+    return weight.short().view(torch.bfloat16), (bits - (weight << 16)).short()
+
+
+def adamw_reference(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None = None, *,
+    step: int | Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, first: int = 0,
+) -> None:  # fmt: skip
+    acc, (beta1, beta2) = accumulator(weight.dtype), betas
+    t, lr = (x.double() if isinstance(x, Tensor) else x for x in (step, lr))
+    m, v, g = exp_avg.to(acc), exp_avg_sq.to(acc), grad.to(acc)
+    w = weight.to(acc) if remainder is None else join_master(weight, remainder)
+    g = g if factor is None else g * factor.to(acc)
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+    root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(eps)
+    w.mul_(1 - lr * weight_decay).sub_((m * (lr / (1 - beta1**t))).div_(root))
+    if remainder is not None:
+        w, r = split_master(w)
+        remainder.copy_(r)
+    for stream, (held, exact) in enumerate(((weight, w), (exp_avg, m), (exp_avg_sq, v))):
+        if rounding == "stochastic" and held.dtype == torch.bfloat16 and exact.dtype == torch.float32:
+            bits = random_bits(exact, stream, seed=seed, number=number, step=step, first=first)
+            exact = round_stochastically(exact.contiguous(), bits)
+        if held is not exact:  # a wide one was changed in place
+            held.copy_(exact)
+
+
+@triton.jit
+def _store(
+    ptr, x, at, mask, seed, group, step, stream, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr
+):  # fmt: skip
+    """x, rounded to the dtype of ptr; to bf16 through its bits."""
+    if ptr.dtype.element_ty == tl.bfloat16:
+        raw = x.to(tl.uint32, bitcast=True)
+        if STOCHASTIC:
+            low = (group & 0xFFFFFFFF).to(tl.uint32)
+            zero = low * 0
+            a, b, c, d = tl.philox(seed, low, (group >> 32).to(tl.uint32), zero + step, zero + stream, n_rounds=7)
+            words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK // 2])
+            more = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
+        else:
+            more = 0x7FFF + ((raw >> 16) & 1)
+        raw = tl.where(x == x, raw + more, raw)  # an infinity's bits cannot carry
+        tl.store(ptr + at, (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+    else:
+        tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["step", "seed", "first", "stream"])
+def _adamw_kernel(
+    w_ptr, g_ptr, m_ptr, v_ptr, r_ptr, factor_ptr, step, lr, weight_decay, beta2, rest1, rest2, bias1, bias2, eps,
+    size, seed, first, stream,
+    STEP_ON_DEVICE: tl.constexpr, LR_ON_DEVICE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements. rest = 1 - beta; bias = 1 - beta^step, or log beta where the step is read here."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    at = tl.arange(0, BLOCK)
+    mask = at < size - start
+    at = start + at
+    w = tl.load(w_ptr + at, mask=mask, other=0.0)
+    g = tl.load(g_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    m = tl.load(m_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + at, mask=mask, other=0.0).to(tl.float32)
+    if r_ptr is None:
+        w = w.to(tl.float32)
+    else:
+        high = w.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
+        low = tl.load(r_ptr + at, mask=mask, other=0).to(tl.int32).to(tl.uint32, bitcast=True)
+        w = (high + low).to(tl.float32, bitcast=True)
+    if factor_ptr is not None:
+        g *= tl.load(factor_ptr).to(tl.float32)
+    if LR_ON_DEVICE:
+        lr = tl.load(lr).to(tl.float32)
+    if STEP_ON_DEVICE:  # in fp64: 1 - beta2^t is small
+        t = tl.load(step)
+        step = t.to(tl.int32)
+        bias1 = (1 - tl.exp(t.to(tl.float64) * bias1)).to(tl.float32)
+        bias2 = (1 - tl.exp(t.to(tl.float64) * bias2)).to(tl.float32)
+        bias2 = tl.sqrt(bias2)
+    m += rest1 * (g - m)
+    v = beta2 * v + rest2 * g * g
+    root = tl.sqrt(v) * (1 / bias2) + eps
+    w = (1 - lr * weight_decay) * w - (lr / bias1) * m / root
+    group = first + (start // 8) + tl.arange(0, BLOCK // 8)
+    if r_ptr is None:
+        _store(w_ptr, w, at, mask, seed, group, step, stream, BLOCK, STOCHASTIC)
+    else:
+        raw = tl.where(w == w, w.to(tl.uint32, bitcast=True), 0x7FC00000)
+        high = (raw + 0x8000) >> 16
+        tl.store(w_ptr + at, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
+        tl.store(r_ptr + at, (raw - (high << 16)).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
+    _store(m_ptr, m, at, mask, seed, group, step, stream + 1, BLOCK, STOCHASTIC)
+    _store(v_ptr, v, at, mask, seed, group, step, stream + 2, BLOCK, STOCHASTIC)
+
+
+def adamw(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None = None, *,
+    step: int | Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, first: int = 0,
+) -> None:  # fmt: skip
+    """One step of AdamW: writes weight, exp_avg, exp_avg_sq and remainder; grad is read only.
+
+    weight, grad, exp_avg, exp_avg_sq: of one shape, each of its own floating dtype; remainder: int16 beside a bf16
+    weight, or None. step: which step this is, from 1; a 0-dim fp32 tensor on the weight's device may hold it, as one
+    may hold lr. factor: a number on the device, times which the gradient counts, or None.
+    rounding: of what is bf16 (weight, unless it has a remainder, and moments), "stochastic" or "nearest". seed (below
+    2^63), number (of the parameter, below 2^29), step and the element's place choose the random bits; `first` is what
+    the places of this tensor's elements start at, over 8, where it is a piece of a larger one.
+    Raises InputError for shapes or dtypes that do not fit.
+    """
+    _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding)
+    if not use_triton(weight) or weight.dtype == torch.float64:
+        adamw_reference(
+            weight, grad, exp_avg, exp_avg_sq, remainder, step=step, lr=lr, betas=betas, eps=eps,
+            weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number, first=first,
+        )  # fmt: skip
+        return
+    size = weight.numel()
+    if not size:
+        return
+    beta1, beta2 = betas
+    if isinstance(step, Tensor):
+        bias1, bias2 = (math.log(beta) if beta else -math.inf for beta in betas)
+    else:
+        bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
+    given = weight, exp_avg, exp_avg_sq, remainder
+    w, m, v, r = held = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
+    with device_guard(weight):
+        launch(
+            _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
+            1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
+            isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
+        )  # fmt: skip
+    for x, y in zip(given, held, strict=True):
+        if x is not y:
+            x.copy_(y)  # type: ignore[union-attr, arg-type]
+
+
+def _check(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, rounding: str):
+    shape = weight.shape
+    if not (
+        shape == grad.shape == exp_avg.shape == exp_avg_sq.shape
+        and weight.is_floating_point()
+        and grad.is_floating_point()
+        and (remainder is None or (remainder.shape == shape and remainder.dtype == torch.int16))
+    ):
+        tensors = {"weight": weight, "grad": grad, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "remainder": remainder}
+        found = ", ".join(f"{name} {x.dtype} {tuple(x.shape)}" for name, x in tensors.items() if x is not None)
+        raise InputError(f"adamw: {found}; expected floating dtypes of one shape, the remainder in int16")
+    if remainder is not None and weight.dtype != torch.bfloat16:
+        raise InputError(f"adamw: a remainder beside a weight of {weight.dtype}; it completes bf16 weights to fp32")
+    if rounding not in ROUNDINGS:
+        raise InputError(f"adamw: rounding={rounding!r} is unknown; supported: {', '.join(ROUNDINGS)}")

@@ -1,0 +1,417 @@
+"""AdamW for weights in bf16: little memory, one pass over it, and no wait of the host for the device.
+
+    optimizer = AdamW(model.parameters(), lr=2e-5, max_grad_norm=1.0)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+Bytes per parameter that last (weight and states), and bytes that a step moves:
+
+| weights | options                                        | last | move | as against fp32 throughout                 |
+| ---     | ---                                            | ---  | ---  | ---                                        |
+| bf16    | rounding="nearest": as torch.optim.AdamW       | 6    | 14   | updates below 1/512 of a weight are lost,  |
+|         |                                                |      |      | second moments do not decay at beta2 0.999 |
+| bf16    | the default                                    | 6    | 14   | the same in the mean, with noise           |
+| bf16    | master_weights=True                            | 8    | 18   | the same weights, moments with noise       |
+| bf16    | master_weights=True, state_dtype=torch.float32 | 12   | 26   | the same bits, for gradients in bf16       |
+| fp32    | any                                            | 12   | 28   |                                            |
+
+The kernel and what it computes are in ligermodels/kernels/adamw.py.
+"""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._triton import accumulator
+from ligermodels.kernels.adamw import ROUNDINGS, adamw, join_master
+
+_HOW = ("rounding", "master_weights", "state_dtype", "capturable")
+"""Options of a group that say how this optimizer holds its numbers: loading a state leaves them alone."""
+
+
+class AdamW(torch.optim.Optimizer):
+    """AdamW as torch.optim.AdamW computes it, and interchangeable with it: groups, closures, schedulers, checkpoints.
+
+    params, lr, betas, eps, weight_decay: as in torch, each also per group. lr may be a 0-dim tensor on the device, and
+        should be one where steps are captured in a CUDA graph, which freezes a float.
+    rounding: how weights and moments in bf16 are rounded, "stochastic" or "nearest"; all other dtypes to nearest.
+    master_weights: weights in bf16 are the upper half of fp32 weights (`master(p)`), whose lower half is a state,
+        "remainder": 16 bits, in a tensor that says bf16, for NCCL and gloo carry no int16. Weights in fp32 are their
+        own masters; in fp16 they cannot be half of one.
+    state_dtype: of the moments; None for the weight's.
+    max_grad_norm: gradients count as if clip_grad_norm_(parameters, max_grad_norm) had scaled them, the norm being
+        taken in fp32. They themselves stay as they are. `grad_norm` is then the norm of the last step, on the device.
+        As there, an infinite norm makes 0 of finite gradients and NaN of others, and a NaN norm makes NaN of all.
+        inf as the limit measures and clips nothing.
+    step_in_backward: each parameter takes its step as soon as its gradient is complete, and .grad is None after that:
+        gradients of one layer at a time exist. Call step() once per backward all the same: it takes the step for
+        gradients set by hand, and marks the end. Not together with max_grad_norm, several backwards per step, a
+        GradScaler, or DistributedDataParallel, which averages gradients only after that and is not noticed (FSDP2 has
+        done so before). It lasts until `remove_hooks()`, or until the optimizer is gone.
+    seed: of the random bits of stochastic rounding, with the number of the parameter and of its step: the same for a
+        run that was resumed, and for each replica of a parameter.
+    capturable: numbers of steps on the device, so that a CUDA graph of a step counts on. Take a step before capturing.
+
+    A GradScaler works the way it does with any optimizer, DTensors (FSDP2, tensor parallelism) by their local pieces.
+    Raises InputError for options out of range, and for parameters that are complex, or gradients that are sparse.
+    """
+
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        rounding: str = "stochastic",
+        master_weights: bool = False,
+        state_dtype: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+        step_in_backward: bool = False,
+        seed: int = 0,
+        capturable: bool = False,
+    ):
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise InputError(f"AdamW: max_grad_norm={max_grad_norm!r} must be positive, or None for no clipping")
+        if max_grad_norm is not None and step_in_backward:
+            raise InputError(
+                "AdamW: max_grad_norm needs the gradients of all parameters at once, and step_in_backward=True drops "
+                "each before the next is there; choose one of the two"
+            )
+        self.max_grad_norm, self.step_in_backward = max_grad_norm, step_in_backward
+        self.grad_norm: Tensor | None = None
+        self._prepare()
+        super().__init__(
+            params,
+            dict(
+                lr=lr,
+                betas=betas,
+                eps=eps,
+                weight_decay=weight_decay,
+                rounding=rounding,
+                master_weights=master_weights,
+                state_dtype=state_dtype,
+                seed=seed,
+                capturable=capturable,
+            ),
+        )
+
+    def _prepare(self) -> None:
+        self._stepped: set[Tensor] = set()  # by their backward, since the last step() or zero_grad()
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            _check(self.param_groups[-1])
+        except InputError:
+            self.param_groups.pop()
+            raise
+        self._hook(len(self.param_groups) - 1)
+
+    def _hook(self, index: int) -> None:
+        """Has the parameters of a group take their steps in the backward, if that was asked for."""
+        if self.step_in_backward:
+            start, this = sum(len(group["params"]) for group in self.param_groups[:index]), weakref.ref(self)
+            for number, p in enumerate(self.param_groups[index]["params"], start):
+                if p.requires_grad:
+                    hook = _Hook(this, index, number)
+                    self._handles.append(p.register_post_accumulate_grad_hook(hook))
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Takes one step for every parameter that has a gradient. closure: computes loss and gradients, before that."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        factor = None
+        if self.max_grad_norm is not None:
+            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+            self.grad_norm = _total_norm(grads)
+            factor = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
+        number = 0
+        for group in self.param_groups:
+            ready = [(i, p) for i, p in enumerate(group["params"], number) if p.grad is not None]
+            number += len(group["params"])
+            if ready:
+                self._update(group, ready, factor)
+        self._stepped.clear()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._stepped.clear()
+
+    def remove_hooks(self) -> None:
+        """Ends step_in_backward: from now on gradients are there until step()."""
+        self.step_in_backward = False
+        _remove(self._handles)
+
+    def master(self, p: Tensor) -> Tensor:
+        """The weight in fp32, which for bf16 with master_weights=True is more than p holds."""
+        remainder = self.state[p].get("remainder") if p in self.state else None
+        if remainder is None:
+            return p.detach().float()
+        if _is_plain(p):
+            return join_master(p.detach(), remainder.view(torch.int16))
+        from torch.distributed.tensor import DTensor
+
+        piece = join_master(p.detach().to_local(), remainder.to_local().view(torch.int16))  # type: ignore[attr-defined]
+        return DTensor.from_local(piece, p.device_mesh, p.placements, shape=p.shape, stride=p.stride())  # type: ignore[attr-defined]
+
+    def _update(self, group: dict[str, Any], ready: Sequence[tuple[int, Tensor]], factor: Tensor | None) -> None:
+        """The step of parameters of one group, each with its number."""
+        first, capturable = ready[0][1], group["capturable"]
+        begun = all(self.state.get(p) for _, p in ready)
+        if first.is_cuda and not (capturable and begun) and torch.cuda.is_current_stream_capturing():
+            raise InputError(
+                "AdamW: a step is captured in a CUDA graph, with "
+                + ("states that do not exist yet; take a step before" if capturable else "capturable=False; set it")
+            )
+        for _, p in ready:
+            if p.grad.layout != torch.strided:  # type: ignore[union-attr]
+                raise InputError(f"AdamW: the gradient of {_name(p)} is {p.grad.layout}; make it dense")  # type: ignore[union-attr]
+            if not (begun or self.state[p]):
+                self.state[p] = _first_state(p, group)
+        torch._foreach_add_([self.state[p]["step"] for _, p in ready], 1)
+        for number, p in ready:
+            state, device, plain = self.state[p], p.device, _is_plain(p)
+            if capturable and state["step"].device != device:  # the option was set later
+                state["step"] = state["step"].to(device)
+            tensors: Any = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state.get("remainder"))
+            if not plain:
+                tensors = _local(*tensors)
+            weight, grad, exp_avg, exp_avg_sq, remainder = tensors
+            adamw(
+                weight,
+                grad,
+                exp_avg,
+                exp_avg_sq,
+                None if remainder is None else remainder.view(torch.int16),
+                step=int(state["step"]) if state["step"].is_cpu else state["step"],
+                lr=_number(group["lr"], device),
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                factor=None if factor is None else factor.to(device),
+                rounding=group["rounding"],
+                seed=group["seed"],
+                number=number,
+                first=0 if plain else _piece(p),
+            )
+        torch.autograd.graph.increment_version([p for _, p in ready])  # a backward that still needs them must not go on
+
+    def _step_in_backward(self, index: int, number: int, p: Tensor) -> None:
+        if p.grad is None:
+            raise InputError(
+                f"AdamW: the gradient of {_name(p)} is gone before its step in the backward; another optimizer steps "
+                "in the backward too: call its remove_hooks()"
+            )
+        if p in self._stepped:
+            raise InputError(
+                f"AdamW: {_name(p)} gets a second gradient; step_in_backward=True has taken the step for the first; "
+                "call step() after each backward. Gradients that add up need step_in_backward=False"
+            )
+        with torch.no_grad():
+            self._update(self.param_groups[index], [(number, p)], None)
+        self._stepped.add(p)
+        p.grad = None
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes on where a state_dict() of this class or of torch.optim.AdamW left off.
+
+        lr, betas, eps, weight_decay and seed are those of state_dict. How numbers are held (rounding, master_weights,
+        state_dtype, capturable) stays as it is here, and moments are cast to that. A weight without a remainder begins
+        as its own master. A tensor lr stays the same tensor, and takes the value.
+        Raises InputError for the state of something else than AdamW.
+        """
+        given: dict[str, Any] = {}
+
+        def take(_: Any, found: dict[str, Any]) -> dict[str, Any]:  # torch would cast all states to the weight's dtype
+            given.update(found)
+            _check_loadable(found)
+            return {**found, "state": {}}
+
+        before = self.param_groups
+        handle = self.register_load_state_dict_pre_hook(take)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for old, group, saved in zip(before, self.param_groups, given["param_groups"], strict=True):
+            group.update({key: old[key] for key in old if key in _HOW or key not in group})
+            if isinstance(old["lr"], Tensor):
+                group["lr"] = old["lr"].copy_(torch.as_tensor(group["lr"]))
+            for key, p in zip(saved["params"], group["params"], strict=True):
+                if given["state"].get(key):
+                    self.state[p] = _loaded_state(p, group, given["state"][key])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            **super().__getstate__(),
+            "max_grad_norm": self.max_grad_norm,
+            "step_in_backward": self.step_in_backward,
+            "grad_norm": self.grad_norm,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "step_in_backward" in state:  # a copy, or out of a file; else this is load_state_dict
+            self._prepare()
+            for index in range(len(self.param_groups)):
+                self._hook(index)
+
+
+class _Hook:
+    """Steps a parameter, as long as its optimizer lives, which it does not keep alive."""
+
+    def __init__(self, optimizer: Any, index: int, number: int):
+        self.optimizer, self.index, self.number = optimizer, index, number
+
+    def __call__(self, p: Tensor) -> None:
+        if (optimizer := self.optimizer()) is not None:
+            optimizer._step_in_backward(self.index, self.number, p)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
+
+
+def _check(group: dict[str, Any]) -> None:
+    lr, betas, seed, dtype = group["lr"], group["betas"], group["seed"], group["state_dtype"]
+    if isinstance(lr, Tensor):
+        wrong = "lr must be one number" if lr.numel() != 1 else ""
+    else:
+        wrong = "" if lr >= 0 else "lr must be 0 or more"
+    if len(betas) != 2 or not all(0 <= float(beta) < 1 for beta in betas):
+        wrong = "betas must be two numbers from 0 up to, but not, 1"
+    for name in ("eps", "weight_decay"):
+        if not group[name] >= 0:
+            wrong = f"{name} must be 0 or more"
+    if group["rounding"] not in ROUNDINGS:
+        wrong = f"rounding must be one of {', '.join(ROUNDINGS)}"
+    if dtype is not None:
+        group["state_dtype"] = str(dtype).removeprefix("torch.")  # distributed checkpoints hold no dtypes
+        found = getattr(torch, group["state_dtype"], None)
+        if not (isinstance(found, torch.dtype) and found.is_floating_point):
+            wrong = "state_dtype must be a floating dtype, or None"
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        wrong = "seed must be an integer from 0 to 2^63 - 1"
+    if wrong:
+        raise InputError(f"AdamW: {wrong}; got { {key: group[key] for key in group if key != 'params'} }")
+    group["betas"] = tuple(map(float, betas))
+    for p in group["params"]:
+        if not p.is_floating_point():
+            raise InputError(f"AdamW: {_name(p)} is {p.dtype}; only floating dtypes are trained")
+        if group["master_weights"] and p.dtype == torch.float16:
+            raise InputError(
+                f"AdamW: {_name(p)} is fp16, which is not the upper half of an fp32 number, so master_weights=True "
+                "cannot be; hold the weights in bf16, or in fp32 under torch.autocast"
+            )
+
+
+def _moments(p: Tensor, group: dict[str, Any]) -> torch.dtype:
+    return p.dtype if group["state_dtype"] is None else getattr(torch, group["state_dtype"])
+
+
+def _first_state(p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+    dtype = _moments(p, group)
+    where = p.device if group["capturable"] else "cpu"
+    state = {
+        "step": torch.zeros((), dtype=torch.float32, device=where),
+        "exp_avg": torch.zeros_like(p, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(p, dtype=dtype),
+    }
+    if group["master_weights"] and p.dtype == torch.bfloat16:
+        state["remainder"] = torch.zeros_like(p)
+    return state
+
+
+def _check_loadable(state_dict: dict[str, Any]) -> None:
+    for group in state_dict["param_groups"]:
+        for option in ("amsgrad", "maximize"):
+            if group.get(option):
+                raise InputError(f"AdamW: the loaded state is that of a run with {option}=True, which is not supported")
+        if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
+            raise InputError("AdamW: the loaded state is Adam's, whose weight decay goes into the moments")
+    for key, state in state_dict["state"].items():
+        if state and not {"step", "exp_avg", "exp_avg_sq"} <= set(state):
+            raise InputError(
+                f"AdamW: the loaded state of parameter {key} holds {', '.join(map(str, state))}; expected step, "
+                "exp_avg and exp_avg_sq. Is it another optimizer's?"
+            )
+
+
+def _loaded_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    dtype = _moments(p, group)
+    where = p.device if group["capturable"] else "cpu"
+    found = {
+        "step": torch.as_tensor(state["step"]).detach().to(where, torch.float32, copy=True),
+        "exp_avg": state["exp_avg"].to(p.device, dtype),
+        "exp_avg_sq": state["exp_avg_sq"].to(p.device, dtype),
+    }
+    if group["master_weights"] and p.dtype == torch.bfloat16:
+        remainder = state.get("remainder", torch.zeros_like(p))
+        if remainder.dtype != torch.bfloat16:
+            raise InputError(f"AdamW: a loaded remainder is {remainder.dtype}, and so no more the bits that it was")
+        found["remainder"] = remainder.to(p.device)
+    return found
+
+
+def _total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients in fp32 (fp64 for fp64), a 0-dim tensor; of DTensors, that of the whole ones."""
+    if not grads:
+        return torch.tensor(0.0)
+    alike = defaultdict(list)
+    for grad in grads:
+        alike[grad.device, grad.dtype, getattr(grad, "device_mesh", None)].append(grad)
+    norms = []
+    for (_, dtype, mesh), some in alike.items():
+        if mesh is None:
+            each = list(torch._foreach_norm(some, 2, dtype=accumulator(dtype)))
+        else:
+            each = [torch.linalg.vector_norm(grad, dtype=accumulator(dtype)) for grad in some]
+        norm = torch.linalg.vector_norm(torch.stack(each))
+        norms.append((norm if mesh is None else norm.full_tensor()).to(grads[0].device))  # type: ignore[attr-defined]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _number(lr: float | Tensor, device: torch.device) -> float | Tensor:
+    """lr for a kernel on device: a tensor there, or a float."""
+    if not isinstance(lr, Tensor) or lr.device == device:
+        return lr if device.type != "cpu" else float(lr)
+    return float(lr) if lr.is_cpu or device.type == "cpu" else lr.to(device)
+
+
+def _is_plain(p: Tensor) -> bool:
+    return type(p) is nn.Parameter or not hasattr(p, "device_mesh")
+
+
+def _local(p: Any, grad: Any, *states: Any) -> tuple:
+    """The pieces of DTensors that this process holds."""
+    if grad.placements != p.placements:
+        grad = grad.redistribute(placements=p.placements)
+    return tuple(x if x is None else x.to_local() for x in (p, grad, *states))
+
+
+def _piece(p: Any) -> int:
+    """Where the random numbers of this process's piece of a DTensor start: apart for pieces, the same for replicas."""
+    index, mesh = 0, p.device_mesh
+    for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), p.placements, strict=True):
+        if not placement.is_replicate():
+            index = index * size + at
+    return index << 40
+
+
+def _name(p: Tensor) -> str:
+    return f"a parameter of shape {tuple(p.shape)}"

@@ -1,0 +1,245 @@
+import math
+
+import pytest
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.kernels.adamw import adamw, adamw_reference, join_master, philox, random_bits, split_master
+from tests.kernels.on_gpu import assert_captures
+
+BETAS = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+ODD = 1315  # two blocks, and a last group of three
+PLAIN = dict(step=1, lr=0.0, betas=(0.0, 0.0), eps=1e-8, weight_decay=0.0)
+"""A first step of which m is the gradient, v its square, and the weight stays, each exactly."""
+
+
+def bits_of(x):
+    return x.view({2: torch.int16, 4: torch.int32}[x.element_size()])
+
+
+def start(size, weight, states, device, *, remainder=False):
+    """Weight, moments and remainder before the first step."""
+    w = torch.randn(size, device=device).to(weight)
+    m, v = torch.zeros(2, *w.shape, dtype=states, device=device)
+    return [w, m, v, torch.zeros_like(w, dtype=torch.int16) if remainder else None]
+
+
+def run(op, tensors, grads, *, on_device=False, **options):
+    """One step for each gradient, on copies of the tensors."""
+    w, m, v, r = found = [None if x is None else x.clone() for x in tensors]
+    for t, grad in enumerate(grads, 1):
+        numbers = dict(step=t, lr=3e-3)
+        if on_device:
+            numbers = {key: torch.tensor(float(value), device=w.device) for key, value in numbers.items()}
+        op(w, grad, m, v, r, **numbers, **BETAS, **options)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "on_device", "factor"),
+    [(torch.float32, ODD, False, 0.5), (torch.float32, 3, True, None), (torch.float64, ODD, True, 0.5)],
+)
+def test_it_is_the_adamw_of_torch(device, dtype, size, on_device, factor):
+    tensors = start((size,), dtype, dtype, device)
+    grads = torch.randn(4, size, dtype=dtype, device=device)
+    w = torch.nn.Parameter(tensors[0].double().clone())
+    optimizer = torch.optim.AdamW([w], lr=float(torch.tensor(3e-3)) if on_device else 3e-3, **BETAS)
+    for grad in grads:
+        w.grad = grad.double() * (factor or 1)
+        optimizer.step()
+    state = optimizer.state[w]
+    factor = factor and torch.tensor(factor, device=device)
+    found = run(adamw, tensors, grads, on_device=on_device, factor=factor)
+    # Some ten roundings a step, each of half an ulp; moments and weights near zero are as exact as their terms.
+    eps = torch.finfo(dtype).eps
+    for actual, exact in zip(found, (w.detach(), state["exp_avg"], state["exp_avg_sq"]), strict=False):
+        torch.testing.assert_close(actual.double(), exact, rtol=16 * eps, atol=16 * eps * exact.abs().mean().item())
+
+
+@pytest.mark.parametrize(
+    ("weight", "states", "options"),
+    [
+        (torch.bfloat16, torch.bfloat16, dict(seed=2**40 + 7, number=5, first=2**33)),
+        (torch.bfloat16, torch.float32, dict(rounding="nearest")),
+        (torch.float32, torch.bfloat16, dict(seed=1)),
+        (torch.float16, torch.float16, {}),
+    ],
+)
+@pytest.mark.parametrize("on_device", [False, True])
+def test_kernel_and_reference_round_alike(device, weight, states, options, on_device):
+    tensors = start((ODD,), weight, states, device)
+    grads = torch.randn(3, ODD, device=device).to(weight)
+    found = run(adamw, tensors, grads, on_device=on_device, **options)
+    expected = run(adamw_reference, tensors, grads, on_device=on_device, **options)
+    for actual, other in zip(found[:3], expected, strict=False):
+        eps = torch.finfo(actual.dtype).eps
+        # An exact value that the two compute an ulp apart rounds apart once in 2^16 / 2 times, from 3 steps on.
+        if actual.dtype != torch.float32:
+            assert (actual == other).double().mean() > 0.99
+        torch.testing.assert_close(actual, other, rtol=2 * eps, atol=2 * eps * other.float().abs().mean().item())
+
+
+def test_philox_gives_the_known_answers():
+    """Of https://github.com/DEShawResearch/random123, tests/kat_vectors."""
+    for rounds, fill, answer in [
+        (7, 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        (7, 0xFFFFFFFF, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+        (10, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    ]:
+        words = philox((torch.tensor(fill),) * 4, fill << 32 | fill, rounds)
+        assert " ".join(f"{int(word):08x}" for word in words) == answer
+
+
+def test_every_random_bit_is_the_references(device):
+    """Where nothing else rounds, the kernel's moments are those of the reference to the bit."""
+    w, m, v, _ = tensors = start((ODD,), torch.bfloat16, torch.bfloat16, device)
+    grad = torch.randn(ODD, device=device)
+    for options in (
+        dict(seed=2**62 + 3, number=2**20 + 1, first=(1 << 40) + 5),
+        dict(seed=0, number=1, first=2**32 - 9),
+    ):
+        adamw(*tensors[:1], grad, m, v, **PLAIN, **options)
+        for stream, (actual, exact) in enumerate(((m, grad), (v, grad * grad)), 1):
+            more = random_bits(exact, stream, step=1, **options)
+            assert more.unique().numel() > 0.95 * ODD  # of 2^16: 1315 draws repeat 13 times
+            expected = (exact.view(torch.int32) + more) >> 16
+            assert torch.equal(actual.view(torch.int16), expected.short())
+        assert torch.equal(w, tensors[0])  # bf16 as it is loses nothing to round
+        m.zero_(), v.zero_()
+
+
+def test_stochastic_rounding_is_right_in_the_mean(device):
+    size = 8192
+    low, ulp = 1.0, 2**-7
+    for share in (0.03, 0.5, 0.9):
+        w, m, v, _ = start((size,), torch.bfloat16, torch.bfloat16, device)
+        adamw(w, torch.full((size,), low + share * ulp, device=device), m, v, **PLAIN, seed=11)
+        assert set(m.tolist()) == {low, low + ulp}
+        # Four standard deviations of the mean of so many draws; the bits are the same in each run.
+        assert abs((m.double().mean().item() - low) / ulp - share) < 4 * math.sqrt(share * (1 - share) / size)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("op", [adamw, adamw_reference])
+def test_what_is_not_finite_stays_what_it_is(device, op):
+    nan, inf = float("nan"), float("inf")
+    w, m, v, r = start((64,), torch.bfloat16, torch.bfloat16, device, remainder=True)
+    grad = torch.ones(64, device=device)
+    grad[:3] = torch.tensor([nan, inf, -inf])
+    grad.view(torch.int32)[3] = 2**31 - 1  # a NaN to whose bits nothing can be added, as GPUs make them
+    op(w, grad, m, v, step=1, lr=1e-3, **BETAS, seed=3)
+    assert m[:4].tolist()[1:3] == [inf, -inf] and m[0].isnan() and m[3].isnan() and v[1] == inf
+    assert w[:4].isnan().all() and w[4:].isfinite().all() and m[4:].isfinite().all() and v[4:].isfinite().all()
+    w[:3] = torch.tensor([inf, -inf, nan])
+    op(w, grad, m, v, r, step=2, lr=1e-3, **BETAS)
+    assert w[:2].isnan().all() and w[2].isnan() and w[4:].isfinite().all()
+
+
+def test_a_remainder_makes_the_weight_an_fp32_one(device):
+    """Weights, gradients and states in fp32, and bf16 weights with a remainder: the same numbers, to the bit."""
+    w, m, v, r = start((ODD,), torch.bfloat16, torch.float32, device, remainder=True)
+    grads = torch.randn(5, ODD, device=device)
+    wide = run(adamw, [w.float(), m, v, None], grads)
+    found = run(adamw, [w, m, v, r], grads)
+    for actual, exact in zip((join_master(found[0], found[3]), *found[1:3]), wide[:3], strict=True):
+        assert torch.equal(bits_of(actual), bits_of(exact))
+    assert (found[3] != 0).double().mean() > 0.9
+    assert torch.equal(found[0], split_master(wide[0])[0])
+    references = run(adamw_reference, [w, m, v, r], grads)
+    torch.testing.assert_close(join_master(references[0], references[3]), wide[0], rtol=2e-6, atol=1e-6)
+
+
+def test_masters_are_kept_in_all_their_bits(device):
+    """The lowest and highest remainder, ties, infinities and subnormals: into bf16 + int16 and out again."""
+    high = torch.tensor([0x3F80, 0x3F81, 0x0000, 0x0001, 0x7F7F, 0x4049], device=device).int() << 16
+    low = torch.tensor([0x0000, 0x0001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], device=device).int()
+    raw = (high[:, None] + low).flatten()
+    infinite = torch.tensor([0x7F800000], device=device).int()
+    master = torch.cat([raw, raw | -(2**31), infinite, infinite | -(2**31)]).view(torch.float32)
+    weight, remainder = split_master(master)
+    assert torch.equal(bits_of(join_master(weight, remainder)), bits_of(master))
+    assert (
+        (weight.double() - master.double())
+        .abs()
+        .nan_to_num(0)
+        .le((master.bfloat16().double() - master.double()).abs().nan_to_num(0))
+        .all()
+    )  # none lies nearer
+    tie = master.view(torch.int32) & 0xFFFF == 0x8000
+    assert (weight[tie].double().abs() > master[tie].double().abs()).all()
+    assert torch.equal(weight[~tie], master[~tie].bfloat16())
+    assert split_master(torch.tensor([float("nan")]))[0].isnan()
+    finite = master.isfinite() & (master.abs() > 1e-37)  # a GPU may take less as zero
+    w, r = weight[finite].clone(), remainder[finite].clone()
+    m, v = torch.zeros(2, *w.shape, device=device)
+    adamw(w, torch.zeros_like(w), m, v, r, **PLAIN)
+    assert torch.equal(bits_of(w), bits_of(weight[finite])) and torch.equal(r, remainder[finite])
+
+
+def test_any_shape_and_layout(device, poison):
+    """Elements count by their place in the tensor, not in memory."""
+    grads = [torch.randn(12, 9, device=device), torch.randn(9, 12, device=device).t()]
+    tensors = start((12, 9), torch.bfloat16, torch.bfloat16, device, remainder=True)
+    for op in (adamw, adamw_reference):
+        turned = [x.t().contiguous().t() for x in tensors]
+        for t, grad in enumerate(grads, 1):
+            op(turned[0], grad, *turned[1:], step=t, lr=3e-3, **BETAS, seed=4)
+        assert not turned[0].is_contiguous()
+        for actual, expected in zip(turned, run(op, tensors, grads, seed=4), strict=True):
+            assert torch.equal(actual, expected)
+    for shape in ((), (0,), (3, 0)):
+        run(adamw, start(shape, torch.bfloat16, torch.float32, device), [torch.ones(shape, device=device)])
+
+
+def test_errors(device):
+    w, m, v, r = start((4,), torch.bfloat16, torch.bfloat16, device, remainder=True)
+    options = dict(PLAIN)
+    with pytest.raises(InputError, match=r"grad torch.bfloat16 \(3,\).* expected floating dtypes of one shape"):
+        adamw(w, w[:3], m, v, **options)
+    with pytest.raises(InputError, match="remainder in int16"):
+        adamw(w, w, m, v, r.int(), **options)
+    with pytest.raises(InputError, match="completes bf16 weights"):
+        adamw(w.float(), w, m, v, r, **options)
+    with pytest.raises(InputError, match="supported: stochastic, nearest"):
+        adamw(w, w, m, v, **options, rounding="up")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_graph_counts_on(weight):
+    w, m, v, r = start((5000,), weight, weight, "cuda", remainder=weight == torch.bfloat16)
+    step, lr, factor = torch.zeros((), device="cuda"), torch.tensor(1e-3, device="cuda"), torch.ones((), device="cuda")
+
+    def op(w, m, v, grad, factor, lr, step):
+        """What a step makes of its inputs, which stay."""
+        found = [w.clone(), m.clone(), v.clone(), None if r is None else r.clone()]
+        adamw(found[0], grad, *found[1:], step=step + 3, lr=lr, **BETAS, factor=factor, seed=9)
+        return tuple(x for x in found if x is not None)
+
+    assert_captures(op, [w, m, v + 1, torch.randn_like(w), factor, lr, step], ())
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements():
+    size = 2**31 + 1003
+    w = torch.ones(size, dtype=torch.bfloat16, device="cuda")
+    grad, m, v = torch.ones_like(w) * 0.01, torch.zeros_like(w), torch.zeros_like(w)
+    tail = [x[-1003:].clone() for x in (w, grad, m, v)]
+    options = dict(step=1, lr=1e-3, **BETAS, seed=2)
+    adamw(w, grad, m, v, **options)
+    adamw(*tail, **options, first=2**28)
+    for whole, piece in zip((w, m, v), (tail[0], *tail[2:]), strict=True):
+        assert torch.equal(whole[-1003:], piece)
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    tensors = start((5000,), torch.bfloat16, torch.bfloat16, "cuda", remainder=True)
+    grads = torch.randn(2, 5000, device="cuda")
+    factor = torch.tensor(0.3, device="cuda")
+    run(adamw, tensors, grads, factor=factor)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(adamw, tensors, grads, factor=factor)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -1,0 +1,445 @@
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ligermodels.errors import InputError
+from ligermodels.training.adamw import AdamW
+from tests.children import Child
+
+BF16 = dict(dtype=torch.bfloat16)
+EXACT = dict(master_weights=True, state_dtype=torch.float32)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """All is so small that threads only wait for one another."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Net(nn.Module):
+    """Two blocks under checkpointing between a table and a head that are one parameter, and a weight never used."""
+
+    def __init__(self, device, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6)) for _ in "12"
+        )
+        self.idle = nn.Parameter(torch.ones(3))
+        self.to(device, dtype)
+
+    def forward(self, ids):
+        x = self.table(ids)
+        for block in self.blocks:
+            x = x + checkpoint(block, x, use_reentrant=False)
+        logits = x @ self.table.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1).float(), ids.roll(-1, 1).flatten())
+
+
+def batches(device, count, seed=1):
+    return torch.randint(11, (count, 4, 7), generator=torch.Generator().manual_seed(seed)).to(device)
+
+
+def train(model, optimizer, ids, *, clip=None):
+    for batch in ids:
+        model(batch).backward()
+        if clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def assert_same(a, b, *, ulps=0):
+    """Parameters of two models, and what two optimizers hold."""
+    for x, y in zip(a.parameters(), b.parameters(), strict=True):
+        if ulps:
+            torch.testing.assert_close(x, y, rtol=ulps * torch.finfo(x.dtype).eps, atol=ulps * torch.finfo(x.dtype).eps)
+        else:
+            assert torch.equal(x, y)
+
+
+def groups(model):
+    """Two groups with options of their own."""
+    norms = [p for p in model.parameters() if p.dim() == 1]
+    return [
+        dict(params=[p for p in model.parameters() if p.dim() > 1], lr=3e-3, betas=(0.8, 0.95)),
+        dict(params=norms, weight_decay=0.0, eps=1e-5),
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("clip", [None, 0.3])
+def test_it_trains_as_torch_does(device, dtype, clip):
+    ours, theirs = Net(device, dtype), Net(device, dtype)
+    optimizer = AdamW(groups(ours), lr=1e-2, weight_decay=0.1, max_grad_norm=clip)
+    other = torch.optim.AdamW(groups(theirs), lr=1e-2, weight_decay=0.1)
+    schedulers = [
+        torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=9, cycle_momentum=True) for o in (optimizer, other)
+    ]
+    for batch in batches(device, 8):
+        train(ours, optimizer, [batch])
+        train(theirs, other, [batch], clip=clip)
+        for scheduler in schedulers:
+            scheduler.step()
+    # Rounded elsewhere in a step, which eight steps carry on; a GPU's sums in the backward run in other orders as well.
+    assert_same(ours, theirs, ulps=8 if device == "cpu" else 2000)
+    assert ours.idle not in optimizer.state
+
+
+def test_the_norm_of_the_last_step(device):
+    model = Net(device, torch.bfloat16)
+    model(batches(device, 1)[0]).backward()
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    exact = torch.stack([g.double().norm() for g in grads]).norm()
+    optimizer = AdamW(model.parameters(), max_grad_norm=float("inf"))
+    before = [g.clone() for g in grads]
+    optimizer.step()
+    assert optimizer.grad_norm.dtype == torch.float32 and optimizer.grad_norm.device == grads[0].device
+    assert optimizer.grad_norm.item() == pytest.approx(exact.item(), rel=1e-6)  # in bf16 it would be off by 1e-3
+    assert all(map(torch.equal, before, grads))
+    for p in model.parameters():
+        if p.grad is not None:  # not scaled: one rounding to bf16, either way, from a tenth of it
+            torch.testing.assert_close(optimizer.state[p]["exp_avg"], 0.1 * p.grad, rtol=2**-6, atol=0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert optimizer.grad_norm == 0
+    model.table.weight.grad = torch.full_like(model.table.weight, float("inf"))
+    model.table.weight.grad[0] = 1.0
+    optimizer.max_grad_norm = 1.0
+    optimizer.step()
+    assert optimizer.grad_norm.isinf()
+    assert model.table.weight[1:].isnan().all() and model.table.weight[0].isfinite().all()  # as clip_grad_norm_ does
+
+
+def test_bf16_weights_follow_small_updates_in_the_mean(device):
+    """100 steps of 1e-4 from 1.0, where neighbours are 1/256 and 1/128 away."""
+    for options, low, high in (
+        (dict(rounding="nearest"), 1.0, 1.0),
+        (dict(), 0.9895, 0.9905),  # 4000 walks: a standard deviation of the mean is 8e-5
+        (EXACT, 0.98999, 0.99001),
+    ):
+        p, q = (nn.Parameter(torch.ones(4000, device=device, **BF16)) for _ in "pq")
+        optimizer = AdamW([p, q], lr=1e-4, weight_decay=0.0, **options)
+        for _ in range(100):
+            p.grad = q.grad = torch.ones_like(p)
+            optimizer.step()
+        assert low <= optimizer.master(p).double().mean().item() <= high
+        assert torch.equal(p, q) == bool(options)  # each parameter has random bits of its own
+
+
+def test_master_weights_are_fp32_training(device):
+    """The same gradients: masters and moments are those of fp32 weights, to the bit."""
+    narrow, wide = Net(device, torch.bfloat16), Net(device, torch.bfloat16).float()
+    a, b = AdamW(narrow.parameters(), 1e-2, **EXACT), AdamW(wide.parameters(), 1e-2)
+    for batch in batches(device, 4):
+        narrow(batch).backward()
+        for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+            q.grad = None if p.grad is None else p.grad.float()
+        a.step(), b.step(), a.zero_grad()
+    for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(a.master(p), q) and torch.equal(p, q.bfloat16())
+        assert p is narrow.idle or not torch.equal(a.master(p), p.float())
+
+
+@pytest.mark.parametrize("options", [dict(seed=5), dict(master_weights=True), EXACT, dict(max_grad_norm=0.1)])
+def test_a_resumed_run_is_the_uninterrupted_one(device, options):
+    ids = batches(device, 6)
+    whole = Net(device, torch.bfloat16)
+    train(whole, AdamW(groups(whole), 1e-2, **options), ids)
+    first = Net(device, torch.bfloat16)
+    optimizer = AdamW(groups(first), 1e-2, **options)
+    train(first, optimizer, ids[:3])
+    file = io.BytesIO()
+    torch.save([first.state_dict(), optimizer.state_dict()], file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    second = Net(device, torch.bfloat16)
+    second.load_state_dict(weights)
+    resumed = AdamW(groups(second), **{**options, "seed": 0})  # lr and seed are those of the file
+    resumed.load_state_dict(state)
+    train(second, resumed, ids[3:])
+    assert_same(whole, second)
+
+
+def test_checkpoints_of_torch_go_both_ways(device):
+    ids = batches(device, 6)
+    whole = Net(device)
+    train(whole, torch.optim.AdamW(groups(whole), lr=1e-2), ids)
+    model = Net(device)
+    optimizer = torch.optim.AdamW(groups(model), lr=1e-2)
+    train(model, optimizer, ids[:2])
+    for cls, piece in ((AdamW, ids[2:4]), (torch.optim.AdamW, ids[4:])):
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer = cls([dict(params=group["params"]) for group in groups(model)])
+        optimizer.load_state_dict(state)
+        train(model, optimizer, piece)
+    assert_same(whole, model, ulps=8 if device == "cpu" else 2000)
+
+
+def test_what_a_checkpoint_of_another_run_may_change(device):
+    p = nn.Parameter(torch.ones(8, device=device, **BF16))
+    p.grad = torch.ones_like(p)
+    theirs = torch.optim.AdamW([p], lr=7e-3, fused=True)
+    theirs.step()
+    lr = torch.tensor(1.0, device=device)
+    optimizer = AdamW([p], lr=lr, capturable=True, **EXACT)
+    optimizer.load_state_dict(theirs.state_dict())
+    state = optimizer.state[p]
+    assert lr.item() == pytest.approx(7e-3) and optimizer.param_groups[0]["lr"] is lr
+    assert state["exp_avg"].dtype == torch.float32 and state["remainder"].dtype == torch.bfloat16
+    assert state["step"].device == p.device and state["step"] == 1 and optimizer.param_groups[0]["capturable"]
+    optimizer.step()
+    plain = AdamW([p], lr=1.0, state_dtype=torch.float32)
+    plain.load_state_dict(optimizer.state_dict())
+    assert set(plain.state[p]) == {"step", "exp_avg", "exp_avg_sq"} and plain.state[p]["step"].device.type == "cpu"
+    assert torch.equal(plain.state[p]["exp_avg"], state["exp_avg"])  # fp32 all the way
+    for wrong, message in (
+        (torch.optim.AdamW([p], amsgrad=True), "amsgrad=True"),
+        (torch.optim.Adam([p], weight_decay=0.1), "whose weight decay"),
+        (torch.optim.SGD([p], momentum=0.9), "holds momentum_buffer; expected step"),
+    ):
+        wrong.step()
+        with pytest.raises(InputError, match=message):
+            plain.load_state_dict(wrong.state_dict())
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+def test_steps_in_the_backward_are_the_same_steps(device, capturable):
+    ids = batches(device, 3)
+    one, two = Net(device, torch.bfloat16), Net(device, torch.bfloat16)
+    for model in (one, two):
+        model.blocks[0][1].weight.requires_grad_(False)
+    train(one, AdamW(groups(one), 1e-2, capturable=capturable), ids)
+    optimizer = AdamW(groups(two)[:1], 1e-2, step_in_backward=True, capturable=capturable)
+    optimizer.add_param_group(groups(two)[1])
+    alive = []
+    for p in two.parameters():
+        if p.requires_grad:
+            p.register_hook(lambda _: alive.append(sum(q.grad is not None for q in two.parameters())))
+    for batch in ids:
+        two(batch).backward()
+        assert all(p.grad is None for p in two.parameters())
+        optimizer.step()
+    assert max(alive) == 0  # whenever a gradient comes, all that came before are gone
+    assert_same(one, two)
+
+
+def test_steps_in_the_backward_do_not_hide_mistakes(device):
+    model, ids = Net(device), batches(device, 1)[0]
+    with pytest.raises(InputError, match="max_grad_norm needs the gradients of all"):
+        AdamW(model.parameters(), max_grad_norm=1.0, step_in_backward=True)
+    optimizer = AdamW(model.parameters(), step_in_backward=True)
+    model(ids).backward()
+    with pytest.raises(InputError, match="gets a second gradient"):
+        model(ids).backward()
+    optimizer.zero_grad()
+    model(ids).backward()
+    optimizer.step()
+    other = AdamW(model.parameters(), step_in_backward=True)
+    with pytest.raises(InputError, match="another optimizer steps"):
+        model(ids).backward()
+    optimizer.remove_hooks()
+    other.zero_grad()
+    model(ids).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    del other, optimizer  # its hooks go with it
+    model(ids).backward()
+    assert all((p.grad is not None) == (p is not model.idle) for p in model.parameters())
+    assert all(map(torch.equal, before, model.parameters()))
+
+
+def test_a_backward_that_still_needs_the_weight_is_refused(device):
+    p = nn.Parameter(torch.ones(3, device=device))
+    loss = (p * p).sum()
+    p.grad = torch.ones_like(p)
+    AdamW([p]).step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_copies_go_on_as_the_original(device):
+    model = Net(device, torch.bfloat16)
+    optimizer = AdamW(model.parameters(), 1e-2, max_grad_norm=1.0, **EXACT)
+    train(model, optimizer, batches(device, 2))
+    twins = [copy.deepcopy((model, optimizer)), pickle.loads(pickle.dumps((model, optimizer)))]
+    train(model, optimizer, batches(device, 2, seed=2))
+    for twin, copied in twins:
+        train(twin, copied, batches(device, 2, seed=2))
+        assert_same(model, twin)
+        assert torch.equal(copied.grad_norm, optimizer.grad_norm)
+    backward = copy.deepcopy((model, AdamW(model.parameters(), step_in_backward=True)))
+    backward[0](batches(device, 1)[0]).backward()
+    assert all(p.grad is None for p in backward[0].parameters())
+
+
+def test_closures_and_gradient_scalers(device):
+    ids = batches(device, 3)
+    plain, closed, scaled = Net(device), Net(device), Net(device)
+    train(plain, AdamW(plain.parameters(), 1e-2), ids)
+    optimizer = AdamW(closed.parameters(), 1e-2)
+    for batch in ids:
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss = closed(batch)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure).item() > 0
+    assert_same(plain, closed, ulps=0 if device == "cpu" else 2000)
+    optimizer, scaler = AdamW(scaled.parameters(), 1e-2), torch.amp.GradScaler(device, init_scale=1024.0)
+    for batch in ids:
+        scaler.scale(scaled(batch)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert_same(plain, scaled, ulps=8 if device == "cpu" else 2000)
+    scaled.table.weight.grad = torch.full_like(scaled.table.weight, float("inf"))
+    scaler.scale(torch.zeros((), device=device))
+    scaler.step(optimizer)
+    assert_same(plain, scaled, ulps=8 if device == "cpu" else 2000)
+
+
+def test_errors(device):
+    p = nn.Parameter(torch.ones(3, device=device))
+    for options, message in (
+        (dict(lr=-1.0), "lr must be 0 or more"),
+        (dict(lr=torch.ones(2)), "lr must be one number"),
+        (dict(betas=(0.9, 1.0)), "betas must be"),
+        (dict(eps=-1e-8), "eps must be"),
+        (dict(weight_decay=float("nan")), "weight_decay must be"),
+        (dict(rounding="up"), "rounding must be one of stochastic, nearest"),
+        (dict(state_dtype=torch.int16), "state_dtype must be"),
+        (dict(seed=-1), "seed must be"),
+        (dict(max_grad_norm=0.0), "max_grad_norm=0.0 must be positive"),
+    ):
+        with pytest.raises(InputError, match=message):
+            AdamW([p], **options)
+    with pytest.raises(InputError, match="only floating dtypes"):
+        AdamW([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
+    optimizer = AdamW([p], master_weights=True)
+    with pytest.raises(InputError, match="fp16, which is not the upper half"):
+        optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(3, dtype=torch.float16))]))
+    assert len(optimizer.param_groups) == 1
+    p.grad = torch.ones(3, device=device).to_sparse()
+    with pytest.raises(InputError, match="make it dense"):
+        optimizer.step()
+
+
+def _shard(rank, folder, steps):
+    """One of two processes: FSDP2 with clipping, states through a distributed checkpoint, replicas and pieces."""
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).bfloat16()  # 9 and 3 rows: pieces are uneven
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh)
+    optimizer = AdamW(model.parameters(), 1e-2, max_grad_norm=0.05, **EXACT)
+    for i, x in enumerate(steps):
+        if i == 1:
+            whole = StateDictOptions(full_state_dict=True)
+            state = get_optimizer_state_dict(model, optimizer, options=whole)
+            optimizer = AdamW(model.parameters(), 1.0, max_grad_norm=0.05, **EXACT)
+            set_optimizer_state_dict(model, optimizer, state, options=whole)
+        model(x[2 * rank : 2 * rank + 2]).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = [optimizer.master(p).full_tensor() for p in model.parameters()]
+    ones = torch.ones(64, dtype=torch.bfloat16)
+    kinds = [nn.Parameter(distribute_tensor(ones, mesh, [placement])) for placement in (Replicate(), Shard(0))]
+    for p in kinds:
+        p.grad = torch.ones_like(p)
+    AdamW(kinds).step()
+    torch.save([full, optimizer.grad_norm, *(p.detach().to_local() for p in kinds)], f"{folder}/{rank}")
+    dist.destroy_process_group()
+
+
+def test_sharded_weights(tmp_path):
+    steps = torch.randn(3, 4, 7).bfloat16()
+    for child in [Child(lambda rank=rank: _shard(rank, tmp_path, steps)) for rank in range(2)]:
+        assert child.wait() == 0
+    (full, norm, replica, piece), (_, norm1, replica1, piece1) = (torch.load(tmp_path / rank) for rank in "01")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).bfloat16()
+    optimizer = AdamW(model.parameters(), 1e-2, max_grad_norm=0.05, **EXACT)
+    for x in steps:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(norm, norm1) and norm > 0.05
+    # Halves of the batch, each rounded to bf16 before they are averaged: one part in 2^8, and of an lr of 1e-2 that.
+    torch.testing.assert_close(norm, optimizer.grad_norm, rtol=1e-2, atol=0)
+    for x, p in zip(full, model.parameters(), strict=True):
+        torch.testing.assert_close(x, optimizer.master(p), rtol=0, atol=3e-3)
+    assert torch.equal(replica, replica1) and len(replica) == 64
+    assert len(piece) == 32 and not torch.equal(piece, piece1)
+    assert {len(x.unique()) for x in (replica, piece)} == {2}  # some of each up, and some down
+
+
+@pytest.mark.gpu
+def test_a_graph_of_steps():
+    """Capturable steps, one by one and as replays of a graph: the same bits, with clipping and a scheduled lr."""
+    grads = torch.randn(6, 2, 3000, device="cuda", **BF16)
+    found = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        ps = [nn.Parameter(torch.randn(3000, device="cuda", **BF16)) for _ in range(2)]
+        lr = torch.tensor(1e-2, device="cuda")
+        optimizer = AdamW(ps, lr, max_grad_norm=10.0, master_weights=True, capturable=True)
+        for p in ps:
+            p.grad = torch.zeros_like(p)
+        graph = torch.cuda.CUDAGraph()
+        for t, pair in enumerate(grads):
+            for p, grad in zip(ps, pair, strict=True):
+                p.grad.copy_(grad)
+            if captured and t == 1:
+                with torch.cuda.graph(graph):
+                    optimizer.step()
+            graph.replay() if captured and t else optimizer.step()
+            lr.mul_(0.9)
+        found.append((ps, optimizer.grad_norm, optimizer.state[ps[1]]))
+    (one, norm, state), (two, captured_norm, captured_state) = found
+    for p, q in zip(one, two, strict=True):
+        assert torch.equal(p, q)
+    assert torch.equal(norm, captured_norm) and norm > 10
+    assert captured_state["step"] == 6
+    for name, x in state.items():
+        assert torch.equal(*(y.view(-1).view(torch.int16) for y in (x, captured_state[name])))
+    fresh = AdamW([nn.Parameter(torch.ones(8, device="cuda"))])
+    fresh.param_groups[0]["params"][0].grad = torch.ones(8, device="cuda")
+    with pytest.raises(InputError, match="capturable=False"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        fresh.step()
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    model = Net("cuda", torch.bfloat16)
+    optimizer = AdamW(model.parameters(), max_grad_norm=1.0)
+    for _ in range(2):
+        model(batches("cuda", 1)[0]).backward()
+        optimizer.step()  # the first compiles the kernels, which may wait
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        optimizer.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
