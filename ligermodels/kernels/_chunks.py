@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator, device_guard, num_sms, tl, triton
+from ligermodels.kernels._gradients import accumulate, give_gradient, is_marked, scale_
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import accumulator, device_guard, tl, triton
 
 
 @triton.jit
@@ -23,17 +25,6 @@ def _gather_kernel(x, source, out, row_stride, H, BLOCK: tl.constexpr):
         tl.store(out + r * H + columns, row, mask=columns < H)
 
 
-@triton.jit
-def _scale_kernel(x, factor, size, BLOCK: tl.constexpr):
-    f = tl.load(factor)
-    if f != 1.0:
-        step = tl.cast(tl.num_programs(0), tl.int64) * BLOCK
-        for start in range(tl.program_id(0).to(tl.int64) * BLOCK, size, step):
-            at = start + tl.arange(0, BLOCK)
-            value = tl.load(x + at, mask=at < size)
-            tl.store(x + at, (value.to(f.dtype) * f).to(value.dtype), mask=at < size)
-
-
 def chunk_rows(tokens: int, row_bytes: int, chunk_bytes: int) -> int:
     """Tokens per chunk: what chunk_bytes holds, in multiples of 128, evened out so that no chunk is a short tail."""
     most = max(chunk_bytes // row_bytes // 128, 1) * 128
@@ -41,24 +32,11 @@ def chunk_rows(tokens: int, row_bytes: int, chunk_bytes: int) -> int:
     return min(-(-tokens // (chunks * 128)) * 128, tokens)
 
 
-def accumulate(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total = a.T @ b if first, else total += a.T @ b; total may be wider than a and b."""
-    a = a.t()
-    if total.dtype != a.dtype and not (a.is_cuda and torch.version.hip is None):
-        a, b = a.to(total.dtype), b.to(total.dtype)  # only cuBLAS multiplies narrow numbers into a wide matrix
-    if total.dtype == a.dtype:
-        torch.mm(a, b, out=total) if first else torch.addmm(total, a, b, out=total)
-    elif first:
-        torch.mm(a, b, out_dtype=total.dtype, out=total)
-    else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-
-
 def gather(x: Tensor, source: Tensor) -> Tensor:
     """x [N, H] -> rows x[source], and zeros where source is negative: zeros even if x holds NaN."""
     out = torch.empty(source.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
     if out.numel():
-        _gather_kernel[(source.shape[0],)](x, source, out, x.stride(0), x.shape[1], BLOCK=1024)
+        launch(_gather_kernel, (source.shape[0],), x, source, out, x.stride(0), x.shape[1], 1024)
     return out
 
 
@@ -80,15 +58,6 @@ def compact(labels: Tensor, limit: int, ignore_index: int, vocab: int) -> tuple[
 def spread(values: Tensor | None, place: Tensor, fill: int) -> Tensor | None:
     """Per-token results back to the tokens they belong to."""
     return None if values is None else torch.where(place < 0, fill, values.gather(0, place.clamp(min=0)))
-
-
-def scale_(x: Tensor, factor: Tensor) -> Tensor:
-    """x, contiguous, times one number on its device, in place; where that is 1, x is not touched."""
-    blocks = -(-x.numel() // 8192)
-    if blocks:
-        grid = (min(blocks, 8 * num_sms(x.device.index)),)
-        _scale_kernel[grid](x, factor, x.numel(), BLOCK=8192, num_warps=8)
-    return x
 
 
 class Settings(NamedTuple):
@@ -129,7 +98,12 @@ class Chunks:
         self.bias = None if bias is None else bias.to(dtype)
         # Rows start on 128 bytes whatever V is, for wide loads and for cuBLAS.
         self.pitch = -(-self.vocab // 64) * 64
-        self.rows = chunk_rows(len(self.labels), self.pitch * dtype.itemsize, settings.chunk_bytes)
+        self.limit(settings.chunk_bytes)
+
+    def limit(self, chunk_bytes: int, whole_bytes: int = 0) -> None:
+        """A chunk has as many rows as fit into chunk_bytes, and all of them where they fit into whole_bytes."""
+        rows, row_bytes = len(self.labels), self.pitch * self.x.element_size()
+        self.rows = rows if rows * row_bytes <= whole_bytes else chunk_rows(rows, row_bytes, chunk_bytes)
 
     def workspace(self) -> Tensor:
         """Room for the logits of a chunk, [rows, V]."""
@@ -183,18 +157,25 @@ class Gradients:
             self.dx = gather(self.dx, place)
 
 
-def keep(ctx: Any, gradients: Sequence[Tensor | None]) -> None:
-    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `hand_out` in the backward."""
-    ctx.gradients = None
+def keep(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = None) -> None:
+    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `hand_out` in the backward.
+
+    weight: the one of dweight, where that may be added to its .grad in place.
+    """
+    ctx.gradients = ctx.weight = None
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*gradients)
     else:
         # Not through save_for_backward, whose references would make autograd copy dweight into weight.grad.
         ctx.gradients = gradients
+        ctx.weight = weight if weight is not None and is_marked(weight) else None
 
 
 def hand_out(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
-    """In the backward of `op`: dx, dweight and dbias that forward left, times upstream and factor, once."""
+    """In the backward of `op`: dx, dweight and dbias that forward left, times upstream and factor, once.
+
+    dweight is None where it was added to the .grad of the weight given to `keep`.
+    """
     if torch.compiler.is_compiling():
         *gradients, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
@@ -204,11 +185,14 @@ def hand_out(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
             f"{op} holds its gradients from forward on and gives them away in backward, so a second backward through "
             "the same loss is not possible: compute the loss again."
         )
-    *gradients, factor = ctx.gradients
+    dx, dweight, dbias, factor = ctx.gradients
     ctx.gradients = None
     factor = upstream if factor is None else upstream * factor
     with device_guard(factor):
-        return [None if t is None else scale_(t, factor) for t in gradients]
+        dx, dbias = (None if t is None else scale_(t, factor) for t in (dx, dbias))
+        if dweight is not None:
+            dweight = scale_(dweight, factor) if ctx.weight is None else give_gradient(ctx.weight, dweight, factor)
+    return [dx, dweight, dbias]
 
 
 def check_head(

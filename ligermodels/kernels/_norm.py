@@ -1,9 +1,11 @@
 """What `rms_norm` and `layer_norm` share on the host: sizes of tiles, launches, the autograd.Function, checks.
 
+y remembers how it is made of what the backward keeps anyway (see `_recipes`): a product that reads y need not keep it.
 What needs no gradient is neither computed nor allocated, and x, contiguous and of any shape, is not reshaped: views and
 allocations are what a call costs the host besides its launches.
 """
 
+import functools
 import operator
 
 import torch
@@ -18,6 +20,7 @@ from ligermodels.kernels._norm_kernels import (
     forward_wide_kernel,
     sum_parts_kernel,
 )
+from ligermodels.kernels._recipes import remember
 from ligermodels.kernels._triton import accumulator, as_rows, device_guard, num_sms, once_differentiable
 
 _WIDEST = 16384, 8192  # columns of a row that one program holds in registers; with dw and db
@@ -152,6 +155,23 @@ class Norm(torch.autograd.Function):
             dx, dw, db = _backward(dy, dtotal, total, weight, stats, offset, centred, need_dx, w, b)
         grads = [None if dx is None or t is None else dx if dx.dtype == t else dx.to(t) for t in (x, r)]
         return *grads, dw, db, None, None, None, None
+
+
+def norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, *options: float
+) -> tuple[Tensor, Tensor]:
+    """y and the sum, or y and x without a residual; options: eps, offset, centred, early, as in `Norm`.
+
+    y remembers that it is what the same kernel makes of the sum, which it reads as rounded where it is stored: the same
+    bits, but where x and the residual are of two dtypes, for which the compiler may add up a row in another order.
+    """
+    made = Norm.apply(x, residual, weight, bias, *options)
+    y, total = (made, x) if residual is None else made
+    return remember(y, functools.partial(_again, options), total, weight, bias), total
+
+
+def _again(options: tuple, total: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    return _forward(total, None, weight, bias, *options)[0]
 
 
 def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, where: str) -> None:

@@ -9,6 +9,8 @@ What differs from a gather whose backward adds:
 - A run is cut at fixed places, every 32 (or 64, or 256) of the sorted ids. What lies between two cuts is summed by a
   program of its own, so that an id that is every token costs no more than ids that are all distinct.
 - Nothing but the ids is kept for the backward, and nothing at all for a frozen table. No host waits.
+- Where the table's gradient is added in place (`ligermodels.training.gradients`) and another is there, such as that of
+  a tied head, the sums are added to its rows: 6 bytes per element of the rows that were read, and no second [V, H].
 
 Bytes at 2-byte dtypes, which are the minimum: forward 4 per element of y, backward 2 per element of dy and of dweight.
 An id without a row reads as NaN on a GPU, so that the loss becomes NaN, as a label without a class makes it; torch's
@@ -30,6 +32,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._gradients import is_marked, target
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
@@ -191,10 +194,12 @@ def _runs_kernel(
 @triton.jit(do_not_specialize=["vocab"])
 def _backward_kernel(
     dw_ptr, partial_ptr, dy_ptr, places_ptr, offsets_ptr, vocab, stride,
-    scale: tl.constexpr, padding_idx: tl.constexpr, ACC: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    ROWS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
+    scale: tl.constexpr, padding_idx: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of dw: the run up to the first cut, the sums between cuts, and what is left behind the last."""
+    """Rows of dw: the run up to the first cut, the sums between cuts, and what is left behind the last.
+
+    ADD: they are added to those that are there, and rows without an id are not touched."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     OUT: tl.constexpr = dw_ptr.dtype.element_ty
     first = tl.program_id(0) // BLOCKS * ROWS
@@ -213,7 +218,11 @@ def _backward_kernel(
         acc = _sum_run(acc, dy_ptr, places_ptr, tail, end, stride, cols, WIDTH, UNROLL, True)
         if scale is not None:
             acc *= tl.full((), scale, ACC).to(OUT).to(ACC)
-        tl.store(dw_ptr + (row - first) * WIDTH + cols, acc.to(OUT), mask=cols < WIDTH)
+        mask = cols < WIDTH
+        if ADD:
+            mask = cols < tl.where(begin < end, WIDTH, 0)
+            acc += tl.load(dw_ptr + (row - first) * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+        tl.store(dw_ptr + (row - first) * WIDTH + cols, acc.to(OUT), mask=mask)
 
 
 _FEW = 4096  # ids that are ranked among each other in one launch; more are sorted digit by digit
@@ -269,12 +278,14 @@ def _gather(ids: Tensor, weight: Tensor, scale: float | None) -> Tensor:
 
 
 def _backward(
-    dy: Tensor, ids: Tensor, vocab: int, dtype: torch.dtype, padding_idx: int | None, scale: float | None
-) -> Tensor:
+    dy: Tensor, ids: Tensor, total: Tensor | None, vocab: int, dtype: torch.dtype, padding_idx: int | None,
+    scale: float | None,
+) -> Tensor:  # fmt: skip
+    """The gradient [V, H] of the table, added to total, contiguous, where there is one."""
     n_ids, width = dy.shape[0], operator.index(dy.shape[1])
-    dw = torch.empty((vocab, width), dtype=dtype, device=dy.device)
+    dw = torch.empty((vocab, width), dtype=dtype, device=dy.device) if total is None else total
     if not n_ids or not dw.numel():
-        return dw.zero_()
+        return dw.zero_() if total is None else dw
     dy = last_dim_contiguous(dy)
     block = min(1024, next_power_of_2(width))
     blocks, warps = cdiv(width, block), max(1, block // 256)
@@ -290,7 +301,7 @@ def _backward(
         )  # fmt: skip
         launch(
             _backward_kernel, (cdiv(vocab, _ROWS) * blocks,), dw, partial, dy, places, offsets, vocab, dy.stride(0),
-            scale, skipped, tl.float64 if dtype == torch.float64 else tl.float32,
+            scale, skipped, total is not None, tl.float64 if dtype == torch.float64 else tl.float32,
             width, block, _ROWS, span, _UNROLL, num_warps=warps,
         )  # fmt: skip
     return dw
@@ -301,14 +312,17 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx, ids, weight, padding_idx, scale):
         ctx.save_for_backward(ids)
         ctx.options = weight.shape[0], weight.dtype, padding_idx, scale
+        ctx.weight = weight if is_marked(weight) else None
         return _gather(ids, weight, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (ids,) = ctx.saved_tensors
-        dw = _backward(dy.reshape(ids.numel(), dy.shape[-1]), ids.reshape(-1).contiguous(), *ctx.options)
-        return None, dw, None, None
+        leaf = None if ctx.weight is None else target(ctx.weight)
+        total = None if leaf is None or leaf.grad is None or not leaf.grad.is_contiguous() else leaf.grad
+        dw = _backward(dy.reshape(ids.numel(), dy.shape[-1]), ids.reshape(-1).contiguous(), total, *ctx.options)
+        return None, dw if total is None else None, None, None
 
 
 def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, scale: float | None = None) -> Tensor:

@@ -21,12 +21,14 @@ Source: Shazeer 2020, https://arxiv.org/abs/2002.05202; activations as torch.nn.
 """
 
 import operator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, tile, tile_at
 from ligermodels.kernels._triton import (
@@ -136,10 +138,14 @@ def unit(
 def unit_backward(
     dh: Tensor, x: Tensor, up: Tensor | None, packed: bool, activation: str, gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0, *, need_x: bool = True, need_up: bool = False, emit: bool = False,
+    over: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dx and d_up; with emit, for a dh [T, F] that the caller owns and gives up, h is left in its place."""
+    """dx and d_up; with emit, for a dh [T, F] that the caller owns and gives up, h is left in its place.
+
+    over: dx is written over x, which is contiguous, the caller's own, and not read again.
+    """
     width = operator.index(dh.shape[-1])
-    dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+    dx = x if over else torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
     d_up = torch.empty_like(up, memory_format=torch.contiguous_format) if need_up and up is not None else None
     gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, packed)
     dh, _, dh_stride = as_rows(dh)
@@ -191,25 +197,36 @@ class UnitLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
         dy = dy.reshape(-1, dy.shape[-1])
-        dx = h = None
-        if need_x:
-            h = dy @ weight  # dh, until the kernel leaves h in its place
-            dx, _ = unit_backward(h, x, None, *ctx.options, emit=need_weight)
-        elif need_weight:
-            h = unit(x, None, *ctx.options, dtype=weight.dtype).view(-1, weight.shape[1])
+        dx, h = unit_linear_backward(dy, x, weight, *ctx.options, need_x=need_x, need_h=need_weight)
         del x  # under activation checkpointing, the last that holds its memory
-        return dx, dy.t() @ h if need_weight else None, dy.sum(0) if need_bias else None, None, None
+        d_weight = None if h is None else weight_gradient(weight, dy, h)
+        return dx, d_weight, dy.sum(0) if need_bias else None, None, None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """F.linear of rows x: [T, K] -> [T, N], which is `out` where that is given."""
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def unit_linear_backward(
+    dy: Tensor, x: Tensor, weight: Tensor, packed: bool, activation: str, *, need_x: bool, need_h: bool,
+    over: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """For dy: [T, N]: dx, over x if `over`, and h [T, F], of which the weight's gradient is made."""
+    if need_x:
+        h = dy @ weight  # dh, until the kernel leaves h in its place
+        dx, _ = unit_backward(h, x, None, packed, activation, emit=need_h, over=over)
+        return dx, h if need_h else None
+    return None, unit(x, None, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1]) if need_h else None
 
 
 def _linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool, activation: str) -> Tensor:
     h = unit(x, None, packed, activation, dtype=weight.dtype)
     if torch.compiler.is_compiling():
         return F.linear(h, weight, bias)
-    h, rows = h.view(-1, weight.shape[1]), y.view(-1, weight.shape[0])
-    if bias is None:
-        torch.mm(h, weight.t(), out=rows)
-    else:
-        torch.addmm(bias, h, weight.t(), out=rows)
+    product(h.view(-1, weight.shape[1]), weight, bias, y.view(-1, weight.shape[0]))
     return y
 
 
@@ -222,25 +239,29 @@ def unit_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool, ac
 
 
 def linear_operands(
-    where: str, name: str, x: Tensor, width: int, weight: Tensor, bias: Tensor | None
+    where: str, name: str, x: Tensor, width: int, weight: Tensor, bias: Tensor | None, layer: str = ""
 ) -> tuple[Tensor, Tensor | None]:
-    """weight and bias for a linear layer that reads `width` columns made of x, cast under autocast as F.linear does."""
+    """weight and bias for a linear layer that reads `width` columns made of x, cast under autocast as F.linear does.
+
+    layer: how the names of its weight and its bias begin.
+    """
     if weight.dim() != 2 or weight.shape[1] != width or weight.device != x.device:
         raise InputError(
-            f"{where}: weight {tuple(weight.shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
+            f"{where}: {layer}weight {tuple(weight.shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
             f"{x.device}; expected [N, {width}] there. Are the layers before and after of one intermediate_size?"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
         raise InputError(
-            f"{where}: bias {tuple(bias.shape)} on {bias.device}; expected ({weight.shape[0]},) on {weight.device}."
+            f"{where}: {layer}bias {tuple(bias.shape)} on {bias.device}; expected ({weight.shape[0]},) on "
+            f"{weight.device}."
         )
     if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         return weight.to(dtype), None if bias is None else bias.to(dtype)
     if len({t.dtype for t in (x, weight, bias) if t is not None}) > 1:
         raise InputError(
-            f"{where}: {name} is {x.dtype}, weight {weight.dtype}, bias {None if bias is None else bias.dtype}; "
-            "outside torch.autocast they must be one dtype."
+            f"{where}: {name} is {x.dtype}, {layer}weight {weight.dtype}, {layer}bias "
+            f"{None if bias is None else bias.dtype}; outside torch.autocast they must be one dtype."
         )
     return weight, bias
 

@@ -18,7 +18,7 @@ computing the sample variance", https://doi.org/10.1080/00031305.1983.10483115.
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._norm import Norm, check
+from ligermodels.kernels._norm import check, norm
 from ligermodels.kernels._triton import accumulator, use_triton
 
 
@@ -47,7 +47,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     check(x, None, weight, bias, "layer_norm")
     if not use_triton(x):
         return layer_norm_reference(x, weight, bias, eps=eps)
-    return Norm.apply(x, None, weight, bias, eps, 0.0, True, False)
+    return norm(x, None, weight, bias, eps, 0.0, True, False)[0]
 
 
 def add_layer_norm(
@@ -63,4 +63,4 @@ def add_layer_norm(
     check(x, residual, weight, bias, "add_layer_norm")
     if not use_triton(x):
         return add_layer_norm_reference(x, residual, weight, bias, eps=eps)
-    return Norm.apply(x, residual, weight, bias, eps, 0.0, True, False)
+    return norm(x, residual, weight, bias, eps, 0.0, True, False)

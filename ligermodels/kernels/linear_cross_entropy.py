@@ -12,7 +12,9 @@ multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
 
 Memory beyond the inputs: the workspace (at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
 accumulation dweight in fp32 instead, and at the end both of them, without the workspace. That copy at the end decides
-the peak, so the workspace may be as large as it (C = H rows) at no cost. A single chunk needs no accumulator.
+the peak, 6 V H + 2 T H bytes at 2-byte dtypes, so the workspace may be as large as it (C = H rows) at no cost. A
+single chunk needs no accumulator, so up to 2 H tokens, whose workspace is as large as that, are one. Where the gradient
+of weight is added in place (`ligermodels.training.gradients`), backward adds the fp32 sum itself, and makes no copy.
 
 Source: Hsu et al., arXiv:2410.10989, section 3.2 (gradients in forward); Wijmans et al., arXiv:2411.09009.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, hand_out, keep
 from ligermodels.kernels._cross_entropy_rows import Options, divisors, empty_rows, launch_rows
+from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
@@ -75,13 +78,15 @@ def _undivided(options: Options, settings: Settings, needs: tuple[bool, bool, bo
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
     num_items: Tensor | None, options: Options, settings: Settings, needs: tuple[bool, bool, bool],
+    unrounded: bool = False,
 ) -> _Results:  # fmt: skip
-    """Loss and gradients of x [T, H] and labels [T]; the reduction is mean or sum."""
+    """Loss and gradients of x [T, H] and labels [T]; the reduction is mean or sum. unrounded: dweight may be wide."""
     undivided, wide = _undivided(options, settings, needs), settings.wide(weight)
-    if needs[1] and wide != weight.dtype:
-        # As large as the copy of dweight in its own dtype, which is made when the workspace is gone, it costs nothing.
-        settings = settings._replace(chunk_bytes=max(settings.chunk_bytes, weight.numel() * weight.element_size()))
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
+    if needs[1] and wide != weight.dtype:
+        # As large as the copy of dweight in its own dtype, which is made when the workspace is gone, the workspace
+        # costs nothing; nor does it where there is no sum, and it is no larger than that would be.
+        chunks.limit(max(settings.chunk_bytes, weight.nbytes), 0 if undivided else weight.numel() * wide.itemsize)
     if chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype and not undivided:
         wide = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
     workspace = chunks.workspace()
@@ -100,7 +105,7 @@ def _run(
     del workspace, chunks  # before dweight is copied to its final dtype, which is the peak
     dx, dweight, dbias = gradients.dx, gradients.dweight, gradients.dbias
     if not undivided:
-        dweight = None if dweight is None else dweight.to(weight.dtype)
+        dweight = dweight if dweight is None or unrounded else dweight.to(weight.dtype)
         dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
     return _Results(
         *reduce_rows(rows, scales, options),
@@ -147,7 +152,7 @@ def _present(options: Options, settings: Settings, needs: tuple[bool, bool, bool
 
 def _dispatch(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
-    num_items: Tensor | None, options: Options, settings: Settings, needs: tuple[bool, bool, bool],
+    num_items: Tensor | None, options: Options, settings: Settings, needs: tuple[bool, bool, bool], unrounded: bool,
 ) -> _Results:  # fmt: skip
     """`_run`, which torch.compile sees as one opaque op.
 
@@ -155,7 +160,7 @@ def _dispatch(
     out_dtype is not traceable at all (pytorch/pytorch#163880).
     """
     if not torch.compiler.is_compiling():
-        return _run(x, weight, bias, labels, class_weight, num_items, options, settings, needs)
+        return _run(x, weight, bias, labels, class_weight, num_items, options, settings, needs, unrounded)
     results = iter(_run_op(x, weight, bias, labels, class_weight, num_items, *options, *settings, *needs))
     return _Results._make(next(results) if p else None for p in _present(options, settings, needs))
 
@@ -166,8 +171,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         with device_guard(x):
-            out = _dispatch(x, weight, bias, labels, class_weight, num_items, options, settings, needs)
-        keep(ctx, out[5:])
+            out = _dispatch(x, weight, bias, labels, class_weight, num_items, options, settings, needs,
+                            is_marked(weight))  # fmt: skip
+        keep(ctx, out[5:], weight)
         ctx.mark_non_differentiable(*(t for t in out[1:5] if t is not None))
         return tuple(out[:5])
 
@@ -204,8 +210,9 @@ def linear_cross_entropy(
 
     accum_dtype is what dweight is accumulated in over the chunks: torch.float32, or None for the dtype of weight,
     which saves 4 V H bytes and some time, and adds a rounding per chunk. chunk_bytes bounds the logits workspace,
-    which has 128 rows at least, and may have H where dweight is accumulated in a wider dtype than its own. Under
-    torch.autocast, x, weight and bias are cast as for F.linear, and the gradients of fp32 weights stay fp32.
+    which has 128 rows at least; where dweight would be accumulated in a wider dtype than its own, it may have H, and
+    2 H where those are all, which raises the peak by nothing. Under torch.autocast, x, weight and bias are cast as for
+    F.linear, and the gradients of fp32 weights stay fp32.
 
     backward hands out the gradients that forward computed: it runs once. On a CPU this is F.linear and
     `cross_entropy_reference`, with all logits in memory. There is no second derivative.

@@ -28,6 +28,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
+from ligermodels.kernels._gradients import give_gradient
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import check_inputs
 
@@ -94,7 +95,7 @@ def _backward(
     entropy: Tensor | None, upstream: Tensor, upstream_entropy: Tensor | None, kept: Tensor | None, options: Options,
     settings: Settings, temperature: float, needs: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """(dx, dweight, dbias); `kept` is written over."""
+    """(dx, dweight, dbias), dweight as it was summed; `kept` is written over."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     _, weight_sum = divisors(chunks.labels, class_weight, None, chunks.x, options)
     per_row = [chunks.per_row(t) for t in (upstream, upstream_entropy, entropy)]
@@ -108,11 +109,8 @@ def _backward(
         gradients.add(chunks, start, z)
         del z
     gradients.finish(chunks.place)
-    del chunks, kept
-    return [
-        None if gradient is None or of is None else gradient.to(of.dtype)
-        for gradient, of in zip((gradients.dx, gradients.dweight, gradients.dbias), (x, weight, bias), strict=True)
-    ]
+    dx = None if gradients.dx is None else gradients.dx.to(x.dtype)
+    return [dx, gradients.dweight, None if gradients.dbias is None or bias is None else gradients.dbias.to(bias.dtype)]
 
 
 _SCALARS = (
@@ -158,7 +156,7 @@ def _backward_op(x, weight, bias, labels, class_weight, stats, entropy, upstream
     options, settings, temperature, *needs = _unpack(scalars)
     found = _backward(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, None,
                       options, settings, temperature, needs)  # fmt: skip
-    return [t for t in found if t is not None]
+    return [t.to(weight.dtype) if i == 1 else t for i, t in enumerate(found) if t is not None]
 
 
 @_backward_op.register_fake
@@ -210,6 +208,9 @@ class _LinearLogprobs(torch.autograd.Function):
             with device_guard(x):
                 gradients = _backward(x, weight, bias, labels, class_weight, stats, entropy, *grads, kept, options,
                                       settings, temperature, ctx.needs)  # fmt: skip
+                del kept
+                if gradients[1] is not None:
+                    gradients[1] = give_gradient(weight, gradients[1])
         return *gradients, *(None,) * 7
 
 

@@ -8,11 +8,13 @@ What differs from a loop over experts:
 - A counting sort in two small kernels puts each expert's rows together, in token order; every product runs over all
   experts at once. No host waits for a size, nothing is added atomically: results are the same bit for bit each time.
 - Tokens gather: a kernel sums each token's k rows in fp32, weighted, and rounds once. The same kernel makes dx.
-- Saved: x, the routing and gate_up. Not the sorted x, not h = act(gate) * up, not the experts' outputs: the
-  gradient of a weight is <dy @ down, h>, taken row by row where one kernel reads (gate_up, dh), writes d_gate_up and
-  leaves weight * h in the place of dh, for d_down.
+- Saved: x, or how a norm made it (`_recipes`), the routing, and gate_up unless it is to be made again. Not the sorted
+  x, not h = act(gate) * up, not the experts' outputs: the gradient of a weight is <dy @ down, h>, taken row by row
+  where one kernel reads (gate_up, dh), writes d_gate_up, over gate_up where nobody will read that again, and leaves
+  weight * h in the place of dh, for d_down.
 - Under activation checkpointing, the second run of the block ends once everything is saved again, which is before h,
-  the down product and the sum: `_Experts` saves all there is, `_Combine` nothing.
+  the down product and the sum, and before gate_up where it is not saved: `_Experts` saves all there is, `_Combine`
+  nothing.
 
 Bytes per token at 2-byte dtypes beside the products: forward k (6 I + 4 H) + 4 H, backward k (12 I + 6 H) + 6 H.
 
@@ -21,15 +23,18 @@ https://github.com/huggingface/transformers. Gathering instead of scattering, an
 Guo et al. 2025, https://arxiv.org/abs/2512.14080.
 """
 
+import functools
 import operator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, exp
+from ligermodels.kernels._recipes import make, recipe_of
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
@@ -190,14 +195,15 @@ def _route_tile(num_experts: int, top_k: int) -> tuple[tuple[int, int], int]:
 
 
 def _backward(
-    dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool
+    dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool, own: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """d_gate_up and d_weights from dh, which is given up; with emit also weights * h, where dh was."""
+    """d_gate_up and d_weights from dh, which is given up, as is gate_up if `own`; with emit also weights * h, where dh
+    was."""
     n_rows, width = gate_up.shape[0], operator.index(gate_up.shape[1]) // 2
     d_gate_up = d_weights = None
     h = gate_up.new_empty((n_rows, width)) if dh is None else dh
     if dh is not None:
-        d_gate_up, d_weights = torch.empty_like(gate_up), torch.empty_like(weights)
+        d_gate_up, d_weights = gate_up if own else torch.empty_like(gate_up), torch.empty_like(weights)
     if n_rows:
         with device_guard(gate_up):
             launch(
@@ -226,56 +232,86 @@ class _Route(torch.autograd.Function):
         return _route_backward(d_weights, *ctx.saved_tensors, *ctx.logits), None
 
 
-class _Experts(torch.autograd.Function):
-    """All of the backward, and the forward up to gate_up: returns a stand-in for y, of y's shape, and gate_up [R, 2I].
+def _gate_up(x: Tensor, gate_up_proj: Tensor, rows: Tensor, offsets: Tensor, top_k: int) -> Tensor:
+    return grouped_mm(spread(x, rows, top_k), gate_up_proj.transpose(1, 2), offsets)
 
-    Its gradient is y's: `_Combine` makes y from gate_up and hands the gradient of y to the stand-in. A checkpointed
+
+class _Experts(torch.autograd.Function):
+    """All of the backward, and the forward up to gate_up: returns a stand-in for y, of y's shape, and gate_up [R, 2I],
+    which recompute leaves to the backward.
+
+    The stand-in's gradient is y's: `_Combine` makes y and hands the gradient of y to the stand-in. A checkpointed
     region is run again only until its last tensor is saved, so that what comes after this is not run again.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up_proj, down_proj, slots, rows, offsets, activation):
+    def forward(ctx, x, weights, gate_up_proj, down_proj, slots, rows, offsets, activation, recompute, recipe):
         if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there unused zeros cost nothing
             ctx.set_materialize_grads(False)  # or the backward would be handed zeros of gate_up's size
-        gate_up = grouped_mm(spread(x, rows, weights.shape[1]), gate_up_proj.transpose(1, 2), offsets)
-        ctx.save_for_backward(x, weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up)
-        ctx.activation = activation
-        ctx.mark_non_differentiable(gate_up)
-        return x.new_empty(()).expand(x.shape), gate_up
+        gate_up = None if recompute else _gate_up(x, gate_up_proj, rows, offsets, weights.shape[1])
+        function, made_of = (None, (x,)) if recipe is None else recipe
+        if not (torch.compiler.is_compiling() or recompute or ctx.needs_input_grad[2]):
+            made_of = ()  # x is for gate_up and the gradient of its weight alone
+        ctx.save_for_backward(weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up, *made_of)
+        ctx.options = activation, function
+        if gate_up is not None:
+            ctx.mark_non_differentiable(gate_up)
+        stand_in = x.new_empty(()).expand(x.shape)
+        return stand_in if recompute else (stand_in, gate_up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy, _):
-        x, weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up = ctx.saved_tensors
+    def backward(ctx, dy, _=None):
+        weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up, *made_of = ctx.saved_tensors
+        activation, function = ctx.options
         need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
         top_k = weights.shape[1]
         dx = d_gate_up_proj = d_down_proj = None
+        own = not torch.compiler.is_compiling() if gate_up is None else _read_last(gate_up)
+        if gate_up is None:
+            gate_up = _gate_up(make(function, made_of), gate_up_proj, rows, offsets, top_k)
         dy = spread(dy, rows, top_k)
         dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
-        d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, ctx.activation, need_down)
+        d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, activation, need_down, own)
         del gate_up  # under activation checkpointing, the last that holds its memory
         if h is not None:
             d_down_proj = grouped_mm_outer(dy, h, offsets)
         del dy, dh, h
         if need_gate_up and d_gate_up is not None:
-            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(x, rows, top_k), offsets)
+            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(make(function, made_of), rows, top_k), offsets)
         if need_x and d_gate_up is not None:
             dx = combine(grouped_mm(d_gate_up, gate_up_proj, offsets), rows, top_k)
-        return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, None, None, None, None
+        return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, *[None] * 6
+
+
+def _read_last(gate_up: Tensor) -> bool:
+    """In a backward: True if nobody reads gate_up, which the forward saved, after it."""
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph
+        and not (gate_up.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 class _Combine(torch.autograd.Function):
-    """stand_in: [T, H], for the gradient; gate_up: [R, 2I] -> y [T, H]. Saves nothing: see `_Experts`."""
+    """stand_in: [T, H], for the gradient; gate_up: [R, 2I], or None, and then it is made of x -> y [T, H].
+
+    Saves nothing: see `_Experts`.
+    """
 
     @staticmethod
-    def forward(ctx, stand_in, gate_up, weights, down_proj, rows, offsets, activation):
+    def forward(ctx, stand_in, gate_up, x, weights, gate_up_proj, down_proj, rows, offsets, activation):
+        top_k = weights.shape[1]
+        if gate_up is None:
+            gate_up = _gate_up(x, gate_up_proj, rows, offsets, top_k)
         h = unit(gate_up, None, True, activation)
-        return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, weights.shape[1], weights)
+        del gate_up
+        return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, top_k, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return dy, None, None, None, None, None, None
+        return dy, *[None] * 8
 
 
 def route(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
@@ -297,13 +333,14 @@ def route(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def moe_experts(
-    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu"
-) -> Tensor:
+    x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu",
+    recompute: bool = False,
+) -> Tensor:  # fmt: skip
     """Each token's weighted sum of the outputs of its experts, which are gated units without biases.
 
     x: [T, H]; weights: [T, k], floating point; experts: [T, k], integers from 0 to E - 1: another makes that token's
     row NaN on a GPU, and raises on a CPU; gate_up_proj: [E, 2I, H], an expert's rows [gate | up]; down_proj: [E, H, I];
-    activation: as in `glu`.
+    activation: as in `glu`; recompute: the backward makes gate_up, T k rows of 2I, anew, for one more product.
     Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
@@ -345,12 +382,17 @@ def moe_experts(
     for size in (*down_proj.shape, weights.shape[1]):
         operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
     if not use_triton(x):
-        return moe_experts_reference(x, weights, experts, gate_up_proj, down_proj, activation=activation)
+        reference = functools.partial(moe_experts_reference, activation=activation)
+        if recompute and torch.is_grad_enabled():
+            reference = functools.partial(checkpoint, reference, use_reentrant=False, preserve_rng_state=False)
+        return reference(x, weights, experts, gate_up_proj, down_proj)
     if autocast:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, gate_up_proj, down_proj = x.to(dtype), gate_up_proj.to(dtype), down_proj.to(dtype)
     gate_up_proj, down_proj = gate_up_proj.contiguous(), down_proj.contiguous()
     weights = weights.contiguous()
     order = sort_by_expert(experts.contiguous(), down_proj.shape[0])
-    stand_in, gate_up = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation)
-    return _Combine.apply(stand_in, gate_up, weights.detach(), down_proj.detach(), *order[1:], activation)
+    made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, recipe_of(x))
+    stand_in, gate_up = (made, None) if recompute else made
+    constants = (t.detach() for t in (x, weights, gate_up_proj, down_proj))
+    return _Combine.apply(stand_in, gate_up, *constants, *order[1:], activation)

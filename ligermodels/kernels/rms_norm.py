@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._norm import Norm, check
+from ligermodels.kernels._norm import check, norm
 from ligermodels.kernels._triton import accumulator, use_triton
 
 
@@ -69,7 +69,7 @@ def rms_norm(
     _check(x, None, weight, casting, "rms_norm")
     if not use_triton(x):
         return rms_norm_reference(x, weight, eps=eps, offset=offset, casting=casting)
-    return Norm.apply(x, None, weight, None, eps, offset, False, casting == "llama")
+    return norm(x, None, weight, None, eps, offset, False, casting == "llama")[0]
 
 
 def add_rms_norm(
@@ -91,4 +91,4 @@ def add_rms_norm(
     _check(x, residual, weight, casting, "add_rms_norm")
     if not use_triton(x):
         return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, casting=casting)
-    return Norm.apply(x, residual, weight, None, eps, offset, False, casting == "llama")
+    return norm(x, residual, weight, None, eps, offset, False, casting == "llama")

@@ -122,7 +122,8 @@ class TiedLMHead(_Head):
     """A head whose weight is the table of `embedding`.
 
     It owns no parameter and registers no module: the table keeps its one name in `state_dict()`, moves, casts
-    and is materialised with the embedding, and stays shared when a model that holds both is copied.
+    and is materialised with the embedding, and stays shared when a model that holds both is copied. Both write their
+    gradients into one buffer where `ligermodels.training.gradients.accumulate_in_place` was called.
     """
 
     embedding: nn.Embedding

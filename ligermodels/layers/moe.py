@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._recipes import carry
 from ligermodels.kernels.moe import moe_experts, route
 from ligermodels.layers.linear import Linear
 
@@ -15,7 +15,8 @@ class Experts(nn.Module):
     """Gated units side by side, stacked: expert e is down_proj[e] @ (activation(gate) * up), [gate | up] of gate_up[e].
 
     forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: each token's weighted
-    sum over the experts that it names. parts: what the rows of each expert's gate_up_proj hold, in order.
+    sum over the experts that it names. recompute: see `moe_experts`. parts: what the rows of each expert's gate_up_proj
+    hold, in order.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
@@ -31,8 +32,10 @@ class Experts(nn.Module):
             bound = weight.shape[-1] ** -0.5  # as nn.Linear draws it
             nn.init.uniform_(weight, -bound, bound)
 
-    def forward(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
-        return moe_experts(x, weights, experts, self.gate_up_proj, self.down_proj, activation=self.activation)
+    def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
+        return moe_experts(
+            x, weights, experts, self.gate_up_proj, self.down_proj, activation=self.activation, recompute=recompute
+        )
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.down_proj.shape
@@ -46,7 +49,8 @@ class MoE(nn.Module):
 
     The scores of the chosen experts are softmaxed in fp32, to sum 1, and weigh their outputs, which are summed in
     fp32. jitter_noise: in training, x is multiplied by numbers from [1 - jitter_noise, 1 + jitter_noise] first,
-    for the router and the experts alike. activation, recompute: as in GatedMLP.
+    for the router and the experts alike. activation: as in GatedMLP. `recompute`, an attribute, False at first: the
+    experts' gate and up, top_k times 2 intermediate_size numbers per token, are not saved, but made again.
     """
 
     recompute = False
@@ -68,16 +72,11 @@ class MoE(nn.Module):
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, x, use_reentrant=False, preserve_rng_state=self.jitter_noise > 0)
-        return self._forward(x)
-
-    def _forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = carry(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.router(rows)
-        y = self.experts(rows, *route(router_logits, top_k=self.top_k))
+        y = self.experts(rows, *route(router_logits, top_k=self.top_k), recompute=self.recompute)
         return y.view(x.shape), router_logits
 
     def extra_repr(self) -> str:

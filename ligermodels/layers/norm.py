@@ -3,8 +3,27 @@
 import torch
 from torch import Tensor, nn
 
+from ligermodels.kernels._recipes import forget, recipe_of
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
+from ligermodels.layers.linear import is_untouched
+
+
+def _is_plain(norm: nn.Module) -> bool:
+    """True if the norm's weight is there whenever a backward behind the norm runs.
+
+    FSDP and ZeRO-3, where they shard a norm by itself, fetch its weight for its own backward, which comes later. They
+    replace its class or its weight, or hang hooks on it.
+    """
+    weights = nn.Parameter, type(None)
+    return type(norm) in (RMSNorm, LayerNorm) and type(norm.weight) in weights and is_untouched(norm)
+
+
+def _results(norm: nn.Module, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    """y and the sum; who reads y keeps y itself, and not the norm's weight, unless the norm is plain."""
+    if recipe_of(y) is not None and not _is_plain(norm):
+        forget(y)
+    return y, total
 
 
 class RMSNorm(nn.Module):
@@ -42,8 +61,9 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if residual is None:
             y = rms_norm(x, self.weight, eps=self.eps, offset=self.offset, casting=self.casting)
-            return y, x
-        return add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset, casting=self.casting)
+            return _results(self, y, x)
+        made = add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset, casting=self.casting)
+        return _results(self, *made)
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}"
@@ -74,8 +94,8 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return layer_norm(x, self.weight, self.bias, eps=self.eps), x
-        return add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
+            return _results(self, layer_norm(x, self.weight, self.bias, eps=self.eps), x)
+        return _results(self, *add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps))
 
     def extra_repr(self) -> str:
         return (

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._gradients import MARK
 from ligermodels.kernels.embedding import embedding, embedding_reference
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.oracle import assert_as_exact, dtypes
@@ -172,6 +173,50 @@ def test_runs_twice_deterministically_and_overwrites_nothing(device, each_sort):
     assert torch.equal(first, torch.autograd.grad(embedding(ids, weight), weight, dy)[0])
     for a, b in zip((ids, weight, dy), before, strict=True):
         assert torch.equal(a, b)
+
+
+def marked(*shape, **options):
+    weight = torch.nn.Parameter(torch.randn(*shape, **options))
+    setattr(weight, MARK, True)
+    return weight
+
+
+@pytest.mark.parametrize("options", [{}, dict(scale=0.5, padding_idx=2)], ids=str)
+@pytest.mark.parametrize("tokens", [0, 70])
+def test_adds_to_the_gradient_that_is_there(device, poison, monkeypatch, options, tokens):
+    """Micro-batches and two uses of one table: one buffer, whose rows without an id are not even written."""
+    ids, weight = torch.randint(6, (tokens,), device=device), marked(9, 5, device=device)
+    dy = whole_numbers(tokens, 5, device=device)
+    once = run(embedding_reference, ids, weight, dy, **options)[1]
+
+    def backward(weight):
+        halves = ids[: tokens // 2], ids[tokens // 2 :]
+        torch.cat([embedding(part, weight, **options) for part in halves]).backward(dy)
+
+    backward(weight)
+    assert torch.equal(weight.grad, once)
+    start = whole_numbers(9, 5, device=device)
+    start[6:] = -0.0  # and would be 0.0 if 0.0 were added
+    weight.grad, expected = start.clone(), start + once
+    made, pointer, empty = [], weight.grad.data_ptr(), torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *size, **kwargs: made.append(size[0]) or empty(*size, **kwargs))
+    for _ in range(2):
+        backward(weight)
+        assert weight.grad.data_ptr() == pointer and torch.equal(weight.grad, expected)
+        expected += once
+    assert (9, 5) not in made and weight.grad[6:].signbit().all()
+    kept = weight.grad.clone()
+    grad = torch.autograd.grad(embedding(ids, weight, **options), weight, dy)[0]
+    assert torch.equal(grad, once) and torch.equal(weight.grad, kept)
+
+
+def test_adds_with_one_rounding(device, poison):
+    """1 + 2^-11, rounded to fp16 first, is 1, and 2048 + 1 is 2048; their sum is 2050."""
+    ids, weight = torch.zeros(3, dtype=torch.int64, device=device), marked(2, 1, dtype=torch.float16, device=device)
+    weight.grad = torch.full_like(weight, 2048.0)
+    dy = torch.tensor([[0.5], [0.5], [2**-11]], dtype=torch.float16, device=device)
+    embedding(ids, weight).backward(dy)
+    assert weight.grad.flatten().tolist() == [2050.0, 2048.0]
 
 
 def test_double_backward_raises(device):

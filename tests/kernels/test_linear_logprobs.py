@@ -71,7 +71,7 @@ def test_reference_by_hand():
     chunk_bytes=st.sampled_from([1, 2**20]),
 )
 def test_every_option(device, poison, tokens, vocab, needs, biased, compact, options, accum_dtype, chunk_bytes):
-    x, weight, bias, labels = problem(tokens, 12, vocab, device, ignored=0.6)
+    x, weight, bias, labels = problem(tokens, 12, vocab, device, ignored=0.85)
     bias = bias if biased or needs == (0, 0, 1) else None
     inputs = []
     for tensor, needed in zip((x, weight, bias), needs, strict=True):
@@ -90,7 +90,7 @@ def test_every_option(device, poison, tokens, vocab, needs, biased, compact, opt
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
 @pytest.mark.parametrize("chunk_bytes", [1, 2**29], ids=["again", "kept"])
 def test_as_exact_as_eager(device, poison, dtype, chunk_bytes):
-    x, weight, _, labels = problem(200, 64, 500, device, dtype)
+    x, weight, _, labels = problem(140, 64, 500, device, dtype)
     x = (x.detach() * 0.3).requires_grad_()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     exact = found(linear_logprobs_reference(*wide, labels, **EXTRAS), wide)
@@ -202,7 +202,7 @@ def test_gradcheck(device):
 
 def test_products(device, products):
     """Kept logits cost three products, logits computed again four; frozen inputs and evaluation cost less."""
-    x, weight, _, labels = problem(200, 8, 30, device)
+    x, weight, _, labels = problem(200, 8, 30, device, ignored=0.9)
 
     def steps(rows):
         return (rows, 8, 30), (rows, 30, 8), (30, rows, 8)
@@ -233,16 +233,16 @@ def test_products(device, products):
 
 
 def test_ignored_rows_are_not_multiplied(device, poison, products):
-    """120 of 600 rows are valid: 128 rows enter the products, and NaN in the others reaches nothing."""
-    x, weight, _, labels = problem(600, 8, 30, device, ignored=0.0)
-    labels[torch.randperm(600, device=device)[:480]] = IGNORE
+    """24 of 200 rows are valid: 128 rows enter the products, and NaN in the others reaches nothing."""
+    x, weight, _, labels = problem(200, 8, 30, device, ignored=0.0)
+    labels[torch.randperm(200, device=device)[:176]] = IGNORE
     valid = labels != IGNORE
     dirty = x.detach().masked_fill(~valid[:, None], torch.nan).requires_grad_()
-    actual = found(linear_logprobs(dirty, weight, labels, num_valid=120, **EXTRAS), [dirty, weight])
+    actual = found(linear_logprobs(dirty, weight, labels, num_valid=24, **EXTRAS), [dirty, weight])
     assert products == [(128, 8, 30), (128, 30, 8), (30, 128, 8)]
-    assert_same(actual, found(linear_logprobs(x, weight, labels, num_valid=600, **EXTRAS), [x, weight]), 1e-11, 1e-13)
+    assert_same(actual, found(linear_logprobs(x, weight, labels, num_valid=200, **EXTRAS), [x, weight]), 1e-11, 1e-13)
     # A bound that is too low says so.
-    assert linear_logprobs(x, weight, torch.zeros_like(labels), num_valid=120)[0].isnan()
+    assert linear_logprobs(x, weight, torch.zeros_like(labels), num_valid=24)[0].isnan()
 
 
 def test_backward_twice(device, products):
@@ -276,7 +276,7 @@ def test_layouts(device, layout):
         "expanded": lambda: base[0, 0].expand(200, 8),
         "shifted": lambda: base[:, :-1],
     }[layout]()
-    labels = some_labels(tuple(x.shape[:-1]), 30, device, ignored=0.7).to(torch.int32)
+    labels = some_labels(tuple(x.shape[:-1]), 30, device, ignored=0.9).to(torch.int32)
     actual = linear_logprobs(x, weight.t(), labels, **EXTRAS)
     assert all(t.shape == labels.shape for t in actual)
     expected = linear_logprobs_reference(x, weight.t(), labels, **EXTRAS)
@@ -352,7 +352,7 @@ def test_autocast(device):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_compile(device, entropy):
     """Whole graph, gradients included, with the chunked ops opaque in it."""
-    x, weight, bias, labels = problem(200, 16, 70, device, torch.float32, ignored=0.6)
+    x, weight, bias, labels = problem(200, 16, 70, device, torch.float32, ignored=0.9)
 
     def call(x, weight, bias, labels):
         return linear_logprobs(

@@ -7,10 +7,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
+import ligermodels.layers as L
 from ligermodels.errors import InputError
 from ligermodels.kernels.glu import ACTIVATIONS
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
+from ligermodels.kernels.rms_norm import rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.oracle import assert_as_exact, dtypes
 
@@ -265,20 +267,78 @@ def test_frozen(device, poison, monkeypatch, trained):
     assert calls.count("grouped_mm_outer") == (2 in trained) + (3 in trained)
 
 
-def test_saves_x_the_routing_and_gate_up_alone(device):
+def saved(op, *given):
+    """What autograd keeps of floating point beside `given`, and that the rest, the routing, is small."""
+    found = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.update({t.data_ptr(): t}) or t, lambda t: t):
+        op()
+    made = [t for pointer, t in found.items() if pointer not in {t.data_ptr() for t in given}]
+    assert all(t.numel() <= 80 for t in made if not t.is_floating_point())
+    return sorted(tuple(t.shape) for t in made if t.is_floating_point())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_saves_x_the_routing_and_gate_up_alone(device, frozen, recompute):
+    """gate_up only where it is not made again, x only where something is made of it, and then as a norm keeps it."""
     *inputs, _ = inputs_of((40, 16, 32, 5, 2), torch.float32, device)
     weights, experts = route(inputs.pop(1), top_k=2)
-    leaves = [t.requires_grad_() for t in (inputs[0], weights, *inputs[1:])]
-    saved = {}
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.update({t.data_ptr(): t}) or t, lambda t: t):
-        moe_experts(leaves[0], leaves[1], experts, *leaves[2:])
-    made = [t for pointer, t in saved.items() if pointer not in {t.data_ptr() for t in leaves}]
-    assert sorted(tuple(t.shape) for t in made if t.is_floating_point()) == [(80, 64)]
-    assert all(t.numel() <= 80 for t in made if not t.is_floating_point())
+    x, weights, gate_up, down = leaves = [t.requires_grad_() for t in (inputs[0], weights, *inputs[1:])]
+    gate_up.requires_grad_(not frozen)
+    experts_of = functools.partial(moe_experts, recompute=recompute)
+    of_gate_up, of_x = [] if recompute else [(80, 64)], [] if frozen and not recompute else [(40, 16)]
+    assert saved(lambda: experts_of(x, weights, experts, gate_up, down), *leaves) == of_gate_up
+    assert saved(lambda: experts_of(x * 1, weights, experts, gate_up, down), *leaves) == sorted(of_gate_up + of_x)
+    assert saved(lambda: experts_of(rms_norm(x), weights, experts, gate_up, down), *leaves) == [(40,), *of_gate_up]
+
+
+SMALL = (5, 8, 6, 3, 2)
+
+
+def test_the_layer_behind_a_norm_keeps_no_rows_of_hidden_size(device):
+    """The statistics of the norm, the weights of the routing, and gate_up; x, which the norm keeps, is given."""
+    norm, moe = L.RMSNorm(16).to(device), L.MoE(16, 32, num_experts=5, top_k=2).to(device)
+    x = torch.randn(2, 20, 16, device=device, requires_grad=True)
+    assert saved(lambda: moe(norm(x)[0]), x, *norm.parameters(), *moe.parameters()) == [(40,), (40, 2), (80, 64)]
+
+
+@pytest.mark.parametrize("trained", [(0, 1, 2, 3), (0, 1), (2,), (3,)], ids=str)
+def test_recomputed_and_behind_a_norm(device, poison, trained):
+    """The same gradients to the bit, with gate_up made again and x made again of what the norm keeps."""
+    *inputs, dy = inputs_of(SMALL, torch.float32, device)
+
+    def gradients(norm, recompute):
+        x, *rest = leaves = [t.clone().requires_grad_(i in trained) for i, t in enumerate(inputs)]
+        y = fused(norm(x), *rest, top_k=2, recompute=recompute)
+        return [y, *torch.autograd.grad(y, [leaves[i] for i in trained], dy)]
+
+    expected = gradients(lambda x: rms_norm(x) * 1, False)
+    for norm, recompute in ((rms_norm, False), (rms_norm, True)):
+        for a, b in zip(gradients(norm, recompute), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_gate_up_is_written_over_where_nobody_reads_it_again(device, monkeypatch):
+    *inputs, dy = inputs_of(SMALL, torch.float32, device)
+    over, real = [], module._backward
+
+    def spy(dh, gate_up, *args):
+        place, result = gate_up.data_ptr(), real(dh, gate_up, *args)
+        over.append(result[0].data_ptr() == place)
+        return result
+
+    monkeypatch.setattr(module, "_backward", spy)
+    leaves = [t.requires_grad_() for t in inputs]
+    for recompute in (False, True):
+        y = fused(*leaves, top_k=2, recompute=recompute)
+        first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        for a, b in zip(first, torch.autograd.grad(y, leaves, dy), strict=True):
+            assert torch.equal(a, b)
+    assert over == [False, True, True, True]
 
 
 def test_backward_is_not_handed_zeros_of_the_size_of_gate_up(device, monkeypatch):
-    *inputs, dy = inputs_of(SHAPES[0], torch.float32, device)
+    *inputs, dy = inputs_of(SMALL, torch.float32, device)
     seen, backward = [], module._Experts.backward
     spy = staticmethod(lambda ctx, *grads: seen.append(grads[1]) or backward(ctx, *grads))
     monkeypatch.setattr(module._Experts, "backward", spy)
@@ -287,9 +347,11 @@ def test_backward_is_not_handed_zeros_of_the_size_of_gate_up(device, monkeypatch
 
 
 @pytest.mark.parametrize("early_stop", [True, False])
-def test_checkpointed(device, monkeypatch, early_stop):
-    """The second run of a checkpointed block ends before the down product: 1 product of a forward's 2 runs again."""
-    *inputs, dy = inputs_of(SHAPES[0], torch.float32, device)
+@pytest.mark.parametrize("recompute", [False, True])
+def test_checkpointed(device, monkeypatch, early_stop, recompute):
+    """The second run of a checkpointed block ends before the down product: 1 product of a forward's 2 runs again, and
+    with recompute none, as the backward makes gate_up itself."""
+    *inputs, dy = inputs_of(SMALL, torch.float32, device)
     products_run = []
     op = module.grouped_mm
     monkeypatch.setattr(module, "grouped_mm", lambda *args: products_run.append(args[1].shape) or op(*args))
@@ -297,11 +359,11 @@ def test_checkpointed(device, monkeypatch, early_stop):
     plain = len(products_run)
     products_run.clear()
     with torch.utils.checkpoint.set_checkpoint_early_stop(early_stop):
-        block = functools.partial(checkpoint, functools.partial(fused, top_k=2), use_reentrant=False)
-        actual = run(block, inputs, dy)
+        block = functools.partial(fused, top_k=2, recompute=recompute)
+        actual = run(functools.partial(checkpoint, block, use_reentrant=False), inputs, dy)
     for a, b in zip(actual, expected, strict=True):
         assert torch.equal(a, b)
-    assert (plain, len(products_run)) == (4, 5 if early_stop else 6)
+    assert (plain, len(products_run)) == (4, 5 + (not early_stop) * (1 + recompute))
 
 
 def test_runs_twice_deterministically_and_overwrites_nothing(device):
@@ -352,6 +414,17 @@ def test_under_autocast(device, monkeypatch, dtype, triton_path):
         torch.testing.assert_close(a.double(), b, rtol=1e-2, atol=2e-2)  # sums of up to 24 products of half numbers
 
 
+def test_reference_path_keeps_less_if_asked(monkeypatch):
+    monkeypatch.setattr(module, "use_triton", lambda x: False)
+    *inputs, dy = inputs_of(SHAPES[0], torch.float32, "cpu")
+    leaves = [t.requires_grad_() for t in inputs]
+    most, least = (saved(lambda r=r: fused(*leaves, top_k=2, recompute=r), *leaves) for r in (False, True))
+    assert len(least) == 1 < len(most)  # the weights of the routing
+    for a, b in zip(*(run(functools.partial(fused, recompute=r, top_k=2), inputs, dy) for r in (False, True)),
+                    strict=True):  # fmt: skip
+        assert torch.equal(a, b)
+
+
 def test_reference_path_compiles_whole(monkeypatch):
     monkeypatch.setattr(module, "use_triton", lambda x: False)
     *inputs, dy = inputs_of(SHAPES[0], torch.float32, "cpu")
@@ -385,18 +458,20 @@ def on_gpu(dtype, shape=(300, 128, 192, 5, 2)):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_triton_path_compiles_whole(dtype, dynamic):
+@pytest.mark.parametrize("dynamic, recompute", [(False, False), (True, False), (False, True)])
+def test_triton_path_compiles_whole(dtype, dynamic, recompute):
     inputs, dy = on_gpu(dtype)
-    assert_compiles(functools.partial(fused, top_k=2), inputs, [dy], dynamic=dynamic)
+    assert_compiles(functools.partial(fused, top_k=2, recompute=recompute), inputs, [dy], dynamic=dynamic)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("check", [assert_captures, assert_never_waits])
-def test_captured_and_never_waits(check, dtype):
+@pytest.mark.parametrize("recompute", [False, True])
+def test_captured_and_never_waits(check, dtype, recompute):
+    """Behind a norm, whose output is made again."""
     inputs, dy = on_gpu(dtype)
-    check(functools.partial(fused, top_k=2), inputs, [dy])
+    check(lambda x, *rest: fused(rms_norm(x), *rest, top_k=2, recompute=recompute), inputs, [dy])
 
 
 @pytest.mark.gpu

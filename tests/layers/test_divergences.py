@@ -96,12 +96,12 @@ def test_a_student_learns_its_teacher():
     _, _, teacher_x, teacher_weight, _ = heads()
     teacher_weight = teacher_weight[:9]
     student_x, student_weight = torch.randn(5, 6), torch.nn.Parameter(torch.zeros(9, 6))
-    optimizer = torch.optim.Adam([student_weight], lr=0.1)
-    for _ in range(400):
+    optimizer = torch.optim.Adam([student_weight], lr=0.5)
+    for _ in range(200):
         optimizer.zero_grad()
         loss = LinearJSDLoss(0.0, temperature=2.0)(student_x, student_weight, teacher_x, teacher_weight)
         loss.backward()
         optimizer.step()
     s, t = (student_x @ student_weight.T).softmax(-1), (teacher_x @ teacher_weight.T).softmax(-1)
-    # Five tokens in six dims can be fitted exactly; 400 steps come this near.
+    # Five tokens in six dims can be fitted exactly; 200 steps come this near.
     assert (s - t).abs().max() < 0.02

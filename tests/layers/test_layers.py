@@ -1,6 +1,7 @@
 """Layers against plain compositions of torch.nn, and what may not slip past them: hooks, adapters, ties."""
 
 import copy
+import functools
 import inspect
 import io
 
@@ -195,7 +196,9 @@ def test_gated_mlp(activation, bias):
         gate, up = F.linear(x, layer.gate_up_proj.weight, layer.gate_up_proj.bias).chunk(2, -1)
         return F.linear(ACTIVATIONS[activation](gate) * up, layer.down_proj.weight, layer.down_proj.bias)
 
-    assert_same(layer, layer(x), plain())
+    for recompute in (False, True):
+        layer.recompute = recompute
+        assert_same(layer, layer(x), plain())
     layer.down_proj.register_forward_hook(lambda *_: None)  # no longer plain: the unfused way
     assert_same(layer, layer(x), plain())
 
@@ -271,12 +274,16 @@ def replace_class(linear):
 WRAPPINGS = [add_forward_hook, add_forward_pre_hook, replace_forward, parametrize, replace_class]
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
 @pytest.mark.parametrize("wrap", WRAPPINGS)
-def test_whatever_halves_down_proj_halves_the_output(wrap):
+def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute):
     layer, x = L.GatedMLP(6, 10), torch.randn(2, 3, 6)
-    expected = layer(x) / 2
-    wrap(layer.down_proj)
-    torch.testing.assert_close(layer(x), expected)
+    layer.recompute, plain = recompute, copy.deepcopy(layer)
+    with torch.no_grad():
+        getattr(plain, name).weight /= 2
+    wrap(getattr(layer, name))
+    torch.testing.assert_close(layer(x), plain(x))
 
 
 @pytest.mark.parametrize("wrap", WRAPPINGS)
@@ -303,16 +310,35 @@ def test_is_plain_sees_backward_hooks_tensor_subclasses_and_global_hooks():
     assert is_plain(linear)
 
 
-def test_the_fused_product_runs_when_down_proj_is_plain(monkeypatch):
+@pytest.mark.parametrize(
+    "fused, linear, make, hooked",
+    [
+        ("gated_mlp", "glu_linear", L.GatedMLP, ("gate_up_proj", "down_proj")),
+        ("mlp", "activation_linear", functools.partial(L.MLP, activation="gelu"), ("fc1", "fc2")),
+    ],
+)
+def test_the_unit_is_one_op_when_both_projections_are_plain(monkeypatch, fused, linear, make, hooked):
+    """With a hook on the first the second is still fused with what it reads, and with one on that nothing is."""
     calls = []
-    fused = mlp.glu_linear
-    monkeypatch.setattr(mlp, "glu_linear", lambda *args, **options: calls.append(1) or fused(*args, **options))
-    layer = L.GatedMLP(6, 10)
-    layer(torch.randn(2, 6))
-    assert calls == [1]
-    layer.down_proj.register_forward_hook(lambda *_: None)
-    layer(torch.randn(2, 6))
-    assert calls == [1]
+
+    def record(name):
+        real = getattr(mlp, name)
+        monkeypatch.setattr(mlp, name, lambda *args, **options: calls.append((name, options)) or real(*args, **options))
+
+    record(fused)
+    record(linear)
+    layer, x = make(6, 10), torch.randn(2, 6)
+    layer(x)
+    layer.recompute = True
+    layer(x)
+    options = {"activation": layer.activation}
+    assert calls == [(fused, {**options, "recompute": recompute}) for recompute in (False, True)]
+    getattr(layer, hooked[0]).register_forward_hook(lambda *_: None)
+    layer(x)
+    assert calls[2:] == [(linear, options)]
+    getattr(layer, hooked[1]).register_forward_hook(lambda *_: None)
+    layer(x)
+    assert len(calls) == 3
 
 
 def test_rotation_is_in_place_only_where_nobody_kept_the_buffer(monkeypatch):

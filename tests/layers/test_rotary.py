@@ -229,7 +229,35 @@ def test_tables_made_under_inference_mode_serve_training():
     rotary = RotaryEmbedding(32)
     with torch.inference_mode():
         rotary(torch.arange(3, device="meta")[None])
+        tables = rotary.count(3, torch.device("cpu"))
     assert not rotary._inv_freq_on(torch.device("meta")).is_inference()
+    assert not any(table.is_inference() for table in tables)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_tables_from_0_on_are_kept(name, monkeypatch):
+    rotary, cpu = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16), torch.device("cpu")
+    for length in (9, 20, 9):
+        tables = rotary.count(length, cpu)
+        assert all(map(torch.equal, tables, rotary(torch.arange(length)[None])))
+        assert rotary.count(length, cpu) is tables
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert rotary.count(20, cpu)[0].shape[1] == 20 and rotary._counted[1] is tables
+
+
+@pytest.mark.gpu
+def test_tables_of_a_graph_are_its_own():
+    """And the frequencies that it reads stay where they are."""
+    rotary, cuda = RotaryEmbedding(32), torch.device("cuda", 0)
+    kept, graph = rotary.count(9, cuda), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = rotary.count(9, cuda)
+    assert captured[0] is not kept[0] and rotary.count(9, cuda) is kept
+    rotary(torch.arange(3)[None])
+    rotary.count(20, cuda)
+    spoiled = [torch.full((16,), float("nan"), device="cuda") for _ in range(64)]
+    graph.replay()
+    assert all(map(torch.equal, captured, kept)), len(spoiled)
 
 
 @pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])

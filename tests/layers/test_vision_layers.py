@@ -11,7 +11,6 @@ import ligermodels.layers as L
 from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.kernels.rope import rope_qk_reference
-from ligermodels.layers import mlp
 
 
 def gradients(y, inputs):
@@ -91,17 +90,6 @@ def test_mlp(activation, bias, out_features):
     assert_same(layer, layer(x), plain(), x)
     layer.fc2.register_forward_hook(lambda module, inputs, output: 2 * output)  # no longer plain: the unfused way
     assert_same(layer, layer(x), plain(), x)
-
-
-def test_mlp_is_fused_where_fc2_is_plain(monkeypatch):
-    calls, fused = [], mlp.activation_linear
-    monkeypatch.setattr(mlp, "activation_linear", lambda *args, **o: calls.append(o) or fused(*args, **o))
-    layer = L.MLP(6, 10, activation="quick_gelu")
-    layer(torch.randn(2, 6))
-    assert calls == [{"activation": "quick_gelu"}]
-    layer.fc2.register_forward_hook(lambda *_: None)
-    layer(torch.randn(2, 6))
-    assert len(calls) == 1
 
 
 def test_mlp_of_an_unknown_activation_is_named():

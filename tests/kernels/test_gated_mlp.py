@@ -1,0 +1,462 @@
+import functools
+import importlib
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._gradients import MARK
+from ligermodels.kernels._math import ACTIVATIONS
+from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
+from ligermodels.kernels.rms_norm import add_rms_norm
+from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
+from tests.kernels.oracle import assert_as_exact, dtypes
+
+module = importlib.import_module("ligermodels.kernels.gated_mlp")
+kernels = importlib.import_module("ligermodels.kernels.glu")
+
+HIDDEN, INNER, OUT = 6, 20, 5
+MODES = {"kept": {}, "one tile": {"recompute": True}, "tiles": {"recompute": True, "workspace_bytes": 1}}
+"""The last: 128 tokens at a time, which is the least."""
+ALMOST_FP64 = dict(rtol=1e-12, atol=1e-12)
+"""Two fp64 evaluations of one formula in another order; a thousandth of what fp32 can reach."""
+FP32_SLACK = 1.5
+"""Of eager's rms error, in fp32: exp is the hardware's, or numpy's when interpreted, whose error is 1 to 2 ulp
+where libm's is 0.5. In half precision the last rounding hides that."""
+FP32_SUMS = dict(rtol=1e-5, atol=5e-5)
+"""Of 130 terms, added in another order: 130 roundings of either sign by half an ulp of numbers below 32, four times."""
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_unit = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+
+
+def unit(gated, **options):
+    options = {"activation": "silu" if gated else "quick_gelu", **options}
+    op, reference = (gated_mlp, gated_mlp_reference) if gated else (mlp, mlp_reference)
+    return functools.partial(op, **options), functools.partial(reference, activation=options["activation"])
+
+
+def eager(x, w1, w2, b1=None, b2=None, *, gated):
+    """As transformers writes it, every operation in the dtype of its input."""
+    h = F.linear(x, w1, b1)
+    if gated:
+        gate, up = h.chunk(2, -1)
+        return F.linear(F.silu(gate) * up, w2, b2)
+    return F.linear(ACTIVATIONS["quick_gelu"](h), w2, b2)
+
+
+def make(device, gated, *lead, dtype=torch.float32, bias=True, hidden=HIDDEN, inner=INNER, out=OUT):
+    """x, both weights and both biases, and dy; values as a trained model's, so that nothing overflows in fp16."""
+    width = (1 + gated) * inner
+    inputs = [
+        torch.randn(*lead, hidden), torch.randn(width, hidden) * hidden**-0.5, torch.randn(out, inner) * inner**-0.5,
+        torch.randn(width) if bias else None, torch.randn(out) if bias else None,
+    ]  # fmt: skip
+    inputs = [None if t is None else t.to(device, dtype) for t in inputs]
+    return inputs, torch.randn(*lead, out).to(device, dtype)
+
+
+def run(op, inputs, dy):
+    leaves = [None if t is None else t.detach().clone().requires_grad_() for t in inputs]
+    y = op(*leaves)
+    return [y, *torch.autograd.grad(y, [t for t in leaves if t is not None], dy)]
+
+
+@each_mode
+@each_unit
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_output_and_every_gradient(device, poison, dtype, bias, gated, mode):
+    lead = (2, 131) if mode == "tiles" else (3, 7)  # tiles of 128, 128 and 6 tokens
+    inputs, dy = make(device, gated, *lead, dtype=dtype, bias=bias)
+    op, reference = unit(gated, **MODES[mode])
+    actual, allowed = run(op, inputs, dy), run(functools.partial(eager, gated=gated), inputs, dy)
+    exact = run(reference, [None if t is None else t.double() for t in inputs], dy.double())
+    names = ["y", "dx", "dw1", "dw2", "db1", "db2"]
+    for name, a, b, c in zip(names, actual, allowed, exact, strict=False):
+        assert a.dtype == dtype
+        if dtype == torch.float64:
+            torch.testing.assert_close(a, c, **ALMOST_FP64, msg=lambda m, name=name: f"{name}: {m}")
+        else:
+            slack = FP32_SLACK if dtype == torch.float32 else 1.0
+            assert_as_exact(a, c + slack * (b.double() - c), c, name, terms=dy[..., 0].numel())
+
+
+@each_unit
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gradcheck(device, gated, activation):
+    inputs, _ = make(device, gated, 3, dtype=torch.float64, hidden=2, inner=3, out=2)
+    leaves = [t.requires_grad_() for t in inputs]
+    for options in MODES.values():
+        op, reference = unit(gated, activation=activation, **options)
+        assert torch.autograd.gradcheck(op, leaves, fast_mode=True)
+        torch.testing.assert_close(op(*leaves), reference(*leaves), **ALMOST_FP64)
+
+
+@each_mode
+@each_unit
+def test_behind_a_norm(device, poison, gated, mode):
+    """x is made again: the same bits as of an x that is kept. Of nothing that others see is a bit changed."""
+    inputs, dy = make(device, gated, 2, 70)
+    x, residual, weight = torch.randn(2, 70, 6, device=device), torch.randn(2, 70, 6, device=device), inputs[0][0, 0]
+    op, _ = unit(gated, **MODES[mode])
+
+    def block(forgets, x, residual, weight, *parameters):
+        y, total = add_rms_norm(x, residual, weight)
+        return op(y.view_as(y) if forgets else y, *parameters) + (total.mean(-1, keepdim=True))
+
+    tensors = [x, residual, weight, *inputs[1:]]
+    before = [t.clone() for t in (*tensors, dy)]
+    for a, b in zip(*(run(functools.partial(block, forgets), tensors, dy) for forgets in (True, False)), strict=True):
+        assert torch.equal(a, b)
+    for a, b in zip((*tensors, dy), before, strict=True):
+        assert torch.equal(a, b)
+
+
+def kept_by(op, *inputs):
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = op(*inputs)
+    return y, saved
+
+
+@each_unit
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("mode", ["kept", "one tile"])
+def test_what_is_kept(device, gated, normed, mode):
+    """Of the activations: x, or what the norm keeps anyway; and z, unless it is made again. Never h."""
+    (x, *parameters), _ = make(device, gated, 3, 7)
+    x, norm, *parameters = (t.requires_grad_() for t in (x, torch.randn(HIDDEN, device=device), *parameters))
+    residual = torch.randn(3, 7, HIDDEN, device=device)
+    op, _ = unit(gated, **MODES[mode])
+    y, total = add_rms_norm(x, residual, norm) if normed else (x, x)
+    _, saved = kept_by(op, y, *parameters)
+    known = {t.data_ptr() for t in (*parameters, norm)}
+    assert known >= {t.data_ptr() for t in saved if t.dim() == 1}
+    activations = [t for t in saved if t.data_ptr() not in known]
+    assert sum(t.data_ptr() == total.data_ptr() for t in activations) == 1
+    others = [tuple(t.shape) for t in activations if t.data_ptr() != total.data_ptr()]
+    assert others == ([(3, 7, (1 + gated) * INNER)] if mode == "kept" else [])
+
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and keeps the bytes of the largest tensor that is made."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm)
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.nbytes)
+        return result
+
+
+TRAINED = {
+    (0,): (2, ["z"]), (1,): (2, ["x", "z"]), (2,): (1, ["z"]), (3,): (1, ["z"]), (4,): (0, []), (0, 4): (2, ["z"]),
+    (0, 2): (3, ["z"]), (1, 2): (3, ["x", "z"]), (0, 1): (3, ["x", "z"]), (3, 4): (1, ["z"]),
+    (0, 1, 2, 3, 4): (4, ["x", "z"]),
+}  # fmt: skip
+"""By which of x, w1, w2, b1, b2 are trained: the products of the backward, and what is kept beside parameters."""
+
+
+@each_mode
+@each_unit
+@pytest.mark.parametrize("trained", TRAINED, ids=str)
+def test_what_is_frozen_costs_nothing(device, poison, gated, mode, trained):
+    inputs, dy = make(device, gated, 130)
+    whole = run(unit(gated, **MODES[mode])[0], inputs, dy)
+    inputs = [t.requires_grad_(i in trained) for i, t in enumerate(inputs)]
+    y, saved = kept_by(unit(gated, **MODES[mode])[0], *inputs)
+    with Products() as backward:
+        grads = torch.autograd.grad(y, [inputs[i] for i in trained], dy)
+    for i, grad in zip(trained, grads, strict=True):
+        torch.testing.assert_close(grad, whole[1 + i], **FP32_SUMS)
+    products, kept = TRAINED[trained]
+    if mode != "kept":
+        products, kept = (products + 1 if kept else 0), (["x"] if kept else [])
+    assert backward.count == products * (2 if mode == "tiles" else 1)
+    kinds = {(130, HIDDEN): "x", (130, (1 + gated) * INNER): "z"}
+    assert sorted(kinds[tuple(t.shape)] for t in saved if tuple(t.shape) in kinds) == kept
+
+
+def test_tiles_bound_what_exists_at_once(device):
+    """With recompute no tensor of all tokens is as wide as z or h, forward or backward."""
+    tokens, inner = 512, 100
+    inputs, dy = make(device, True, tokens, inner=inner)
+    leaves = [t.requires_grad_() for t in inputs]
+    workspace = 256 * 2 * inner * 4
+    with Products() as seen:
+        torch.autograd.grad(gated_mlp(*leaves, recompute=True, workspace_bytes=workspace), leaves, dy)
+    assert seen.largest == workspace
+    assert seen.count == 2 * (2 + 5)
+
+
+@each_mode
+def test_tiles_are_deterministic_and_equal(device, poison, mode):
+    """Sums in another order: of fp32 rounding apart; and the same bits each time."""
+    inputs, dy = make(device, True, 130)
+    expected, first, second = (
+        run(functools.partial(gated_mlp, **options), inputs, dy) for options in ({}, MODES[mode], MODES[mode])
+    )
+    for a, b, c in zip(expected, first, second, strict=True):
+        torch.testing.assert_close(b, a, **FP32_SUMS)
+        assert torch.equal(b, c)
+
+
+@pytest.mark.parametrize("workspace", [1, 300 * 160 - 1, 300 * 160, 10**9])
+def test_one_tile_where_it_fits(device, workspace):
+    inputs, _ = make(device, True, 300, bias=False)
+    with Products() as forward:
+        gated_mlp(*inputs, recompute=True, workspace_bytes=workspace)
+    assert forward.count == 2 * {1: 3, 300 * 160 - 1: 2}.get(workspace, 1)  # rows of z take 160 bytes
+
+
+@each_unit
+@pytest.mark.parametrize("mode", ["kept", "one tile"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpointed(device, poison, gated, mode, early_stop):
+    """The second run ends with what the unit keeps, of which the down product is not, unless it is told to go on."""
+    inputs, dy = make(device, gated, 2, 9)
+    inputs.append(torch.randn(HIDDEN, HIDDEN, device=device))
+    op, _ = unit(gated, **MODES[mode])
+
+    def block(x, *parameters):
+        return op(F.linear(x, parameters[-1]), *parameters[:-1])
+
+    expected = run(block, inputs, dy)
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    with Products() as forward, set_checkpoint_early_stop(early_stop):
+        y = checkpoint(block, *leaves, use_reentrant=False)
+    with Products() as backward:
+        grads = torch.autograd.grad(y, leaves, dy)
+    for a, b in zip([y, *grads], expected, strict=True):
+        assert torch.equal(a, b)
+    # Each of the three layers has two products in the backward. To them, again: the first layer and, once, z.
+    again = 2 if early_stop else 3 + (mode != "kept")
+    assert (forward.count, backward.count) == (3, 6 + again)
+
+
+@each_mode
+def test_runs_twice(device, poison, mode):
+    """As long as the graph is retained, nothing that is kept changes; the last run writes over z, and none follows."""
+    inputs, dy = make(device, True, 2, 70)
+    leaves = [t.requires_grad_() for t in inputs]
+    before = [t.detach().clone() for t in (*leaves, dy)]
+    y, saved = kept_by(unit(True, **MODES[mode])[0], *leaves)
+    copies, value = [t.detach().clone() for t in saved], y.detach().clone()
+    first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(saved, copies, strict=True))
+    last = torch.autograd.grad(y, leaves, dy)
+    for a, b, c in zip(first, second, last, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    for a, b in zip((*leaves, dy, y), (*before, value), strict=True):
+        assert torch.equal(a, b)
+    changed = [tuple(a.shape) for a, b in zip(saved, copies, strict=True) if not torch.equal(a, b)]
+    assert changed == ([(2, 70, 2 * INNER)] if mode == "kept" else [])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, leaves, dy)
+
+
+def test_double_backward_raises(device):
+    inputs, _ = make(device, True, 3)
+    x = inputs[0].requires_grad_()
+    (grad,) = torch.autograd.grad(gated_mlp(*inputs).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice"):
+        grad.sum().backward()
+
+
+@each_mode
+def test_adds_to_the_gradient_in_place(device, poison, monkeypatch, mode):
+    """Of weights that ask for it; several micro-batches give their sum, and autograd is given nothing to add."""
+    inputs, dy = make(device, True, 130)
+    x, *parameters = inputs
+    parameters = [nn.Parameter(t) for t in parameters]
+    for weight in parameters[:2]:
+        setattr(weight, MARK, True)
+    expected = run(gated_mlp, inputs, dy)[2:]
+    given: list = []
+    name = "give_gradient" if mode == "tiles" else "weight_gradient"
+    real = getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args: given.append(real(*args)) or given[-1])
+    for _ in range(2):
+        gated_mlp(x, *parameters, **MODES[mode]).backward(dy)
+    assert given == [None] * 4
+    for t, grad in zip(parameters, expected, strict=True):
+        torch.testing.assert_close(t.grad, 2 * grad, **FP32_SUMS)
+
+
+LAYOUTS = {
+    "transposed": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "part of wider rows": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
+    "expanded rows": lambda t: t[:1, :1].expand_as(t),
+    "one expanded number": lambda t: t[0, 0, 0].expand_as(t),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@each_mode
+def test_layouts(device, poison, mode, layout):
+    inputs, dy = make(device, True, 3, 50)
+    lay, op = LAYOUTS[layout], functools.partial(gated_mlp, **MODES[mode])
+    inputs = [lay(t) if t.dim() == 3 else lay(t[None].expand(2, -1, -1))[0] if t.dim() == 2 else t for t in inputs]
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    y = op(*leaves)
+    expected = run(op, [t.contiguous() for t in inputs], lay(dy).contiguous())
+    for a, b in zip([y, *torch.autograd.grad(y, leaves, lay(dy))], expected, strict=True):
+        torch.testing.assert_close(a, b)  # a GEMM on other strides may add in another order
+
+
+@each_mode
+@each_unit
+def test_few_rows(device, poison, gated, mode):
+    op, reference = unit(gated, **MODES[mode])
+    for lead in ((), (1,), (0,), (2, 0)):
+        inputs, dy = make(device, gated, *lead, dtype=torch.float64)
+        for a, b in zip(run(op, inputs, dy), run(reference, inputs, dy), strict=True):
+            torch.testing.assert_close(a, b, **ALMOST_FP64)
+
+
+@each_mode
+@pytest.mark.parametrize("triton_path", [True, False])
+def test_under_autocast(device, monkeypatch, mode, triton_path):
+    """Weights stay fp32; results and gradients are of the dtypes that F.linear gives, whatever x's is."""
+    if not triton_path:
+        monkeypatch.setattr(module, "use_triton", lambda x: False)
+    inputs, dy = make(device, True, 130 if mode == "tiles" else 9)
+
+    def under_autocast(op, *inputs):
+        with torch.autocast(device, dtype=torch.float16):
+            return op(*inputs)
+
+    for dtype in (torch.float32, torch.float16):
+        inputs[0] = inputs[0].to(dtype)
+        actual, expected = (
+            run(functools.partial(under_autocast, op), inputs, dy.half())
+            for op in (functools.partial(gated_mlp, **MODES[mode]), gated_mlp_reference)
+        )
+        exact = run(gated_mlp_reference, [t.double() for t in inputs], dy.double())
+        for a, b, c in zip(actual, expected, exact, strict=True):
+            assert a.dtype == b.dtype
+            # Half precision GEMMs of at most 130 terms, on inputs rounded to half: some ulp of the largest sums.
+            torch.testing.assert_close(a.double(), c, rtol=1e-2, atol=1e-2 * c.abs().max().item())
+
+
+@each_unit
+def test_reference_path_makes_z_again(monkeypatch, gated):
+    monkeypatch.setattr(module, "use_triton", lambda x: False)
+    inputs, dy = make("cpu", gated, 3, 7)
+    leaves = [t.requires_grad_() for t in inputs]
+    results = []
+    for recompute in (True, False):
+        y, saved = kept_by(unit(gated, recompute=recompute)[0], *leaves)
+        results.append([y, *torch.autograd.grad(y, leaves, dy)])
+        assert any(t.shape[-1] == INNER for t in saved if t.dim() == 3) is not recompute
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    with torch.no_grad():
+        assert torch.equal(gated_mlp(*leaves, recompute=True) if gated else y, y)
+
+
+def plain_unit(x, up, packed, activation, *, dtype=None):
+    gate, up = x.chunk(2, -1) if packed else (x, 1.0)
+    return (ACTIVATIONS[activation](gate) * up).to(dtype or x.dtype)
+
+
+def plain_unit_backward(dh, x, up, packed, activation, *, emit, over):
+    """What the kernel does to x = [gate | up], in PyTorch, for silu."""
+    (gate, up), slope = x.chunk(2, -1), torch.sigmoid(x.chunk(2, -1)[0])
+    dx = torch.cat([dh * up * slope * (1 + gate * (1 - slope)), dh * gate * slope], -1)
+    dh.copy_((gate * slope * up).view(dh.shape) if emit else dh)
+    assert not (over and torch.compiler.is_compiling())  # a kernel that is given one tensor twice is not safe there
+    return (x.copy_(dx) if over else dx), None
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("triton_path", [True, False])
+def test_compiles_whole(monkeypatch, triton_path, recompute):
+    """The Function, with PyTorch in place of its kernels, and the reference."""
+    monkeypatch.setattr(module, "use_triton", lambda x: triton_path)
+    for owner in (module, kernels):
+        monkeypatch.setattr(owner, "unit", plain_unit)
+    monkeypatch.setattr(kernels, "unit_backward", plain_unit_backward)
+    inputs, dy = make("cpu", True, 3, 7)
+    op = functools.partial(gated_mlp, recompute=recompute)
+    assert_compiles(op, [t.requires_grad_() for t in inputs], [dy], backend="aot_eager")
+
+
+@each_unit
+def test_bad_inputs(device, gated):
+    op, _ = unit(gated)
+    (x, w1, w2, b1, b2), _ = make(device, gated, 3)
+    first, second = ("gate_up_", "down_") if gated else ("fc1_", "fc2_")
+    for message, call in {
+        "activation='relu'; supported are 'silu'": lambda: op(x, w1, w2, activation="relu"),
+        r"x has shape \(3, 6\) and dtype torch.int64": lambda: op(x.long(), w1, w2),
+        rf"{first}weight .* does not take x \(3, 6\).*expected \[N, 6\]": lambda: op(x, w1[:, :5], w2),
+        rf"{first}bias \(3,\)": lambda: op(x, w1, w2, b1[:3]),
+        rf"{first}weight torch.float64": lambda: op(x, w1.double(), w2),
+        rf"{second}weight \(5, 19\).*expected \[N, 20\]": lambda: op(x, w1, w2[:, :19]),
+        rf"{second}bias \(2,\)": lambda: op(x, w1, w2, b1, b2[:2]),
+        rf"{second}weight torch.float64": lambda: op(x, w1, w2.double()),
+        rf"{second}weight .*on meta": lambda: op(x, w1, w2.to("meta")),
+        rf"{first}weight has 0 rows": lambda: op(x, w1[:0], w2),
+        "workspace_bytes is 0; expected .* positive": lambda: op(x, w1, w2, workspace_bytes=0),
+    }.items():
+        with pytest.raises(InputError, match=message):
+            call()
+    if gated:
+        with pytest.raises(InputError, match=r"gate_up_weight has 39 rows.*even number of rows, \[gate \| up\]"):
+            gated_mlp(x, w1[:39], w2)
+
+
+def on_gpu(gated, tokens, *, dtype=torch.bfloat16, hidden=512, inner=1536):
+    inputs, dy = make("cuda", gated, tokens, dtype=dtype, hidden=hidden, inner=inner, out=hidden)
+    return [t.requires_grad_() for t in inputs], dy
+
+
+GPU_MODES = {**MODES, "tiles": {"recompute": True, "workspace_bytes": 2**20}}
+
+
+@pytest.mark.gpu
+@each_unit
+@pytest.mark.parametrize("mode", GPU_MODES)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_triton_path_compiles_whole(gated, mode, dynamic):
+    inputs, dy = on_gpu(gated, 70, dtype=torch.float32)
+    assert_compiles(unit(gated, **GPU_MODES[mode])[0], inputs, [dy], dynamic=dynamic)
+
+
+@pytest.mark.gpu
+@each_unit
+@pytest.mark.parametrize("mode", GPU_MODES)
+@pytest.mark.parametrize("check", [assert_captures, assert_never_waits])
+def test_captured_and_never_waits(check, mode, gated):
+    inputs, dy = on_gpu(gated, 900)
+    check(unit(gated, **GPU_MODES[mode])[0], inputs, [dy])
+
+
+@pytest.mark.gpu
+def test_peak_memory():
+    """kept: z, dh, and no second z; tiles: neither z nor h of all tokens."""
+    tokens, hidden, inner = 8192, 1024, 8192
+    inputs, dy = on_gpu(True, tokens, hidden=hidden, inner=inner)
+    z = tokens * 2 * inner * 2
+    weights = sum(t.numel() * 2 for t in inputs[1:])
+    for options, most in (
+        ({}, z + z // 2),
+        ({"recompute": True, "workspace_bytes": z // 8}, z // 8 + z // 16 + 2 * weights),  # sums in fp32
+    ):
+        op = functools.partial(gated_mlp, **options)
+        for _ in range(2):  # the first compiles, and makes the workspace of cuBLAS
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            grads = torch.autograd.grad(op(*inputs), inputs, dy)
+            peak = torch.cuda.max_memory_allocated() - before
+            del grads
+        # Beside these: y and dx, the gradients of the weights, and what the allocator rounds up.
+        assert peak <= most + 2 * tokens * hidden * 2 + weights + 2**24
