@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from ligermodels import checkpoint, hub, saving, weights
 from ligermodels.arch.config import DTYPES, ModelConfig, RoutedConfig, check_generation_config
@@ -30,15 +29,15 @@ from ligermodels.layers import (
     Batch,
     CrossStates,
     Experts,
-    GatedMLP,
     LayerNorm,
     LMHead,
-    MoE,
     RMSNorm,
+    RotaryEmbedding,
     TiedLMHead,
     load_balancing_loss,
 )
 from ligermodels.layers.pictures import PatchEmbedding
+from ligermodels.recompute import Checkpointing, is_captured, must_not_wait, plain
 
 IGNORE_INDEX = -100
 
@@ -106,7 +105,7 @@ class CausalLM(nn.Module):
     """How many positions a token may have; `rotary` says what it makes of several."""
 
     embed_tokens: nn.Embedding
-    rotary: nn.Module
+    rotary: RotaryEmbedding
     layers: nn.ModuleList
     norm: nn.Module
     lm_head: nn.Module
@@ -116,9 +115,7 @@ class CausalLM(nn.Module):
         self.config = config
         self.generation_config = GenerationConfig()
         self.source_folder: Path | None = None
-        self.gradient_checkpointing = False
-        self._recomputed_blocks = 0
-        self._checkpoint_options: dict[str, Any] = {}
+        self.checkpointing = Checkpointing()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
 
@@ -130,15 +127,17 @@ class CausalLM(nn.Module):
         dtype: torch.dtype | str = "auto",
         device: torch.device | str | None = None,
         seed: int = 0,
+        activation_checkpointing: str | Mapping[str, Any] = "none",
     ) -> Self:
         """A model with random weights, from a config or the contents of a config.json.
 
-        `dtype="auto"` is the config's own; `device="meta"` builds shapes only.
-        Raises ConfigError if the config cannot work.
+        `dtype="auto"` is the config's own; `device="meta"` builds shapes only. activation_checkpointing: "none", "mlp"
+        or "block", or the dict of `gradient_checkpointing_enable`.
+        Raises ConfigError if the config cannot work, InputError for other words of activation_checkpointing.
         """
         if not isinstance(config, ModelConfig):
             config = cls.config_class.from_hf(config)
-        model = cls._on_meta(config, dtype)
+        model = cls._on_meta(config, dtype, activation_checkpointing)
         device = torch.device(device or torch.get_default_device())
         if device.type != "meta":
             model.to_empty(device=device)
@@ -159,13 +158,15 @@ class CausalLM(nn.Module):
         device: torch.device | str | None = None,
         progress: bool = True,
         allow_pickle: bool = False,
+        activation_checkpointing: str | Mapping[str, Any] = "none",
     ) -> Self:
         """The model of a repository on the Hub, or of a folder in its layout, ready for inference (`eval()`).
 
         revision: branch, tag or commit. token: True takes the one that is logged in. A complete copy in the cache
         needs neither network nor token. dtype: "auto" is config.json's own. Weights are read from safetensors, one
-        tensor at a time, straight to `device`; pickled ones only with `allow_pickle=True`.
-        Raises HubError, ConfigError or CheckpointError.
+        tensor at a time, straight to `device`; pickled ones only with `allow_pickle=True`. activation_checkpointing:
+        as in `from_config`.
+        Raises HubError, ConfigError, CheckpointError or InputError.
         """
         folder = hub.resolve(
             id_or_folder,
@@ -176,7 +177,8 @@ class CausalLM(nn.Module):
             local_files_only=local_files_only,
             allow_pickle=allow_pickle,
         )
-        model = cls._on_meta(cls.config_class.from_hf(checkpoint.read_json(folder / "config.json")), dtype)
+        config = cls.config_class.from_hf(checkpoint.read_json(folder / "config.json"))
+        model = cls._on_meta(config, dtype, activation_checkpointing)
         with checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle) as reader:
             weights.load(
                 model,
@@ -196,7 +198,9 @@ class CausalLM(nn.Module):
         return model.eval()
 
     @classmethod
-    def _on_meta(cls, config: ModelConfig, dtype: torch.dtype | str) -> Self:
+    def _on_meta(
+        cls, config: ModelConfig, dtype: torch.dtype | str, activation_checkpointing: str | Mapping[str, Any]
+    ) -> Self:
         """The model without memory, in its final dtype."""
         if isinstance(dtype, str):
             if dtype not in ("auto", *DTYPES):
@@ -205,6 +209,7 @@ class CausalLM(nn.Module):
         with torch.device("meta"):
             model = cls(config)
         model.config.dtype = str(dtype).removeprefix("torch.")
+        model._keep_less(activation_checkpointing)
         return model.to(dtype)
 
     @torch.no_grad()
@@ -422,17 +427,12 @@ class CausalLM(nn.Module):
         besides x and residual.
         """
         residual = None
-        recomputed_blocks = self._recomputed_blocks if torch.is_grad_enabled() and past_key_values is None else 0
+        run = plain if past_key_values is not None else self.checkpointing.start(x, len(self.layers))
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else x + residual)
-            if i < recomputed_blocks:
-                x, residual, *routed = recomputed(
-                    layer, x, residual, batch, use_reentrant=False, **self._checkpoint_options
-                )
-            else:
-                cache = None if past_key_values is None else past_key_values[i]
-                x, residual, *routed = layer(x, residual, batch, cache)
+            cache = None if past_key_values is None else past_key_values[i]
+            x, residual, *routed = run(i, layer, x, residual, batch, cache)
             if router_logits is not None:
                 router_logits += routed
         return self.norm(x, residual)[0]
@@ -458,13 +458,16 @@ class CausalLM(nn.Module):
         """What the attention layers need to know besides x: rotation tables and who may see whom."""
         batch_size, length = x.shape[:2]
         past = 0 if past_key_values is None else past_key_values.length
-        if position_ids is None:
-            position_ids = torch.arange(past, past + length, device=x.device)[None]
-            if cu_seqlens is not None:
-                # Whatever the bounds are, this reads within them; torch.repeat_interleave writes beyond its memory.
-                sequence = torch.searchsorted(cu_seqlens, position_ids[0].int(), right=True) - 1
-                position_ids = position_ids - cu_seqlens[sequence]
-        cos, sin = self.rotary(position_ids)
+        if position_ids is None and cu_seqlens is None and past == 0:
+            cos, sin = self.rotary.count(length, x.device)
+        else:
+            if position_ids is None:
+                position_ids = torch.arange(past, past + length, device=x.device)[None]
+                if cu_seqlens is not None:
+                    # Whatever the bounds are, this reads within them; torch.repeat_interleave writes beyond its memory.
+                    sequence = torch.searchsorted(cu_seqlens, position_ids[0].int(), right=True) - 1
+                    position_ids = position_ids - cu_seqlens[sequence]
+            cos, sin = self.rotary(position_ids)
         key_mask = None
         if attention_mask is not None:
             if attention_mask.shape != (batch_size, past + length):
@@ -473,7 +476,7 @@ class CausalLM(nn.Module):
                     f"[{batch_size}, {past + length}]: one entry for each cached and each new token"
                 )
             key_mask = attention_mask.bool()
-            if past == 0 and not torch.compiler.is_compiling() and _pads_only_behind(key_mask):
+            if past == 0 and not must_not_wait(key_mask) and _pads_only_behind(key_mask):
                 key_mask = None  # no real token looks ahead, so padding behind it is out of sight already
         return Batch(cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cross=cross)
 
@@ -534,28 +537,20 @@ class CausalLM(nn.Module):
         )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Keeps less in training and computes it again in backward.
+        """Keeps less in training and computes it again in the backward; `recompute.py` says what, and what it saves.
 
-        recompute, in the dict: "block", the default, keeps only the inputs of each block. "mlp" keeps all but what is
-            inside of the gated units or experts: more memory than "block", less to compute again.
+        recompute, in the dict: "block", the default, keeps only the sum that enters each block. "mlp" keeps all but
+            what is inside of the gated units or experts: more memory than "block", less to compute again. "none".
+        offload: what is kept waits in pinned memory of the host until the backward needs it; default False.
         blocks: that many of the first blocks only; default all. What the last blocks keep is freed before the
             gradients of the first ones need memory, so that leaving some of them out may cost none.
+        every_n_layers: of these, only every n-th block, from the first on; default 1.
         Everything else goes to torch.utils.checkpoint, for "block".
+        A tower for pictures follows, with all of its blocks, unless blocks is 0.
+
+        Raises InputError for another word, number or option.
         """
-        options = dict(gradient_checkpointing_kwargs or {})
-        recompute, blocks = options.pop("recompute", "block"), options.pop("blocks", len(self.layers))
-        if recompute not in ("block", "mlp"):
-            raise InputError(f"recompute={recompute!r} is not supported; supported: 'block', 'mlp'")
-        if options.pop("use_reentrant", False):
-            raise InputError("use_reentrant=True is not supported; leave it out or set it to False")
-        self.gradient_checkpointing, self._checkpoint_options = True, options
-        self._recomputed_blocks = blocks if recompute == "block" else 0
-        for i, layer in enumerate(self.layers):
-            for module in layer.modules():
-                if isinstance(module, GatedMLP | MoE):
-                    module.recompute = recompute == "mlp" and i < blocks
-        if (tower := getattr(self, "vision", None)) is not None:
-            tower.recompute = recompute == "block" and blocks > 0
+        self._keep_less(dict(gradient_checkpointing_kwargs or {}))
 
     def activation_checkpointing_enable(
         self,
@@ -564,19 +559,28 @@ class CausalLM(nn.Module):
         offload: bool = False,
     ) -> None:
         """`gradient_checkpointing_enable` under its newer name."""
-        if every_n_layers != 1 or offload:
-            raise InputError(
-                "activation checkpointing covers every layer, on the device: every_n_layers=1, offload=False"
-            )
-        self.gradient_checkpointing_enable(activation_checkpointing_kwargs)
+        here = {"every_n_layers": every_n_layers, "offload": offload}
+        self._keep_less(here | dict(activation_checkpointing_kwargs or {}))
 
     def gradient_checkpointing_disable(self) -> None:
-        self.gradient_checkpointing_enable({"blocks": 0})
-        self.gradient_checkpointing = False
+        self._keep_less("none")
+
+    activation_checkpointing_disable = gradient_checkpointing_disable
 
     @property
     def is_gradient_checkpointing(self) -> bool:
-        return self.gradient_checkpointing
+        return self.checkpointing.enabled
+
+    gradient_checkpointing = is_gradient_checkpointing
+
+    def _keep_less(self, settings: str | Mapping[str, Any]) -> None:
+        self.checkpointing = Checkpointing.of(settings, len(self.layers))
+        self.checkpointing.prepare(self.layers)
+        if (tower := getattr(self, "vision", None)) is not None:
+            tower.checkpointing = self.checkpointing.for_all()
+            for blocks in tower.children():
+                if isinstance(blocks, nn.ModuleList):
+                    tower.checkpointing.prepare(blocks)
 
     def enable_input_require_grads(self) -> None:
         """Makes the embedding's output require a gradient, as adapters under checkpointing may need."""
@@ -592,8 +596,14 @@ class CausalLM(nn.Module):
 def packed_sequences(position_ids: Tensor) -> tuple[Tensor | None, int | None]:
     """(cu_seqlens, max_seqlen) of the sequences that position_ids [B, S] mark by restarting; (None, None) if none does.
 
-    Rows are taken one behind the other. A host synchronisation: the number of sequences is read.
+    Rows are taken one behind the other. A host synchronisation: the number of sequences is read. Raises InputError
+    while a CUDA graph is captured, which cannot wait for it.
     """
+    if is_captured(position_ids):
+        raise InputError(
+            "position_ids may mark packed sequences, which the host cannot look for while a CUDA graph is captured; "
+            "give cu_seqlens and max_seqlen as well, or leave position_ids out where nothing is packed"
+        )
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     bounds = starts.flatten().nonzero().flatten().tolist()
@@ -624,8 +634,7 @@ class _Targets:
         self.labels = targets
         self._count: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
-        # Neither a traced nor a captured step can wait for the host: all rows are computed then.
-        if not targets.is_cuda or torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing():
+        if not targets.is_cuda or must_not_wait(targets):  # in the latter case all rows are computed
             return
         count = (targets != IGNORE_INDEX).sum()
         self._count = torch.empty_like(count, device="cpu", pin_memory=True)

@@ -24,12 +24,12 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from ligermodels.arch.config import short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
 from ligermodels.layers.pictures import PatchEmbedding
+from ligermodels.recompute import Checkpointing
 
 ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
@@ -195,12 +195,14 @@ class GlobalBlock(VisionBlock):
 
 
 class VisionTower(nn.Module):
-    """Pictures in tiles -> the features of their patches; see `forward`. `recompute`: blocks keep their inputs only."""
+    """Pictures in tiles -> the features of their patches; see `forward`.
 
-    recompute = False
+    `checkpointing`, an attribute: what the blocks keep for the backward.
+    """
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
+        self.checkpointing = Checkpointing()
         self.config = config
         self.patch_embedding = PatchEmbedding(config.num_channels, config.hidden_size, (config.patch_size,) * 2)
         self.class_embedding = nn.Parameter(torch.empty(config.hidden_size))
@@ -233,14 +235,12 @@ class VisionTower(nn.Module):
     def _run(self, blocks: nn.ModuleList, x: Tensor, batch: Batch, picked: list[int]) -> tuple[Tensor, list[Tensor]]:
         """The last state, and those that stand before or behind the `picked` blocks, in their order."""
         first, residual, states = int(self.config.intermediate_states == "after"), None, {}
+        run = self.checkpointing.start(x, len(blocks))
         for i, block in enumerate(blocks):
             if i - first in picked:
                 x, residual = x if residual is None else x + residual, None
                 states[i - first] = x
-            if self.recompute and torch.is_grad_enabled():
-                x, residual = recomputed(block, x, residual, batch, use_reentrant=False)
-            else:
-                x, residual = block(x, residual, batch)
+            x, residual = run(i, block, x, residual, batch)
         x = x if residual is None else x + residual
         return x, [states.get(i, x) for i in picked]
 

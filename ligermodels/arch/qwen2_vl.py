@@ -21,7 +21,6 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint as recomputed
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput, packed_sequences
 from ligermodels.arch.config import short
@@ -41,6 +40,7 @@ from ligermodels.layers import (
     VisionRotary,
 )
 from ligermodels.layers.pictures import Grids, PatchEmbedding, Pictures, patch_cells
+from ligermodels.recompute import Checkpointing
 
 VISION_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 VIDEO_RULES = ("4.x", "5.x")
@@ -218,13 +218,12 @@ class VisionBlock(nn.Module):
 class VisionTower(nn.Module):
     """Patches of pictures -> tokens: forward(rows of pixels [N, ...], grids) -> [N / merge^2, hidden_size].
 
-    `recompute`, an attribute: in training, keeps only the inputs of the blocks, and runs them again in the backward.
+    `checkpointing`, an attribute: what the blocks keep for the backward.
     """
-
-    recompute = False
 
     def __init__(self, config: Qwen2VLVisionConfig):
         super().__init__()
+        self.checkpointing = Checkpointing()
         self.merge = config.spatial_merge_size
         frames, side = config.temporal_patch_size, config.patch_size
         self.patch_embed = PatchEmbedding(config.in_channels, config.embed_dim, (frames, side, side))
@@ -244,12 +243,9 @@ class VisionTower(nn.Module):
         else:
             bounds = torch.tensor([0, *frames], device="cpu").cumsum(0, dtype=torch.int32)  # attention wants them there
             x, batch = x[None], Batch(cos=cos[None], sin=sin[None], cu_seqlens=bounds, max_seqlen=max(frames))
-        residual = None
-        for block in self.blocks:
-            if self.recompute and torch.is_grad_enabled():
-                x, residual = recomputed(block, x, residual, batch, use_reentrant=False)
-            else:
-                x, residual = block(x, residual, batch)
+        residual, run = None, self.checkpointing.start(x, len(self.blocks))
+        for i, block in enumerate(self.blocks):
+            x, residual = run(i, block, x, residual, batch)
         x, _ = self.merger_norm(x, residual)
         return self.merger(x.reshape(-1, self.merge**2 * x.shape[-1]))
 

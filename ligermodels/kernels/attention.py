@@ -260,14 +260,15 @@ def _check(
     cu_seqlens: Tensor | None,
     padding: Tensor | None,
 ) -> None:
-    if q.dim() != 4 or k.dim() != 4 or k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3]:
+    of_q, of_k = q.shape, k.shape
+    if len(of_q) != 4 or len(of_k) != 4 or of_k != v.shape or of_q[0] != of_k[0] or of_q[3] != of_k[3]:
         raise InputError(
-            f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together; "
+            f"attention: q {list(of_q)}, k {list(of_k)} and v {list(v.shape)} do not fit together; "
             "expected q [B, S, HQ, D] and k, v [B, K, HK, D]"
         )
-    if k.shape[2] == 0 or q.shape[2] % k.shape[2]:
+    if of_k[2] == 0 or of_q[2] % of_k[2]:
         raise InputError(
-            f"attention: {q.shape[2]} query heads cannot share {k.shape[2]} key heads; "
+            f"attention: {of_q[2]} query heads cannot share {of_k[2]} key heads; "
             "the number of query heads must be a multiple of that of key heads"
         )
     if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
@@ -275,13 +276,13 @@ def _check(
             f"attention: q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}; "
             "they must agree (a KV cache of another dtype than the model?)"
         )
-    if causal and q.shape[1] > k.shape[1]:
+    if causal and of_q[1] > of_k[1]:
         raise InputError(
-            f"attention: {q.shape[1]} causal queries but only {k.shape[1]} keys: the first would see none; "
+            f"attention: {of_q[1]} causal queries but only {of_k[1]} keys: the first would see none; "
             "pass the keys of all queries, or causal=False"
         )
-    if k.shape[1] == 0 and q.shape[1]:
-        raise InputError(f"attention: {q.shape[1]} queries but no key")
+    if of_k[1] == 0 and of_q[1]:
+        raise InputError(f"attention: {of_q[1]} queries but no key")
     if window is not None and window < 1:
         raise InputError(f"attention: window={window} hides even the query's own key; give 1 or more tokens, or None")
     if softcap is not None and not softcap > 0:

@@ -176,15 +176,19 @@ def _rotate(
 
     q, k, v: each [B, S, heads, D], or all of them the same packed [B, S, (HQ + 2 HK) * D]; of any strides.
     """
-    batch, length = q.shape[0], q.shape[1]
+    batch, length, *_ = shape = q.shape
     if not batch * length:
         return
     num_heads, num_kv_heads, half = counts[0], counts[1], operator.index(cos.shape[-1])
-    packed = q.dim() == 3
-    head_dim = operator.index(q.shape[2]) // sum(counts) if packed else operator.index(q.shape[3])
     q = last_dim_contiguous(q)
-    k, from_v = (q, q) if packed else (last_dim_contiguous(k), last_dim_contiguous(k if v is None else v))
-    strides = [n for t in (q, k, from_v) for n in (t.stride(0), t.stride(1), head_dim if packed else t.stride(2))]
+    packed = len(shape) == 3
+    if packed:
+        head_dim, k, from_v = operator.index(shape[2]) // sum(counts), q, q
+        strides: tuple[int, ...] = (q.stride(0), q.stride(1), head_dim) * 3
+    else:
+        head_dim, k = operator.index(shape[3]), last_dim_contiguous(k)
+        from_v = k if v is None else last_dim_contiguous(v)
+        strides = *q.stride()[:3], *k.stride()[:3], *from_v.stride()[:3]
     block_half, block_rest, block_d = _pow2(half), _pow2(max(1, head_dim - 2 * half)), _pow2(head_dim)
     # 16 heads of 128 at a time and 8 pairs per thread: 0.93 of the copy's 4.25 TB/s in place, 0.94 out of place and in
     # the backward, on an H200 in bf16; 16 pairs per thread 0.91, 0.91 and 0.92.

@@ -77,9 +77,10 @@ class Attention(nn.Module):
 
     def _qkv(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
-        qkv = self.qkv_proj(x)
+        qkv_proj = self.qkv_proj
+        qkv = qkv_proj(x)
         if batch.cos is None or batch.sin is None:
-            parts = qkv.split(list(self.qkv_proj.parts.values()), dim=-1)
+            parts = qkv.split(list(qkv_proj.parts.values()), dim=-1)
             return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in parts)
         return rope(
             qkv,
@@ -88,7 +89,7 @@ class Attention(nn.Module):
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             # The output of a plain linear is ours alone; a hook or an adapter may have kept it.
-            inplace=is_plain(self.qkv_proj),
+            inplace=is_plain(qkv_proj),
         )
 
     def _check(self, batch: Batch, cache: LayerCache | None) -> None:

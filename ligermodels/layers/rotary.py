@@ -121,7 +121,9 @@ class RotaryEmbedding(nn.Module):
             raise ConfigError("rope_type='dynamic' needs 4 or more rotated dims, and this rotates 2")
         # [1 or 2, R/2]; two for longrope, short and long. On the CPU: other devices round powers otherwise.
         frequencies, self.attention_scaling = self._frequencies()
-        self._inv_freq = self._inv_freq_there = torch.stack(frequencies)
+        self._inv_freq = torch.stack(frequencies)
+        self._inv_freq_by_device = {self._inv_freq.device: self._inv_freq}
+        self._counted: tuple[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self._inv_freq_on(position_ids.device)
@@ -136,6 +138,22 @@ class RotaryEmbedding(nn.Module):
         if self.attention_scaling != 1.0:
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos, sin
+
+    def count(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the positions 0 to length - 1, [1, length, R/2], as a call makes them.
+
+        Those of the last length are kept, which spares the device five kernels a step; not while compiling, nor while
+        a CUDA graph is captured, whose memory must be its own.
+        """
+        if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            return self(torch.arange(length, device=device)[None])
+        if self._counted is None or self._counted[0] != (length, device):
+            with torch.inference_mode(False):  # the tables outlive the call
+                tables = self(torch.arange(length, device=device)[None])
+            if type(tables[0]) is not Tensor:  # a fake one, of whoever asks for shapes
+                return tables
+            self._counted = (length, device), tables
+        return self._counted[1]
 
     def _angles(self, position_ids: Tensor, frequencies: Tensor) -> Tensor:
         if position_ids.dim() < 3:
@@ -161,10 +179,10 @@ class RotaryEmbedding(nn.Module):
         return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}{sections}"
 
     def _inv_freq_on(self, device: torch.device) -> Tensor:
-        there = self._inv_freq_there
-        if there.device != device:
+        there = self._inv_freq_by_device.get(device)  # each stays: a CUDA graph may read it
+        if there is None:
             with torch.inference_mode(False):  # the table outlives the call
-                there = self._inv_freq_there = self._inv_freq.to(device)
+                there = self._inv_freq_by_device[device] = self._inv_freq.to(device)
         return there
 
     def _frequencies(self) -> tuple[list[Tensor], float]:

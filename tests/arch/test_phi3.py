@@ -190,6 +190,7 @@ def test_cos_and_sin_are_scaled_on_either_side(folder, ids, length):
     model, expected = load(folder), theirs_logits(theirs(folder), ids[:, :length])
     assert relative(model(ids[:, :length]).logits, expected) < LOGITS
     assert model.rotary.attention_scaling == pytest.approx((1 + 3 / 4) ** 0.5)  # log(128 / 16) / log(16)
+    model = load(folder)
     model.rotary.attention_scaling = 1.0
     assert relative(model(ids[:, :length]).logits, expected) > 100 * LOGITS
 

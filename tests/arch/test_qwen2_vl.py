@@ -229,7 +229,8 @@ class TestText(Suite):
         self.compare_gradients(hf, model)
 
     @pytest.mark.parametrize("recompute", ["block", "mlp"])
-    def test_checkpointing_gives_the_same_gradients_and_keeps_less(self, model, tiny, recompute):
+    def test_checkpointing_gives_the_same_gradients_and_keeps_less(self, model, tiny, recompute, monkeypatch):
+        monkeypatch.setattr("ligermodels.recompute.SMALLEST", 1)
         batch = inputs(CASES["padded"], tiny)
         labels = batch["input_ids"]
 
@@ -238,16 +239,20 @@ class TestText(Suite):
             return saved_bytes(lambda: model(**batch, labels=labels).loss.backward())
 
         before, expected = kept(), {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.gradient_checkpointing_enable({"recompute": recompute})
-        assert model.vision.recompute == (recompute == "block")
-        assert kept() < before
-        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+        for offload in (True, False):
+            model.gradient_checkpointing_enable({"recompute": recompute, "offload": offload})
+            less = kept()
+            assert less < before
+            assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+        tower = model.vision.checkpointing
         model.gradient_checkpointing_disable()
-        model.vision.recompute = recompute == "block"
-        assert kept() < before or recompute == "mlp"  # the tower alone
+        assert kept() == before
+        model.vision.checkpointing = tower
+        tower.prepare(model.vision.blocks)
+        assert less < kept() < before  # the tower alone
         model.requires_grad_(False).norm.requires_grad_()
         model.gradient_checkpointing_disable()
-        assert kept() < before and not model.vision.recompute
+        assert kept() < before and not model.vision.checkpointing.enabled
 
     @pytest.mark.gpu
     def test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(self, model, ids):
