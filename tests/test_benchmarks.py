@@ -1,6 +1,5 @@
 """What of the benchmarks a CPU can judge: parity comes before time, results are written and shown."""
 
-import argparse
 import dataclasses
 import itertools
 import json
@@ -8,18 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
-import ligermodels
-import ligermodels.arch
-from benchmarks import common, convergence, train_step
+from benchmarks import common, convergence
 from benchmarks.common import Error, Job, Timer
 from benchmarks.kernels import __main__ as command
 from benchmarks.kernels import attention, report, suite
 from benchmarks.kernels.case import UNITS, Bound, Case, Place, Provider, exact_results
 from benchmarks.kernels.losses import linear_cross_entropy_case
 from benchmarks.kernels.pointwise import glu_case
-from benchmarks.train_cases import CASES
+from benchmarks.train_step import __main__ as train_step
 from ligermodels import kernels
 from tests.kernels.oracle import assert_as_exact
 
@@ -311,7 +307,7 @@ def test_products_have_a_rate(capsys):
     assert ["TFLOP/s forward  TFLOP/s backward  TFLOP/s both" in line for line in headings] == [True, False]
 
 
-@pytest.mark.parametrize("path", sorted(Path(train_step.__file__).parent.glob("results/*.json")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted(Path(common.__file__).parent.glob("results/*.json")), ids=lambda p: p.stem)
 def test_earlier_results_can_still_be_shown(path, capsys):
     main = {"kernels": command.main, "train_step": train_step.main, "convergence": convergence.main}
     assert main[json.loads(path.read_text())["benchmark"]](["--render", str(path)]) == 0
@@ -369,211 +365,3 @@ def _heading():
         "dtype": "float32",
         "ceilings": dict.fromkeys(UNITS.values(), 1.0),
     }
-
-
-def expected(**changes):
-    exact = {"logits": torch.randn(1, 64, 32), "loss": 6.0, "gradient_norm": 2.0}
-    return {"exact": exact, "errors_in_bf16": {"logits": 1e-2, "loss": 0.0, "gradient_norm": 0.0, **changes}}
-
-
-def test_a_model_that_agrees_may_be_timed():
-    parity = expected()
-    logits = parity["exact"]["logits"]
-    found = {"logits": logits + 1e-2 * torch.randn_like(logits), "loss": 6.01, "gradient_norm": 1.995}
-    assert train_step.disagreement(found, parity, 1.25) == []
-
-
-@pytest.mark.parametrize(
-    ("name", "change"), [("logits", 2e-2), ("loss", 0.05), ("gradient_norm", -0.02), ("loss", float("nan"))]
-)
-def test_a_model_that_disagrees_may_not(name, change):
-    parity = expected()
-    found = {**parity["exact"], name: parity["exact"][name] + change}
-    (reason,) = train_step.disagreement(found, parity, 1.25)
-    assert name in reason
-
-
-class Output(dict):
-    __getattr__ = dict.__getitem__
-
-
-class Wrong(nn.Module):
-    """A model that always answers the same."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(32))
-
-    def forward(self, input_ids, labels):
-        logits = self.weight.expand(*input_ids.shape, -1)
-        return Output(loss=logits.sum(), logits=logits)
-
-
-def test_a_wrong_model_makes_no_step(tmp_path, monkeypatch):
-    ids = torch.randint(32, (1, 100))
-    torch.save({"inputs": {"input_ids": ids, "labels": ids}, **expected()}, tmp_path / "parity.pt")
-    monkeypatch.setattr(train_step, "build", lambda *arguments: Wrong())
-    monkeypatch.setattr(torch.optim, "AdamW", None)
-    options = argparse.Namespace(dry=True, checkpointing="none")
-    row = train_step.measure("hf", CASES["llama-3.2-1b"], options, tmp_path)
-    assert len(row["parity"]["red"]) == 3
-    assert "tokens_per_s" not in row
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_the_configs_are_the_models_they_name(name):
-    attention = 2048 * 128 * (16 + 8 + 8 + 16)
-    mixture = 8 * 3 * 2048 * 7168 + 8 * 2048  # experts and router
-    counts = {
-        "llama-3.2-1b": 1_235_814_400,
-        "llama-3.1-8b": 8_030_261_248,
-        "mistral-7b": 7_241_732_096,
-        "mixtral-12l": 2 * 32000 * 2048 + 12 * (attention + mixture + 2 * 2048) + 2048,
-        "gemma-2-2b": 2_614_341_888,
-        "qwen2-1.5b": 1_543_714_304,
-        "phi-3-mini": 3_821_079_552,
-        "qwen2-vl-2b": 2_208_985_600,
-        "llama-3.2-11b-vision": 10_670_220_835,
-    }
-    config = CASES[name].config
-    model = ligermodels.arch.ARCHS[config["model_type"]].from_config(config, device="meta")
-    assert model.num_parameters() == counts[name]
-
-
-@pytest.fixture
-def in_this_process(monkeypatch):
-    """Providers of a training step run here, one after the other: a process each costs seconds of imports."""
-
-    def child(options, folder, what):
-        assert train_step.main(train_step._arguments(options, folder, what)) == 0
-        return ""
-
-    monkeypatch.setattr(train_step, "_child", child)
-
-
-@pytest.mark.parametrize("name", sorted(CASES))
-def test_a_training_step_is_measured_and_written(name, tmp_path, capsys, in_this_process):
-    pytest.importorskip("transformers")
-    out = tmp_path / "result.json"
-    code = train_step.main(["--dry", "--case", name, "--markdown", "--out", str(out)])
-    rows = {row["provider"]: row for row in json.loads(out.read_text())["rows"]}
-    assert code == 0, rows
-    assert set(rows) == {provider for provider in CASES[name].providers if "liger" not in provider.split("+")}
-    assert len(rows) > 1
-    expected = next(row["losses"] for provider, row in rows.items() if provider != "ligermodels")
-    for row in rows.values():
-        assert row["parity"]["red"] == [] and row["tokens_per_s"] > 0
-        assert row["losses"] == pytest.approx(expected, rel=train_step.RELATIVE)
-    assert "| ligermodels |" in capsys.readouterr().out
-
-
-def test_each_provider_may_have_its_own_checkpointing(tmp_path, in_this_process):
-    pytest.importorskip("transformers")
-    out, providers = tmp_path / "result.json", ["ligermodels", "ligermodels:none"]
-    assert (
-        train_step.main(["--dry", "--case", "gemma-2-2b", "--providers", ",".join(providers), "--out", str(out)]) == 0
-    )
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["provider"] for row in rows] == providers
-    assert [row["checkpointing"] for row in rows] == ["block", "none"]
-    assert rows[0]["losses"] == rows[1]["losses"]
-
-
-@pytest.mark.parametrize(
-    ("name", "attention", "experts", "patches"),
-    [
-        ("hf", "sdpa", "", ()),
-        ("hf+eager:none", "eager", "", ()),
-        ("hf+loop", "sdpa", "loop", ()),
-        ("hf+liger", "eager", "", ("liger",)),
-        ("hf+liger+flex+compile", "flex", "", ("liger", "compile")),
-    ],
-)
-def test_a_providers_name_says_what_it_is(name, attention, experts, patches):
-    provider = train_step.Provider.of(name, CASES["gemma-2-2b"], "block")
-    assert (provider.attention, provider.experts, provider.patches) == (attention, experts, patches)
-    assert provider.checkpointing == ("none" if name.endswith(":none") else "block")
-
-
-@pytest.mark.parametrize("name", ["vllm", "hf+fast", "ligermodels+eager", "hf:layer"])
-def test_an_unknown_provider_is_said_at_once(name, capsys):
-    with pytest.raises(SystemExit) as stop:
-        train_step.main(["--dry", "--providers", name])
-    assert stop.value.code == 2 and repr(name) in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("name", "field", "value"),
-    [
-        ("gemma-2-2b", "attn_logit_softcapping", None),
-        ("gemma-2-2b", "sliding_window", 64),
-        ("mistral-7b", "sliding_window", None),
-        ("phi-3-mini", "sliding_window", None),
-        ("mixtral-12l", "num_experts_per_tok", 1),
-        ("qwen2-1.5b", "rope_theta", 1e4),
-    ],
-)
-def test_parity_sees_what_is_left_out(name, field, value, tmp_path):
-    pytest.importorskip("transformers")
-    case, options = CASES[name], argparse.Namespace(dry=True, seed=0, seq=64)
-    train_step.prepare(case, options, tmp_path)
-    parity = torch.load(tmp_path / "parity.pt")
-    ours = train_step.Provider.of("ligermodels", case, "none")
-
-    def red():
-        found = train_step.probe(train_step.build(ours, case, tmp_path / "parity", "cpu"), parity["inputs"])
-        return train_step.disagreement(found, parity, train_step.LOGITS_FACTOR)
-
-    assert red() == []
-    path = tmp_path / "parity" / "config.json"
-    config = json.loads(path.read_text())
-    if field == "rope_theta":
-        config["rope_parameters"]["rope_theta"] = value
-    path.write_text(json.dumps({**config, field: value}))
-    assert any("logits" in reason for reason in red())
-
-
-def test_a_case_may_time_what_it_calls_inexact(tmp_path, monkeypatch, capsys, in_this_process):
-    pytest.importorskip("transformers")
-    case = CASES["mistral-7b"]
-    monkeypatch.setitem(CASES, "mistral-7b", dataclasses.replace(case, inexact={"hf": "no window"}))
-    right = train_step.disagreement
-    monkeypatch.setattr(train_step, "disagreement", lambda *a: right(*a) if a[2] == 1.25 else ["other logits"])
-    out = tmp_path / "result.json"
-    arguments = ["--dry", "--case", "mistral-7b", "--providers", "ligermodels,hf,hf+eager", "--out", str(out)]
-    assert train_step.main(arguments) == 0
-    rows = {row["provider"]: row for row in json.loads(out.read_text())["rows"]}
-    assert "tokens_per_s" in rows["hf"] and "tokens_per_s" not in rows["hf+eager"]
-    lines = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert "inexact: no window; other logits" in lines["hf"]
-    assert "inexact" not in lines["hf+eager"] and "other logits" in lines["hf+eager"]
-
-
-def test_one_token_that_goes_to_another_expert_is_no_disagreement():
-    parity = expected()
-    found = {**parity["exact"], "logits": parity["exact"]["logits"].clone()}
-    found["logits"][0, 5] += 10
-    assert train_step.disagreement(found, parity, 1.25) == []
-    found["logits"][0, 5] = float("nan")
-    assert train_step.disagreement(found, parity, 1.25) != []
-
-
-def test_a_provider_whose_process_fails_gets_a_note(tmp_path, monkeypatch, capsys):
-    real = train_step._child
-    monkeypatch.setattr(
-        train_step, "_child", lambda o, folder, what: "" if what == "prepare" else real(o, folder, what)
-    )
-    out = tmp_path / "result.json"
-    assert train_step.main(["--dry", "--providers", "ligermodels", "--out", str(out)]) == 1
-    (row,) = json.loads(out.read_text())["rows"]
-    assert "parity is not there" in row["note"]
-    assert row["note"] in capsys.readouterr().out
-
-
-def test_the_first_step_is_compared_too():
-    def row(provider, loss, norm):
-        return {"provider": provider, "losses": [loss], "first_gradient_norm": norm, "parity": {"red": []}}
-
-    rows = [row("ligermodels", 6.0, 2.1), row("hf", 6.0, 2.0), row("hf+liger", 6.01, 2.0)]
-    train_step._compare_first_steps(rows)
-    assert [len(r["parity"]["red"]) for r in rows] == [1, 0, 0]

@@ -1,0 +1,265 @@
+"""A training step of a whole model: tokens per second and peak memory, beside transformers and its patches.
+
+Every provider runs in a fresh process, so that neither patches nor memory leak, and loads checkpoints that
+transformers wrote, so that all have the same weights. Before it is timed it has to agree with transformers in fp32
+on a shallow model of the same widths and the same sequence length: logits, loss and gradient norm. One that does not
+is not timed, unless the case says what it leaves out (`inexact`); if it is ours, the exit code is 1. The steps are
+AdamW (states in the weights' dtype) on random tokens, the same for all, and the first of them must agree at full
+depth as well. What a provider's name means is in providers.py.
+
+    python -m benchmarks.train_step --case llama-3.2-1b --out benchmarks/results/train_step.json
+    python -m benchmarks.train_step --case gemma-2-2b --providers ligermodels,ligermodels+adamw:none,hf+eager,hf+liger
+    python -m benchmarks.train_step --providers ligermodels,hf+liger --profile --plot pictures   # where they go
+    python -m benchmarks.train_step --longest 24 --checkpointing block     # the longest sequence in so many GiB
+    python -m benchmarks.train_step --rows all --budget 660 --out FOLDER   # what the README quotes, in so many seconds
+    python -m benchmarks.train_step --render benchmarks/results/train_step.json --markdown
+    python -m benchmarks.train_step --case gemma-2-2b --dry   # a tiny model on the CPU: does everything run?
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common import environment, write_json
+from benchmarks.train_cases import CASES
+from benchmarks.train_step import children
+from benchmarks.train_step.longest import longest
+from benchmarks.train_step.measure import measure
+from benchmarks.train_step.parity import compare_first_steps, device_of, prepare
+from benchmarks.train_step.providers import CHECKPOINTING, Provider, preload
+from benchmarks.train_step.report import plot, render
+from benchmarks.train_step.rows import ROWS, render_verdicts, verdicts, within
+
+SETTINGS = ("case", "batch", "seq", "checkpointing", "steps", "warmup", "seed")
+PREPARE = "prepare"
+EXPANDABLE = "expandable_segments:True"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    if options.render:
+        return _show(json.loads(Path(options.render).read_text()), options)
+    if options.child:
+        return _work(options)
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="train_step-") as folder:
+        if options.rows:
+            return _rows(options, parser, Path(folder))
+        run = Run(_complete(options, parser), Path(folder))
+        run.prepare()
+        record = run.measure()
+    if options.out:
+        write_json(options.out, record)
+    _show(record, options)
+    return _wrong(record)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.train_step",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--case", choices=sorted(CASES), default="llama-3.2-1b")
+    parser.add_argument("--batch", type=int, help="sequences a step; default the case's, as of the next three")
+    parser.add_argument("--seq", type=int, help="tokens a sequence")
+    parser.add_argument("--checkpointing", choices=CHECKPOINTING, help="of providers that do not name their own")
+    parser.add_argument("--steps", type=int, help="timed steps; the median counts")
+    parser.add_argument("--providers", help="comma-separated; default the case's")
+    parser.add_argument("--profile", action="store_true", help="also where each provider's time and memory go")
+    parser.add_argument("--longest", type=float, metavar="GIB", help="the longest sequence in so many GiB, B 1")
+    parser.add_argument("--most", type=int, help="with --longest: try none that is longer")
+    parser.add_argument("--rows", help=f"of what the README quotes, comma-separated, or all: {','.join(ROWS)}")
+    parser.add_argument("--budget", type=float, default=float("inf"), help="with --rows: seconds; what fits is run")
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a provider may take in all")
+    parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm; default the temp")
+    parser.add_argument("--out", help="JSON file for the result; with --rows, the folder for several")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
+    parser.add_argument("--plot", metavar="FOLDER", help="write a PNG per profile there; needs matplotlib")
+    parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
+    parser.add_argument("--dry", action="store_true", help="the case at a tiny size on the CPU; the times mean nothing")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """The options with the case's own where none were given."""
+    case = CASES[options.case]
+    if options.dry:
+        options.batch, options.seq, options.steps = 2, 64, 2
+    for name in ("batch", "seq", "checkpointing", "steps"):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(case, name))
+    if not options.providers:
+        options.providers = ",".join(_running(case.providers, options))
+    try:
+        providers = [Provider.of(name, case, options.checkpointing) for name in options.providers.split(",")]
+    except ValueError as error:
+        parser.error(str(error))
+    if options.longest and (case.picture or any("captured" in provider.words for provider in providers)):
+        parser.error("--longest is for text models and steps that are not captured: a graph is of one length")
+    return options
+
+
+def _running(providers: Sequence[str], options: argparse.Namespace) -> list[str]:
+    """Those that run where --dry does: Liger's kernels need a GPU."""
+    return [name for name in providers if not options.dry or "liger" not in name.split(":")[0].split("+")]
+
+
+class Run:
+    """Every provider in a process of its own. One that fails gets a note in place of figures."""
+
+    def __init__(self, options: argparse.Namespace, scratch: Path):
+        """Starts the processes. Runs of one case share its checkpoints in `scratch`."""
+        self.options, self.deadline = options, float("inf")
+        self.folder = scratch / f"{options.case}{'-longest' if options.longest else ''}"
+        self.folder.mkdir(exist_ok=True)
+        variables = {**os.environ}
+        if options.longest:  # for everyone: what is lost between tensors would decide otherwise
+            variables = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE, **variables}
+        names = [PREPARE, *options.providers.split(",")]
+        self.children = {name: children.Child(self._arguments(name), variables) for name in names}
+
+    def _arguments(self, what: str) -> list[str]:
+        """What `main` is called with in the process of one provider, or of "prepare"."""
+        arguments = ["--child", what, "--folder", str(self.folder)]
+        for name in (*SETTINGS, "longest", "most"):
+            if (value := getattr(self.options, name)) is not None:
+                arguments += [f"--{name}", str(value)]
+        return [*arguments, *(f"--{flag}" for flag in ("dry", "profile") if getattr(self.options, flag))]
+
+    def prepare(self) -> None:
+        """Writes the checkpoints. Raises SystemExit where that fails."""
+        error = self.children.pop(PREPARE).ready().go(self.options.timeout)
+        if error:
+            self.stop()
+            raise SystemExit(f"transformers could not write the checkpoint: {error}")
+
+    def ready(self) -> None:
+        """Returns when all processes have imported what they need."""
+        for child in self.children.values():
+            child.ready()
+
+    def measure(self) -> dict[str, Any]:
+        """The record of all providers, one after the other, none of them while another one is being imported."""
+        try:
+            self.ready()
+            rows = [self._row(name, child) for name, child in self.children.items()]
+        finally:
+            self.stop()
+        compare_first_steps(rows)
+        return {
+            "benchmark": "train_step",
+            "environment": environment(device_of(self.options)),
+            "settings": {name: getattr(self.options, name) for name in (*SETTINGS, "longest")},
+            "rows": rows,
+        }
+
+    def _row(self, name: str, child: children.Child) -> dict[str, Any]:
+        started, result = time.perf_counter(), self.folder / "row.json"
+        error = child.go(max(1.0, min(self.options.timeout, self.deadline - time.monotonic())))
+        row = json.loads(result.read_text()) if not error else {"provider": name, "note": error}
+        result.unlink(missing_ok=True)
+        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        return row
+
+    def stop(self) -> None:
+        for child in self.children.values():
+            child.stop()
+
+
+def _work(options: argparse.Namespace) -> int:
+    """In the process of one provider, or of "prepare"."""
+    case = CASES[options.case]
+    preload("hf" if options.child == PREPARE else options.child, case)
+    children.wait()
+    if options.child == PREPARE:
+        prepare(case, options, options.folder)
+        return 0
+    what = longest if options.longest else measure
+    write_json(options.folder / "row.json", what(options.child, case, options, options.folder))
+    return 0
+
+
+def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path) -> int:
+    """Runs the rows that fit into the budget, and says which of their claims hold."""
+    names = list(ROWS) if options.rows == "all" else options.rows.split(",")
+    if unknown := sorted(set(names) - set(ROWS)):
+        parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(ROWS)}")
+    deadline, left = time.monotonic() + options.budget, within(names, options.budget)
+    started: dict[str, Run] = {}
+
+    def start(name: str) -> None:
+        providers = _running(ROWS[name].providers, options)
+        own = parser.parse_args([*ROWS[name].arguments, "--providers", ",".join(providers)])
+        own.dry, own.seed, own.timeout = options.dry, options.seed, options.timeout
+        started[name] = Run(_complete(own, parser), folder)
+
+    lines, wrong = [], 0
+    try:
+        while left:
+            name = left[0]
+            if name not in started:
+                start(name)
+            left = within(left[1:], deadline - time.monotonic() - ROWS[name].seconds)
+            if left:
+                start(left[0])  # imports while this one's checkpoints are written
+            run = started.pop(name)
+            try:
+                run.prepare()
+            except SystemExit as error:
+                print(f"{name}: {error}", file=sys.stderr)
+                wrong = 1
+                continue
+            if left:
+                started[left[0]].ready()
+            run.deadline = deadline
+            record = run.measure()
+            if not any(ROWS[other].arguments[:2] == ROWS[name].arguments[:2] for other in left):
+                shutil.rmtree(run.folder)  # checkpoints, which no row needs any more
+            if options.out:
+                write_json(Path(options.out) / f"step-{name}.json", record)
+            _show(record, options)
+            print(flush=True)
+            lines += verdicts(record, ROWS[name].claims)
+            wrong |= _wrong(record)
+    finally:
+        for run in started.values():
+            run.stop()
+    print(render_verdicts(lines, markdown=options.markdown))
+    return wrong
+
+
+def _show(record: dict[str, Any], options: argparse.Namespace) -> int:
+    print(render(record, markdown=options.markdown))
+    if options.plot:
+        for path in plot(record, options.plot):
+            print(path)
+    return 0
+
+
+def _wrong(record: dict[str, Any]) -> int:
+    """1 if one of ours failed or computes something else."""
+    ours = [row for row in record["rows"] if row["provider"].startswith("ligermodels")]
+    return int(any("note" in row or row.get("parity", {}).get("red") for row in ours))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

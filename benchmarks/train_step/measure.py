@@ -1,0 +1,136 @@
+"""One provider's row, computed in a process of its own: parity, then times and peak memory of its steps."""
+
+import argparse
+import gc
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.pictures import for_transformers
+from benchmarks.train_cases import Case
+from benchmarks.train_step.parity import (
+    LOGITS_FACTOR,
+    PEERS_LOGITS_FACTOR,
+    batches,
+    device_of,
+    disagreement,
+    first_gradient_norm,
+    parity_file,
+    probe,
+    typical_error,
+)
+from benchmarks.train_step.providers import Provider, build, optimizer_of, step_of
+
+GIB = 2**30
+
+
+def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The row of the provider: its parity, and where that is not red, its figures; with --profile, its profile."""
+    device = device_of(options)
+    started = time.perf_counter()
+    provider = Provider.of(name, case, options.checkpointing)
+    row: dict[str, Any] = {"provider": name, "checkpointing": provider.checkpointing}
+    row["parity"] = _parity(provider, case, options, folder)
+    if name.partition(":")[0] in case.inexact:
+        row["inexact"] = case.inexact[name.partition(":")[0]]
+    elif row["parity"]["red"]:
+        return row
+    clean(device)
+    torch.compiler.reset()
+
+    model = build(provider, case, folder / "model", device)
+    optimizer = optimizer_of(provider, model)
+    total = options.warmup + options.steps
+    inputs = batches(case, options, total, options.batch, seed=options.seed)
+    if not provider.ours:
+        inputs = [for_transformers(model, batch) for batch in inputs]
+    step = step_of(provider, model, optimizer, inputs[0])
+    marks, losses = [], []
+    for i, batch in enumerate(inputs):
+        if i == options.warmup:
+            if device == "cuda":
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+            row["setup_s"] = time.perf_counter() - started
+            marks.append(now(device))
+        losses.append(step(**batch))
+        if i == 0:
+            row["first_gradient_norm"] = first_gradient_norm(optimizer)
+        if i >= options.warmup:
+            marks.append(now(device))
+    milliseconds = elapsed(marks)
+    row["losses"] = torch.stack(losses).tolist()
+    row["step_ms"] = milliseconds
+    row["tokens_per_s"] = options.batch * options.seq / statistics.median(milliseconds) * 1e3
+    if device == "cuda":
+        row["peak_gib"] = peak_bytes() / GIB
+        row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+        if pinned := torch.cuda.host_memory_stats().get("allocated_bytes.peak"):
+            row["pinned_gib"] = pinned / GIB
+    if not provider.ours and "num_local_experts" in case.config:
+        row["experts"] = model.config._experts_implementation
+    if options.profile:
+        from benchmarks.train_step.profile import profile
+
+        row["profile"] = profile(provider, case, options, model, optimizer, step, inputs[0], row)
+    return row
+
+
+def _parity(provider: Provider, case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """What the provider computes with the shallow model, what it should, and what is wrong with it, in words."""
+    device = device_of(options)
+    model = build(provider, case, folder / "parity", device)
+    expected = torch.load(parity_file(options, folder), map_location=device)
+    found = probe(model, expected["inputs"] if provider.ours else for_transformers(model, expected["inputs"]))
+    return {
+        "logits_error": typical_error(found["logits"], expected["exact"]["logits"]),
+        **{key: found[key] for key in ("loss", "gradient_norm")},
+        "in_fp32": {key: expected["exact"][key] for key in ("loss", "gradient_norm")},
+        "errors_of_transformers_in_bf16": expected["errors_in_bf16"],
+        "red": disagreement(found, expected, LOGITS_FACTOR if provider.ours else PEERS_LOGITS_FACTOR),
+    }
+
+
+def clean(device: str) -> None:
+    """Gives back the memory of what nobody refers to any more."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_bytes() -> int:
+    """The most that was allocated since the peak was reset, in tensors, with CUDA graphs counted whole.
+
+    A graph's kernels use memory that its capture took and gave back, and keeps from all others in a pool of its own.
+    `max_memory_allocated` counts there what is a tensor still, which is next to nothing; here the pool counts.
+    """
+    whole, live = graph_bytes()
+    return torch.cuda.max_memory_allocated() + whole - live
+
+
+def graph_bytes() -> tuple[int, int]:
+    """The pools of CUDA graphs: their bytes, and how many of them are allocated now."""
+    pools = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)]
+    return sum(segment["total_size"] for segment in pools), sum(segment["allocated_size"] for segment in pools)
+
+
+def now(device: str) -> Any:
+    """A mark on the device's own clock: steps stay queued behind one another, as in training."""
+    if device != "cuda":
+        return time.perf_counter()
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
+
+
+def elapsed(marks: Sequence[Any]) -> list[float]:
+    """Milliseconds between neighbouring marks."""
+    if isinstance(marks[0], float):
+        return [(end - start) * 1e3 for start, end in itertools.pairwise(marks)]
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in itertools.pairwise(marks)]
