@@ -5,10 +5,13 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-torch.set_num_threads(max(1, (os.cpu_count() or 2) // int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))))
+settings.register_profile("of any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("of any speed")
+torch.set_num_threads(1)  # a second one waits for matrices this small, ten times as long if it has no core of its own
 
 
 def pytest_collection_modifyitems(config, items):

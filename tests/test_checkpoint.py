@@ -615,7 +615,9 @@ def test_killed_at_any_instant_leaves_the_old_or_the_new(tmp_path):
         for value in range(2, 10**6):
             save(folder, float(value), max_shard_size=800)
 
-    for k in range(25):
+    for k in range(100):
+        if k >= 25 and len(values) > 3:  # on a busy machine it takes longer until a child has saved at all
+            break
         child = Child(save_forever)
         time.sleep(0.01 * (k + 1))
         child.signal(signal.SIGKILL)

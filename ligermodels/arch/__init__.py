@@ -72,7 +72,7 @@ def load(
 ) -> CausalLM:
     """The model of a repository or folder, of whichever class its model_type asks for.
 
-    `options` (dtype, device, progress) and the rest are those of `CausalLM.from_hub`.
+    `options` (dtype, device, progress, activation_checkpointing) and the rest are those of `CausalLM.from_hub`.
     """
     folder = hub.resolve(
         id_or_folder,

@@ -9,6 +9,7 @@ from ligermodels.kernels.activation import (
 from ligermodels.kernels.attention import attention, attention_reference
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy, cross_entropy_reference
 from ligermodels.kernels.embedding import embedding, embedding_reference
+from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
 from ligermodels.kernels.glu import glu, glu_linear, glu_linear_reference, glu_reference
 from ligermodels.kernels.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
 from ligermodels.kernels.jsd import jsd, jsd_reference
@@ -45,6 +46,8 @@ __all__ = [
     "cross_entropy_reference",
     "embedding",
     "embedding_reference",
+    "gated_mlp",
+    "gated_mlp_reference",
     "glu",
     "glu_linear",
     "glu_linear_reference",
@@ -63,6 +66,8 @@ __all__ = [
     "linear_jsd_reference",
     "linear_logprobs",
     "linear_logprobs_reference",
+    "mlp",
+    "mlp_reference",
     "moe_experts",
     "moe_experts_reference",
     "pack_int2",

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import accumulator, num_sms, tl, triton
 
 
@@ -316,9 +317,10 @@ def divisors(
     ):
         return None, weight_sum
     scales = torch.empty(3, dtype=dtype, device=logits.device)
-    _scales_kernel[(1,)](
-        labels, class_weight, num_items, scales, labels.numel(), logits.shape[1], IGNORE=options.ignore_index,
-        MEAN=options.reduction == "mean", BLOCK=4096, num_warps=8,
+    launch(
+        _scales_kernel, (1,),
+        labels, class_weight, num_items, scales, labels.numel(), logits.shape[1], options.ignore_index,
+        options.reduction == "mean", 4096, num_warps=8,
     )  # fmt: skip
     return scales, weight_sum
 
@@ -394,13 +396,13 @@ def launch_rows(
     streams = 2 if class_weight is not None and options.label_smoothing else 1
     programs, end, tiling = _tiling(logits, row_stride, padded, rows is not None and out is not None, streams)
     loss, z_loss, correct, predicted, entropy, means = rows or (None, None, None, None, entropy, None)
-    _rows_kernel[(programs,)](
+    launch(
+        _rows_kernel, (programs,),
         logits, out, labels, class_weight, weight_sum,
         scales if options.reduction == "mean" else None, upstream, upstream_entropy, stats, loss, z_loss, correct,
         predicted, entropy, means,
         row_stride, row_stride if out is logits else logits.shape[1],
         0 if upstream is None else upstream.dim(), first_row, *logits.shape, end,
-        IGNORE=options.ignore_index, SMOOTHING=options.label_smoothing, Z_LOSS=options.z_loss,
-        SOFTCAP=options.softcap, SHARPEN=1.0 / temperature, TOKEN_SCALING=options.token_scaling, LOSS=rows is not None,
-        GRADIENT=out is not None, UNDIVIDED=undivided, **tiling,
+        options.ignore_index, options.label_smoothing, options.z_loss, options.softcap, 1.0 / temperature,
+        options.token_scaling, rows is not None, out is not None, undivided, **tiling,
     )  # fmt: skip

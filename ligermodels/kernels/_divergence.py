@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import num_sms, tl, triton
 from ligermodels.kernels.kl_div import probability
 
@@ -290,13 +291,13 @@ def launch_rows(
     """
     rows, vocab = student.shape
     programs, tiling = _tiling(student, teacher, logits)
-    _rows_kernel[(programs,)](
+    launch(
+        _rows_kernel, (programs,),
         student, teacher, d_student, d_teacher, labels, valid, upstream, *losses, *strides,
         strides[0] if d_student is student else vocab, 0 if upstream is None else upstream.dim(), first_row, rows,
-        count, vocab, BETA=options.beta, IGNORE=options.ignore_index, MEAN=options.reduction == "mean",
-        LOGITS=logits, SCALE=1.0 / options.temperature, WEIGHT_HARD=options.weight_hard,
-        WEIGHT_SOFT=options.weight_soft, HARD=options.weight_hard != 0 or losses[2] is not None,
-        UNDIVIDED=undivided, **tiling,
+        count, vocab, options.beta, options.ignore_index, options.reduction == "mean", logits,
+        1.0 / options.temperature, options.weight_hard, options.weight_soft,
+        options.weight_hard != 0 or losses[2] is not None, undivided, **tiling,
     )  # fmt: skip
 
 

@@ -26,11 +26,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     HAS_TRITON,
     accumulator,
+    cdiv,
     device_guard,
     last_dim_contiguous,
+    next_power_of_2,
     once_differentiable,
     tl,
     triton,
@@ -409,7 +412,8 @@ def _forward(
     # exp2 of the bound, times a long sum of values, must fit: fp16 has not the exponents.
     running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
     with device_guard(q):
-        _forward_kernel[(rows * num_heads * triton.cdiv(length, block_m),)](
+        launch(
+            _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
             out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
             q if codes is None else codes, q if counts is None else counts, q if ends is None else ends,
             length, k.shape[1], window or 1, splits or 1, *_strides(q, k, v), lse.shape[2],
@@ -454,7 +458,8 @@ class _Flash(torch.autograd.Function):
         with device_guard(q):
             tma = _tma_takes(q, k.shape[1], k, v)
             block_m, block_n, warps, stages = config("dq", size, q.element_size(), narrow, tma)
-            _dq_kernel[(batch_size * num_heads * triton.cdiv(length, block_m),)](
+            launch(
+                _dq_kernel, (batch_size * num_heads * cdiv(length, block_m),),
                 out if dq is None else dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse,
                 *tensors, *sizes, *flags, need_dq,
                 num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
@@ -472,7 +477,8 @@ class _Flash(torch.autograd.Function):
                         TensorDescriptor.from_tensor(x[..., :length], [1, 1, block_m]) for x in statistics
                     )
                 streamed = _streamed(block_m, widths, tma, q, do)
-                _dkdv_kernel[(batch_size * num_kv_heads * triton.cdiv(num_keys, block_n),)](
+                launch(
+                    _dkdv_kernel, (batch_size * num_kv_heads * cdiv(num_keys, block_n),),
                     dk if make_dk else out, dv if make_dv else out, *streamed[:2], k, v, *streamed[2:], *statistics,
                     *tensors, *sizes, *flags, make_dk, make_dv,
                     num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
@@ -490,9 +496,10 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: fl
     parts, lse = _forward(grouped, k, v, None, None, None, False, None, softcap, scale, splits=splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with device_guard(q):
-        _combine_kernel[(batch_size * num_heads,)](
-            out, parts, lse, lse.shape[2], splits, group, num_kv_heads, size, triton.next_power_of_2(size)
-        )
+        launch(
+            _combine_kernel, (batch_size * num_heads,),
+            out, parts, lse, lse.shape[2], splits, group, num_kv_heads, size, next_power_of_2(size),
+        )  # fmt: skip
     return out
 
 

@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ligermodels.kernels._triton import triton
+from ligermodels.kernels._triton import next_power_of_2
 
 
 def config(kernel: str, size: int, itemsize: int, narrow: bool, tma: bool) -> tuple[int, int, int, int]:
@@ -81,6 +81,6 @@ def _cuda_major(index: int | None) -> int:
 
 def head_parts(size: int) -> tuple[int, int]:
     """A head's dims as one tile of a power of two, or, where that would hold much that is not there, as two."""
-    whole = max(16, triton.next_power_of_2(size))
-    rest = max(16, triton.next_power_of_2(size - whole // 2))
+    whole = max(16, next_power_of_2(size))
+    rest = max(16, next_power_of_2(max(1, size - whole // 2)))
     return (whole // 2, rest) if whole > 64 and rest < whole // 2 else (whole, 0)

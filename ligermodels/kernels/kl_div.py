@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
+    cdiv,
     device_guard,
     last_dim_contiguous,
     num_sms,
@@ -104,7 +106,11 @@ def _kernel(x, t, dy, dx, dt, loss, x_stride, t_stride, R, N, count, SUM: tl.con
 
 
 def _block(width: int) -> int:
-    return min(max(triton.next_power_of_2(width), 16), 2048)
+    """The power of two that holds a row, 16 to 2048, by comparisons, which torch.compile makes no constant of."""
+    block = 16
+    while block < min(width, 2048):
+        block *= 2
+    return block
 
 
 class _KLDiv(torch.autograd.Function):
@@ -119,9 +125,9 @@ class _KLDiv(torch.autograd.Function):
         ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, t)
         ctx.shape, ctx.layout, ctx.dtypes = shape, layout, (x.dtype, t.dtype)
         size = 8 if dtype == torch.float64 else 4 if dtype == torch.float32 else 2
-        ctx.options = {"SUM": reduction != "none", "LOG_TARGET": log_target, "ITEMSIZE": size}
+        ctx.options = reduction != "none", log_target, size
         ctx.divisor, block = divisor, _block(layout[3])
-        programs = layout[2] * -(-layout[3] // block)
+        programs = layout[2] * cdiv(layout[3], block)
         if reduction == "none":
             loss = torch.empty(shape, dtype=dtype, device=x.device)
         else:
@@ -130,7 +136,7 @@ class _KLDiv(torch.autograd.Function):
             loss = torch.empty(programs, dtype=accumulator(dtype), device=x.device)
         if programs:
             with device_guard(x):
-                _kernel[(programs,)](x, t, None, None, None, loss, *layout, divisor, **ctx.options, BLOCK=block)
+                launch(_kernel, (programs,), x, t, None, None, None, loss, *layout, divisor, *ctx.options, block)
         return loss if reduction == "none" else loss.sum()
 
     @staticmethod
@@ -145,9 +151,10 @@ class _KLDiv(torch.autograd.Function):
         block = _block(width)
         if rows * width:
             with device_guard(t):
-                _kernel[(rows * -(-width // block),)](
-                    x, t, dy.contiguous(), dx, dt, None, *ctx.layout, ctx.divisor, **ctx.options, BLOCK=block
-                )
+                launch(
+                    _kernel, (rows * cdiv(width, block),),
+                    x, t, dy.contiguous(), dx, dt, None, *ctx.layout, ctx.divisor, *ctx.options, block,
+                )  # fmt: skip
         return dx, dt, None, None, None
 
 

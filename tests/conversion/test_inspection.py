@@ -200,14 +200,14 @@ def test_memory_is_that_of_headers(tmp_path):
 import json, resource, sys, torch
 from ligermodels import checkpoint
 from ligermodels.conversion import inspect
-folder = sys.argv[1]
 def held():
     lines = open("/proc/self/status").readlines()
     return sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssFile"))) / 1e3
-inspect(sys.argv[2], allow_pickle=True)
-before = held()
-found = inspect(folder, allow_pickle=True)
-print(held() - before)
+for folder, small in (sys.argv[1:3], sys.argv[3:]):
+    inspect(small, allow_pickle=True)
+    before = held()
+    found = inspect(folder, allow_pickle=True)
+    print(held() - before)
 """
     config = {**layouts.SIZES, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 1}
     from ligermodels.arch import ARCHS
@@ -218,10 +218,10 @@ print(held() - before)
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "config.json").write_bytes((tmp_path / "hf" / "config.json").read_bytes())
     torch.save(dict(checkpoint_tensors(tmp_path / "hf")), tmp_path / "bin" / "pytorch_model.bin")
-    for layout in ("hf", "bin"):
-        argv = [sys.executable, "-c", code, str(tmp_path / layout), str(small[layout])]
-        done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
-        assert float(done.stdout) < 20, (layout, done.stdout)
+    argv = [str(folder) for layout in ("hf", "bin") for folder in (tmp_path / layout, small[layout])]
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, check=True)
+    grown = [float(line) for line in done.stdout.split()]
+    assert len(grown) == 2 and max(grown) < 20, grown
 
 
 def checkpoint_tensors(folder):

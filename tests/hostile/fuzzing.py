@@ -23,7 +23,7 @@ class Fuzzer(Protocol):
 def bounded(examples: int, **options: Any) -> settings:
     return settings(
         max_examples=examples,
-        deadline=5000,  # milliseconds
+        deadline=60_000,  # milliseconds on the wall; an example takes ten
         database=None,
         suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, Phase.shrink],

@@ -487,11 +487,11 @@ def test_the_largest_config_that_is_read_fits_into_the_limits(families):
 
 def test_mutated_configs(tmp_path):
     fuzz = Fuzz(tmp_path)
-    for target in fuzz.targets(500, derandomize=True):
+    for target in fuzz.targets(300, derandomize=True):
         target()
     for kind, counts in fuzz.counts.items():
         assert counts["loaded"] > 0 and counts["ConfigError"] > 0, (kind, counts)
-    assert sum(counts.total() for counts in fuzz.counts.values()) > 400
+    assert sum(counts.total() for counts in fuzz.counts.values()) > 240
 
 
 def test_an_uncaught_error_is_found(tmp_path, monkeypatch):

@@ -8,12 +8,12 @@ from tests.hostile.fuzz_files import Fuzz
 
 def test_mutated_headers_and_indexes(tmp_path):
     fuzz = Fuzz(tmp_path)
-    for target in fuzz.targets(1500, derandomize=True):
+    for target in fuzz.targets(600, derandomize=True):
         target()
     for kind, counts in fuzz.counts.items():
         assert counts["CheckpointError"] > counts.total() / 4, (kind, counts)
-    assert sum(counts["loaded"] for counts in fuzz.counts.values()) > 10
-    assert sum(counts.total() for counts in fuzz.counts.values()) > 1000
+    assert sum(counts["loaded"] for counts in fuzz.counts.values()) > 4
+    assert sum(counts.total() for counts in fuzz.counts.values()) > 400
 
 
 def test_an_uncaught_error_is_found(tmp_path, monkeypatch):

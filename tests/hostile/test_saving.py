@@ -51,13 +51,18 @@ def which(folder: Path, made: list[ligermodels.Llama]) -> int:
 
 
 def kill_saves(root: Path, count: int, seed: int = 0) -> dict[str, int]:
-    """Kills `count` saves over an older checkpoint at random instants. How often the old or the new was there."""
+    """Kills `count` saves over an older checkpoint at random instants, and more until each outcome was seen twice.
+
+    How often the old or the new was there.
+    """
     made, folder, instant = models(), root / "out", random.Random(seed)
     made[0].save_pretrained(folder, max_shard_size=SHARD)
     duration = 0.0  # of a save with its fork: as measured first, then so that about half of the saves are killed early
     (folder / "README.md").write_text("mine")
     outcomes, old = {"old": 0, "new": 0, "killed within the save": 0}, 0
-    for trial in range(-4, count):
+    for trial in range(-4, 8 * count):
+        if trial >= count and min(outcomes.values()) > 1:
+            break
         new, start = 1 - old, time.monotonic()
         child = Child(lambda: made[new].save_pretrained(folder, max_shard_size=SHARD))  # noqa: B023
         if trial < 0:
@@ -98,7 +103,7 @@ def untouched(folder: Path, made) -> None:
 @linux
 def test_killed_at_random_instants(tmp_path):
     outcomes = kill_saves(tmp_path, 25)
-    assert outcomes["old"] + outcomes["new"] == 25
+    assert outcomes["old"] + outcomes["new"] >= 25
     assert min(outcomes.values()) > 1, f"the instants were not spread: {outcomes}"
 
 

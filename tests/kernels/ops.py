@@ -18,6 +18,7 @@ from torch import Tensor
 from ligermodels import kernels
 from ligermodels.kernels._triton import accumulator
 from ligermodels.kernels.embedding import embedding, embedding_reference
+from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
 from ligermodels.kernels.int2_matmul import int2_matmul, pack_int2, unpack_int2
 from ligermodels.kernels.jsd import jsd, jsd_reference
 from ligermodels.kernels.kl_div import kl_div, kl_div_reference
@@ -390,6 +391,53 @@ def unit(call, reference, eager, *, gated: bool, linear: bool, separate: bool = 
         return Case(tensors, {"activation": "gelu_tanh"})
 
     return Op(call, reference, eager, sizes, make, edges, huge)
+
+
+def whole_unit(call, reference, eager_unit, *, gated: bool) -> Op:
+    """The unit with the linear layers around it; with recompute, in tiles of 128 tokens."""
+    layers = ("gate_up", "down") if gated else ("fc1", "fc2")
+
+    def plain(op):
+        return lambda *, recompute=False, workspace_bytes=0, **rest: op(**rest)
+
+    def eager(x, *, activation, **weights):
+        (w1, b1), (w2, b2) = ((weights[f"{name}_weight"], weights.get(f"{name}_bias")) for name in layers)
+        return F.linear(eager_unit(F.linear(x, w1, b1), activation=activation), w2, b2)
+
+    def sizes(j, draw, interpreted):
+        width = pick(WIDTHS[:-6], j, interpreted)
+        inner, out = draw.choice([1, 7, 64] if interpreted else [1, 7, 64, 300, 1000, 4096]), draw.choice([1, 64, 300])
+        options = {"activation": draw.choice(GATED if gated else PLAIN)}
+        if draw.random() < 0.5:
+            options |= {"recompute": True, "workspace_bytes": 1}
+        row = width + out + 3 * inner
+        return {"row": row, "width": width, "inner": inner, "out": out, "options": options, "bias": draw.random() < 0.5}
+
+    def make(m, rows, *, width, inner, options, out=7, bias=True, scale=2.0):
+        tensors = {"x": m(*m.lead(rows), width, scale=scale)}
+        shapes = (inner * (1 + gated), width), (out, inner)
+        for name, shape in zip(layers, shapes, strict=True):
+            tensors[f"{name}_weight"] = m(*shape, scale=shape[1] ** -0.5)
+            if bias:
+                tensors[f"{name}_bias"] = m(shape[0], scale=min(scale, 1.0))
+        return Case(tensors, options, terms=max(width, inner * (1 + gated), out, rows))
+
+    def edge(scale, activation):
+        options = {"activation": activation}
+        return lambda m: make(m, 9, width=33, inner=50, options=options, bias=False, scale=scale)
+
+    edges = {
+        f"{what}, {name}": edge(scale, name)
+        for name in (GATED if gated else PLAIN)
+        for what, scale in {"zeros": 0.0, "far tails": 60.0, "near zero": 1e-3}.items()
+    }
+
+    def huge(m):
+        m.strided, rows, width = False, 2**18 + 9, 8192  # x, and all that is made of it
+        case = make(m, 2, width=width, inner=4096 * (2 - gated), options={"activation": "gelu_tanh"})
+        return Case({**case.tensors, "x": big(m, rows, width).requires_grad_()}, case.options)
+
+    return Op(call, plain(reference), plain(eager), sizes, make, edges, huge)
 
 
 # Attention. On the engines of torch, and on our own.
@@ -1210,6 +1258,8 @@ OPS: dict[str, Op] = {
         kernels.activation_linear, kernels.activation_linear_reference, linear_after(eager_activate, "x"),
         gated=False, linear=True,
     ),
+    "gated_mlp": whole_unit(gated_mlp, gated_mlp_reference, eager_glu, gated=True),
+    "mlp": whole_unit(mlp, mlp_reference, eager_activate, gated=False),
     "attention": attention_op(OURS, dtypes=HALF, ordered=True),
     "attention of torch": attention_op(
         [form for form in FORMS if form not in OURS], dtypes=(*HALF, torch.float32), ordered=False
@@ -1234,6 +1284,8 @@ COMPLETE: dict[str, dict[str, Any]] = {
     **{name: {"heads": 2, "kv_heads": 1, "dim": 8, "rotary": 8, "axes": 1} for name in ("rope", "rope_qk")},
     **{name: {"width": 8, "options": {"activation": "silu"}} for name in ("glu", "glu of two tensors", "glu_linear")},
     **{name: {"width": 8, "options": {"activation": "gelu"}} for name in ("activate", "activation_linear")},
+    "gated_mlp": {"width": 8, "inner": 4, "options": {"activation": "silu"}},
+    "mlp": {"width": 8, "inner": 4, "options": {"activation": "gelu"}},
     "attention": {"heads": 2, "kv_heads": 1, "dim": 8, "form": "key mask"},
     "attention of torch": {"heads": 2, "kv_heads": 1, "dim": 8, "form": "causal"},
     "cross_entropy": {"vocab": 7, "options": {}, "weighted": True},

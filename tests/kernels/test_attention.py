@@ -644,7 +644,7 @@ def test_flash_of_any_head_size(size, device, poison):
 @pytest.mark.skipif(not INTERPRET, reason="no GPU multiplies tiles of fp64")
 def test_flash_gradcheck():
     leaves, _, options = flash_case({"softcap": 1.0, "window": 2, "key_mask": True}, 3, 4, heads=(2, 1), size=2)
-    assert torch.autograd.gradcheck(lambda *qkv: flash(*qkv, **options), leaves)
+    assert torch.autograd.gradcheck(lambda *qkv: flash(*qkv, **options), leaves, fast_mode=True)
 
 
 @needs_triton

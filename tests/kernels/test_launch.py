@@ -1,3 +1,4 @@
+import functools
 import random
 from types import SimpleNamespace
 
@@ -6,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.driver import CudaLauncher
+from triton.backends.nvidia.driver import CudaLauncher, wrap_handle_tensordesc
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
@@ -50,8 +51,8 @@ mix_kernel = triton.jit(mix, do_not_specialize=["n"])
 class Fake:
     """A kernel whose compiled variants only note, with each launch, the cache key of Triton that they belong to."""
 
-    def __init__(self, monkeypatch, fn, scratch=0, **options):
-        self.kernel, self.scratch = JITFunction(fn, **options), scratch
+    def __init__(self, monkeypatch, fn, scratch=0, descriptors=False, **options):
+        self.kernel, self.scratch, self.descriptors = JITFunction(fn, **options), scratch, descriptors
         self.compiled, self.direct = [], []
         self.backend = make_backend(GPUTarget("cuda", 90, 32))
         binder = create_function_from_signature(self.kernel.signature, self.kernel.params, self.backend)
@@ -74,8 +75,13 @@ class Fake:
         launcher.global_scratch_size, launcher.profile_scratch_size = self.scratch, 0
         launcher.launch_cooperative_grid = launcher.launch_pdl = False
         launcher.arg_annotations = launcher.kernel_signature = None
-        launcher.launch = lambda *args: self.direct.append((key, args))
+        launcher.launch = functools.partial(self.launch, key)  # no function of Python, as the C launcher is none
+        if self.descriptors:
+            launcher.launch = wrap_handle_tensordesc(launcher.launch, {0: "tensordesc<fp16[16]>"}, None)
         return SimpleNamespace(run=launcher, function="function", packed_metadata="metadata")
+
+    def launch(self, key, *args):
+        self.direct.append((key, args))
 
     def launched(self, *args, **options):
         """The key of the variant that one launch ran, and what the C launcher was called with, if it was."""
@@ -172,9 +178,9 @@ def test_leaves_the_unusual_to_triton(monkeypatch, unusual):
     assert len(fake.compiled) == 2 and len(fake.direct) == 2
 
 
-@pytest.mark.parametrize("what", ["annotated", "scratch", "a grid that is a function"])
+@pytest.mark.parametrize("what", ["annotated", "scratch", "descriptors", "a grid that is a function"])
 def test_leaves_kernels_and_grids_to_triton(monkeypatch, what):
-    fake = Fake(monkeypatch, annotated if what == "annotated" else plain, scratch=16 * (what == "scratch"))
+    fake = Fake(monkeypatch, annotated if what == "annotated" else plain, 16 * (what == "scratch"), "desc" in what)
     for _ in range(3):
         launch(fake.kernel, (lambda meta: (5,)) if "function" in what else (5,), torch.zeros(16), 7, 16)
     assert len(fake.compiled) == 3 and not fake.direct
@@ -265,7 +271,7 @@ def test_on_the_current_stream():
     expected = op(x)
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
-        torch.cuda._sleep(100_000_000)
+        torch.cuda._sleep(1_000_000_000)  # half a second
         late = op(x)
     torch.cuda.current_stream().synchronize()  # it has nothing to wait for: the launch is still behind the sleep
     assert not stream.query()

@@ -103,7 +103,7 @@ def test_reference_by_hand():
     ),
 )
 def test_every_option(device, poison, beta, temperature, reduction, weights, tokens, vocab, layout):
-    call = problem(tokens, vocab, device, padding=layout["padding"], ignored=0.6)
+    call = problem(tokens, vocab, device, padding=layout["padding"], ignored=0.85)
     if not layout["biased"] and layout["needs"] != (0, 0, 1):
         call["student_bias"] = call["teacher_bias"] = None
     for name, needed in zip(("student_x", "student_weight", "student_bias"), layout["needs"], strict=True):
@@ -184,14 +184,14 @@ def test_large_logits(device, poison):
 
 
 def test_chunks_change_nothing(device, products):
-    call = problem(300, 30, device, torch.float32)
+    call = problem(300, 30, device, torch.float32, ignored=0.85)
     runs = {}
     for count, chunk_bytes in ((1, 2**30), (2, 2 * 256 * 256), (3, 1)):
         products.clear()
         found = results(linear_jsd, call, weight_hard=0.5, chunk_bytes=chunk_bytes, num_valid=300)
         assert len(products) == 4 * count
         runs[count] = found
-    # fp32 sums of 300 terms in another order.
+    # fp32 sums in another order.
     assert_same(runs[2], runs[1], 2e-5, 2e-7)
     assert_same(runs[3], runs[1], 2e-5, 2e-7)
 
@@ -368,7 +368,7 @@ def test_layouts(device, layout):
         "expanded": lambda t: t[:1, :1].expand(2, 70, 8),
         "shifted": lambda t: t[:, :-1],
     }[layout]
-    call["labels"] = some_labels(tuple(view(teacher).shape[:-1]), 30, device, ignored=0.7)
+    call["labels"] = some_labels(tuple(view(teacher).shape[:-1]), 30, device, ignored=0.9)
     call |= {"teacher_x": view(teacher), "teacher_weight": call["teacher_weight"].t().contiguous().t()}
 
     def through(op):
@@ -430,7 +430,7 @@ def test_cpu_path_is_the_reference(monkeypatch):
 )
 def test_compile(device, reduction, dtype):
     """Whole graph, gradients included, with the fused op opaque in it; fp16 hands one more tensor to backward."""
-    call = problem(150, 20, device, dtype, ignored=0.6, scale=0.5)
+    call = problem(150, 20, device, dtype, ignored=0.9, scale=0.5)
     options = {"reduction": reduction, "num_valid": 100, "weight_hard": 0.5, "return_soft_hard_loss": True}
 
     def op(**call):

@@ -150,7 +150,7 @@ def test_attack_is_stopped(template, words, monkeypatch):
     with pytest.raises(TokenizerError) as caught:
         render(template)
     assert words.lower() in str(caught.value).lower()
-    assert time.process_time() - start < 10
+    assert time.process_time() - start < 30
 
 
 def test_messages_are_not_changed_and_objects_not_reached():
