@@ -14,7 +14,7 @@ from torch import nn
 import ligermodels.arch
 from benchmarks.train_cases import CASES
 from benchmarks.train_step import __main__ as command
-from benchmarks.train_step import children, longest, measure, parity, profile, providers, report, rows, trace
+from benchmarks.train_step import children, longest, measure, memory, parity, profile, providers, report, rows, trace
 from benchmarks.train_step.floors import Sizes, kept_bytes, operations, traffic
 from benchmarks.train_step.longest import Trial
 from benchmarks.train_step.parity import LOGITS_FACTOR, RELATIVE, compare_first_steps, disagreement
@@ -512,7 +512,7 @@ def test_a_graphs_memory_is_in_the_peak(monkeypatch):
     segments = [segment((0, 0), 500, 400), segment((0, 1), 300, 20), segment((0, 1), 100, 0)]
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: segments)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 450)
-    assert measure.peak_bytes() == 450 - 20 + 400
+    assert memory.peak_bytes() == 450 - 20 + 400
 
 
 @pytest.mark.gpu
@@ -523,7 +523,7 @@ def test_what_a_replayed_graph_uses_is_in_the_peak():
     torch.cuda.reset_peak_memory_stats()
     graph.replay()
     others = torch.cuda.memory_allocated()
-    assert others <= measure.peak_bytes() - x.nbytes < others + 2**25  # the sigmoid's output; segments are larger
+    assert others <= memory.peak_bytes() - x.nbytes < others + 2**25  # the sigmoid's output; segments are larger
     assert torch.cuda.max_memory_allocated() < others + x.nbytes and y.numel() == 1
 
 
@@ -592,7 +592,7 @@ def test_a_trial_that_does_not_fit_leaves_nothing_behind(tmp_path, in_this_proce
     case = dataclasses.replace(CASES["llama-3.2-1b"], tiny={"vocab_size": 32768, "head_dim": 16})
     parity.prepare(case, options, tmp_path)
     options.dry = False
-    measure.clean("cuda")
+    memory.clean("cuda")
     try:
         row = longest.longest("ligermodels", dataclasses.replace(case, config=case.dry()), options, tmp_path)
     finally:

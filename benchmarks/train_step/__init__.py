@@ -2,7 +2,7 @@
 
 providers   what a provider's name means; its model, optimizer and step
 parity      the checkpoints that all load, and who agrees with transformers in fp32
-measure     times and peak memory of one provider's steps
+measure     times and peak memory of one provider's steps; memory has the allocator's figures
 profile     one step under the profiler; trace reads what it wrote, floors says what the ops must cost at least
 longest     the longest sequence in a given memory
 rows        the comparisons that the README quotes, all in one call

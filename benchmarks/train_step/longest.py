@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.train_cases import Case
-from benchmarks.train_step.measure import GIB, clean
+from benchmarks.train_step.memory import GIB, clean
 from benchmarks.train_step.parity import batches, device_of
 from benchmarks.train_step.providers import Provider, build, optimizer_of, step_of
 

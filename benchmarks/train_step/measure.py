@@ -1,7 +1,6 @@
 """One provider's row, computed in a process of its own: parity, then times and peak memory of its steps."""
 
 import argparse
-import gc
 import itertools
 import statistics
 import time
@@ -13,6 +12,7 @@ import torch
 
 from benchmarks.pictures import for_transformers
 from benchmarks.train_cases import Case
+from benchmarks.train_step.memory import GIB, clean, peak_bytes
 from benchmarks.train_step.parity import (
     LOGITS_FACTOR,
     PEERS_LOGITS_FACTOR,
@@ -24,9 +24,8 @@ from benchmarks.train_step.parity import (
     probe,
     typical_error,
 )
+from benchmarks.train_step.profile import profile
 from benchmarks.train_step.providers import Provider, build, optimizer_of, step_of
-
-GIB = 2**30
 
 
 def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -75,8 +74,6 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
     if not provider.ours and "num_local_experts" in case.config:
         row["experts"] = model.config._experts_implementation
     if options.profile:
-        from benchmarks.train_step.profile import profile
-
         row["profile"] = profile(provider, case, options, model, optimizer, step, inputs[0], row)
     return row
 
@@ -94,29 +91,6 @@ def _parity(provider: Provider, case: Case, options: argparse.Namespace, folder:
         "errors_of_transformers_in_bf16": expected["errors_in_bf16"],
         "red": disagreement(found, expected, LOGITS_FACTOR if provider.ours else PEERS_LOGITS_FACTOR),
     }
-
-
-def clean(device: str) -> None:
-    """Gives back the memory of what nobody refers to any more."""
-    gc.collect()
-    if device == "cuda":
-        torch.cuda.empty_cache()
-
-
-def peak_bytes() -> int:
-    """The most that was allocated since the peak was reset, in tensors, with CUDA graphs counted whole.
-
-    A graph's kernels use memory that its capture took and gave back, and keeps from all others in a pool of its own.
-    `max_memory_allocated` counts there what is a tensor still, which is next to nothing; here the pool counts.
-    """
-    whole, live = graph_bytes()
-    return torch.cuda.max_memory_allocated() + whole - live
-
-
-def graph_bytes() -> tuple[int, int]:
-    """The pools of CUDA graphs: their bytes, and how many of them are allocated now."""
-    pools = [segment for segment in torch.cuda.memory_snapshot() if tuple(segment["segment_pool_id"]) != (0, 0)]
-    return sum(segment["total_size"] for segment in pools), sum(segment["allocated_size"] for segment in pools)
 
 
 def now(device: str) -> Any:

@@ -25,7 +25,7 @@ from benchmarks.common import Timer, ceilings
 from benchmarks.train_cases import Case
 from benchmarks.train_step import trace
 from benchmarks.train_step.floors import Sizes, floors_ms, kept_bytes
-from benchmarks.train_step.measure import clean, graph_bytes, peak_bytes
+from benchmarks.train_step.memory import clean, graph_bytes, peak_bytes
 from benchmarks.train_step.parity import config_of, device_of
 from benchmarks.train_step.providers import Provider, step_of
 

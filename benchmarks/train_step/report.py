@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import PACKAGES, table
-from benchmarks.train_step.measure import GIB
+from benchmarks.train_step.memory import GIB
 
 LEAST_SHARE = 0.004
 """Of the step or the peak: lines below it are one, "the rest"."""

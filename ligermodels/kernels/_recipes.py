@@ -80,3 +80,15 @@ def forget(y: Tensor) -> None:
 
 def _reshaped(function: Callable[..., Tensor], shape: torch.Size, *tensors: Tensor | None) -> Tensor:
     return function(*tensors).view(shape)
+
+
+def read_last(kept: Tensor) -> bool:
+    """In a backward: True if nobody reads `kept`, which the forward saved of its own, after it: it may be overwritten.
+
+    Under retain_graph someone may, and in a CUDA graph, which may be replayed; under torch.compile nobody can say.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not torch._C._autograd._get_current_graph_task_keep_graph()
+        and not (kept.is_cuda and torch.cuda.is_current_stream_capturing())
+    )

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import accumulate, chunk_rows
 from ligermodels.kernels._gradients import give_gradient, weight_gradient
-from ligermodels.kernels._recipes import recipe_of
+from ligermodels.kernels._recipes import read_last, recipe_of
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.glu import check_unit, glu_reference, linear_operands, product, unit, unit_linear_backward
@@ -59,16 +59,6 @@ def mlp_reference(
 def _tiles(tokens: int, rows: int | None) -> list[slice]:
     """All tokens at once, or `rows` at a time."""
     return [slice(None)] if rows is None or rows >= tokens else [slice(i, i + rows) for i in range(0, tokens, rows)]
-
-
-def _read_last(z: Tensor) -> bool:
-    """In a backward: True if nobody reads z, which the forward saved, after it."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph
-        and not (z.is_cuda and torch.cuda.is_current_stream_capturing())
-        and z.is_contiguous()
-    )
 
 
 def _add(total: Tensor | None, weight: Tensor, dy: Tensor, x: Tensor, several: bool) -> Tensor | None:
@@ -113,7 +103,7 @@ class _MLP(torch.autograd.Function):
         shape, dy = (*dy.shape[:-1], w1.shape[1]), dy.reshape(-1, w2.shape[0])
         tiles = _tiles(len(dy), rows) if need_z or need_w2 else []
         several = len(tiles) > 1
-        over = need_z and (rows is not None or _read_last(kept))
+        over = need_z and (rows is not None or (kept.is_contiguous() and read_last(kept)))
         x: Any = None
         dx, dw1, dw2, db1, room = x, x, x, x, x
         if inputs:

@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.errors import InputError
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, exp
-from ligermodels.kernels._recipes import make, recipe_of
+from ligermodels.kernels._recipes import make, read_last, recipe_of
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
@@ -267,7 +267,7 @@ class _Experts(torch.autograd.Function):
         need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
         top_k = weights.shape[1]
         dx = d_gate_up_proj = d_down_proj = None
-        own = not torch.compiler.is_compiling() if gate_up is None else _read_last(gate_up)
+        own = not torch.compiler.is_compiling() if gate_up is None else read_last(gate_up)
         if gate_up is None:
             gate_up = _gate_up(make(function, made_of), gate_up_proj, rows, offsets, top_k)
         dy = spread(dy, rows, top_k)
@@ -282,15 +282,6 @@ class _Experts(torch.autograd.Function):
         if need_x and d_gate_up is not None:
             dx = combine(grouped_mm(d_gate_up, gate_up_proj, offsets), rows, top_k)
         return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, *[None] * 6
-
-
-def _read_last(gate_up: Tensor) -> bool:
-    """In a backward: True if nobody reads gate_up, which the forward saved, after it."""
-    return (
-        not torch.compiler.is_compiling()
-        and not torch._C._autograd._get_current_graph_task_keep_graph()  # retain_graph
-        and not (gate_up.is_cuda and torch.cuda.is_current_stream_capturing())
-    )
 
 
 class _Combine(torch.autograd.Function):

@@ -437,7 +437,28 @@ def whole_unit(call, reference, eager_unit, *, gated: bool) -> Op:
         case = make(m, 2, width=width, inner=4096 * (2 - gated), options={"activation": "gelu_tanh"})
         return Case({**case.tensors, "x": big(m, rows, width).requires_grad_()}, case.options)
 
-    return Op(call, plain(reference), plain(eager), sizes, make, edges, huge)
+    noise = functools.partial(unit_noise, gated=gated)
+    return Op(call, plain(reference), plain(eager), sizes, make, edges, huge, noise=noise)
+
+
+def unit_noise(case: Case, upstream: list[Tensor], *, gated: bool) -> dict[str, Tensor]:
+    """What rounding the first product z, h and their gradient dz once costs: of few tokens, or of equal ones, eager's
+    roundings may happen to cancel."""
+    first, second = ("gate_up", "down") if gated else ("fc1", "fc2")
+    t = {name: x.detach().double() for name, x in case.tensors.items()}
+    x, dy = t["x"].flatten(0, -2), upstream[0].double().flatten(0, -2)
+    w1, w2 = t[f"{first}_weight"], t[f"{second}_weight"]
+    z = F.linear(x, w1, t.get(f"{first}_bias")).requires_grad_()
+    h = OPS["glu" if gated else "activate"].reference(z, activation=case.options["activation"])
+    (dz,) = torch.autograd.grad(h, z, dy @ w2, retain_graph=True)
+    (slope,) = torch.autograd.grad(h, z, torch.ones_like(h))
+    squares = torch.finfo(case.tensors["x"].dtype).eps ** 2 / 12  # of a rounding, over the square of its number
+    lost_z = ((slope * z.detach()) ** 2).unflatten(1, (-1, h.shape[1])).sum(1)
+    lost_h, lost_dz = squares * (lost_z + h.detach() ** 2), squares * dz**2
+    noise = {"output 0": lost_h @ w2.t() ** 2, f"d_{second}_weight": (dy**2).t() @ lost_h}
+    noise |= {"d_x": lost_dz @ w1**2, f"d_{first}_weight": lost_dz.t() @ x**2, f"d_{first}_bias": lost_dz.sum(0)}
+    shapes = {"output 0": upstream[0].shape, "d_x": t["x"].shape}
+    return {name: n.sqrt().view(shapes.get(name, n.shape)) for name, n in noise.items()}
 
 
 # Attention. On the engines of torch, and on our own.
