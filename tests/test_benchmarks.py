@@ -33,15 +33,6 @@ class NoTimer(Timer):
         raise AssertionError("timed although parity is red")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Shapes are so small here that threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def place():
     return Place("cpu", torch.float32)

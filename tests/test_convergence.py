@@ -18,15 +18,6 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """The models are so small that threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def write(tmp_path):
     return lambda family, seed=0: convergence.write_checkpoint(family, tmp_path / f"{family}-{seed}", seed)

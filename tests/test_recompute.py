@@ -36,14 +36,6 @@ POLICIES = list(itertools.product(["none", "mlp", "block"], [False, True]))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-@pytest.fixture(autouse=True)
 def _small_tensors_travel(monkeypatch):
     monkeypatch.setattr(recompute, "SMALLEST", 1)
 

@@ -23,15 +23,6 @@ from benchmarks.train_step.trace import Held
 from ligermodels.errors import LigermodelsError
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Shapes are so small here that threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture
 def in_this_process(monkeypatch):
     """Providers run here, one after the other: a process each costs seconds of imports."""

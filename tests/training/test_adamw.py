@@ -16,15 +16,6 @@ BF16 = dict(dtype=torch.bfloat16)
 EXACT = dict(master_weights=True, state_dtype=torch.float32)
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """All is so small that threads only wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 class Net(nn.Module):
     """Two blocks under checkpointing between a table and a head that are one parameter, and a weight never used."""
 
