@@ -419,6 +419,7 @@ def test_reference_path_keeps_less_if_asked(monkeypatch):
     *inputs, dy = inputs_of(SHAPES[0], torch.float32, "cpu")
     leaves = [t.requires_grad_() for t in inputs]
     most, least = (saved(lambda r=r: fused(*leaves, top_k=2, recompute=r), *leaves) for r in (False, True))
+    least = [shape for shape in least if 0 not in shape]  # torch 2.11 saves an empty one beside
     assert len(least) == 1 < len(most)  # the weights of the routing
     for a, b in zip(*(run(functools.partial(fused, recompute=r, top_k=2), inputs, dy) for r in (False, True)),
                     strict=True):  # fmt: skip
