@@ -1,5 +1,5 @@
-"""What losses over a linear head share that walk over their tokens in chunks: how long a chunk is, the product that
-a weight's gradient is summed with, leaving ignored tokens out, and a scaling that the device decides on.
+"""What losses over a linear head share that walk over their tokens in chunks: how long a chunk is, leaving ignored
+tokens out, sums of gradients over the chunks, and how those wait from the forward for the backward.
 """
 
 from collections.abc import Iterator, Sequence

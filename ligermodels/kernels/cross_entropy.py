@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import scale_
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
+from ligermodels.kernels._gradients import scale_
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 
 

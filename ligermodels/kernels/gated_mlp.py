@@ -32,8 +32,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import accumulate, chunk_rows
-from ligermodels.kernels._gradients import give_gradient, weight_gradient
+from ligermodels.kernels._chunks import chunk_rows
+from ligermodels.kernels._gradients import accumulate, give_gradient, weight_gradient
 from ligermodels.kernels._recipes import read_last, recipe_of
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
