@@ -149,6 +149,7 @@ def _backward_kernel(
         act, slope = activation(gate, NAME, dtype == tl.float32)
         if HAS_DH:
             dh = tl.load(dh_ptr + row * WIDTH + cols, mask=mask, other=0.0).to(ACC)
+            tl.debug_barrier()  # all is read that may be overwritten: see glu.py
             dot += dh * (act * up)
             dh *= weight
             target = d_gate_up_ptr + row * (2 * WIDTH) + cols
