@@ -100,10 +100,14 @@ class Chunks:
         self.pitch = -(-self.vocab // 64) * 64
         self.limit(settings.chunk_bytes)
 
+    def bytes(self, rows: int) -> int:
+        """Of the logits of so many rows."""
+        return rows * self.pitch * self.x.element_size()
+
     def limit(self, chunk_bytes: int, whole_bytes: int = 0) -> None:
         """A chunk has as many rows as fit into chunk_bytes, and all of them where they fit into whole_bytes."""
-        rows, row_bytes = len(self.labels), self.pitch * self.x.element_size()
-        self.rows = rows if rows * row_bytes <= whole_bytes else chunk_rows(rows, row_bytes, chunk_bytes)
+        rows = len(self.labels)
+        self.rows = rows if self.bytes(rows) <= whole_bytes else chunk_rows(rows, self.bytes(1), chunk_bytes)
 
     def workspace(self) -> Tensor:
         """Room for the logits of a chunk, [rows, V]."""
@@ -132,24 +136,46 @@ class Chunks:
 
 
 class Gradients:
-    """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients."""
+    """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients.
 
-    def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], wide: torch.dtype):
+    wide: the dtype in which dweight is summed; final: the one in which `take_dweight` gives it away. Where that is half
+    as wide, the sum is two tensors, each of half the rows, and the result takes the room of the first: rounding V H
+    numbers then needs V H bytes beside the sum, not 2 V H.
+    """
+
+    def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], wide: torch.dtype, final: torch.dtype):
         need_x, need_weight, need_bias = needs
-        x, weight = chunks.x, chunks.weight
+        x, (vocab, hidden) = chunks.x, chunks.weight.shape
         make = torch.empty if len(x) else torch.zeros
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
-        self.dweight = make(weight.shape, dtype=wide, device=x.device) if need_weight else None
+        half = -(-vocab // 128) * 64 if wide.itemsize == 2 * final.itemsize else vocab
+        parts = [range(vocab)[i : i + half] for i in range(0, vocab, half)] if need_weight else []
+        self.parts = [(rows, make(len(rows), hidden, dtype=wide, device=x.device)) for rows in parts]
+        self.final = final
         dtype = accumulator(x.dtype)
         self.dbias = torch.zeros(chunks.vocab, dtype=dtype, device=x.device) if need_bias else None
 
     def add(self, chunks: Chunks, start: int, dlogits: Tensor) -> None:
         if self.dx is not None:
             torch.mm(dlogits, chunks.weight, out=self.dx[start : start + len(dlogits)])
-        if self.dweight is not None:
-            accumulate(self.dweight, dlogits, chunks.x[start : start + len(dlogits)], start == 0)
+        for rows, total in self.parts:
+            part = dlogits[:, rows.start : rows.stop]
+            accumulate(total, part, chunks.x[start : start + len(dlogits)], start == 0)
         if self.dbias is not None:
             self.dbias += dlogits.sum(0, dtype=self.dbias.dtype)
+
+    def take_dweight(self) -> Tensor | None:
+        """dweight [V, H], once."""
+        parts, self.parts = self.parts, []
+        if len(parts) < 2:
+            return parts[0][1].to(self.final) if parts else None
+        (rows, first), (_, second) = parts
+        hidden = first.shape[1]
+        dweight = first.new_empty(0, dtype=self.final)
+        dweight.set_(first.untyped_storage(), 0, (rows.stop + len(second), hidden), (hidden, 1))
+        dweight[: rows.stop] = first.to(self.final)  # a copy first: they lie over one another
+        dweight[rows.stop :] = second
+        return dweight
 
     def finish(self, place: Tensor | None) -> None:
         """dx back to the tokens, zeros at those left out."""

@@ -11,10 +11,11 @@ fusing, and beside them the logits move 4 V itemsize bytes per token (6 where L2
 multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
 
 Memory beyond the inputs: the workspace (at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32 instead, and at the end both of them, without the workspace. That copy at the end decides
-the peak, 6 V H + 2 T H bytes at 2-byte dtypes, so the workspace may be as large as it (C = H rows) at no cost. A
-single chunk needs no accumulator, so up to 2 H tokens, whose workspace is as large as that, are one. Where the gradient
-of weight is added in place (`ligermodels.training.gradients`), backward adds the fp32 sum itself, and makes no copy.
+accumulation dweight in fp32 instead, which at the end is rounded into its own room, with half of the result beside it
+for a moment: 5 V H + 2 T H bytes at 2-byte dtypes, if the workspace is no larger than that half, C = H / 2 rows. It may
+have half as many again, because every chunk moves 8 V H bytes of the sum. A single chunk needs no sum, and its
+workspace may have that room too. Where the gradient of weight is added in place (`ligermodels.training.gradients`),
+backward adds the fp32 sum itself.
 
 Source: Hsu et al., arXiv:2410.10989, section 3.2 (gradients in forward); Wijmans et al., arXiv:2411.09009.
 """
@@ -84,15 +85,16 @@ def _run(
     undivided, wide = _undivided(options, settings, needs), settings.wide(weight)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     if needs[1] and wide != weight.dtype:
-        # As large as the copy of dweight in its own dtype, which is made when the workspace is gone, the workspace
-        # costs nothing; nor does it where there is no sum, and it is no larger than that would be.
-        chunks.limit(max(settings.chunk_bytes, weight.nbytes), 0 if undivided else weight.numel() * wide.itemsize)
+        # Rounding dweight at the end takes half its size, when the workspace is gone, which so far is free. Each chunk
+        # has the sum read and written, 8 V H bytes that no product hides: half as much again buys a third fewer.
+        most = max(weight.nbytes // 2, min(settings.chunk_bytes, weight.nbytes * 3 // 4))
+        chunks.limit(most, 0 if undivided else most + weight.nbytes)  # a single chunk needs no sum
     if chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype and not undivided:
         wide = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
     workspace = chunks.workspace()
     scales, weight_sum = divisors(chunks.labels, class_weight, num_items, workspace, options)
     rows = empty_rows(chunks.labels, workspace, options)
-    gradients = Gradients(chunks, needs, wide)
+    gradients = Gradients(chunks, needs, wide, wide if undivided or unrounded else weight.dtype)
     for start, z in chunks.logits(workspace):
         launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
                     weight_sum=weight_sum, scales=scales, rows=rows, out=z if any(needs) else None,
@@ -102,10 +104,9 @@ def _run(
     gradients.finish(chunks.place)
     if rows.predicted is not None:
         rows = rows._replace(predicted=chunks.per_token(rows.predicted, -1))
-    del workspace, chunks  # before dweight is copied to its final dtype, which is the peak
-    dx, dweight, dbias = gradients.dx, gradients.dweight, gradients.dbias
+    del workspace, chunks  # before dweight is rounded, which is a peak
+    dx, dweight, dbias = gradients.dx, gradients.take_dweight(), gradients.dbias
     if not undivided:
-        dweight = dweight if dweight is None or unrounded else dweight.to(weight.dtype)
         dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
     return _Results(
         *reduce_rows(rows, scales, options),
@@ -172,7 +173,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
         with device_guard(x):
             out = _dispatch(x, weight, bias, labels, class_weight, num_items, options, settings, needs,
-                            is_marked(weight))  # fmt: skip
+                            is_marked(weight) and weight.grad is not None)  # fmt: skip
         keep(ctx, out[5:], weight)
         ctx.mark_non_differentiable(*(t for t in out[1:5] if t is not None))
         return tuple(out[:5])
@@ -210,9 +211,9 @@ def linear_cross_entropy(
 
     accum_dtype is what dweight is accumulated in over the chunks: torch.float32, or None for the dtype of weight,
     which saves 4 V H bytes and some time, and adds a rounding per chunk. chunk_bytes bounds the logits workspace,
-    which has 128 rows at least; where dweight would be accumulated in a wider dtype than its own, it may have H, and
-    2 H where those are all, which raises the peak by nothing. Under torch.autocast, x, weight and bias are cast as for
-    F.linear, and the gradients of fp32 weights stay fp32.
+    which has 128 rows at least; where dweight would be accumulated in a wider dtype than its own, it has 3/4 H rows at
+    most, or what raises the peak by nothing: H / 2, and 1.5 H where those are all. Under torch.autocast, x, weight and
+    bias are cast as for F.linear, and the gradients of fp32 weights stay fp32.
 
     backward hands out the gradients that forward computed: it runs once. On a CPU this is F.linear and
     `cross_entropy_reference`, with all logits in memory. There is no second derivative.

@@ -16,7 +16,8 @@ least for rows that do not fit on the chip, because the log-sum-exps come before
 gradient.
 
 Memory beyond the inputs: both workspaces (together at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32 instead, and at the end both of them, without the workspaces.
+accumulation dweight in fp32 instead, which at the end is rounded into its own room, with half of the result beside it
+for a moment, and without the workspaces.
 
 Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649; Hsu et al., arXiv:2410.10989, section 3.2
 (gradients in forward).
@@ -115,7 +116,8 @@ def _run(
     dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
     wanted = upstream is None, upstream is None and parts, upstream is None and parts and labels is not None
     losses = [torch.empty(count, dtype=dtype, device=x.device) if w else None for w in wanted]
-    gradients = Gradients(chunks, needs, settings.wide(weight))
+    wide = settings.wide(weight)
+    gradients = Gradients(chunks, needs, wide, wide if undivided else weight.dtype)
     upstream = chunks.per_row(upstream)
     for start, z in chunks.logits(workspace):
         u, rows = teacher_space[: len(z)], teacher_x[start : start + len(z)]
@@ -134,10 +136,9 @@ def _run(
     if undivided:
         factor = torch.full((), count, device=x.device) if valid is None else valid
         factor = factor.to(dtype).clamp(min=1).reciprocal()
-    del workspace, teacher_space, chunks, teacher_x, w  # before dweight is copied to its final dtype, the peak
-    dx, dweight, dbias = gradients.dx, gradients.dweight, gradients.dbias
+    del workspace, teacher_space, chunks, teacher_x, w  # before dweight is rounded, a peak
+    dx, dweight, dbias = gradients.dx, gradients.take_dweight(), gradients.dbias
     if not undivided:
-        dweight = None if dweight is None else dweight.to(weight.dtype)
         dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
     dx = None if dx is None else dx.to(x.dtype)
     return _Results(loss, soft_loss, hard_loss, dx, dweight, dbias, factor)

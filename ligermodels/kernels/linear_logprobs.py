@@ -28,7 +28,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
-from ligermodels.kernels._gradients import give_gradient
+from ligermodels.kernels._gradients import give_gradient, target
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import check_inputs
 
@@ -95,12 +95,14 @@ def _backward(
     entropy: Tensor | None, upstream: Tensor, upstream_entropy: Tensor | None, kept: Tensor | None, options: Options,
     settings: Settings, temperature: float, needs: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """(dx, dweight, dbias), dweight as it was summed; `kept` is written over."""
+    """(dx, dweight, dbias), dweight unrounded where it will be added to a gradient in place; `kept` is written over."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     _, weight_sum = divisors(chunks.labels, class_weight, None, chunks.x, options)
     per_row = [chunks.per_row(t) for t in (upstream, upstream_entropy, entropy)]
     single = chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype  # cuBLAS rounds its sum itself
-    gradients = Gradients(chunks, needs, weight.dtype if single else settings.wide(weight))
+    wide = weight.dtype if single else settings.wide(weight)
+    leaf = target(weight)
+    gradients = Gradients(chunks, needs, wide, weight.dtype if leaf is None or leaf.grad is None else wide)
     for start, z in chunks.logits(chunks.workspace()) if kept is None else [(0, kept)] * bool(len(kept)):
         launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
                     weight_sum=weight_sum, scales=None, stats=stats, out=z, upstream=per_row[0],
@@ -110,7 +112,8 @@ def _backward(
         del z
     gradients.finish(chunks.place)
     dx = None if gradients.dx is None else gradients.dx.to(x.dtype)
-    return [dx, gradients.dweight, None if gradients.dbias is None or bias is None else gradients.dbias.to(bias.dtype)]
+    dbias = None if gradients.dbias is None or bias is None else gradients.dbias.to(bias.dtype)
+    return [dx, gradients.take_dweight(), dbias]
 
 
 _SCALARS = (

@@ -497,8 +497,8 @@ def test_cuda_graph(reduction):
     [
         # both workspaces 501 MiB, dx 32, dweight 1002
         (None, 1.6),
-        # dx 32 and, at the end, dweight in fp32 2004 and in bf16 1002, without the workspaces
-        (torch.float32, 3.05),
+        # dx 32, dweight in fp32 2004, beside it both workspaces, 501, and, at the end, half of dweight in bf16
+        (torch.float32, 2.5),
     ],
 )
 def test_peak_memory(accum_dtype, peak):
