@@ -47,7 +47,7 @@ def ids():
 
 def make(family="llama", device="cpu", dtype=torch.float32, activation_checkpointing="none", **sizes):
     return ARCHS[family].from_config(
-        {**CONFIG, **FAMILIES[family], **sizes},
+        {**CONFIG, **FAMILIES.get(family, {}), **sizes},
         dtype=dtype,
         device=device,
         activation_checkpointing=activation_checkpointing,
@@ -474,8 +474,10 @@ class TestOnAGPU:
 
     @pytest.fixture
     def model(self):
+        """With a window attention is our own, whose gradients sum in one order, as those of torch's do not: what has
+        other bits the next time has read other numbers."""
         sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, initializer_range=0.02)
-        return make("llama", "cuda", torch.bfloat16, **sizes)
+        return make("mistral", "cuda", torch.bfloat16, sliding_window=1024, **sizes)
 
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
     def test_many_steps_with_offload_have_the_bits_of_those_without(self, model, ids, policy):
@@ -483,16 +485,18 @@ class TestOnAGPU:
         enable(model, policy)
         enable(twin, policy, offload=True)
         for i in range(8):
-            batch = ids.roll(i, 1)[:, : 2048 - 8 * (i % 3)]
-            for one in (model, twin):
+            batch, grads = ids.roll(i, 1)[:, : 2048 - 8 * (i % 3)], []
+            for one in (model, model, twin):
+                one.zero_grad()
                 one(batch, labels=batch).loss.backward()
                 torch.cuda._sleep(10**7 * (i % 2))  # so that the host is far ahead, or is not
-            for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
-                assert torch.equal(parameter.grad, other.grad)
+                grads.append([parameter.grad for parameter in one.parameters()])
+            again, expected, found = grads
+            assert_same(again, expected)  # without offload: where this fails, bits say nothing of memory
+            assert_same(found, expected)
             with torch.no_grad():
                 for parameter in (*model.parameters(), *twin.parameters()):
                     parameter -= 0.1 * parameter.grad
-                    parameter.grad = None
 
     def test_what_is_kept_leaves_the_device(self, model, ids):
         """Of 12 blocks at most three are there at a time: two in the forward, two and the last one in the backward.

@@ -118,12 +118,12 @@ def _forward_kernel(
     total = tl.zeros([BLOCK_M], ACC)
     rounded = tl.zeros([BLOCK_M], ACC)
     highest = tl.full([BLOCK_M], float("-inf"), ACC)
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
     for n in tl.range(begin, end, BLOCK_N):
         k = tile(k_src, k_rest, b, kv_head, n, K, k_b, k_s, k_h, BLOCK_N, D, MAIN, REST, TMA)
         s = inner(q, k, REST, PRECISION, ACC)
         if CAP is not None:
             s, _ = _capped(s, SCALE, CAP, dtype)
-        FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
         if (n < full_begin) | (n + BLOCK_N > full_end) | holes(counts_ptr, n, n + BLOCK_N, K, pads, MASK, PAIRS):
             cols = n + tl.arange(0, BLOCK_N)
             visible = (cols[None, :] >= lo[:, None]) & (cols[None, :] < hi[:, None])
@@ -132,10 +132,12 @@ def _forward_kernel(
                 visible = unhidden(visible, seen[None, :], codes[:, None], PAIRS)
             s = tl.where(visible, s, float("-inf"))
         if RUNNING_MAX:
-            higher = tl.maximum(highest, tl.max(s, 1) * FACTOR)
+            # Less the maximum, then times the factor: the other way round is one instruction, which does not round the
+            # product as the maximum's was, and then the largest weight, for scores of 1e4, is not quite 1.
+            higher = tl.maximum(highest, tl.max(s, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp2(s * FACTOR - base[:, None])
-            shrink = tl.exp2(highest - base)
+            p = tl.exp2((s - base[:, None]) * FACTOR)
+            shrink = tl.exp2((highest - base) * FACTOR)
             total = total * shrink + tl.sum(p, 1)
             acc = times(acc, shrink[:, None], REST)
             highest = higher
@@ -151,7 +153,7 @@ def _forward_kernel(
         total = tl.where(empty, 1.0, total)
     lse = tl.log2(total.to(lse_ptr.dtype.element_ty))
     if RUNNING_MAX:
-        lse += highest
+        lse += highest.to(lse.dtype) * FACTOR
     else:
         total = tl.where(empty, 1.0, rounded)
     if MASK:

@@ -128,7 +128,9 @@ class _MLP(torch.autograd.Function):
                 part = torch.mm(dz, w1, out=None if dx is None else dx[tile])
                 dx = part if dx is None else dx
         if several:
-            dw1, dw2 = (None if t is None else give_gradient(w, t) for w, t in ((w1, dw1), (w2, dw2)))
+            del room, z, dz  # before the sums are rounded, one behind the other
+            dw1 = None if dw1 is None else give_gradient(w1, dw1)
+            dw2 = None if dw2 is None else give_gradient(w2, dw2)
             db1 = None if db1 is None else db1.to(b1.dtype)
         db2 = dy.sum(0) if need_b2 else None
         return None if dx is None else dx.view(shape), dw1, dw2, db1, db2, None, None, None, None, None

@@ -135,10 +135,12 @@ class CapturedStep:
                 group["lr"] = torch.tensor(float(group["lr"]), dtype=torch.float32, device=self._device)
         self._lrs = [group["lr"] for group in self._groups]
         gc.collect()
-        if any(map(_in_a_graph, (p for p in self._parameters if p.requires_grad))):
+        names = {p: name for name, p in self.model.named_parameters()}
+        if held := [names.get(p, "a parameter") for p in self._parameters if p.requires_grad and _in_a_graph(p)]:
             raise InputError(
-                "CapturedStep: a loss or an output of an earlier forward is still there, and with it nodes of its "
-                "backward that belong to another stream; `del loss` before (a detached one may stay)"
+                f"CapturedStep: a graph that reads {held[0]} is still there, and with it a node of its backward that "
+                "belongs to another stream: of a loss or an output of an earlier forward, or of something else made "
+                "of the parameter, as by clone(). `del` it before (what is detached may stay)"
             )
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
@@ -265,7 +267,7 @@ def _device(model: nn.Module, parameters: list[nn.Parameter]) -> torch.device:
 
 
 def _in_a_graph(p: Tensor) -> bool:
-    """True if a graph of an earlier forward holds the node that adds to p.grad: asked for twice, it is the same."""
+    """True if the graph of something holds the node that adds to p.grad: asked for twice, it is the same."""
 
     def node() -> Any:
         return torch.autograd.graph.get_gradient_edge(p).node

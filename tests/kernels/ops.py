@@ -43,7 +43,8 @@ VARIANTS, VARIANTS_INTERPRETED = 20, 4
 class Case:
     """Arguments of one call: its tensors, of which those that require grad are trained, and all that is no tensor.
 
-    shared: how many elements of a result have one error in common (a row that of its statistic), where several do.
+    shared: how many elements of a result have one error in common, where several do: a row that of its statistic, and
+        many sums of a product those of the few numbers that they are made of.
     terms: how many products its matrix products add to one element, at most.
     """
 
@@ -420,7 +421,9 @@ def whole_unit(call, reference, eager_unit, *, gated: bool) -> Op:
             tensors[f"{name}_weight"] = m(*shape, scale=shape[1] ** -0.5)
             if bias:
                 tensors[f"{name}_bias"] = m(shape[0], scale=min(scale, 1.0))
-        return Case(tensors, options, terms=max(width, inner * (1 + gated), out, rows))
+        # Errors of z, h and dz, which are rows x inner numbers, are those of all sums over them.
+        shared = max(1, width // max(1, min(rows, inner * (1 + gated))), out // max(1, min(rows, inner)))
+        return Case(tensors, options, shared, max(width, inner * (1 + gated), out, rows))
 
     def edge(scale, activation):
         options = {"activation": activation}
@@ -442,19 +445,26 @@ def whole_unit(call, reference, eager_unit, *, gated: bool) -> Op:
 
 
 def unit_noise(case: Case, upstream: list[Tensor], *, gated: bool) -> dict[str, Tensor]:
-    """What rounding the first product z, h and their gradient dz once costs: of few tokens, or of equal ones, eager's
-    roundings may happen to cancel."""
+    """What rounding the first product z, h and their gradients dz and dh once costs: of few tokens, or of equal ones,
+    eager's roundings may happen to cancel."""
     first, second = ("gate_up", "down") if gated else ("fc1", "fc2")
     t = {name: x.detach().double() for name, x in case.tensors.items()}
     x, dy = t["x"].flatten(0, -2), upstream[0].double().flatten(0, -2)
     w1, w2 = t[f"{first}_weight"], t[f"{second}_weight"]
     z = F.linear(x, w1, t.get(f"{first}_bias")).requires_grad_()
     h = OPS["glu" if gated else "activate"].reference(z, activation=case.options["activation"])
-    (dz,) = torch.autograd.grad(h, z, dy @ w2, retain_graph=True)
-    (slope,) = torch.autograd.grad(h, z, torch.ones_like(h))
+    (dz,) = torch.autograd.grad(h, z, dy @ w2, create_graph=True)
+
+    def by_z(y: Tensor) -> Tensor:
+        """The square of what y, [T, inner], changes by where the numbers of z that it is made of are off by as much as
+        they are large."""
+        (slope,) = torch.autograd.grad(y.sum(), z, retain_graph=True)
+        return ((slope * z.detach()) ** 2).unflatten(1, (-1, y.shape[1])).sum(1)
+
     squares = torch.finfo(case.tensors["x"].dtype).eps ** 2 / 12  # of a rounding, over the square of its number
-    lost_z = ((slope * z.detach()) ** 2).unflatten(1, (-1, h.shape[1])).sum(1)
-    lost_h, lost_dz = squares * (lost_z + h.detach() ** 2), squares * dz**2
+    lost_h = squares * (by_z(h) + h.detach() ** 2)
+    # dz is off by as much as dh, and by its own rounding.
+    lost_dz = squares * (torch.cat([by_z(part) for part in dz.split(h.shape[1], 1)], 1) + 2 * dz.detach() ** 2)
     noise = {"output 0": lost_h @ w2.t() ** 2, f"d_{second}_weight": (dy**2).t() @ lost_h}
     noise |= {"d_x": lost_dz @ w1**2, f"d_{first}_weight": lost_dz.t() @ x**2, f"d_{first}_bias": lost_dz.sum(0)}
     shapes = {"output 0": upstream[0].shape, "d_x": t["x"].shape}
@@ -838,6 +848,25 @@ def route_op() -> Op:
     return Op(kernels.route, kernels.route_reference, eager_route, sizes, make, edges, huge, noise=route_noise)
 
 
+def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
+    """What one rounding of dh = dy @ down, and sums of fp32 one after the other, cost d_weights = sum(dh * h).
+
+    A sum of K terms t errs by eps sqrt(K / 24 * sum(t^2)), however little is left of it. Eager's sum(dy * (down @ h))
+    is added in parts, and of as many rounded terms as the tokens are wide, where there may be one dh.
+    """
+    t = {name: x.detach().double() for name, x in case.tensors.items()}
+    experts, dy = case.tensors["experts"], upstream[0].double()
+    noise, rounding = torch.zeros_like(t["weights"]), torch.finfo(case.tensors["x"].dtype).eps ** 2 / 12
+    for expert, (gate_up, down) in enumerate(zip(t["gate_up_proj"], t["down_proj"], strict=True)):
+        tokens, choice = (experts == expert).nonzero(as_tuple=True)
+        h = kernels.glu_reference(F.linear(t["x"][tokens], gate_up), activation=case.options["activation"]).square()
+        hidden, inner = down.shape
+        terms, sums = dy[tokens].square() @ down.square(), (dy[tokens] @ down).square()
+        lost = 2.0**-46 / 24 * (hidden * terms + inner * sums) + rounding * sums
+        noise[tokens, choice] = (lost * h).sum(-1).sqrt()
+    return {"d_weights": noise}
+
+
 def experts_op() -> Op:
     def sizes(j, draw, interpreted):
         hidden, inner = (draw.choice([1, 8, 20] if interpreted else [1, 8, 33, 64, 96, 136, 256, 512]) for _ in "ab")
@@ -875,7 +904,8 @@ def experts_op() -> Op:
         projections = {"gate_up_proj": m(2, 32, hidden, scale=hidden**-0.5), "down_proj": m(2, hidden, 16, scale=0.25)}
         return Case(tensors | projections, {})
 
-    return Op(kernels.moe_experts, kernels.moe_experts_reference, eager_moe_experts, sizes, make, edges, huge)
+    reference = kernels.moe_experts_reference
+    return Op(kernels.moe_experts, reference, eager_moe_experts, sizes, make, edges, huge, noise=experts_noise)
 
 
 # Divergences.

@@ -442,14 +442,18 @@ def test_captured_and_never_waits(check, mode, gated):
 
 @pytest.mark.gpu
 def test_peak_memory():
-    """kept: z, dh, and no second z; tiles: neither z nor h of all tokens."""
+    """kept: z, dh, and no second z; tiles: neither z nor h of all tokens, and the sums of one weight are rounded behind
+    those of the other. Without biases, for whose gradients torch.sum takes 128 MiB of its own."""
     tokens, hidden, inner = 8192, 1024, 8192
-    inputs, dy = on_gpu(True, tokens, hidden=hidden, inner=inner)
-    z = tokens * 2 * inner * 2
-    weights = sum(t.numel() * 2 for t in inputs[1:])
+    sizes = dict(dtype=torch.bfloat16, bias=False, hidden=hidden, inner=inner, out=hidden)
+    (x, w1, w2, *_), dy = make("cuda", True, tokens, **sizes)
+    inputs = [t.requires_grad_() for t in (x, w1, w2)]
+    z, y, dx = tokens * 2 * inner * 2, dy.nbytes, x.nbytes
+    # The most is there while h, in the place of dh and half of z, becomes a part of the second weight's gradient. The
+    # first weight's gradient and dx come later; of several tiles both are begun, and the weights' sums are in fp32.
     for options, most in (
-        ({}, z + z // 2),
-        ({"recompute": True, "workspace_bytes": z // 8}, z // 8 + z // 16 + 2 * weights),  # sums in fp32
+        ({}, y + z + z // 2 + w2.nbytes),
+        ({"recompute": True, "workspace_bytes": z // 8}, y + dx + z // 8 + z // 16 + 2 * (w1.nbytes + w2.nbytes)),
     ):
         op = functools.partial(gated_mlp, **options)
         for _ in range(2):  # the first compiles, and makes the workspace of cuBLAS
@@ -458,5 +462,4 @@ def test_peak_memory():
             grads = torch.autograd.grad(op(*inputs), inputs, dy)
             peak = torch.cuda.max_memory_allocated() - before
             del grads
-        # Beside these: y and dx, the gradients of the weights, and what the allocator rounds up.
-        assert peak <= most + 2 * tokens * hidden * 2 + weights + 2**24
+        assert peak <= most + 2**23  # the allocator may give each of these up to 1 MiB more, six at most

@@ -218,7 +218,14 @@ def test_parameters_that_an_earlier_graph_holds_are_found():
     loss = model(torch.ones(3, 8))
     loss.backward()
     assert capture._in_a_graph(weight)
+    step = CapturedStep(model, torch.optim.SGD(model.parameters()), x=torch.ones(3, 8))
+    with pytest.raises(InputError, match=r"reads linear\.weight is still there.* an output of an earlier forward"):
+        step._capture()  # which off CUDA nobody else asks for
     loss = loss.detach()
+    assert not capture._in_a_graph(weight)
+    twin = weight.clone()
+    assert capture._in_a_graph(weight)
+    del twin
     assert not capture._in_a_graph(weight)
     weight.register_post_accumulate_grad_hook(lambda p: None)
     assert not capture._in_a_graph(weight)
@@ -379,7 +386,7 @@ class Waits(nn.Linear):
         return y * float(y)
 
 model = Waits(8, 4, device="cuda")
-before = model.weight.clone()
+before = model.weight.detach().clone()
 adamw = torch.optim.AdamW(model.parameters(), capturable=True)
 x = torch.ones(3, 8, device="cuda")
 for optimizer, extra in [(torch.optim.AdamW(model.parameters()), ""), (adamw, "held"), (adamw, "")]:
@@ -398,5 +405,5 @@ assert torch.equal(model.weight, before) and model.weight.grad is None
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert "build it with capturable=True" in first
-    assert "an output of an earlier forward" in second
+    assert "reads weight is still there" in second and "an output of an earlier forward" in second
     assert "cannot be captured" in third and "return y * float(y)" in third

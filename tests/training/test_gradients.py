@@ -78,7 +78,10 @@ def test_on_a_gpu_as_autograd(recompute, tied):
 
 @pytest.mark.gpu
 def test_a_second_micro_batch_makes_no_gradient():
-    """Without the mark the tied table gets a gradient of its size for its own part; with it, nothing of that size."""
+    """Without the mark the tied table gets a gradient of its size for its own part; with it, nothing of that size.
+
+    It is made last, when what the forward kept is gone: 6 KB for each of 128 tokens, 2 % of the table.
+    """
     config = {**TINY, "vocab_size": 65536, "hidden_size": 256, "num_attention_heads": 8, "initializer_range": 0.02}
     model = ligermodels.Llama.from_config(config, dtype=torch.bfloat16, device="cuda")
     table = model.get_input_embeddings().weight.nbytes
@@ -93,6 +96,6 @@ def test_a_second_micro_batch_makes_no_gradient():
         return torch.cuda.max_memory_allocated() - before
 
     beyond()
-    assert beyond() >= table
+    assert beyond() >= 0.95 * table
     accumulate_in_place(model)
     assert beyond() < table // 4
