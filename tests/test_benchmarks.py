@@ -1,8 +1,11 @@
 """What of the benchmarks a CPU can judge: parity comes before time, results are written and shown."""
 
+import argparse
 import dataclasses
 import itertools
 import json
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ import torch
 from benchmarks import common, convergence
 from benchmarks.common import Error, Job, Timer
 from benchmarks.kernels import __main__ as command
-from benchmarks.kernels import attention, report, suite
+from benchmarks.kernels import attention, report, suite, turn
 from benchmarks.kernels.case import UNITS, Bound, Case, Place, Provider, exact_results
 from benchmarks.kernels.losses import linear_cross_entropy_case
 from benchmarks.kernels.pointwise import glu_case
@@ -38,9 +41,12 @@ def place():
     return Place("cpu", torch.float32)
 
 
-def run(ops, place, *, peers=frozenset(), timer=None):
-    limits = dict.fromkeys(UNITS.values(), 1.0)
-    return suite.run(ops, "dry", set(peers), place, timer or Timer("cpu", budget_ms=1), limits)
+def limits():
+    return dict.fromkeys(UNITS.values(), 1.0)
+
+
+def run(ops, place, *, peers=frozenset(), timer=None, **options):
+    return suite.run(ops, "dry", set(peers), place, timer or Timer("cpu", budget_ms=1), limits, **options)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.5, 0.98, 1.02, 1.5, 40.0])
@@ -107,6 +113,66 @@ def test_a_wrong_peer_is_left_out_and_ours_is_timed(place, monkeypatch):
     assert "full_ms" not in rows["F.rms_norm"]
 
 
+def test_what_no_longer_fits_into_the_budget_is_left_out(place, monkeypatch):
+    now = itertools.count()
+    clock = argparse.Namespace(monotonic=lambda: float(next(now)), perf_counter=time.perf_counter)
+    monkeypatch.setattr(suite, "time", clock)
+    saved = []
+    # The clock is read once before an op is checked, and once before each of its shapes, of which glu has two.
+    record = run(["rms_norm", "glu", "layer_norm"], place, deadline=3.0, save=lambda r: saved.append(len(r["rows"])))
+    assert [(row["op"], row["shape"]) for row in record["rows"]][-1] == ("glu", "silu T=5 F=24")
+    assert record["left_out"] == ["glu gelu_tanh T=5 F=24", "layer_norm"] and record["red"] == []
+    assert saved == [1, 3]  # after each op; glu has two providers of ours
+    assert "glu gelu_tanh T=5 F=24, layer_norm" in command.render({**record, **_heading()})
+
+
+def test_runs_beside_each_other_are_timed_one_by_one(place, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    mine, other = (turn.Turn(tmp_path / "lock") for _ in range(2))
+    order, check, waiting = [], suite.check, threading.Event()
+
+    def cannot_lock(kind):
+        with pytest.raises(BlockingIOError), (tmp_path / "lock").open("a") as file:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+
+    def checked(case):
+        order.append(f"checked {case.op}")
+        cannot_lock(fcntl.LOCK_EX)
+        with other.together():  # does not wait
+            return check(case)
+
+    def finish():
+        with other.together():
+            waiting.set()
+            time.sleep(0.2)
+            order.append("the other one has checked")
+
+    thread = threading.Thread(target=finish)
+
+    def measured(case, *rest):
+        order.append(f"timed {case.op}")
+        cannot_lock(fcntl.LOCK_SH)
+        return iter([])
+
+    def begun(ops):
+        yield ops[0]
+        thread.start()
+        assert waiting.wait(60)
+        yield from ops[1:]
+
+    monkeypatch.setattr(suite, "check", checked)
+    monkeypatch.setattr(suite, "measure", measured)
+    run(begun(["rms_norm", "add_rms_norm"]), place, turn=mine)
+    thread.join()
+    assert order == [
+        "checked rms_norm",
+        "checked add_rms_norm",
+        "the other one has checked",
+        "timed rms_norm",
+        "timed add_rms_norm",
+    ]
+
+
 def test_the_exit_code_and_the_file_say_what_is_red(tmp_path, monkeypatch, capsys):
     right = kernels.rms_norm
     monkeypatch.setattr(kernels, "rms_norm", lambda *a, **k: right(*a, **k) + 1)
@@ -123,8 +189,8 @@ def test_a_run_is_written_and_rendered(tmp_path, capsys):
     record = json.loads(out.read_text())
     assert {row["op"] for row in record["rows"]} == {"rms_norm", "add_rms_norm", "glu"}
     for row in record["rows"]:
-        for time in ("forward_ms", "full_ms", "forward_wall_ms", "full_wall_ms"):
-            assert 0 < row[time]["p20"] <= row[time]["median"] <= row[time]["p80"]
+        for name in ("forward_ms", "full_ms", "forward_wall_ms", "full_wall_ms"):
+            assert 0 < row[name]["p20"] <= row[name]["median"] <= row[name]["p80"]
     assert record["environment"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
     assert command.main(["--render", str(out)]) == 0
     assert capsys.readouterr().out == printed

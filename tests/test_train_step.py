@@ -31,8 +31,11 @@ def in_this_process(monkeypatch):
         def __init__(self, arguments, environment):
             self.arguments = arguments
 
-        def ready(self):
+        def ready(self, timeout=None):
             return self
+
+        def proceed(self):
+            pass
 
         def go(self, timeout):
             try:
@@ -108,7 +111,8 @@ def test_a_wrong_model_makes_no_step(tmp_path, monkeypatch):
     monkeypatch.setattr(measure, "build", lambda *arguments: Wrong())
     monkeypatch.setattr(measure, "optimizer_of", None)
     options = argparse.Namespace(dry=True, checkpointing="none", seq=100)
-    row = measure.measure("hf", CASES["llama-3.2-1b"], options, tmp_path)
+    case = CASES["llama-3.2-1b"]
+    row = measure.measure(measure.check("hf", case, options, tmp_path), case, options, tmp_path)
     assert len(row["parity"]["red"]) == 3
     assert "tokens_per_s" not in row
 
@@ -249,7 +253,7 @@ def test_the_first_step_is_compared_too():
 
 
 def test_a_provider_whose_process_fails_gets_a_note(tmp_path, monkeypatch, capsys, in_this_process):
-    monkeypatch.setattr(command, "prepare", lambda *arguments: None)
+    monkeypatch.setattr(command, "prepare", lambda *arguments: {})
     code, (row,) = run(tmp_path, "--providers", "ligermodels")
     assert code == 1 and "parity is not there" in row["note"]
     assert row["note"] in capsys.readouterr().out
@@ -263,6 +267,14 @@ def test_a_process_waits_works_fails_or_is_stopped(tmp_path, monkeypatch):
         print("noise of imports")
         print({children.READY!r}, flush=True)
         assert sys.stdin.readline() == "go\\n"
+        if sys.argv[1] in ("twice", "ends", "late"):
+            print("x" * 100_000, file=sys.stderr)
+            if sys.argv[1] == "ends":
+                sys.exit("in the middle")
+            if sys.argv[1] == "late":
+                time.sleep(60)
+            print({children.READY!r}, flush=True)
+            assert sys.stdin.readline() == "go\\n"
         print("x" * 100_000)
         if sys.argv[1] == "hang":
             time.sleep(60)
@@ -270,7 +282,12 @@ def test_a_process_waits_works_fails_or_is_stopped(tmp_path, monkeypatch):
             sys.exit("because of " + os.environ["WHY"])
     """)
     monkeypatch.setattr(children, "ROOT", tmp_path)
-    runs = {name: children.Child([name], {"WHY": "this"}) for name in ("work", "fail", "hang", "never")}
+    names = ("work", "fail", "hang", "never", "twice", "ends", "late")
+    runs = {name: children.Child([name], {"WHY": "this"}) for name in names}
+    for name in names[-3:]:  # all go on before any is waited for
+        runs[name].ready().proceed()
+    assert runs["twice"].ready(60).waits and not runs["late"].ready(0.2).waits and not runs["ends"].ready(60).waits
+    assert [runs[name].go(60) for name in names[-3:]] == ["", "in the middle", "did not finish in 0.2 s"]
     assert runs["work"].ready().ready().go(60) == ""
     assert runs["fail"].ready().go(60) == "because of this"
     assert runs["hang"].ready().go(0.2) == "did not finish in 0.2 s"
@@ -308,6 +325,8 @@ def test_kernels_are_the_time_of_the_op_that_launched_them():
     events = [
         op("aten::linear", 0, 10),
         op("aten::mm", 1, 8, **dims),
+        call("cudaMemsetAsync", 1.5, 6),  # of cuBLAS: one call, whose operations count once
+        {**kernel("Memset (Device)", 98, 1, 6), "cat": "gpu_memset"},
         call("cuLaunchKernelEx", 2, 7),
         kernel("nvjet_sm90_tst", 100, 50, 7),
         # A norm's output made anew within a product's backward, on the thread of backward.
@@ -327,25 +346,68 @@ def test_kernels_are_the_time_of_the_op_that_launched_them():
         op("_Flash", 80, 9),
         call("cuLaunchKernel", 81, 12),
         kernel("_forward_kernel", 500, 4, 12),
+        # Behind the op that keeps its input, in the module's own name.
+        {**mark("module|layers.3.mlp", 90), "dur": 4},
+        call("cuLaunchKernel", 91, 14),
+        kernel("_forward_kernel", 510, 2, 14),
         call("cudaStreamSynchronize", 95, 13),
         kernel("some_kernel", 600, 1, 99),  # launched by nobody known
     ]
     found = trace.times(events)
     by_op = {work.op: work for work in found.work}
     milliseconds = {name: work.ms for name, work in by_op.items()}
-    assert milliseconds == {
-        "products": 0.050,
+    assert milliseconds == pytest.approx({
+        "products": 0.051,
         "norms": 0.020,
         "copies, casts, fills": 0.005,
         "attention backward": 0.040,
-        "gated units": 0.003,
+        "gated units": 0.005,
         "attention forward": 0.004,
         "other": 0.001,
-    }
+    })  # fmt: skip
     assert by_op["products"].detail == "100 x 20 x 30" and by_op["products"].flops == 2 * 100 * 20 * 30
+    assert by_op["products"].count == 1 and by_op["gated units"].count == 2
+    assert by_op["products"].kernels == {"Memset (Device)": 1, "nvjet_sm90_tst": 1}
     assert by_op["other"].detail == "some_kernel"
-    assert found.busy_ms == pytest.approx(0.113)  # the norm runs beside the product for 10 us
-    assert (found.launches, found.waits) == (6, 1)
+    assert found.busy_ms == pytest.approx(0.116)  # the norm runs beside the product for 10 us
+    assert found.between_ms == pytest.approx(0.601 - 0.098 - 0.116)
+    assert (found.launches, found.waits) == (8, 1)
+
+
+def test_a_call_is_all_that_its_op_runs():
+    node = "autograd::engine::evaluate_function: "
+    events = [
+        # A norm's backward and the sum of its parts, then another norm's.
+        *(op(f"{prefix}_NormBackward", start, 9) for start in (0, 10) for prefix in (node, "")),
+        *(call("cuLaunchKernel", time, i) for i, time in enumerate((1, 2, 11, 12))),
+        *(kernel(f"{('backward', 'sum_parts')[i % 2]}_kernel", 100 + 10 * i, 5, i) for i in range(4)),
+        # One step of the optimizer, in parts.
+        {**mark("Optimizer.step#AdamW.step", 30), "dur": 20},
+        *(op("aten::_fused_adamw_", start, 5) for start in (31, 40)),
+        *(call("cudaLaunchKernel", time, i) for i, time in ((4, 32), (5, 33), (6, 41))),
+        *(kernel("multi_tensor_apply_kernel", 100 + 10 * i, 5, i) for i in (4, 5, 6)),
+    ]
+    work = {w.op: (w.count, sum(w.kernels.values()), w.kernels) for w in trace.times(events).work}
+    assert work == {
+        "norms": (2, 4, {"backward_kernel": 2, "sum_parts_kernel": 2}),
+        "optimizer": (1, 3, {"multi_tensor_apply_kernel": 3}),
+    }
+
+
+def test_what_the_kernels_leave_is_said_once_where_both_ways_agree():
+    def lines(rest, between):
+        work = dataclasses.asdict(trace.Work("products", "2 x 3 x 4", 5, 90.0, 5e9, {"a": 5, "b": 5}))
+        profile = {"step_ms": 100.0, "rest_ms": rest, "between_ms": between, "ops": [work]}
+        return report.op_lines(
+            {**profile, "ceilings": {"matmul_bf16_tflop_per_s": 0.1}, "floors_ms": {"products": 60.0}}
+        )
+
+    assert lines(10.0, 10.2)[:-1] == [("products", 5, 10, 90.0, 60.0), ("  2 x 3 x 4", 5, 10, 90.0, 50.0)]
+    assert [line[0] for line in lines(10.0, 10.2)[2:]] == ["step less kernels"]
+    assert lines(-1.0, 3.0)[2:] == [
+        ("step less kernels", None, None, -1.0, None),
+        ("between kernels, profiled", None, None, 3.0, None),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -618,11 +680,14 @@ def test_claims_are_judged():
 
 
 def test_rows_run_one_after_the_other(tmp_path, capsys, monkeypatch, in_this_process):
-    def measured(name, case, options, folder):
-        figures = {"tokens_per_s": 100.0, "losses": [6.0], "first_gradient_norm": 1.0}
-        return {"provider": name, "checkpointing": options.checkpointing, "parity": {"red": []}, **figures}
+    def checked(name, case, options, folder):
+        return {"provider": name, "checkpointing": options.checkpointing, "parity": {"red": []}}
 
-    monkeypatch.setattr(command, "prepare", lambda *arguments: None)
+    def measured(row, case, options, folder):
+        return {**row, "tokens_per_s": 100.0, "losses": [6.0], "first_gradient_norm": 1.0, "seconds": {"steps": 2.5}}
+
+    monkeypatch.setattr(command, "prepare", lambda *arguments: {"checkpoint": 1.25})
+    monkeypatch.setattr(command, "check", checked)
     monkeypatch.setattr(command, "measure", measured)
     row = rows.Row(("--case", "llama-3.2-1b"), (rows.Claim("ligermodels", "hf", speed=1.1),), 1)
     other = rows.Row(("--case", "llama-3.2-1b", "--checkpointing", "block"), (), 1, others=("ligermodels",))
@@ -631,9 +696,40 @@ def test_rows_run_one_after_the_other(tmp_path, capsys, monkeypatch, in_this_pro
     assert command.main(["--dry", "--rows", "all", "--budget", "60", "--out", str(tmp_path)]) == 0
     assert {path.name for path in tmp_path.iterdir()} == {"step-a.json", "step-b.json"}
     assert json.loads((tmp_path / "step-b.json").read_text())["settings"]["checkpointing"] == "block"
-    assert capsys.readouterr().out.splitlines()[-1].endswith("NO")
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[-1].endswith("NO")
+    for line in ("a: from 0 s on", "prepare: 0 s (imports 0.0, checkpoint 1.2)", "hf: 0 s (steps 2.5)", "b: from"):
+        assert line in printed.err
     with pytest.raises(SystemExit):
         command.main(["--dry", "--rows", "a,z"])
+
+
+@pytest.mark.parametrize(
+    ("gib", "expected"), [(48, ["check"] * 3 + ["wait"] * 3), (47, ["check", "wait"] * 3)], ids=["all fit", "one fits"]
+)
+def test_parity_is_checked_at_the_same_time_where_all_fit(gib, expected, tmp_path, monkeypatch):
+    order = []
+
+    class Child:
+        def __init__(self, arguments, environment):
+            self.name = arguments[1]
+
+        def ready(self, timeout=None):
+            order.append("wait" if timeout else "imported")
+            return self
+
+        def proceed(self):
+            order.append("check")
+
+    device = argparse.Namespace(total_memory=gib * 2**30)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(children, "Child", Child)
+    options = command._parser().parse_args(["--case", "llama-3.1-8b"])
+    run = command.Run(command._complete(options, command._parser()), tmp_path)
+    del run.children["prepare"]
+    run.check()
+    # 8 GiB, and 16 bytes for each of 4096 x 128256 logits: 15.8 GiB for each of three providers.
+    assert order == ["imported"] * 3 + expected
 
 
 def test_providers_of_a_run_share_nothing_but_its_folder(tmp_path, monkeypatch):

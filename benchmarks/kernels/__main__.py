@@ -9,16 +9,23 @@ card can do, measured in the same run: of its copy bandwidth for the fewest byte
 product for the operations that it cannot leave out, and for ops over a linear head of the products of that head.
 Last, what a call costs the host, on a shape so small that the device does not matter.
 
+Most of the time goes into compiling. Runs that are given the same --turn file do that and the parity beside each other,
+and then wait for their turn, so that nothing is timed while another one works.
+
     python -m benchmarks.kernels --ops norms,glu --shapes full --out benchmarks/results/kernels.json
     python -m benchmarks.kernels --render benchmarks/results/kernels.json --markdown --plot pictures
+    python -m benchmarks.kernels --ops units --budget 120 --turn LOCK &   # and one with --ops losses beside it
     python -m benchmarks.kernels --dry                        # tiny, on the CPU: does everything run?
 """
 
 import argparse
+import functools
 import importlib.util
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +36,7 @@ from benchmarks.common import Timer, ceilings, environment, write_json
 from benchmarks.kernels.case import Place
 from benchmarks.kernels.report import render
 from benchmarks.kernels.suite import CASES, GROUPS, PEERS, run
+from benchmarks.kernels.turn import Turn
 
 DRY_PEERS = ("eager", "torch", "transformers")
 
@@ -40,12 +48,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--shapes", choices=("quick", "full"), default="quick")
     parser.add_argument("--peers", help=f"comma-separated; default all that are installed: {','.join(PEERS)}")
-    parser.add_argument("--out", help="JSON file for the result")
+    parser.add_argument("--budget", type=float, default=math.inf, help="seconds, after which no other shape is begun")
+    parser.add_argument("--turn", metavar="FILE", help="a lock that runs beside this one share: timed one by one")
+    parser.add_argument("--out", help="JSON file for the result, written after each op")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
     parser.add_argument("--plot", metavar="FOLDER", help="write a PNG per op there; needs matplotlib")
     parser.add_argument("--dry", action="store_true", help="tiny shapes on the CPU; the times mean nothing")
-    options = parser.parse_args(arguments)
+    options, started = parser.parse_args(arguments), time.monotonic()
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
     if options.render:
@@ -66,25 +76,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.dry and os.environ.get("TRITON_INTERPRET") == "1":
         dtype = torch.float16  # interpreted kernels truncate where bf16 rounds
     timer = Timer(device)
-    limits = ceilings(timer)
-    result = run(
+    heading = {
+        "benchmark": "kernels",
+        "environment": environment(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "not_installed": sorted(missing),
+    }
+
+    def save(found: Mapping[str, Any]) -> None:
+        if options.out:
+            write_json(options.out, {**heading, **found})
+
+    found = run(
         ops,
         "dry" if options.dry else options.shapes,
         set(asked) - missing,
         Place(device, dtype),
         timer,
-        limits,
+        functools.partial(ceilings, timer),
+        turn=Turn(options.turn) if options.turn else None,
+        deadline=started + options.budget,
+        save=save,
     )
-    record = {
-        "benchmark": "kernels",
-        "environment": environment(device),
-        "dtype": str(dtype).removeprefix("torch."),
-        "not_installed": sorted(missing),
-        "ceilings": limits,
-        **result,
-    }
-    if options.out:
-        write_json(options.out, record)
+    save(found)
+    record = {**heading, **found}
     show(record, options)
     if missing:
         print(f"left out, not installed: {', '.join(sorted(missing))}")

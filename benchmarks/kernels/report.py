@@ -71,6 +71,8 @@ def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
     if bad := [row for row in record["parity"] if row["why"]]:
         lines = [[row["op"], row["shape"], row["provider"], row.get("tensor"), row["why"]] for row in bad]
         add("Parity: what is not as exact as it must be", ["op", "shape", "provider", "tensor", "why"], lines)
+    if record.get("left_out"):
+        parts.append(f"Left out, since the time was over: {', '.join(record['left_out'])}")
     if record["red"]:
         parts.append(f"RED, parity failed or ours did not run: {', '.join(record['red'])}")
     return "\n\n".join(parts)

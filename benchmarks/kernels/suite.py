@@ -1,12 +1,14 @@
 """Which op is run on which shapes, and how: parity of all first, then the times of what passed."""
 
+import contextlib
 import functools
 import gc
+import math
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from benchmarks.kernels.pointwise import (
     rope_case,
 )
 from benchmarks.kernels.preference import preference_case
+from benchmarks.kernels.turn import Turn
 
 PEERS = {
     "eager": None,
@@ -298,40 +301,113 @@ def host_cost(case: Case, timer: Timer, skip: set[str]) -> Iterator[dict[str, An
         yield row
 
 
+@dataclass
+class Checked:
+    """An op whose parity is known. refused: of each shape, the providers that may not be timed; red: ours are among
+    them. tiny: what the host's cost is taken on."""
+
+    op: str
+    cases: list[Case]
+    refused: dict[str, set[str]]
+    parity: list[dict[str, Any]]
+    red: bool
+    tiny: list[Case]
+    seconds: float
+
+
+def checked(op: str, shapes: str, peers: set[str], place: Place) -> Checked:
+    started = time.perf_counter()
+    cases = [CASES[op](place, peers, *numbers) for numbers in SHAPES[shapes][op]]
+    refused, parity = {}, []
+    for case in cases:
+        rows, refused[case.shape] = check(case)
+        parity += rows
+        _collect()
+    ours = {provider.name for case in cases for provider in case.providers if provider.ours}
+    # Without torch.compile, to which another shape is seconds of compiling.
+    few = SHAPES["dry" if shapes == "dry" else "tiny"][op][:1]
+    tiny = [CASES[op](place, peers - {"compile"}, *numbers) for numbers in few]
+    red = bool(set().union(*refused.values()) & ours)
+    for case in tiny if not red else []:
+        _compile(case)
+    return Checked(op, cases, refused, parity, red, tiny, time.perf_counter() - started)
+
+
+def _compile(case: Case) -> None:
+    """Calls each provider once. Why one cannot be called is said where it is timed."""
+    inputs, cotangents = case.make()
+    for provider in case.providers:
+        with contextlib.suppress(Exception):
+            Bound(case, provider, inputs, cotangents).full()
+
+
 def run(
-    ops: Sequence[str], shapes: str, peers: set[str], place: Place, timer: Timer, limits: Mapping[str, float]
+    ops: Sequence[str],
+    shapes: str,
+    peers: set[str],
+    place: Place,
+    timer: Timer,
+    limits: Callable[[], Mapping[str, float]],
+    *,
+    turn: Turn | None = None,
+    deadline: float = math.inf,
+    save: Callable[[Mapping[str, Any]], None] = lambda record: None,
 ) -> dict[str, Any]:
-    """Parity of every op, then the times of those that passed. `red` lists the ops that did not."""
-    record: dict[str, Any] = {"parity": [], "rows": [], "host": [], "red": [], "seconds": {}}
-    for op in ops:
-        started = time.perf_counter()
+    """Parity of every op, then the times of those that passed. `red` lists the ops that did not.
+
+    limits: measures the ceilings. turn: all parity first, beside other runs, then all times, alone. deadline: of
+    time.monotonic(), after which no op is checked and no shape timed: they are `left_out`. save: called with the record
+    after each op.
+    """
+    record: dict[str, Any] = {"parity": [], "rows": [], "host": [], "red": [], "seconds": {}, "left_out": []}
+    torch._dynamo.config.recompile_limit = 64  # all shapes of an op share it, and with a turn all ops
+
+    def all_checked() -> Iterator[Checked]:
         torch._dynamo.reset()
-        torch._dynamo.config.recompile_limit = 64  # all shapes of an op share it
-        cases = [CASES[op](place, peers, *numbers) for numbers in SHAPES[shapes][op]]
-        refused = {}
-        for case in cases:
-            rows, refused[case.shape] = check(case)
-            record["parity"] += rows
-            _collect()
-        ours = {provider.name for case in cases for provider in case.providers if provider.ours}
-        everywhere = set().union(*refused.values())
-        if everywhere & ours:
-            record["red"].append(op)
-            continue
-        rows, host = [], []
-        for case in cases:
-            rows += measure(case, timer, limits, refused[case.shape])
-            _collect()
-        for numbers in SHAPES["dry" if shapes == "dry" else "tiny"][op][:1]:
-            # Without torch.compile, to which another shape is seconds of compiling.
-            host += host_cost(CASES[op](place, peers - {"compile"}, *numbers), timer, everywhere)
-        if any(row["ours"] and "note" in row for row in (*rows, *host)):
-            record["red"].append(op)
-        record["rows"] += rows
-        record["host"] += host
-        record["seconds"][op] = time.perf_counter() - started
-        print(f"{op}: {record['seconds'][op]:.0f} s", file=sys.stderr, flush=True)
+        for op in ops:
+            if time.monotonic() > deadline:
+                record["left_out"].append(op)
+                continue
+            if turn is None:
+                torch._dynamo.reset()
+            yield checked(op, shapes, peers, place)
+
+    found: Iterable[Checked] = all_checked()
+    if turn is not None:
+        with turn.together():
+            found = list(found)
+    with (turn or Turn()).alone():
+        record["ceilings"] = dict(limits())
+        for op in found:
+            _timed(op, timer, record, deadline)
+            save(record)
     return record
+
+
+def _timed(checked: Checked, timer: Timer, record: dict[str, Any], deadline: float) -> None:
+    """Adds to the record what was found out about the op."""
+    started, op = time.perf_counter(), checked.op
+    record["parity"] += checked.parity
+    if checked.red:
+        record["red"].append(op)
+        return
+    rows: list[dict[str, Any]] = []
+    host: list[dict[str, Any]] = []
+    for case in checked.cases:
+        if time.monotonic() > deadline:
+            record["left_out"].append(f"{op} {case.shape}")
+            continue
+        rows += measure(case, timer, record["ceilings"], checked.refused[case.shape])
+        _collect()
+    for case in checked.tiny if rows else []:
+        host += host_cost(case, timer, set().union(*checked.refused.values()))
+    if any(row["ours"] and "note" in row for row in (*rows, *host)):
+        record["red"].append(op)
+    record["rows"] += rows
+    record["host"] += host
+    record["seconds"][op] = checked.seconds + time.perf_counter() - started
+    times = f"parity and compiling {checked.seconds:.0f} s, times {time.perf_counter() - started:.0f} s"
+    print(f"{op}: {times}", file=sys.stderr, flush=True)
 
 
 def _collect() -> None:

@@ -3,9 +3,10 @@
 Every provider runs in a fresh process, so that neither patches nor memory leak, and loads checkpoints that
 transformers wrote, so that all have the same weights. Before it is timed it has to agree with transformers in fp32
 on a shallow model of the same widths and the same sequence length: logits, loss and gradient norm. One that does not
-is not timed, unless the case says what it leaves out (`inexact`); if it is ours, the exit code is 1. The steps are
-AdamW (states in the weights' dtype) on random tokens, the same for all, and the first of them must agree at full
-depth as well. What a provider's name means is in providers.py.
+is not timed, unless the case says what it leaves out (`inexact`); if it is ours, the exit code is 1. The processes do
+this beside each other; when one is timed, all others wait. The steps are AdamW (states in the weights' dtype) on random
+tokens, the same for all, and the first of them must agree at full depth as well. What a provider's name means is in
+providers.py.
 
     python -m benchmarks.train_step --case llama-3.2-1b --out benchmarks/results/train_step.json
     python -m benchmarks.train_step --case gemma-2-2b --providers ligermodels,ligermodels+adamw:none,hf+eager,hf+liger
@@ -19,12 +20,13 @@ depth as well. What a provider's name means is in providers.py.
 import argparse
 import importlib.util
 import json
+import math
 import os
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +36,14 @@ from benchmarks.common import environment, write_json
 from benchmarks.train_cases import CASES
 from benchmarks.train_step import children
 from benchmarks.train_step.longest import longest
-from benchmarks.train_step.measure import measure
-from benchmarks.train_step.parity import compare_first_steps, device_of, prepare
+from benchmarks.train_step.measure import check, measure
+from benchmarks.train_step.parity import compare_first_steps, device_of, parity_bytes, prepare
 from benchmarks.train_step.providers import CHECKPOINTING, Provider, preload
 from benchmarks.train_step.report import plot, render
 from benchmarks.train_step.rows import ROWS, render_verdicts, verdicts, within
 
 SETTINGS = ("case", "batch", "seq", "checkpointing", "steps", "warmup", "seed")
-PREPARE = "prepare"
+PREPARE, RESULT = "prepare", "found.json"
 EXPANDABLE = "expandable_segments:True"
 
 
@@ -61,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _rows(options, parser, Path(folder))
         run = Run(_complete(options, parser), Path(folder))
         run.prepare()
+        run.check()
         record = run.measure()
     if options.out:
         write_json(options.out, record)
@@ -87,7 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--budget", type=float, default=float("inf"), help="with --rows: seconds; what fits is run")
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a provider may take in all")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a provider may take, and its parity")
     parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm; default the temp")
     parser.add_argument("--out", help="JSON file for the result; with --rows, the folder for several")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
@@ -147,20 +150,35 @@ class Run:
 
     def prepare(self) -> None:
         """Writes the checkpoints. Raises SystemExit where that fails."""
-        error = self.children.pop(PREPARE).ready().go(self.options.timeout)
+        started, child = time.perf_counter(), self.children.pop(PREPARE).ready()
+        seconds = {"imports": time.perf_counter() - started}
+        error, found = self._finish(child, self.options.timeout)
         if error:
             self.stop()
             raise SystemExit(f"transformers could not write the checkpoint: {error}")
+        _say(PREPARE, time.perf_counter() - started, {**seconds, **found})
 
     def ready(self) -> None:
         """Returns when all processes have imported what they need."""
         for child in self.children.values():
             child.ready()
 
+    def check(self) -> None:
+        """Lets all check their parity, which for the longest sequence none does: at the same time where they fit."""
+        self.ready()
+        started, waiting = time.perf_counter(), [] if self.options.longest else list(self.children.values())
+        room = torch.cuda.get_device_properties(0).total_memory if waiting and not self.options.dry else math.inf
+        together = len(waiting) * parity_bytes(CASES[self.options.case], self.options) <= room
+        for group in [waiting] if together else [[child] for child in waiting]:
+            for child in group:
+                child.proceed()
+            for child in group:
+                child.ready(max(1.0, self._left()))
+        _say("parity", time.perf_counter() - started)
+
     def measure(self) -> dict[str, Any]:
-        """The record of all providers, one after the other, none of them while another one is being imported."""
+        """The record of all providers, one after the other, none of them while another one does anything."""
         try:
-            self.ready()
             rows = [self._row(name, child) for name, child in self.children.items()]
         finally:
             self.stop()
@@ -173,12 +191,22 @@ class Run:
         }
 
     def _row(self, name: str, child: children.Child) -> dict[str, Any]:
-        started, result = time.perf_counter(), self.folder / "row.json"
-        error = child.go(max(1.0, min(self.options.timeout, self.deadline - time.monotonic())))
-        row = json.loads(result.read_text()) if not error else {"provider": name, "note": error}
+        started = time.perf_counter()
+        error, row = self._finish(child, max(1.0, self._left()))
+        seconds = {"parity before" if phase == "parity" else phase: s for phase, s in row.get("seconds", {}).items()}
+        _say(name, time.perf_counter() - started, seconds)
+        return {"provider": name, "note": error} if error else row
+
+    def _left(self) -> float:
+        return min(self.options.timeout, self.deadline - time.monotonic())
+
+    def _finish(self, child: children.Child, timeout: float) -> tuple[str, dict[str, Any]]:
+        """Why the process failed, or "", and what it has found out."""
+        result = self.folder / RESULT
+        error = child.go(timeout)
+        found = {} if error else json.loads(result.read_text())
         result.unlink(missing_ok=True)
-        print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-        return row
+        return error, found
 
     def stop(self) -> None:
         for child in self.children.values():
@@ -187,15 +215,27 @@ class Run:
 
 def _work(options: argparse.Namespace) -> int:
     """In the process of one provider, or of "prepare"."""
-    case = CASES[options.case]
+    case, found = CASES[options.case], {}
     preload("hf" if options.child == PREPARE else options.child, case)
+    if not options.dry:
+        torch.empty(1, device="cuda")  # a second for each process
     children.wait()
     if options.child == PREPARE:
-        prepare(case, options, options.folder)
-        return 0
-    what = longest if options.longest else measure
-    write_json(options.folder / "row.json", what(options.child, case, options, options.folder))
+        found = prepare(case, options, options.folder)
+    elif options.longest:
+        found = longest(options.child, case, options, options.folder)
+    else:
+        row = check(options.child, case, options, options.folder)
+        children.wait()
+        found = measure(row, case, options, options.folder)
+    write_json(options.folder / RESULT, found)
     return 0
+
+
+def _say(what: str, seconds: float, parts: Mapping[str, float] | None = None) -> None:
+    """Where the time goes, on stderr."""
+    said = ", ".join(f"{name} {part:.1f}" for name, part in (parts or {}).items())
+    print(f"{what}: {seconds:.0f} s{f' ({said})' if said else ''}", file=sys.stderr, flush=True)
 
 
 def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path) -> int:
@@ -203,7 +243,8 @@ def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: 
     names = list(ROWS) if options.rows == "all" else options.rows.split(",")
     if unknown := sorted(set(names) - set(ROWS)):
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(ROWS)}")
-    deadline, left = time.monotonic() + options.budget, within(names, options.budget)
+    begun, left = time.monotonic(), within(names, options.budget)
+    deadline = begun + options.budget
     started: dict[str, Run] = {}
 
     def start(name: str) -> None:
@@ -221,17 +262,19 @@ def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: 
             left = within(left[1:], deadline - time.monotonic() - ROWS[name].seconds)
             if left:
                 start(left[0])  # imports while this one's checkpoints are written
-            run = started.pop(name)
+            run = started[name]
+            run.deadline = deadline
+            print(f"{name}: from {time.monotonic() - begun:.0f} s on", file=sys.stderr, flush=True)
             try:
                 run.prepare()
             except SystemExit as error:
                 print(f"{name}: {error}", file=sys.stderr)
                 wrong = 1
                 continue
+            run.check()
             if left:
                 started[left[0]].ready()
-            run.deadline = deadline
-            record = run.measure()
+            record = started.pop(name).measure()
             if not any(ROWS[other].arguments[:2] == ROWS[name].arguments[:2] for other in left):
                 shutil.rmtree(run.folder)  # checkpoints, which no row needs any more
             if options.out:

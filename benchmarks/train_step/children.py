@@ -1,7 +1,10 @@
 """The processes that providers run in: each of its own, so that neither patches nor memory leak."""
 
+import contextlib
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Self
@@ -12,33 +15,57 @@ READY = "ready to go"
 
 class Child:
     """`python -m benchmarks.train_step ARGUMENTS` for one provider. It starts at once, imports what it needs, and
-    waits to be told to go: so imports cost no time of the card, and do not disturb what another one measures."""
+    waits to be told to go on, once or several times: what need not be done alone, all do at the same time, and nothing
+    of it disturbs what another one measures."""
 
     def __init__(self, arguments: Sequence[str], environment: Mapping[str, str]):
         pipe = subprocess.PIPE
         command = [sys.executable, "-m", "benchmarks.train_step", *arguments]
-        self.waits = False
+        self.waits, self.late = False, ""
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  # a pipe that nobody reads is full at 64 KiB
         self.process = subprocess.Popen(
-            command, cwd=ROOT, env=dict(environment), stdin=pipe, stdout=pipe, stderr=pipe, text=True
+            command, cwd=ROOT, env=dict(environment), stdin=pipe, stdout=pipe, stderr=self.errors, text=True
         )
 
-    def ready(self) -> Self:
-        """Returns when it waits, or has ended."""
+    def ready(self, timeout: float | None = None) -> Self:
+        """Returns when it waits, or has ended; after `timeout` seconds it is ended."""
         assert self.process.stdout is not None
+
+        def end() -> None:
+            self.late = f"did not finish in {timeout:g} s"
+            self.process.kill()
+
+        timer = threading.Timer(timeout or 0.0, end)
+        if timeout is not None and not self.waits:
+            timer.start()
         while not self.waits and (line := self.process.stdout.readline()):
             self.waits = line.strip() == READY
+        timer.cancel()
         return self
+
+    def proceed(self) -> None:
+        """Lets it go on to where it waits next, which `ready` says."""
+        assert self.process.stdin is not None
+        self.waits = False
+        with contextlib.suppress(BrokenPipeError):  # `go` says why it has ended
+            self.process.stdin.write("go\n")
+            self.process.stdin.flush()
 
     def go(self, timeout: float) -> str:
         """Why it failed, or "" when it has done its work."""
         try:
-            _, errors = self.process.communicate("go\n", timeout=timeout)
+            self.process.communicate("go\n", timeout=timeout)
         except subprocess.TimeoutExpired:
             self.stop()
             return f"did not finish in {timeout:g} s"
+        with self.errors:
+            self.errors.seek(0)
+            errors = self.errors.read()
         if self.process.returncode == 0:
             return ""
         print(errors, file=sys.stderr)
+        if self.late:
+            return self.late
         lines = errors.strip().splitlines()
         return (lines[-1] if lines else f"exit code {self.process.returncode}")[:160]
 
@@ -47,10 +74,11 @@ class Child:
         if self.process.poll() is None:
             self.process.kill()
             self.process.communicate()
+        self.errors.close()
 
 
 def wait() -> None:
-    """In the child: everything is imported; returns when it may go."""
+    """In the child: returns when it may go on."""
     print(READY, flush=True)
     if not sys.stdin.readline():
         raise SystemExit("the process that started this one is gone")

@@ -1,4 +1,7 @@
-"""One provider's row, computed in a process of its own: parity, then times and peak memory of its steps."""
+"""One provider's row, computed in a process of its own: parity, then times and peak memory of its steps.
+
+Parity may be checked beside other processes; times are measured when no other one works.
+"""
 
 import argparse
 import itertools
@@ -28,21 +31,28 @@ from benchmarks.train_step.profile import profile
 from benchmarks.train_step.providers import Provider, build, optimizer_of, step_of
 
 
-def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The row of the provider: its parity, and where that is not red, its figures; with --profile, its profile."""
-    device = device_of(options)
+def check(name: str, case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The row of the provider, with its parity alone. Leaves nothing on the device."""
     started = time.perf_counter()
     provider = Provider.of(name, case, options.checkpointing)
     row: dict[str, Any] = {"provider": name, "checkpointing": provider.checkpointing}
     row["parity"] = _parity(provider, case, options, folder)
     if name.partition(":")[0] in case.inexact:
         row["inexact"] = case.inexact[name.partition(":")[0]]
-    elif row["parity"]["red"]:
-        return row
-    clean(device)
     torch.compiler.reset()
+    clean(device_of(options))
+    row["seconds"] = {"parity": time.perf_counter() - started}
+    return row
 
+
+def measure(row: dict[str, Any], case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The row that `check` made, where its parity is not red with its figures; with --profile, with its profile."""
+    if row["parity"]["red"] and "inexact" not in row:
+        return row
+    device, started = device_of(options), time.perf_counter()
+    provider = Provider.of(row["provider"], case, options.checkpointing)
     model = build(provider, case, folder / "model", device)
+    row["seconds"]["load"] = time.perf_counter() - started
     optimizer = optimizer_of(provider, model)
     total = options.warmup + options.steps
     inputs = batches(case, options, total, options.batch, seed=options.seed)
@@ -55,7 +65,7 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
             if device == "cuda":
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
-            row["setup_s"] = time.perf_counter() - started
+            row["seconds"]["warmup"] = time.perf_counter() - started - row["seconds"]["load"]
             marks.append(now(device))
         losses.append(step(**batch))
         if i == 0:
@@ -64,6 +74,7 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
             marks.append(now(device))
     milliseconds = elapsed(marks)
     row["losses"] = torch.stack(losses).tolist()
+    row["seconds"]["steps"] = sum(milliseconds) / 1e3
     row["step_ms"] = milliseconds
     row["tokens_per_s"] = options.batch * options.seq / statistics.median(milliseconds) * 1e3
     if device == "cuda":
@@ -74,7 +85,9 @@ def measure(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
     if not provider.ours and "num_local_experts" in case.config:
         row["experts"] = model.config._experts_implementation
     if options.profile:
+        started = time.perf_counter()
         row["profile"] = profile(provider, case, options, model, optimizer, step, inputs[0], row)
+        row["seconds"]["profile"] = time.perf_counter() - started
     return row
 
 

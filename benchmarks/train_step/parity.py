@@ -7,6 +7,7 @@ compared as well.
 
 import argparse
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,15 +45,16 @@ def config_of(case: Case, options: argparse.Namespace) -> dict[str, Any]:
     return {**config, "max_position_embeddings": 2**22} if getattr(options, "longest", None) else config
 
 
-def prepare(case: Case, options: argparse.Namespace, folder: Path) -> None:
+def prepare(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, float]:
     """Writes what is not there yet: the checkpoints `model` and `parity`, and what transformers computes with the
-    latter at this length, parity-SEQ.pt."""
-    device, config = device_of(options), config_of(case, options)
+    latter at this length, parity-SEQ.pt. Returns the seconds that each took."""
+    device, config, started = device_of(options), config_of(case, options), time.perf_counter()
     if not (folder / "model").exists():
         torch.manual_seed(options.seed)
         _initialised(config, case, device).save_pretrained(folder / "model")
+    seconds = {"checkpoint": time.perf_counter() - started}
     if getattr(options, "longest", None) or parity_file(options, folder).exists():
-        return
+        return seconds
     torch.manual_seed(options.seed)
     model = _initialised(config if options.dry else changed(config, case.shallow), case, device)
     _sharpen(model)
@@ -66,6 +68,14 @@ def prepare(case: Case, options: argparse.Namespace, folder: Path) -> None:
     for name in ("loss", "gradient_norm"):
         errors[name] = statistics.mean((a[name] - b[name]) ** 2 for a, b in pairs) ** 0.5
     torch.save({"inputs": draws[0], "exact": exact[0], "errors_in_bf16": errors}, parity_file(options, folder))
+    return {**seconds, "exact": time.perf_counter() - started - seconds["checkpoint"]}
+
+
+def parity_bytes(case: Case, options: argparse.Namespace) -> int:
+    """Of the device, enough for a provider's parity: a shallow model, its gradients and activations, and the logits,
+    in bf16 and fp32, beside their log softmax and the gradients of both."""
+    config = config_of(case, options)
+    return 8 * 2**30 + (2 + 4 + 4 + 4 + 2) * options.seq * config.get("text_config", config)["vocab_size"]
 
 
 def parity_file(options: argparse.Namespace, folder: Path) -> Path:

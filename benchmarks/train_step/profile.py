@@ -1,9 +1,12 @@
 """One step under torch's profiler: where its time goes beside what the ops must cost, and who holds the peak's memory.
 
 Time is that of the kernels, so what the profiler costs the host does not count; the step's own length and what the
-host needs for it are measured without it. Memory is what the allocator told the profiler, every block of it: of those
-that are there at the peak, marks say which are gradients and which autograd keeps, and of the others the trace says
-in which module or function they were made.
+host needs for it are measured without it. What the kernels leave of the step is said twice, and neither is exact:
+`rest_ms` is the median of the timed steps, which were queued one behind the other, less the kernels of one that began
+on an idle card, which was cooler, so that its clock may have been higher; `between_ms` is what lies between the
+kernels of the profiled step, and longer than without the profiler where the host is behind. Memory is what the
+allocator told the profiler, every block of it: of those that are there at the peak, marks say which are gradients and
+which autograd keeps, and of the others the trace says in which module or function they were made.
 """
 
 import argparse
@@ -66,7 +69,8 @@ def profile(
         "note": opaque,
         "step_ms": step_ms,
         "busy_ms": found.busy_ms,
-        "idle_ms": max(0.0, step_ms - found.busy_ms),
+        "rest_ms": step_ms - found.busy_ms,
+        "between_ms": found.between_ms,
         "host_ms": host,
         "launches": found.launches,
         "waits": max(0, found.waits - 1),  # one is ours, at the end

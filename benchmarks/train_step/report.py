@@ -84,8 +84,8 @@ def _profile(row: Mapping[str, Any], settings: Mapping[str, Any], markdown: bool
         f"{profile['waits']:,} waits"
     )
     time_lines = [
-        [name, count, ms, f"{ms / profile['step_ms']:.1%}", floor, f"{floor / ms:.0%}" if floor and ms else None]
-        for name, count, ms, floor in op_lines(profile)
+        [*start, ms, f"{ms / profile['step_ms']:.1%}", floor, f"{floor / ms:.0%}" if floor and ms else None]
+        for *start, ms, floor in op_lines(profile)
     ]
     tokens = settings["batch"] * settings["seq"]
     lines = [
@@ -103,7 +103,7 @@ def _profile(row: Mapping[str, Any], settings: Mapping[str, Any], markdown: bool
         )
     return [
         head,
-        table(["op", "calls", "ms", "share", "floor ms", "floor / time"], time_lines, markdown=markdown),
+        table(["op", "calls", "kernels", "ms", "share", "floor ms", "floor / time"], time_lines, markdown=markdown),
         tail,
         table(["held for", "where", "blocks", "MiB", "share", "bytes/token"], lines, markdown=markdown),
     ]
@@ -113,8 +113,12 @@ def _full_name(row: Mapping[str, Any]) -> str:
     return row["provider"] if ":" in row["provider"] else f"{row['provider']}:{row['checkpointing']}"
 
 
-def op_lines(profile: Mapping[str, Any]) -> list[tuple[str, int | None, float, float | None]]:
-    """(name, calls, ms, floor) of each op, the longest first, below products their shapes; then what no op has.
+OpLine = tuple[str, int | None, int | None, float, float | None]
+
+
+def op_lines(profile: Mapping[str, Any]) -> list[OpLine]:
+    """(name, calls, kernels, ms, floor) of each op, the longest first, below products their shapes; then what the
+    kernels leave of the step, and what lies between those of the profiled one: profile.py says how they differ.
 
     The floor of a shape is that of its own operations, the floor of all products that of what cannot be left out.
     """
@@ -122,22 +126,28 @@ def op_lines(profile: Mapping[str, Any]) -> list[tuple[str, int | None, float, f
     by_op: dict[str, list[Mapping[str, Any]]] = {}
     for work in profile["ops"]:
         by_op.setdefault(work["op"], []).append(work)
-    totals = sorted(by_op, key=lambda op: -sum(work["ms"] for work in by_op[op]))
-    lines: list[tuple[str, int | None, float, float | None]] = []
-    for op in totals:
+    lines: list[OpLine] = []
+    for op in sorted(by_op, key=lambda op: -sum(work["ms"] for work in by_op[op])):
         works = by_op[op]
-        ms = sum(work["ms"] for work in works)
-        lines.append((op, sum(work["count"] for work in works), ms, floors.get(op)))
+        lines.append((op, *_sums(works), floors.get(op)))
         details = [work for work in works if work["detail"]]
         shown = [work for work in details if work["ms"] >= LEAST_SHARE * profile["step_ms"]]
         for work in shown:
             floor = work["flops"] / rate / 1e9 if rate and work["flops"] else None
-            lines.append((f"  {work['detail']}", work["count"], work["ms"], floor))
+            lines.append((f"  {work['detail']}", *_sums([work]), floor))
         rest = [work for work in details if work not in shown]
         if shown and rest:
-            lines.append(("  the rest", sum(w["count"] for w in rest), sum(w["ms"] for w in rest), None))
-    lines.append(("nothing runs", None, profile["idle_ms"], None))
+            lines.append(("  the rest", *_sums(rest), None))
+    lines.append(("step less kernels", None, None, profile["rest_ms"], None))
+    if abs(profile["rest_ms"] - profile["between_ms"]) >= LEAST_SHARE * profile["step_ms"]:
+        lines.append(("between kernels, profiled", None, None, profile["between_ms"], None))
     return lines
+
+
+def _sums(works: Sequence[Mapping[str, Any]]) -> tuple[int, int, float]:
+    """Calls, kernels, ms."""
+    kernels = sum(n for work in works for n in work["kernels"].values())
+    return sum(work["count"] for work in works), kernels, sum(work["ms"] for work in works)
 
 
 def held_lines(profile: Mapping[str, Any]) -> list[tuple[str, str, int, int]]:
@@ -166,7 +176,7 @@ def plot(record: Mapping[str, Any], folder: str | Path) -> list[Path]:
         held = held_lines(profile)
         figure = Figure(figsize=(14, 1.5 + 0.32 * max(len(ops), len(held))), layout="constrained")
         times, memory = figure.subplots(1, 2)
-        bars = times.barh(range(len(ops)), [ms for _, _, ms, _ in ops], 0.7, label="measured")
+        bars = times.barh(range(len(ops)), [ms for *_, ms, _ in ops], 0.7, label="measured")
         times.bar_label(bars, fmt="%.1f", padding=2, fontsize=7)
         times.barh(range(len(ops)), [floor or 0.0 for *_, floor in ops], 0.35, label="at least")
         times.set_yticks(range(len(ops)), [name for name, *_ in ops], fontsize=8)

@@ -2,8 +2,9 @@
 
     python -m benchmarks.train_step --rows all --budget 660 --scratch /dev/shm --out benchmarks/results/step
 
-writes step-ROW.json for each, and says which of the claims hold. Rows stand in the order in which they run, the
-dearest to leave out first; `seconds` is what a row took, or is thought to take, on one H200.
+writes step-ROW.json for each, says which of the claims hold, and on stderr where the seconds went. Rows stand in the
+order in which they run, the dearest to leave out first; `seconds` is what a row took, or is thought to take, on one
+H200.
 """
 
 from collections.abc import Mapping, Sequence

@@ -18,7 +18,8 @@ _PRODUCTS = frozenset(
     {"mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "_grouped_mm", "_scaled_mm", "mkldnn_linear"}
 )
 _OPS = (
-    # Names of our kernels that are said in few files come first: several ops make a norm's output anew.
+    # Names of our kernels that are said in few files come first: several ops make a norm's output anew. A pattern
+    # that begins with ^ is for the kernel's own name, which stands in front.
     ("norms", r"^(forward|backward)(_wide)?_kernel\b|^sum_parts_kernel\b"),
     ("attention backward", r"^_(dq|dkdv)_kernel\b|bprop|_flash_attention.*backward|_attention_backward|fmha.*bwd"
                            r"|(ScaledDotProduct|Flash|flex_attention)\w*Backward|cudnn::fusion::(compute_dot|convert_dq)"),
@@ -30,33 +31,42 @@ _OPS = (
     ("norms", r"[Nn]orm"),
     ("routing", r"_Route|_Combine|[Tt]op_?[Kk]|_spread_kernel|_combine_kernel|_count_kernel|_place_kernel"),
     ("products", r"^_(rows|outer)_kernel[\s\S]*[Ee]xpert|[Gg]rouped_?[Mm]|GroupProblemShape"),
-    ("gated units", r"[Gg]lu\b|GLU|[Uu]nit|[Ss]i[Ll][Uu]|[Gg][Ee][Ll][Uu]|[Ss]wi|[Gg]ated|MLP|[Ee]xpert|[Aa]ctivat"),
+    ("gated units", r"[Gg]lu\b|GLU|[Uu]nit|[Ss]i[Ll][Uu]|[Gg][Ee][Ll][Uu]|[Ss]wi|[Gg]ated|MLP|\bmlp\b|[Ee]xpert"
+                    r"|[Aa]ctivat"),
     ("products", r"nvjet|gemm|cutlass|cublas|splitK"),
     ("copies, casts, fills", r"[Cc]opy|Memcpy|Memset|[Ff]ill|zero_|aten::to\b|aten::cat\b|CatArray"),
     ("additions", r"aten::add_?\b|AddBackward|CUDAFunctor_add"),
 )  # fmt: skip
 """What is found first, in a kernel's name and those of the ops around it, is the op whose time it is."""
+NAME_LENGTH = 100
+"""Of kernels' names in results: those of templates are longer."""
 _OPS_FOUND = tuple((op, re.compile(pattern)) for op, pattern in _OPS)
 
 
 @dataclass
 class Work:
-    """Calls of one op on the device (on a CPU: in it). detail: the shape of a product, or of "other" which op."""
+    """Calls of one op on the device (on a CPU: in it). detail: the shape of a product, or of "other" which op.
+
+    count: of calls, of which one may run several kernels: a product's cuBLAS kernel has a fill of its workspace in
+    front, or a sum behind. ms: of all of these. flops: of the calls. kernels: their names, and how often each ran.
+    """
 
     op: str
     detail: str = ""
     count: int = 0
     ms: float = 0.0
     flops: float = 0.0
+    kernels: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass
 class Times:
-    """work: by op and detail, the longest first. busy_ms: in which something ran. launches, waits: calls of the host
-    that start work, and that wait for it."""
+    """work: by op and detail, the longest first. busy_ms: in which something ran. between_ms: from the first kernel
+    to the last, in which nothing ran. launches, waits: calls of the host that start work, and that wait for it."""
 
     work: list[Work] = field(default_factory=list)
     busy_ms: float = 0.0
+    between_ms: float = 0.0
     launches: int = 0
     waits: int = 0
 
@@ -135,36 +145,50 @@ def times(events: Sequence[Event]) -> Times:
     if not kernels:
         pieces = [(event["name"], spans.above(event), own) for event, own in spans.own_times()]
     work: dict[tuple[str, str], Work] = {}
+    counted: set[tuple[str, int]] = set()
     for name, chain, microseconds in pieces:
-        op, detail, flops = classify(name, chain)
-        entry = work.setdefault((op, detail), Work(op, detail))
-        entry.count += 1
+        what, detail, flops, caller = classify(name, chain)
+        entry = work.setdefault((what, detail), Work(what, detail))
+        if caller is None or (what, id(caller)) not in counted:
+            entry.count += 1
+            entry.flops += flops
+            counted.add((what, id(caller)))
         entry.ms += microseconds / 1e3
-        entry.flops += flops
+        entry.kernels[name[:NAME_LENGTH]] = entry.kernels.get(name[:NAME_LENGTH], 0) + 1
     found.work = sorted(work.values(), key=lambda w: -w.ms)
     found.busy_ms = _union(kernels) / 1e3 if kernels else sum(w.ms for w in found.work)
+    if kernels:
+        found.between_ms = (max(map(_end, kernels)) - min(e["ts"] for e in kernels)) / 1e3 - found.busy_ms
     found.launches = sum(bool(re.search(r"Launch|Memcpy\w*Async|Memset\w*Async", e["name"])) for e in calls)
     found.waits = sum(bool(re.search(r"Synchronize|Memcpy$", e["name"])) for e in calls)
     return found
 
 
-def classify(name: str, chain: Sequence[Event]) -> tuple[str, str, float]:
-    """(op, detail, FLOP) of what is called `name` and was started within `chain`, the innermost first."""
+def classify(name: str, chain: Sequence[Event]) -> tuple[str, str, float, Event | None]:
+    """(op, detail, FLOP, caller) of what is called `name` and was started within `chain`, the innermost first.
+
+    caller: the event whose kernels together are one call of the op and do its FLOP, where the names say so the
+    outermost that is of the op; None: a kernel that nobody around is known of.
+    """
     ops = [e for e in chain if e["cat"] == "cpu_op" or e["name"].startswith("Optimizer.")]
     names = [e["name"].removeprefix("autograd::engine::evaluate_function: ") for e in ops]
     for event in ops:
         if event["name"].removeprefix("aten::") in _PRODUCTS and (product := _product(event)):
-            return "products", *product
-    # Each name by itself, the kernel's first: a copy within a norm is the norm's, a norm within a unit is a norm.
-    text = "\n".join([name, *names])
-    for op, pattern in _OPS_FOUND[:1]:
-        if pattern.search(name):
-            return op, "", 0.0
-    for op, pattern in _OPS_FOUND[1:]:
+            return "products", *product, event
+    # A copy within a norm is the norm's, a norm within a unit is a norm.
+    text = "\n".join([name, *names, *_module(chain)])
+    innermost = chain[0] if chain else None
+    for op, pattern in _OPS_FOUND:
         if pattern.search(text):
-            return op, "", 0.0
+            outermost = next((e for e, n in zip(ops[::-1], names[::-1], strict=True) if pattern.search(n)), innermost)
+            return op, "", 0.0, outermost
     aten = next((n for n in names if n.startswith("aten::")), names[0] if names else name)
-    return "other", aten[:60], 0.0
+    return "other", aten[:60], 0.0, innermost
+
+
+def _module(chain: Sequence[Event]) -> list[str]:
+    """The path of the module that started a kernel itself, outside of any op, as fused layers do."""
+    return [e["name"].split("|")[1] for e in chain[:1] if e["name"].startswith("module|")]
 
 
 def _product(event: Event) -> tuple[str, float] | None:
