@@ -52,9 +52,9 @@ ROWS: dict[str, Row] = {
         _arguments("--case llama-3.2-1b --batch 8 --seq 2048 --checkpointing none --steps 10 --profile"),
         (
             Claim("ligermodels", "hf+liger", speed=1.10, memory=0.80),
-            Claim("ligermodels+adamw+inbackward", "hf+liger", speed=1.10, memory=0.80),
+            Claim("ligermodels+adamw+inplace", "hf+liger", speed=1.10, memory=0.80),
             Claim("ligermodels", "hf", speed=1.4, memory=0.40),
-            Claim("ligermodels+adamw+inbackward", "hf", speed=1.4, memory=0.40),
+            Claim("ligermodels+adamw+inplace", "hf", speed=1.4, memory=0.40),
         ),
         75,
     ),

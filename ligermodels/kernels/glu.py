@@ -91,7 +91,6 @@ def _backward_kernel(
     rows, cols, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
     dh = tl.load(dh_ptr + rows * dh_stride + cols, mask=mask, other=0.0).to(ACC)
-    up = gate
     if up_ptr is not None:
         up = tl.load(up_ptr + rows * up_stride + cols + UP_AT, mask=mask, other=0.0).to(ACC)
     # h does not depend on the dh in its place, nor d_up on up: without a barrier one warp may write what another, whose

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import ligermodels.layers as L
 from ligermodels.errors import InputError
-from ligermodels.kernels.glu import ACTIVATIONS
+from ligermodels.kernels.glu import ACTIVATIONS, glu_reference
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
 from ligermodels.kernels.rms_norm import rms_norm
@@ -484,6 +484,32 @@ def test_model_shapes(poison, dtype, shape):
     """What torch's product takes in bf16 and the wide tiles in fp16, and 72, which is no multiple of a tile."""
     *inputs, dy = inputs_of(shape, dtype, "cuda")
     judge(inputs, dy, top_k=shape[-1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [1001, 1500])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_is_written_over_was_read_before(dtype, inner):
+    """Inner widths that are no multiple of 16: a thread loads more neighbours than it stores at a time, so that what it
+    writes over is read by others."""
+    rows = 4096
+    gate_up, dh = (torch.randn(rows, n, dtype=dtype, device="cuda") for n in (2 * inner, inner))
+    weights, slots = torch.rand(rows // 2, 2, device="cuda"), torch.randperm(rows, device="cuda")
+    exact = [t.double().requires_grad_() for t in (gate_up, weights)]
+    h = glu_reference(exact[0]) * exact[1].view(-1)[slots, None]
+    expected = *torch.autograd.grad(h, exact, dh.double()), h.detach()
+
+    def once(own):
+        return module._backward(dh.clone(), gate_up.clone(), weights, slots.int(), "silu", True, own)
+
+    # Half of eps is the rounding; the rest, and 4 ulp of fp32 numbers as large as 64, are for the math before it. The
+    # gradient of a weight is a sum of `inner` products below 1 in the mean, each right to 2^-20.
+    slack = [(torch.finfo(dtype).eps, 2**-16), (0, inner * 2**-20), (torch.finfo(dtype).eps, 2**-16)]
+    first = once(own=False)
+    for a, b, (rtol, atol) in zip(first, expected, slack, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=rtol, atol=atol)
+    for i in range(20):
+        assert all(map(torch.equal, once(own=i % 2 == 0), first))
 
 
 @pytest.mark.gpu
