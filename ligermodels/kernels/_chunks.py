@@ -139,8 +139,7 @@ class Gradients:
     """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients.
 
     wide: the dtype in which dweight is summed; final: the one in which `take_dweight` gives it away. Where that is half
-    as wide, the sum is two tensors, each of half the rows, and the result takes the room of the first: rounding V H
-    numbers then needs V H bytes beside the sum, not 2 V H.
+    as wide, the sum is two tensors, each of half the rows, and the result takes the room of the first.
     """
 
     def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], wide: torch.dtype, final: torch.dtype):
@@ -173,7 +172,9 @@ class Gradients:
         hidden = first.shape[1]
         dweight = first.new_empty(0, dtype=self.final)
         dweight.set_(first.untyped_storage(), 0, (rows.stop + len(second), hidden), (hidden, 1))
-        dweight[: rows.stop] = first.to(self.final)  # a copy first: they lie over one another
+        step = -(-len(first) // 8)
+        for start in range(0, len(first), step):  # each written over rows that have been read: through a copy, in parts
+            dweight[start : start + step][: len(first) - start] = first[start : start + step].to(self.final)
         dweight[rows.stop :] = second
         return dweight
 

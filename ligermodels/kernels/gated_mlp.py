@@ -182,7 +182,7 @@ def _mlp(
         run = functools.partial(_apply, packed=packed, activation=activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
-        one = tokens * row_bytes <= workspace_bytes
+        one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two tiles cost more than that memory is worth
         return run(x, w1, w2, b1, b2, rows=tokens if one else chunk_rows(tokens, row_bytes, workspace_bytes))
     if recompute and torch.is_grad_enabled():
         return checkpoint(run, x, w1, w2, b1, b2, use_reentrant=False, preserve_rng_state=False)
@@ -201,7 +201,8 @@ def gated_mlp(
     recompute: the backward makes gate_up = [gate | up] of x once more instead of keeping it, for a tile of tokens at a
         time. The gradients of the weights are summed over several tiles in fp32, so that they differ by rounding from
         those of one tile.
-    workspace_bytes: what gate_up of a tile takes at most (of 128 tokens at least); h takes half as much beside it.
+    workspace_bytes: what gate_up of a tile takes at most (of 128 tokens at least), or of the only tile twice that; h
+        takes half as much beside it.
     Returns [..., N] of x's dtype; under torch.autocast of the autocast dtype, to which all inputs are cast as F.linear
     would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.

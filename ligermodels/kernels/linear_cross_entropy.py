@@ -11,11 +11,10 @@ fusing, and beside them the logits move 4 V itemsize bytes per token (6 where L2
 multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
 
 Memory beyond the inputs: the workspace (at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32 instead, which at the end is rounded into its own room, with half of the result beside it
-for a moment: 5 V H + 2 T H bytes at 2-byte dtypes, if the workspace is no larger than that half, C = H / 2 rows. It may
-have half as many again, because every chunk moves 8 V H bytes of the sum. A single chunk needs no sum, and its
-workspace may have that room too. Where the gradient of weight is added in place (`ligermodels.training.gradients`),
-backward adds the fp32 sum itself.
+accumulation dweight in fp32 instead, which at the end is rounded into its own room. Then the workspace has 3/4 H rows
+at most, as many bytes as 3/4 of dweight, which lies between the memory that it takes and the time that more chunks
+take, 8 V H bytes of the sum each. A single chunk needs no sum, and its workspace may have that room too. Where the
+gradient of weight is added in place (`ligermodels.training.gradients`), backward adds the fp32 sum itself.
 
 Source: Hsu et al., arXiv:2410.10989, section 3.2 (gradients in forward); Wijmans et al., arXiv:2411.09009.
 """
@@ -85,10 +84,9 @@ def _run(
     undivided, wide = _undivided(options, settings, needs), settings.wide(weight)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     if needs[1] and wide != weight.dtype:
-        # Rounding dweight at the end takes half its size, when the workspace is gone, which so far is free. Each chunk
-        # has the sum read and written, 8 V H bytes that no product hides: half as much again buys a third fewer.
-        most = max(weight.nbytes // 2, min(settings.chunk_bytes, weight.nbytes * 3 // 4))
-        chunks.limit(most, 0 if undivided else most + weight.nbytes)  # a single chunk needs no sum
+        # Each chunk has the sum read and written, 8 V H bytes that no product hides; a single one needs no sum.
+        most = min(settings.chunk_bytes, weight.nbytes * 3 // 4)
+        chunks.limit(most, 0 if undivided else most + weight.nbytes)
     if chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype and not undivided:
         wide = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
     workspace = chunks.workspace()
@@ -212,8 +210,8 @@ def linear_cross_entropy(
     accum_dtype is what dweight is accumulated in over the chunks: torch.float32, or None for the dtype of weight,
     which saves 4 V H bytes and some time, and adds a rounding per chunk. chunk_bytes bounds the logits workspace,
     which has 128 rows at least; where dweight would be accumulated in a wider dtype than its own, it has 3/4 H rows at
-    most, or what raises the peak by nothing: H / 2, and 1.5 H where those are all. Under torch.autocast, x, weight and
-    bias are cast as for F.linear, and the gradients of fp32 weights stay fp32.
+    most, and H more where those are all. Under torch.autocast, x, weight and bias are cast as for F.linear, and the
+    gradients of fp32 weights stay fp32.
 
     backward hands out the gradients that forward computed: it runs once. On a CPU this is F.linear and
     `cross_entropy_reference`, with all logits in memory. There is no second derivative.

@@ -16,8 +16,7 @@ least for rows that do not fit on the chip, because the log-sum-exps come before
 gradient.
 
 Memory beyond the inputs: both workspaces (together at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32 instead, which at the end is rounded into its own room, with half of the result beside it
-for a moment, and without the workspaces.
+accumulation dweight in fp32 instead, which at the end is rounded into its own room.
 
 Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649; Hsu et al., arXiv:2410.10989, section 3.2
 (gradients in forward).

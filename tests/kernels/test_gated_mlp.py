@@ -187,14 +187,14 @@ def test_what_is_frozen_costs_nothing(device, poison, gated, mode, trained):
 
 def test_tiles_bound_what_exists_at_once(device):
     """With recompute no tensor of all tokens is as wide as z or h, forward or backward."""
-    tokens, inner = 512, 100
+    tokens, inner = 768, 100
     inputs, dy = make(device, True, tokens, inner=inner)
     leaves = [t.requires_grad_() for t in inputs]
     workspace = 256 * 2 * inner * 4
     with Products() as seen:
         torch.autograd.grad(gated_mlp(*leaves, recompute=True, workspace_bytes=workspace), leaves, dy)
     assert seen.largest == workspace
-    assert seen.count == 2 * (2 + 5)
+    assert seen.count == 3 * (2 + 5)
 
 
 @each_mode
@@ -209,12 +209,12 @@ def test_tiles_are_deterministic_and_equal(device, poison, mode):
         assert torch.equal(b, c)
 
 
-@pytest.mark.parametrize("workspace", [1, 300 * 160 - 1, 300 * 160, 10**9])
-def test_one_tile_where_it_fits(device, workspace):
+@pytest.mark.parametrize("workspace", [1, 150 * 160 - 1, 150 * 160, 10**9])
+def test_one_tile_where_it_fits_twice(device, workspace):
     inputs, _ = make(device, True, 300, bias=False)
     with Products() as forward:
         gated_mlp(*inputs, recompute=True, workspace_bytes=workspace)
-    assert forward.count == 2 * {1: 3, 300 * 160 - 1: 2}.get(workspace, 1)  # rows of z take 160 bytes
+    assert forward.count == 2 * (3 if workspace < 150 * 160 else 1)  # rows of z take 160 bytes
 
 
 @each_unit
