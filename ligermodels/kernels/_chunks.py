@@ -13,6 +13,9 @@ from ligermodels.kernels._gradients import accumulate, give_gradient, is_marked,
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import accumulator, device_guard, tl, triton
 
+CHUNK_BYTES = 512 * 2**20
+"""What the logits of a chunk take if not told otherwise."""
+
 
 @triton.jit
 def _gather_kernel(x, source, out, row_stride, H, BLOCK: tl.constexpr):

@@ -11,10 +11,10 @@ fusing, and beside them the logits move 4 V itemsize bytes per token (6 where L2
 multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
 
 Memory beyond the inputs: the workspace (at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32 instead, which at the end is rounded into its own room. Then the workspace has 3/4 H rows
-at most, as many bytes as 3/4 of dweight, which lies between the memory that it takes and the time that more chunks
-take, 8 V H bytes of the sum each. A single chunk needs no sum, and its workspace may have that room too. Where the
-gradient of weight is added in place (`ligermodels.training.gradients`), backward adds the fp32 sum itself.
+accumulation dweight in fp32 instead, which at the end is rounded into its own room. Every chunk has that sum read and
+written, 8 V H bytes that no product hides, so that chunks have 2048 rows or more if not told otherwise. A single chunk
+needs no sum, and its workspace may have that room too. Where the gradient of weight is added in place
+(`ligermodels.training.gradients`), backward adds the fp32 sum itself.
 
 Source: Hsu et al., arXiv:2410.10989, section 3.2 (gradients in forward); Wijmans et al., arXiv:2411.09009.
 """
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, hand_out, keep
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, hand_out, keep
 from ligermodels.kernels._cross_entropy_rows import Options, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
@@ -56,6 +56,9 @@ def linear_cross_entropy_reference(
     )  # fmt: skip
 
 
+_ROWS = 2048
+
+
 class _Results(NamedTuple):
     """dx, dweight and dbias lack the upstream gradient and, where it is not None, `factor`."""
 
@@ -84,9 +87,8 @@ def _run(
     undivided, wide = _undivided(options, settings, needs), settings.wide(weight)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     if needs[1] and wide != weight.dtype:
-        # Each chunk has the sum read and written, 8 V H bytes that no product hides; a single one needs no sum.
-        most = min(settings.chunk_bytes, weight.nbytes * 3 // 4)
-        chunks.limit(most, 0 if undivided else most + weight.nbytes)
+        # A single chunk needs no sum: its workspace may have that room too.
+        chunks.limit(settings.chunk_bytes, 0 if undivided else settings.chunk_bytes + weight.nbytes)
     if chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype and not undivided:
         wide = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
     workspace = chunks.workspace()
@@ -194,7 +196,7 @@ def linear_cross_entropy(
     reduction: str = "mean", num_items_in_batch: int | Tensor | None = None, token_scaling: bool = False,
     return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     return_entropy: bool = False, num_valid: int | None = None,
-    accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int = 512 * 2**20,
+    accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """cross_entropy(x @ weight.T + bias, labels, ...) for x [..., H], weight [V, H], bias [V] and labels [...].
 
@@ -209,9 +211,9 @@ def linear_cross_entropy(
 
     accum_dtype is what dweight is accumulated in over the chunks: torch.float32, or None for the dtype of weight,
     which saves 4 V H bytes and some time, and adds a rounding per chunk. chunk_bytes bounds the logits workspace,
-    which has 128 rows at least; where dweight would be accumulated in a wider dtype than its own, it has 3/4 H rows at
-    most, and H more where those are all. Under torch.autocast, x, weight and bias are cast as for F.linear, and the
-    gradients of fp32 weights stay fp32.
+    which has 128 rows at least; None: 512 MiB, or 2048 rows where those take more. Where dweight would be accumulated
+    in a wider dtype than its own, but all tokens fit into what that takes beside chunk_bytes, they are one chunk. Under
+    torch.autocast, x, weight and bias are cast as for F.linear, and the gradients of fp32 weights stay fp32.
 
     backward hands out the gradients that forward computed: it runs once. On a CPU this is F.linear and
     `cross_entropy_reference`, with all logits in memory. There is no second derivative.
@@ -219,6 +221,8 @@ def linear_cross_entropy(
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,
                       return_token_accuracy, return_predicted_tokens, return_entropy)  # fmt: skip
     check_inputs("x", x, labels, weight.shape[0], class_weight, num_items_in_batch, options)
+    if chunk_bytes is None:
+        chunk_bytes = max(CHUNK_BYTES, _ROWS * weight.shape[0] * weight.element_size())
     dtype = check_head(x, weight, bias, num_valid, accum_dtype, chunk_bytes)
     if not use_triton(x):
         return linear_cross_entropy_reference(

@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head, gather, hand_out, keep
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, gather, hand_out, keep
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
@@ -233,7 +233,7 @@ def linear_jsd(
     labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
     weight_soft: float = 1.0, reduction: str = "mean", return_soft_hard_loss: bool = False,
-    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int = 512 * 2**20,
+    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor | LinearJSDOutput:  # fmt: skip
     """Divergence of the student's head from the teacher's, by the formula at the top of this file.
 

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import Chunks, Gradients, Settings, check_head
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import give_gradient, target
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
@@ -232,7 +232,7 @@ def linear_logprobs(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     temperature: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
     return_logits_mean: bool = False, num_valid: int | None = None,
-    accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int = 512 * 2**20,
+    accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
 ) -> Tensor | LogprobsOutput:  # fmt: skip
     """Log probabilities [...] of labels [...] under softmax((x @ weight.T + bias) / temperature), fp32.
 
@@ -244,9 +244,9 @@ def linear_logprobs(
     gradient.
 
     num_valid, accum_dtype and chunk_bytes are those of `linear_cross_entropy`: how many labels are valid where the
-    host knows it, what dweight is accumulated in, and what the logits workspace may take. Where all (valid) tokens
-    fit into it, it is kept until backward, which then does without computing the logits again (not in
-    torch.compile); a second backward through the same graph computes them again. Nothing of size [V, H] exists
+    host knows it, what dweight is accumulated in, and what the logits workspace may take (None: 512 MiB). Where all
+    (valid) tokens fit into it, it is kept until backward, which then does without computing the logits again (not
+    in torch.compile); a second backward through the same graph computes them again. Nothing of size [V, H] exists
     where weight needs no gradient, and no gradient is computed or kept under torch.no_grad. Under torch.autocast,
     x, weight and bias are cast as for F.linear.
 
@@ -255,6 +255,7 @@ def linear_logprobs(
     """
     options = Options(ignore_index, 0.0, 0.0, softcap, "none", False, False, False, False, return_entropy)
     check_inputs("x", x, labels, weight.shape[0], None, None, options)
+    chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
     dtype = check_head(x, weight, bias, num_valid, accum_dtype, chunk_bytes)
     if not 0.0 < temperature < float("inf"):
         raise InputError(f"temperature={temperature} must be positive; for greedy choices take the argmax.")

@@ -39,7 +39,7 @@ class _Head(nn.Module):
         temperature: float = 1.0,
         return_logits_mean: bool = False,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int = 512 * 2**20,
+        chunk_bytes: int | None = None,
     ) -> Tensor | CrossEntropyOutput | LogprobsOutput:
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
 

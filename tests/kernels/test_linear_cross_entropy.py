@@ -129,22 +129,24 @@ def test_chunks_change_nothing(device, products):
     assert_same(runs[5], runs[1], 2e-5, 2e-7)
 
 
-def test_rows_of_a_workspace(device, products):
-    """chunk_bytes, or 3/4 H rows if those are fewer; a single chunk, which needs no wide sum of dweight, H more."""
+def test_rows_of_a_workspace(monkeypatch, device, products):
+    """chunk_bytes, and where a single chunk spares the wide sum of dweight, H more; by default 2048 rows or more."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    monkeypatch.setattr(module, "CHUNK_BYTES", 1)
+    monkeypatch.setattr(module, "_ROWS", 256)
     for tokens, accum_dtype, rows, count in (
         (641, torch.float32, 128, 6 * 4),  # logits, dx, and dweight in two halves
         (640, torch.float32, 128, 1 * 3),
-        (897, torch.float32, 1024, 3 * 4),
-        (896, torch.float32, 1024, 1 * 3),
+        (769, torch.float32, None, 4 * 4),
         (513, None, 128, 5 * 3),
-        (897, None, 1024, 1 * 3),
+        (513, None, None, 3 * 3),
     ):
         x, weight, _, labels = problem(tokens, 512, 128, device, dtype, ignored=0.97)
         products.clear()
         linear_cross_entropy(
-            x, weight, labels, accum_dtype=accum_dtype, chunk_bytes=rows * 256, num_valid=tokens, reduction="sum"
-        )
+            x, weight, labels, accum_dtype=accum_dtype, chunk_bytes=rows and rows * 256, num_valid=tokens,
+            reduction="sum",
+        )  # fmt: skip
         assert len(products) == count, (tokens, accum_dtype, rows)
 
 
