@@ -76,6 +76,12 @@ class Settings(NamedTuple):
         wide = self.accumulate_fp32 or weight.dtype != self.dtype
         return torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype
 
+    def whole_bytes(self, weight: Tensor, need_weight: bool) -> int:
+        """What the logits of all tokens may take to be one chunk: chunk_bytes, and what the wide sum of dweight, which
+        a single chunk does without, takes beyond dweight itself."""
+        summed = need_weight and weight.numel() * (self.wide(weight).itemsize - weight.itemsize)
+        return self.chunk_bytes + summed
+
 
 class Chunks:
     """Tokens x [T, H] on their way through a head: in chunks of `rows`, ignored ones left out where that pays.

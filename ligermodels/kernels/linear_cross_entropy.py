@@ -86,9 +86,8 @@ def _run(
     """Loss and gradients of x [T, H] and labels [T]; the reduction is mean or sum. unrounded: dweight may be wide."""
     undivided, wide = _undivided(options, settings, needs), settings.wide(weight)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
-    if needs[1] and wide != weight.dtype:
-        # A single chunk needs no sum: its workspace may have that room too.
-        chunks.limit(settings.chunk_bytes, 0 if undivided else settings.chunk_bytes + weight.nbytes)
+    if not undivided:
+        chunks.limit(settings.chunk_bytes, settings.whole_bytes(weight, needs[1]))
     if chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype and not undivided:
         wide = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
     workspace = chunks.workspace()

@@ -11,7 +11,8 @@ backward computes the logits of each chunk again, writes their gradient where th
     dz_c = g ([c = y] - p_c) - h p_c (log p_c + entropy)            g, h: gradients of log p and of the entropy
 
 and multiplies it with weight (dx) and into x (dweight): one GEMM forward and three backward. Where the logits of all
-tokens fit into chunk_bytes, the workspace is kept from forward to backward, which saves a GEMM. The logits move
+tokens fit into chunk_bytes, or into that and what an fp32 sum of dweight would take beyond dweight, there is no such
+sum, and the workspace is kept from forward to backward, which saves a GEMM. The logits move
 2 V itemsize bytes per token forward and 4 V backward, the minimum, beside those that GEMMs move.
 
 `linear_cross_entropy(reduction="none")` is this op with the options of `cross_entropy`.
@@ -71,10 +72,11 @@ def linear_logprobs_reference(
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, options: Options,
-    settings: Settings, temperature: float, return_mean: bool, backward_follows: bool, keep: bool,
+    settings: Settings, temperature: float, return_mean: bool, backward_follows: bool, kept_bytes: int,
 ) -> tuple[Rows, Tensor | None, Tensor | None]:  # fmt: skip
-    """(results per token, stats of the rows, the logits of all of them where asked to keep them and they fit)."""
+    """(results per token, stats of the rows, the logits of all of them where these fit into kept_bytes)."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
+    chunks.limit(settings.chunk_bytes, kept_bytes)
     workspace = chunks.workspace()
     _, weight_sum = divisors(chunks.labels, class_weight, None, workspace, options)
     rows = empty_rows(chunks.labels, workspace, options)
@@ -85,7 +87,7 @@ def _forward(
         launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
                     weight_sum=weight_sum, scales=None, rows=rows, stats=stats, first_row=start,
                     temperature=temperature)  # fmt: skip
-    kept = workspace if keep and chunks.rows == len(chunks.labels) else None
+    kept = workspace if kept_bytes and chunks.rows == len(chunks.labels) else None
     fills = Rows(0, 0, 0, -1, 0, 0)  # type: ignore[arg-type]
     return Rows._make(map(chunks.per_token, rows, fills)), stats, kept  # type: ignore[arg-type]
 
@@ -97,6 +99,7 @@ def _backward(
 ) -> list[Tensor | None]:  # fmt: skip
     """(dx, dweight, dbias), dweight unrounded where it will be added to a gradient in place; `kept` is written over."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
+    chunks.limit(settings.chunk_bytes, settings.whole_bytes(weight, needs[1]))
     _, weight_sum = divisors(chunks.labels, class_weight, None, chunks.x, options)
     per_row = [chunks.per_row(t) for t in (upstream, upstream_entropy, entropy)]
     single = chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype  # cuBLAS rounds its sum itself
@@ -135,7 +138,7 @@ def _unpack(scalars):
 def _forward_op(x, weight, bias, labels, class_weight, *scalars):
     options, settings, temperature, return_mean, follows = _unpack(scalars)
     rows, stats, _ = _forward(x, weight, bias, labels, class_weight, options, settings, temperature, return_mean,
-                              follows, False)  # fmt: skip
+                              follows, 0)  # fmt: skip
     return [t for t in (*rows, stats) if t is not None]
 
 
@@ -186,9 +189,10 @@ class _LinearLogprobs(torch.autograd.Function):
             rows = Rows._make(next(found) if p else None for p in present)
             stats = next(found, None)
         else:
+            room = settings.whole_bytes(weight, ctx.needs[1]) if follows else 0
             with device_guard(x):
                 rows, stats, ctx.kept = _forward(x, weight, bias, labels, class_weight, options, settings,
-                                                 temperature, return_mean, follows, follows)  # fmt: skip
+                                                 temperature, return_mean, follows, room)  # fmt: skip
         ctx.save_for_backward(x, weight, bias, labels, class_weight, stats, rows.entropy)
         metrics = rows.z_loss, rows.correct, rows.predicted, rows.logits_mean
         ctx.mark_non_differentiable(*(t for t in metrics if t is not None))
@@ -245,10 +249,11 @@ def linear_logprobs(
 
     num_valid, accum_dtype and chunk_bytes are those of `linear_cross_entropy`: how many labels are valid where the
     host knows it, what dweight is accumulated in, and what the logits workspace may take (None: 512 MiB). Where all
-    (valid) tokens fit into it, it is kept until backward, which then does without computing the logits again (not
-    in torch.compile); a second backward through the same graph computes them again. Nothing of size [V, H] exists
-    where weight needs no gradient, and no gradient is computed or kept under torch.no_grad. Under torch.autocast,
-    x, weight and bias are cast as for F.linear.
+    (valid) tokens fit into it, or into it and what the wide sum of dweight would take beyond dweight, the logits are
+    kept until backward, which then does without that sum and without computing them again (not in torch.compile); a
+    second backward through the same graph computes them again. Nothing of size [V, H] exists where weight needs no
+    gradient, and no gradient is computed or kept under torch.no_grad. Under torch.autocast, x, weight and bias are cast
+    as for F.linear.
 
     A label that is neither a class nor ignore_index makes its log probability NaN on a GPU, which is not waited for,
     and raises InputError on the CPU, where this is `linear_logprobs_reference`. There is no second derivative.

@@ -232,6 +232,14 @@ def test_products(device, products):
     assert torch.equal(quiet, loud.detach())
 
 
+@pytest.mark.parametrize(("accum_dtype", "count"), [(torch.float32, 3), (None, 2 * 4)])
+def test_logits_in_the_room_of_a_sum(device, products, accum_dtype, count):
+    """200 rows of 128 bytes: what an fp32 sum of dweight, 30 x 512, would take beyond dweight, holds all logits."""
+    x, weight, _, labels = problem(200, 512, 30, device, torch.float16, ignored=0.9)
+    found(linear_logprobs(x, weight, labels, num_valid=200, accum_dtype=accum_dtype, chunk_bytes=1), [x, weight])
+    assert len(products) == count
+
+
 def test_ignored_rows_are_not_multiplied(device, poison, products):
     """24 of 200 rows are valid: 128 rows enter the products, and NaN in the others reaches nothing."""
     x, weight, _, labels = problem(200, 8, 30, device, ignored=0.0)

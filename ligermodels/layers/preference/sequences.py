@@ -14,8 +14,6 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 
-CHUNK_BYTES = 512 * 2**20
-
 
 class Sequences(NamedTuple):
     """Sums [N] over the tokens of N sequences that count; 0 where none does."""
@@ -111,28 +109,6 @@ def _check_tokens(x: Tensor, labels: Tensor, nll_labels: Tensor | None, cu_seqle
         )
 
 
-def _chunking(
-    x: Tensor, weight: Tensor, num_valid: int | None, chunk_bytes: int | None, accum_dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """chunk_bytes and accum_dtype of `linear_logprobs`, where the first may be None: whatever is leaner.
-
-    In chunks, a weight's gradient is summed in an fp32 matrix and then copied. One chunk of all tokens needs neither,
-    and saves a matrix product; so it is the leaner way too where the logits are no larger than that matrix, which is
-    up to 2 H tokens of two bytes.
-    """
-    if chunk_bytes is not None:
-        return {"chunk_bytes": chunk_bytes, "accum_dtype": accum_dtype}
-    tokens, summed_bytes = x.shape[:-1].numel(), 4 * weight.numel()
-    if num_valid is not None and num_valid + 127 <= 0.9 * tokens:
-        tokens = num_valid + 127  # all others are left out
-    whole = -(-tokens // 128) * 128 * (-(-weight.shape[0] // 64) * 64) * x.element_size()
-    summed = weight.requires_grad and torch.is_grad_enabled() and weight.element_size() < 4 and accum_dtype is not None
-    if summed and whole <= max(CHUNK_BYTES, summed_bytes):
-        # A number that does not depend on the tokens, for torch.compile. cuBLAS rounds once, from fp32.
-        return {"chunk_bytes": max(CHUNK_BYTES, summed_bytes), "accum_dtype": None}
-    return {"chunk_bytes": CHUNK_BYTES, "accum_dtype": accum_dtype}
-
-
 def measure(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, nll_labels: Tensor | None = None,
     cu_seqlens: Tensor | None = None, num_valid: int | None = None, ignore_index: int = -100,
@@ -148,7 +124,7 @@ def measure(
             raise InputError("nll_labels and labels name different tokens where both count; they are of the same text")
     logps, _, logits = linear_logprobs(
         x, weight, every, bias=bias, ignore_index=ignore_index, softcap=softcap, return_logits_mean=True,
-        num_valid=num_valid, **_chunking(x, weight, num_valid, chunk_bytes, accum_dtype),
+        num_valid=num_valid, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
     )  # fmt: skip
     assert logits is not None, "linear_logprobs was asked for the mean of the logits"
 
@@ -201,8 +177,7 @@ class LinearLoss(nn.Module):
 
     ignore_index: the label of tokens that do not count, prompt and padding. num_valid, in forward: a bound on the
     number of labels that count, where the host knows one; labels on the CPU are counted there. softcap: Gemma 2's.
-    chunk_bytes: what the logits in memory may take; None is 512 MiB, or all logits where these take no more than the
-    fp32 matrix that a chunked gradient of the weight is summed in (`accum_dtype`), which is faster and leaner.
+    chunk_bytes: what the logits in memory may take; None is 512 MiB.
     """
 
     def __init__(
