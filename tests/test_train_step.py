@@ -1,14 +1,23 @@
 """What of the benchmark of training steps a CPU can judge: parity before time, profiles that add up, the search."""
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import os
 import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import ligermodels.arch
@@ -627,6 +636,24 @@ def test_the_search_ends_at_the_limit_after_few_trials(fixed, slope, square, lon
     assert len({t.length for t in trials}) == len(trials)
 
 
+def test_a_search_that_comes_to_no_end_keeps_its_trials(tmp_path, monkeypatch, capsys, in_this_process):
+    found = iter([Trial(512, 0.25, 2.0), Trial(1024, None)])
+
+    def trial(*arguments):
+        if (next_one := next(found, None)) is None:
+            raise LigermodelsError("did not finish in 9 s")
+        return next_one
+
+    monkeypatch.setattr(longest, "_trial", trial)
+    code, (row,) = run(tmp_path, "--longest", "1", "--most", "9999", "--providers", "ligermodels:block")
+    assert code == 1 and (row["length"], row["tokens_per_s"], len(row["trials"])) == (512, 256.0, 2)
+    assert "did not finish in 9 s; 1,024 did not fit" in capsys.readouterr().out
+    other = {"provider": "other", "length": 100}
+    ours = row["provider"]
+    claims = [rows.Claim(ours, "other", length=2.0), rows.Claim("other", ours, length=0.1)]
+    assert [line[-1] for line in rows.verdicts({"rows": [row, other]}, claims)] == ["yes", "not known"]
+
+
 def test_the_search_stops_where_it_is_told_and_where_nothing_fits():
     assert [t.length for t in longest.search(lambda n: Trial(n, None), 24.0)] == [16384, 8192, 4096, 2048, 1024]
     trials = longest.search(lambda n: Trial(n, 1.0 + n / 1e6, 1.0), 24.0, most=65536)
@@ -665,6 +692,210 @@ def test_rows_are_commands_and_fit_into_their_budget():
     assert rows.within([names[1]], 1.0) == []
 
 
+KILLED = """if True:
+    import sys
+    from pathlib import Path
+    from benchmarks.train_step import __main__ as command
+    from benchmarks.train_step import children, rows
+
+    class Child(children.Child):  # those of "hf" are what ROOT has; the others work here
+        def __init__(self, arguments, environment):
+            self.arguments, self.here = arguments, arguments[1] != "hf"
+            if not self.here:
+                super().__init__(arguments, environment)
+
+        def ready(self, timeout=None):
+            return self if self.here else super().ready(timeout)
+
+        def proceed(self):
+            return None if self.here else super().proceed()
+
+        def go(self, timeout):
+            return "" if self.here and command.main(self.arguments) == 0 else super().go(timeout)
+
+        def stop(self):
+            return None if self.here else super().stop()
+
+    def measured(row, case, options, folder):
+        return {**row, "tokens_per_s": 100.0, "losses": [6.0], "first_gradient_norm": 1.0}
+
+    children.Child, children.ROOT, children.wait = Child, Path(sys.argv.pop(1)), lambda: None
+    command.preload = command.prepare = lambda *arguments: {}
+    command.check = lambda name, *arguments: {"provider": name, "checkpointing": "none", "parity": {"red": []}}
+    command.measure = measured
+    claims = (rows.Claim("ligermodels", "hf", speed=1.1),)
+    command.ROWS.clear()
+    command.ROWS["a"] = rows.Row(("--case", "llama-3.2-1b"), claims, 1, others=("hf+eager",))
+    sys.exit(command.main(sys.argv[1:]))
+"""
+HANGS = f"""if True:
+    import os, pathlib, sys, time
+    for _ in "go", "and on":
+        print({children.READY!r}, flush=True)
+        sys.stdin.readline()
+    pathlib.Path("part").write_text(str(os.getpid()))
+    os.replace("part", "pid")
+    time.sleep(3600)
+"""
+
+
+def test_a_run_that_is_ended_leaves_what_it_has_measured(tmp_path, capsys):
+    def begin(name, *arguments):
+        script = tmp_path / name / "benchmarks" / "train_step" / "__main__.py"
+        script.parent.mkdir(parents=True)
+        script.write_text(HANGS)
+        command_line = [sys.executable, "-c", KILLED, str(tmp_path / name), "--dry", *arguments]
+        folder, pipe = Path(command.__file__).parents[2], subprocess.PIPE
+        return subprocess.Popen(command_line, cwd=folder, stdout=pipe, stderr=pipe, text=True)
+
+    out = {"case": tmp_path / "one" / "result.json", "rows": tmp_path / "step-a.json"}
+    runs = {
+        "case": begin("case", "--providers", "ligermodels,hf,hf+eager", "--out", str(out["case"])),
+        "rows": begin("rows", "--rows", "a", "--out", str(tmp_path)),
+    }
+    try:
+        for (name, process), number in zip(runs.items(), (signal.SIGTERM, signal.SIGINT), strict=True):
+            while not (tmp_path / name / "pid").exists():  # the second provider works, the first one is done
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.02)
+            (row,) = json.loads(out[name].read_text())["rows"]
+            process.send_signal(number)
+            process.send_signal(number)  # as `timeout` does
+            printed, errors = process.communicate(timeout=300)
+            assert process.returncode == 128 + number, errors
+            with pytest.raises(ProcessLookupError):
+                os.kill(int((tmp_path / name / "pid").read_text()), 0)
+            assert command.main(["--render", str(out[name])]) == 0
+            text = capsys.readouterr().out
+            assert text.strip() in printed
+            lines = {line.split()[0]: line for line in text.splitlines() if line}
+            assert row["provider"] == "ligermodels" and " 100 " in lines["ligermodels"]
+            assert "left out" in lines["hf"] and "left out" in lines["hf+eager"]
+    finally:
+        for name, process in runs.items():
+            process.kill()
+            with contextlib.suppress(OSError):
+                os.kill(int((tmp_path / name / "pid").read_text()), signal.SIGKILL)
+    assert printed.splitlines()[-1].endswith("not known")  # of the row's claims
+    assert [path.name for path in out["case"].parent.iterdir()] == ["result.json"]
+
+
+def test_no_provider_is_begun_that_does_not_fit_into_the_budget(tmp_path, monkeypatch, capsys):
+    now, went = [0.0], []
+
+    class Child:
+        def __init__(self, arguments, environment):
+            self.name, self.folder = arguments[1], Path(arguments[3])
+
+        def ready(self, timeout=None):
+            return self
+
+        def proceed(self):
+            pass
+
+        def go(self, timeout):
+            went.append(self.name)
+            now[0] += {"prepare": 5, "ligermodels": 8, "hf+eager": 20}.get(self.name, 10)
+            row = {"provider": self.name, "parity": {"red": []}, "tokens_per_s": 1.0}
+            children.tell(self.folder, {**row, "losses": [6.0], "first_gradient_norm": 1.0})
+            return "broken" if self.name == "hf+eager" else ""
+
+        def stop(self):
+            went.append(f"{self.name} stopped")
+
+    clock = argparse.Namespace(monotonic=lambda: now[0], perf_counter=time.perf_counter)
+    monkeypatch.setattr(command, "time", clock)
+    monkeypatch.setattr(children, "Child", Child)
+    monkeypatch.setattr(command, "_say", lambda *arguments: None)
+    names = "hf+eager,ligermodels,hf,ligermodels+adamw:block"
+    code, found = run(tmp_path, "--budget", "50", "--providers", names)
+    # 5 + 20 + 8 + 10 are 43, and 7 are less than the 10 of the slowest that came to its end.
+    assert code == 0 and [row["provider"] for row in found] == ["hf+eager", "ligermodels", "hf"]
+    assert went[:5] == ["prepare", "hf+eager", "ligermodels", "hf", "ligermodels+adamw:block stopped"]
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("ligermodels+adamw:block"))
+    assert line.split()[1] == "block" and "left out: 7 s were left, the slowest before it took 10" in line
+
+
+def test_a_checkpoint_is_what_transformers_writes(tmp_path, monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    model = parity._initialised(CASES["mixtral-12l"].dry(), CASES["mixtral-12l"], "cpu")
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().float())
+    model.save_pretrained(tmp_path / "theirs")
+    monkeypatch.setattr(parity, "SHARD", "100KB")
+    parity._save(model, tmp_path / "ours")
+    files = sorted((tmp_path / "ours").glob("*.safetensors"))
+    found = {name: x for path in files for name, x in load_file(path).items()}
+    expected = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert len(files) > 2 and found.keys() == expected.keys()
+    assert all(found[name].dtype == x.dtype and torch.equal(found[name], x) for name, x in expected.items())
+    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"].values()) == {path.name for path in files}
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+
+
+def test_tensors_of_any_shape_are_written(tmp_path):
+    tensors = {
+        "a": torch.randn(3).bfloat16(),
+        "b": torch.tensor(2.5),
+        "c": torch.randn(4, 6).mT,
+        "d": torch.empty(0, 2),
+    }
+    parity.write_safetensors(tensors, tmp_path / "file", {"format": "pt"})
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[name], x) for name, x in tensors.items())
+    data = (tmp_path / "file").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    assert header.pop("__metadata__") == {"format": "pt"} and size % 8 == 0
+    assert all(entry["data_offsets"][0] % tensors[name].itemsize == 0 for name, entry in header.items())
+
+
+def test_what_prepares_is_ended_as_well(tmp_path, monkeypatch, capsys):
+    ended = []
+
+    class Child:
+        def __init__(self, arguments, environment):
+            self.name = arguments[1]
+
+        def ready(self, timeout=None):
+            return self
+
+        def go(self, timeout):
+            raise command.Stopped(143)
+
+        def stop(self):
+            ended.append(self.name)
+
+    monkeypatch.setattr(children, "Child", Child)
+    arguments = ["--dry", "--providers", "hf", "--out", str(tmp_path / "result.json")]
+    assert command.main(arguments) == 143 and ended == ["prepare", "hf"]
+    assert "left out" in capsys.readouterr().out and not list(tmp_path.iterdir())  # an earlier result would stay
+
+
+def test_a_signal_ends_a_run_once():
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals come to the main thread")
+    before = signal.getsignal(signal.SIGTERM)
+    with command._stoppable():
+        with pytest.raises(command.Stopped) as stopped:
+            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+    assert stopped.value.code == 143 and signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_profiler_is_not_touched_before_all_others_wait(tmp_path, monkeypatch, in_this_process):
+    def touched(*arguments, **keywords):
+        raise AssertionError("several processes at a time would have the device's profiler")
+
+    case = CASES["llama-3.2-1b"]
+    options = argparse.Namespace(dry=True, seed=0, seq=64, checkpointing="none", profile=True)
+    parity.prepare(case, options, tmp_path)
+    monkeypatch.setattr(torch.autograd.profiler.profile, "__init__", touched)
+    for name in ("ligermodels", "hf"):
+        assert measure.check(name, case, options, tmp_path)["parity"]["red"] == []
+
+
 def test_claims_are_judged():
     record = {"rows": [
         {"provider": "ours", "tokens_per_s": 110.0, "peak_gib": 20.0},
@@ -697,7 +928,7 @@ def test_rows_run_one_after_the_other(tmp_path, capsys, monkeypatch, in_this_pro
     assert {path.name for path in tmp_path.iterdir()} == {"step-a.json", "step-b.json"}
     assert json.loads((tmp_path / "step-b.json").read_text())["settings"]["checkpointing"] == "block"
     printed = capsys.readouterr()
-    assert printed.out.splitlines()[-1].endswith("NO")
+    assert printed.out.splitlines()[-1].endswith("NO") and "left out: c\n" in printed.out
     for line in ("a: from 0 s on", "prepare: 0 s (imports 0.0, checkpoint 1.2)", "hf: 0 s (steps 2.5)", "b: from"):
         assert line in printed.err
     with pytest.raises(SystemExit):

@@ -4,7 +4,8 @@ Every provider runs in a fresh process, so that neither patches nor memory leak,
 transformers wrote, so that all have the same weights. Before it is timed it has to agree with transformers in fp32
 on a shallow model of the same widths and the same sequence length: logits, loss and gradient norm. One that does not
 is not timed, unless the case says what it leaves out (`inexact`); if it is ours, the exit code is 1. The processes do
-this beside each other; when one is timed, all others wait. The steps are AdamW (states in the weights' dtype) on random
+this beside each other; when one is timed, all others wait. After each the result is written; a run that is ended, or
+has used up its budget, says which it has left out. The steps are AdamW (states in the weights' dtype) on random
 tokens, the same for all, and the first of them must agree at full depth as well. What a provider's name means is in
 providers.py.
 
@@ -12,27 +13,32 @@ providers.py.
     python -m benchmarks.train_step --case gemma-2-2b --providers ligermodels,ligermodels+adamw:none,hf+eager,hf+liger
     python -m benchmarks.train_step --providers ligermodels,hf+liger --profile --plot pictures   # where they go
     python -m benchmarks.train_step --longest 24 --checkpointing block     # the longest sequence in so many GiB
-    python -m benchmarks.train_step --rows all --budget 660 --out FOLDER   # what the README quotes, in so many seconds
+    python -m benchmarks.train_step --rows all --budget 960 --out FOLDER   # what the README quotes, in so many seconds
     python -m benchmarks.train_step --render benchmarks/results/train_step.json --markdown
     python -m benchmarks.train_step --case gemma-2-2b --dry   # a tiny model on the CPU: does everything run?
 """
 
 import argparse
+import contextlib
+import copy
+import functools
 import importlib.util
 import json
 import math
 import os
 import shutil
+import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.common import environment, write_json
+from benchmarks.common import environment
 from benchmarks.train_cases import CASES
 from benchmarks.train_step import children
 from benchmarks.train_step.longest import longest
@@ -43,12 +49,20 @@ from benchmarks.train_step.report import plot, render
 from benchmarks.train_step.rows import ROWS, render_verdicts, verdicts, within
 
 SETTINGS = ("case", "batch", "seq", "checkpointing", "steps", "warmup", "seed")
-PREPARE, RESULT = "prepare", "found.json"
+PREPARE = "prepare"
 EXPANDABLE = "expandable_segments:True"
 
 
+class Stopped(BaseException):
+    """A signal ends the run. code: what it exits with."""
+
+    def __init__(self, code: int):
+        super().__init__(code)
+        self.code = code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = _parser()
+    parser, begun = _parser(), time.monotonic()
     options = parser.parse_args(arguments)
     if options.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
@@ -58,17 +72,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _work(options)
     if not options.dry and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
-    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="train_step-") as folder:
-        if options.rows:
-            return _rows(options, parser, Path(folder))
-        run = Run(_complete(options, parser), Path(folder))
-        run.prepare()
-        run.check()
-        record = run.measure()
-    if options.out:
-        write_json(options.out, record)
-    _show(record, options)
-    return _wrong(record)
+    try:
+        with _stoppable(), tempfile.TemporaryDirectory(dir=options.scratch, prefix="train_step-") as folder:
+            work = _rows if options.rows else _case
+            return work(options, parser, Path(folder), begun)
+    except Stopped as stopped:  # before or after all that is worth a table
+        return stopped.code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,12 +96,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--longest", type=float, metavar="GIB", help="the longest sequence in so many GiB, B 1")
     parser.add_argument("--most", type=int, help="with --longest: try none that is longer")
     parser.add_argument("--rows", help=f"of what the README quotes, comma-separated, or all: {','.join(ROWS)}")
-    parser.add_argument("--budget", type=float, default=float("inf"), help="with --rows: seconds; what fits is run")
+    parser.add_argument(
+        "--budget", type=float, default=float("inf"), help="seconds; nothing is begun that does not fit"
+    )
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a provider may take, and its parity")
     parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm; default the temp")
-    parser.add_argument("--out", help="JSON file for the result; with --rows, the folder for several")
+    parser.add_argument("--out", help="JSON file, written after each provider; with --rows, the folder for several")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables")
     parser.add_argument("--plot", metavar="FOLDER", help="write a PNG per profile there; needs matplotlib")
     parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
@@ -132,13 +143,16 @@ class Run:
     def __init__(self, options: argparse.Namespace, scratch: Path):
         """Starts the processes. Runs of one case share its checkpoints in `scratch`."""
         self.options, self.deadline = options, float("inf")
+        self.rows: list[dict[str, Any]] = []
+        self.left_out: dict[str, str] = {}
+        """Provider -> why."""
         self.folder = scratch / f"{options.case}{'-longest' if options.longest else ''}"
         self.folder.mkdir(exist_ok=True)
         variables = {**os.environ}
         if options.longest:  # for everyone: what is lost between tensors would decide otherwise
             variables = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_CUDA_ALLOC_CONF": EXPANDABLE, **variables}
-        names = [PREPARE, *options.providers.split(",")]
-        self.children = {name: children.Child(self._arguments(name), variables) for name in names}
+        self.names = list(dict.fromkeys(options.providers.split(",")))
+        self.children = {name: children.Child(self._arguments(name), variables) for name in [PREPARE, *self.names]}
 
     def _arguments(self, what: str) -> list[str]:
         """What `main` is called with in the process of one provider, or of "prepare"."""
@@ -150,9 +164,10 @@ class Run:
 
     def prepare(self) -> None:
         """Writes the checkpoints. Raises SystemExit where that fails."""
-        started, child = time.perf_counter(), self.children.pop(PREPARE).ready()
+        started, child = time.perf_counter(), self.children[PREPARE].ready()
         seconds = {"imports": time.perf_counter() - started}
-        error, found = self._finish(child, self.options.timeout)
+        error, found = self._finish(child, max(1.0, self._left()))
+        del self.children[PREPARE]
         if error:
             self.stop()
             raise SystemExit(f"transformers could not write the checkpoint: {error}")
@@ -176,37 +191,72 @@ class Run:
                 child.ready(max(1.0, self._left()))
         _say("parity", time.perf_counter() - started)
 
-    def measure(self) -> dict[str, Any]:
-        """The record of all providers, one after the other, none of them while another one does anything."""
-        try:
-            rows = [self._row(name, child) for name, child in self.children.items()]
-        finally:
-            self.stop()
+    def measure(self, out: str | Path | None) -> None:
+        """All providers, one after the other, none of them while another one does anything; `out` has those so far.
+
+        One that is as slow as the slowest before it has to fit into the time that is left.
+        """
+        slowest = 0.0
+        for name, child in self.children.items():
+            left, started = self.deadline - time.monotonic(), time.monotonic()
+            if left <= slowest:
+                self.left_out[name] = f"{max(0.0, left):.0f} s were left, the slowest before it took {slowest:.0f}"
+                child.stop()
+                continue
+            try:
+                self.rows.append(self._row(name, child))
+            except Stopped:
+                child.stop()
+                if found := self._found():
+                    self.rows.append({**found, "note": "was stopped before its end"})
+                raise
+            if "note" not in self.rows[-1]:
+                slowest = max(slowest, time.monotonic() - started)
+            self.save(out)
+
+    @functools.cached_property
+    def environment(self) -> dict[str, Any]:
+        return environment(device_of(self.options))
+
+    def record(self) -> dict[str, Any]:
+        """Of what has been measured so far."""
+        rows = copy.deepcopy(self.rows)  # the comparison adds to them, and may find another reference the next time
         compare_first_steps(rows)
+        missing = [name for name in self.names if name not in {row["provider"] for row in rows}]
         return {
             "benchmark": "train_step",
-            "environment": environment(device_of(self.options)),
+            "environment": self.environment,
             "settings": {name: getattr(self.options, name) for name in (*SETTINGS, "longest")},
             "rows": rows,
+            "left_out": {name: self.left_out.get(name, "the run had not come to it") for name in missing},
         }
+
+    def save(self, out: str | Path | None) -> None:
+        """Writes the record, if there is a row, which an earlier result in its place may then go for."""
+        if out and self.rows:
+            children.write_whole(Path(out), self.record())
 
     def _row(self, name: str, child: children.Child) -> dict[str, Any]:
         started = time.perf_counter()
         error, row = self._finish(child, max(1.0, self._left()))
         seconds = {"parity before" if phase == "parity" else phase: s for phase, s in row.get("seconds", {}).items()}
         _say(name, time.perf_counter() - started, seconds)
-        return {"provider": name, "note": error} if error else row
+        return {"provider": name, **row, "note": error} if error else row
 
     def _left(self) -> float:
         return min(self.options.timeout, self.deadline - time.monotonic())
 
     def _finish(self, child: children.Child, timeout: float) -> tuple[str, dict[str, Any]]:
-        """Why the process failed, or "", and what it has found out."""
-        result = self.folder / RESULT
+        """Why the process failed, or "", and what it has found out until then."""
         error = child.go(timeout)
-        found = {} if error else json.loads(result.read_text())
+        return error, self._found()
+
+    def _found(self) -> dict[str, Any]:
+        """What a process has told, which is then forgotten."""
+        result = self.folder / children.RESULT
+        found = json.loads(result.read_text()) if result.exists() else {}
         result.unlink(missing_ok=True)
-        return error, found
+        return found
 
     def stop(self) -> None:
         for child in self.children.values():
@@ -228,7 +278,7 @@ def _work(options: argparse.Namespace) -> int:
         row = check(options.child, case, options, options.folder)
         children.wait()
         found = measure(row, case, options, options.folder)
-    write_json(options.folder / RESULT, found)
+    children.tell(options.folder, found)
     return 0
 
 
@@ -238,13 +288,51 @@ def _say(what: str, seconds: float, parts: Mapping[str, float] | None = None) ->
     print(f"{what}: {seconds:.0f} s{f' ({said})' if said else ''}", file=sys.stderr, flush=True)
 
 
-def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path) -> int:
+@contextlib.contextmanager
+def _stoppable() -> Iterator[None]:
+    """Within, the signals that end a process raise `Stopped`; after the first one, others no longer interrupt."""
+    if threading.current_thread() is not threading.main_thread():  # no other one may
+        yield
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def stop(number: int, frame: object) -> None:
+        for each in signals:
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped(128 + number)
+
+    before = {each: signal.signal(each, stop) for each in signals}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+def _case(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, begun: float) -> int:
+    """Runs what fits into the budget."""
+    run, code = Run(_complete(options, parser), folder), 0
+    run.deadline = begun + options.budget
+    try:
+        run.prepare()
+        run.check()
+        run.measure(options.out)
+    except Stopped as stopped:
+        code = stopped.code
+    finally:
+        run.stop()
+    run.save(options.out)
+    record = run.record()
+    _show(record, options)
+    return code or _wrong(record)
+
+
+def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: Path, begun: float) -> int:
     """Runs the rows that fit into the budget, and says which of their claims hold."""
     names = list(ROWS) if options.rows == "all" else options.rows.split(",")
     if unknown := sorted(set(names) - set(ROWS)):
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(ROWS)}")
-    begun, left = time.monotonic(), within(names, options.budget)
-    deadline = begun + options.budget
+    left, deadline = within(names, options.budget), begun + options.budget
     started: dict[str, Run] = {}
 
     def start(name: str) -> None:
@@ -253,7 +341,22 @@ def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: 
         own.dry, own.seed, own.timeout = options.dry, options.seed, options.timeout
         started[name] = Run(_complete(own, parser), folder)
 
-    lines, wrong = [], 0
+    def end(name: str) -> int:
+        run = started.pop(name)
+        run.stop()
+        record = run.record()
+        run.save(out(name))
+        _show(record, options)
+        print(flush=True)
+        lines.extend(verdicts(record, ROWS[name].claims))
+        return _wrong(record)
+
+    def out(name: str) -> Path | None:
+        return Path(options.out) / f"step-{name}.json" if options.out else None
+
+    lines: list[list[Any]] = []
+    tried: list[str] = []
+    name, wrong, code = "", 0, 0
     try:
         while left:
             name = left[0]
@@ -264,6 +367,7 @@ def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: 
                 start(left[0])  # imports while this one's checkpoints are written
             run = started[name]
             run.deadline = deadline
+            tried.append(name)
             print(f"{name}: from {time.monotonic() - begun:.0f} s on", file=sys.stderr, flush=True)
             try:
                 run.prepare()
@@ -274,24 +378,25 @@ def _rows(options: argparse.Namespace, parser: argparse.ArgumentParser, folder: 
             run.check()
             if left:
                 started[left[0]].ready()
-            record = started.pop(name).measure()
+            run.measure(out(name))
+            wrong |= end(name)
             if not any(ROWS[other].arguments[:2] == ROWS[name].arguments[:2] for other in left):
                 shutil.rmtree(run.folder)  # checkpoints, which no row needs any more
-            if options.out:
-                write_json(Path(options.out) / f"step-{name}.json", record)
-            _show(record, options)
-            print(flush=True)
-            lines += verdicts(record, ROWS[name].claims)
-            wrong |= _wrong(record)
+    except Stopped as stopped:
+        code = stopped.code
+        if name in started:
+            end(name)
     finally:
         for run in started.values():
             run.stop()
-    print(render_verdicts(lines, markdown=options.markdown))
-    return wrong
+    if missing := [name for name in ROWS if name in names and name not in tried]:
+        print(f"left out: {', '.join(missing)}\n")
+    print(render_verdicts(lines, markdown=options.markdown), flush=True)
+    return code or wrong
 
 
 def _show(record: dict[str, Any], options: argparse.Namespace) -> int:
-    print(render(record, markdown=options.markdown))
+    print(render(record, markdown=options.markdown), flush=True)
     if options.plot:
         for path in plot(record, options.plot):
             print(path)

@@ -1,16 +1,20 @@
 """The processes that providers run in: each of its own, so that neither patches nor memory leak."""
 
 import contextlib
+import os
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
+
+from benchmarks.common import write_json
 
 ROOT = Path(__file__).parent.parent.parent
 READY = "ready to go"
+RESULT = "found.json"
 
 
 class Child:
@@ -36,11 +40,13 @@ class Child:
             self.process.kill()
 
         timer = threading.Timer(timeout or 0.0, end)
-        if timeout is not None and not self.waits:
-            timer.start()
-        while not self.waits and (line := self.process.stdout.readline()):
-            self.waits = line.strip() == READY
-        timer.cancel()
+        try:
+            if timeout is not None and not self.waits:
+                timer.start()
+            while not self.waits and (line := self.process.stdout.readline()):
+                self.waits = line.strip() == READY
+        finally:
+            timer.cancel()
         return self
 
     def proceed(self) -> None:
@@ -82,3 +88,15 @@ def wait() -> None:
     print(READY, flush=True)
     if not sys.stdin.readline():
         raise SystemExit("the process that started this one is gone")
+
+
+def tell(folder: Path, found: Mapping[str, Any]) -> None:
+    """In the child: what it has found so far, which stays if it comes to no end."""
+    write_whole(folder / RESULT, found)
+
+
+def write_whole(path: Path, record: Mapping[str, Any]) -> None:
+    """`write_json`, of which nobody ever sees a part: who is ended meanwhile leaves what was there before."""
+    aside = path.with_name(f".{path.name}.part")
+    write_json(aside, record)
+    os.replace(aside, path)

@@ -4,13 +4,14 @@ A trial is two training steps with the optimizer at one length, or one where a s
 states are there from the first trial. Lengths are multiples of 1024. What a sequence needs grows nearly evenly with its
 length once workspaces have their full size, so that two that fit say where the limit must be; bisection goes on from
 there, until what fits and what does not lie 1024 apart, or a 64th of the length. After a failure the provider goes on
-in the same process, when all of the trial's memory has come back.
+in the same process, when all of the trial's memory has come back. After each trial the row is told, so that a search
+that is ended keeps what it has found: its length is then one that fits, and a longer one may.
 """
 
 import argparse
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.train_cases import Case
+from benchmarks.train_step import children
 from benchmarks.train_step.memory import GIB, clean
 from benchmarks.train_step.parity import batches, device_of
 from benchmarks.train_step.providers import Provider, build, optimizer_of, step_of
@@ -56,19 +58,30 @@ def longest(name: str, case: Case, options: argparse.Namespace, folder: Path) ->
     model = build(provider, case, folder / "model", device)
     optimizer = optimizer_of(provider, model)
     step = step_of(provider, model, optimizer, {})
-    trials = search(
-        lambda length: _trial(step, model, optimizer, case, options, length),
-        options.longest,
-        grain=grain,
-        most=options.most,
-    )
+    trials: list[Trial] = []
+
+    def trial(length: int) -> Trial:
+        trials.append(_trial(step, model, optimizer, case, options, length))
+        children.tell(folder, row_of(name, provider.checkpointing, trials))
+        return trials[-1]
+
+    search(trial, options.longest, grain=grain, most=options.most)
+    return row_of(name, provider.checkpointing, trials)
+
+
+def row_of(name: str, checkpointing: str, trials: Sequence[Trial]) -> dict[str, Any]:
+    """The row of the provider of that name after these trials."""
     best = max((t for t in trials if t.peak_gib is not None), key=lambda t: t.length, default=None)
-    row: dict[str, Any] = {"provider": name, "checkpointing": provider.checkpointing}
+    row: dict[str, Any] = {"provider": name, "checkpointing": checkpointing}
     row["trials"] = [asdict(trial) for trial in trials]
     if best is None:
         return {**row, "note": f"not even {min(trial.length for trial in trials)} tokens fit"}
-    row |= {"length": best.length, "peak_gib": best.peak_gib, "tokens_per_s": best.length / (best.seconds or 1)}
-    return row
+    return {
+        **row,
+        "length": best.length,
+        "peak_gib": best.peak_gib,
+        "tokens_per_s": best.length / (best.seconds or 1),
+    }
 
 
 def search(

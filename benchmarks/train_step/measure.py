@@ -1,6 +1,7 @@
 """One provider's row, computed in a process of its own: parity, then times and peak memory of its steps.
 
-Parity may be checked beside other processes; times are measured when no other one works.
+Parity may be checked beside other processes; times are measured when no other one works, and the profiler is touched
+by the process that is timed alone: it takes the device's counters when it is first begun, not when it is imported.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import torch
 
 from benchmarks.pictures import for_transformers
 from benchmarks.train_cases import Case
+from benchmarks.train_step import children
 from benchmarks.train_step.memory import GIB, clean, peak_bytes
 from benchmarks.train_step.parity import (
     LOGITS_FACTOR,
@@ -85,6 +87,7 @@ def measure(row: dict[str, Any], case: Case, options: argparse.Namespace, folder
     if not provider.ours and "num_local_experts" in case.config:
         row["experts"] = model.config._experts_implementation
     if options.profile:
+        children.tell(folder, row)
         started = time.perf_counter()
         row["profile"] = profile(provider, case, options, model, optimizer, step, inputs[0], row)
         row["seconds"]["profile"] = time.perf_counter() - started

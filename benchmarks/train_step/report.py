@@ -13,7 +13,9 @@ LEAST_SHARE = 0.004
 
 def render(record: Mapping[str, Any], *, markdown: bool = False) -> str:
     """The tables of a result as text."""
-    env, rows, settings = record["environment"], record["rows"], record["settings"]
+    env, settings = record["environment"], record["settings"]
+    left_out = [{"provider": name, "note": f"left out: {why}"} for name, why in record.get("left_out", {}).items()]
+    rows = [*record["rows"], *left_out]
     versions = ", ".join(f"{package} {env[package]}" for package in PACKAGES if env[package])
     if settings.get("longest"):
         what = f"{settings['case']}, the longest sequence that trains in {settings['longest']:g} GiB, AdamW"
@@ -39,7 +41,7 @@ def _steps(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], markd
     columns = ["provider", "checkpointing", "tokens/s", "ours is", "peak GiB", "step 1 loss", "note"]
     lines: list[list[Any]] = []
     for row in rows:
-        start = [row["provider"], row.get("checkpointing", settings["checkpointing"])]
+        start = [row["provider"], _checkpointing(row, settings)]
         notes = [row.get("note", ""), *(row["parity"]["red"] if "parity" in row else [])]
         if "inexact" in row:
             notes.insert(0, f"inexact: {row['inexact']}")
@@ -61,16 +63,21 @@ def _longest(rows: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], mar
     ours = next((row for row in rows if row["provider"].startswith("ligermodels") and "length" in row), None)
     lines: list[list[Any]] = []
     for row in rows:
-        start = [row["provider"], row.get("checkpointing", settings["checkpointing"])]
+        start = [row["provider"], _checkpointing(row, settings)]
         if "length" not in row:
             lines.append([*start, None, None, None, None, row.get("note", "")])
             continue
         failed = min((t["length"] for t in row["trials"] if t["peak_gib"] is None), default=None)
         over = f"{ours['length'] / row['length']:.2f}x" if ours else None
-        note = f"{failed:,} did not fit" if failed else "nothing longer was tried"
+        notes = [row.get("note", ""), f"{failed:,} did not fit" if failed else "nothing longer was tried"]
+        note = "; ".join(filter(None, notes))
         lines.append([*start, row["length"], over, round(row["tokens_per_s"]), row["peak_gib"], note])
     columns = ["provider", "checkpointing", "longest", "ours is", "tokens/s there", "peak GiB", "note"]
     return table(columns, lines, markdown=markdown)
+
+
+def _checkpointing(row: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    return row.get("checkpointing") or row["provider"].partition(":")[2] or settings["checkpointing"]
 
 
 def _profile(row: Mapping[str, Any], settings: Mapping[str, Any], markdown: bool) -> list[str]:
