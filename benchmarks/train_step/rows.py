@@ -97,7 +97,10 @@ ROWS: dict[str, Row] = {
     ),
     "llama-1b-long": Row(
         _arguments("--case llama-3.2-1b --batch 1 --seq 32768 --checkpointing none --steps 10"),
-        (Claim("ligermodels+adamw+inbackward", "hf+liger", speed=1.05, memory=0.70),),
+        (
+            Claim("ligermodels+adamw+inbackward:mlp-3", "hf+liger", speed=1.05, memory=0.70),
+            Claim("ligermodels+adamw+inbackward:none", "hf+liger", speed=1.05),
+        ),
         55,
     ),
     "llama-1b-longest": Row(
