@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import ligermodels.arch
@@ -814,40 +813,6 @@ def test_no_provider_is_begun_that_does_not_fit_into_the_budget(tmp_path, monkey
     assert went[:5] == ["prepare", "hf+eager", "ligermodels", "hf", "ligermodels+adamw:block stopped"]
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("ligermodels+adamw:block"))
     assert line.split()[1] == "block" and "left out: 7 s were left, the slowest before it took 10" in line
-
-
-def test_a_checkpoint_is_what_transformers_writes(tmp_path, monkeypatch):
-    transformers = pytest.importorskip("transformers")
-    model = parity._initialised(CASES["mixtral-12l"].dry(), CASES["mixtral-12l"], "cpu")
-    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().float())
-    model.save_pretrained(tmp_path / "theirs")
-    monkeypatch.setattr(parity, "SHARD", "100KB")
-    parity._save(model, tmp_path / "ours")
-    files = sorted((tmp_path / "ours").glob("*.safetensors"))
-    found = {name: x for path in files for name, x in load_file(path).items()}
-    expected = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert len(files) > 2 and found.keys() == expected.keys()
-    assert all(found[name].dtype == x.dtype and torch.equal(found[name], x) for name, x in expected.items())
-    index = json.loads((tmp_path / "ours" / "model.safetensors.index.json").read_text())
-    assert set(index["weight_map"].values()) == {path.name for path in files}
-    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
-
-
-def test_tensors_of_any_shape_are_written(tmp_path):
-    tensors = {
-        "a": torch.randn(3).bfloat16(),
-        "b": torch.tensor(2.5),
-        "c": torch.randn(4, 6).mT,
-        "d": torch.empty(0, 2),
-    }
-    parity.write_safetensors(tensors, tmp_path / "file", {"format": "pt"})
-    found = load_file(tmp_path / "file")
-    assert found.keys() == tensors.keys() and all(torch.equal(found[name], x) for name, x in tensors.items())
-    data = (tmp_path / "file").read_bytes()
-    size = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + size])
-    assert header.pop("__metadata__") == {"format": "pt"} and size % 8 == 0
-    assert all(entry["data_offsets"][0] % tensors[name].itemsize == 0 for name, entry in header.items())
 
 
 def test_what_prepares_is_ended_as_well(tmp_path, monkeypatch, capsys):

@@ -6,15 +6,11 @@ compared as well.
 """
 
 import argparse
-import importlib
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -38,11 +34,6 @@ RELATIVE = 2**-8
 over tokens and a norm over all gradients average roundings out, so right models agree more closely; a wrong
 rotation, mask or residual moves the norm by percents."""
 
-SHARD, WRITERS = "1GB", 8
-"""Of a checkpoint: the size of its files, and how many are written at a time."""
-DTYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-"""What safetensors calls those that a checkpoint may have."""
-
 
 def device_of(options: argparse.Namespace) -> str:
     return "cpu" if options.dry else "cuda"
@@ -60,7 +51,7 @@ def prepare(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, 
     device, config, started = device_of(options), config_of(case, options), time.perf_counter()
     if not (folder / "model").exists():
         torch.manual_seed(options.seed)
-        _save(_initialised(config, case, device), folder / "model")
+        _initialised(config, case, device).save_pretrained(folder / "model")
     seconds = {"checkpoint": time.perf_counter() - started}
     if getattr(options, "longest", None) or parity_file(options, folder).exists():
         return seconds
@@ -68,7 +59,7 @@ def prepare(case: Case, options: argparse.Namespace, folder: Path) -> dict[str, 
     model = _initialised(config if options.dry else changed(config, case.shallow), case, device)
     _sharpen(model)
     if not (folder / "parity").exists():
-        _save(model, folder / "parity")
+        model.save_pretrained(folder / "parity")
     draws = batches(case, options, PARITY_DRAWS, 1, seed=options.seed + 1)
     in_bf16 = [probe(model.train(), for_transformers(model, inputs)) for inputs in draws]
     exact = [probe(model.float(), for_transformers(model, inputs)) for inputs in draws]
@@ -100,41 +91,6 @@ def _initialised(config: Mapping[str, Any], case: Case, device: str) -> nn.Modul
             dtype=torch.bfloat16,
             attn_implementation=ATTENTION[case.attention],
         )
-
-
-def _save(model: nn.Module, folder: Path) -> None:
-    """`model.save_pretrained`, by several threads: safetensors holds Python's lock while it writes, so that one thread
-    copies 16 GB from the device and writes them, in 20 seconds."""
-    modeling = importlib.import_module("transformers.modeling_utils")
-    written: list[Future[None]] = []
-
-    with ThreadPoolExecutor(WRITERS) as threads:
-
-        def begin(tensors: Mapping[str, Tensor], path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-            written.append(threads.submit(write_safetensors, tensors, Path(path), metadata or {}))
-
-        with mock.patch.object(modeling, "safe_save_file", begin):
-            model.save_pretrained(folder, max_shard_size=SHARD)
-    for file in written:
-        file.result()
-
-
-@torch.no_grad()
-def write_safetensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str]) -> None:
-    """What `safetensors.torch.save_file` writes, one tensor on the host at a time."""
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    ordered, start = sorted(tensors.items(), key=lambda item: -item[1].itemsize), 0  # so that each begins aligned
-    for name, x in ordered:
-        header[name] = {"dtype": DTYPES[x.dtype], "shape": list(x.shape), "data_offsets": [start, start + x.nbytes]}
-        start += x.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb", buffering=0) as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _, x in ordered:
-            left = x.reshape(-1).view(torch.uint8).cpu().numpy().data
-            while left:
-                left = left[file.write(left) :]  # at most 2 GiB at a time
 
 
 @torch.no_grad()
