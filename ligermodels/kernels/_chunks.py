@@ -109,14 +109,14 @@ class Chunks:
         self.pitch = -(-self.vocab // 64) * 64
         self.limit(settings.chunk_bytes)
 
-    def bytes(self, rows: int) -> int:
-        """Of the logits of so many rows."""
+    def logits_bytes(self, rows: int) -> int:
+        """What the logits of so many rows take."""
         return rows * self.pitch * self.x.element_size()
 
     def limit(self, chunk_bytes: int, whole_bytes: int = 0) -> None:
         """A chunk has as many rows as fit into chunk_bytes, and all of them where they fit into whole_bytes."""
         rows = len(self.labels)
-        self.rows = rows if self.bytes(rows) <= whole_bytes else chunk_rows(rows, self.bytes(1), chunk_bytes)
+        self.rows = rows if self.logits_bytes(rows) <= whole_bytes else chunk_rows(rows, self.logits_bytes(1), chunk_bytes)
 
     def workspace(self) -> Tensor:
         """Room for the logits of a chunk, [rows, V]."""

@@ -57,6 +57,7 @@ def linear_cross_entropy_reference(
 
 
 _ROWS = 2048
+"""Of a chunk at least, if not told otherwise: adding it to dweight then takes a tenth of what its products take."""
 
 
 class _Results(NamedTuple):

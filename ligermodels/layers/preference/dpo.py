@@ -114,7 +114,7 @@ class LinearDPOLoss(PairedLoss):
     `LinearLoss`.
 
     Four matrix products of the size of the head's run with a reference by its states, three without; one more where
-    the logits do not fit into chunk_bytes.
+    the logits of all tokens are not kept (see `linear_logprobs`).
     """
 
     def __init__(

@@ -177,7 +177,7 @@ class LinearLoss(nn.Module):
 
     ignore_index: the label of tokens that do not count, prompt and padding. num_valid, in forward: a bound on the
     number of labels that count, where the host knows one; labels on the CPU are counted there. softcap: Gemma 2's.
-    chunk_bytes: what the logits in memory may take; None is 512 MiB.
+    chunk_bytes: what the logits in memory may take; None is 512 MiB, and where all fit, see there, they are kept.
     """
 
     def __init__(
