@@ -10,8 +10,8 @@ H is the hidden size, q and kv the widths of queries and keys, I that of the gat
 
 Under "block", a block runs on (x + residual, None), which gives a norm the bits that (x, residual) gives it; in the
 backward, the gradient of the sum in 16 bits is rounded once more. A unit at the end of a block is asked to recompute as
-well: the second run of the block ends where the unit has saved its input, and the unit makes its inside in tiles, so
-that nothing as large as tokens * I is ever in memory.
+well: the second run of the block ends where the unit has saved its input, and the unit makes its inside again, in tiles
+of tokens where it would take more than 1 GiB (`gated_mlp`), so that a longer text needs no more of that.
 
 `offload` sends what the blocks keep to pinned memory of the host on a stream of its own, while the next block
 computes, and brings it back one block ahead of its use. That costs no time where a block computes for longer than its

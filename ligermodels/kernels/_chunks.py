@@ -115,8 +115,9 @@ class Chunks:
 
     def limit(self, chunk_bytes: int, whole_bytes: int = 0) -> None:
         """A chunk has as many rows as fit into chunk_bytes, and all of them where they fit into whole_bytes."""
-        rows = len(self.labels)
-        self.rows = rows if self.logits_bytes(rows) <= whole_bytes else chunk_rows(rows, self.logits_bytes(1), chunk_bytes)
+        self.rows = len(self.labels)
+        if self.logits_bytes(self.rows) > whole_bytes:
+            self.rows = chunk_rows(self.rows, self.logits_bytes(1), chunk_bytes)
 
     def workspace(self) -> Tensor:
         """Room for the logits of a chunk, [rows, V]."""
