@@ -232,11 +232,21 @@ def test_products(device, products):
     assert torch.equal(quiet, loud.detach())
 
 
-@pytest.mark.parametrize(("accum_dtype", "count"), [(torch.float32, 3), (None, 2 * 4)])
-def test_logits_in_the_room_of_a_sum(device, products, accum_dtype, count):
+@pytest.mark.parametrize(
+    ("dtype", "accum_dtype", "trained", "count"),
+    [
+        (torch.float16, torch.float32, True, 3),
+        (torch.float16, None, True, 2 * 4),  # no sum is wider than dweight
+        (torch.float32, torch.float32, True, 2 * 4),
+        (torch.float16, torch.float32, False, 2 * 3),  # no dweight
+    ],
+)
+def test_logits_in_the_room_of_a_sum(device, products, dtype, accum_dtype, trained, count):
     """200 rows of 128 bytes: what an fp32 sum of dweight, 30 x 512, would take beyond dweight, holds all logits."""
-    x, weight, _, labels = problem(200, 512, 30, device, torch.float16, ignored=0.9)
-    found(linear_logprobs(x, weight, labels, num_valid=200, accum_dtype=accum_dtype, chunk_bytes=1), [x, weight])
+    x, weight, _, labels = problem(200, 512, 30, device, dtype, ignored=0.9)
+    weight.requires_grad_(trained)
+    out = linear_logprobs(x, weight, labels, num_valid=200, accum_dtype=accum_dtype, chunk_bytes=1)
+    out.sum().backward()
     assert len(products) == count
 
 
