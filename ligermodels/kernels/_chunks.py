@@ -148,8 +148,9 @@ class Chunks:
 class Gradients:
     """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients.
 
-    wide: the dtype in which dweight is summed; final: the one in which `take_dweight` gives it away. Where that is half
-    as wide, the sum is two tensors, each of half the rows, and the result takes the room of the first.
+    wide: the dtype in which dweight is summed; final: the one in which `take_dweight` gives it away, when the chunks'
+    workspace is free again. Where that has no room for the result, which is half as wide as the sum, the sum is two
+    tensors, each of half the rows, and the result takes the room of the first.
     """
 
     def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], wide: torch.dtype, final: torch.dtype):
@@ -157,7 +158,8 @@ class Gradients:
         x, (vocab, hidden) = chunks.x, chunks.weight.shape
         make = torch.empty if len(x) else torch.zeros
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
-        half = -(-vocab // 128) * 64 if wide.itemsize == 2 * final.itemsize else vocab
+        no_room = vocab * hidden * final.itemsize > chunks.logits_bytes(chunks.rows)
+        half = -(-vocab // 128) * 64 if no_room and wide.itemsize == 2 * final.itemsize else vocab
         parts = [range(vocab)[i : i + half] for i in range(0, vocab, half)] if need_weight else []
         self.parts = [(rows, make(len(rows), hidden, dtype=wide, device=x.device)) for rows in parts]
         self.final = final

@@ -150,13 +150,16 @@ def test_rows_of_a_workspace(monkeypatch, device, products):
         assert len(products) == count, (tokens, accum_dtype, rows)
 
 
-def test_fp32_accumulation_forgets_the_chunks(device):
+@pytest.mark.parametrize(("hidden", "parts"), [(16, 1), (256, 2)])
+def test_fp32_accumulation_forgets_the_chunks(device, products, hidden, parts):
     """Over 3 chunks, fp32 accumulation keeps dweight as exact as one product; half precision does not.
 
-    Of 131 rows 128 and 3 are summed apart, and rounded into the room of the 128.
+    Where dweight is larger than the workspace, of 131 rows 128 and 3 are summed apart, and rounded into the room of
+    the 128.
     """
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    x, weight, _, labels = problem(384, 16, 131, device, dtype, ignored=0.0)
+    x, weight, _, labels = problem(384, hidden, 131, device, dtype, ignored=0.0)
+    weight = (weight.detach() * (16 / hidden) ** 0.5).requires_grad_()  # logits of the same size
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     exact = results(linear_cross_entropy_reference(*wide, labels, reduction="sum"), wide)["grad1"]
 
@@ -165,8 +168,10 @@ def test_fp32_accumulation_forgets_the_chunks(device):
         return (results(out, [weight])["grad0"].double() - exact).square().mean().sqrt()
 
     once = error(torch.float32, 2**30)
+    products.clear()
     # 2 % for the order of summation inside the products.
     assert error(torch.float32, 1) <= 1.02 * once
+    assert len(products) == 3 * (2 + parts)  # logits, dx, and dweight in its parts
     assert error(None, 1) > 1.02 * once
 
 
