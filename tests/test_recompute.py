@@ -291,9 +291,9 @@ class TestMemory:
             layer.register_forward_pre_hook(lambda layer, inputs: begun.append(layer))
         send, bring = recompute._Lane.send, recompute._Lane.bring
 
-        def sends(lane, tensor, memory, buffer):
+        def sends(lane, tensor, memory, *where):
             assert all(memory.expired() for block, memory in sent if block < len(begun) - 1)
-            send(lane, tensor, memory, buffer)
+            send(lane, tensor, memory, *where)
             sent.append((len(begun), StorageWeakRef(memory)))
 
         def brings(lane, records):
@@ -308,6 +308,56 @@ class TestMemory:
         x.sum().backward()
         assert len(brought) == 4  # a block each; what the last block keeps stays where it is
         assert not any(ref() is not None for refs in brought for ref in refs)
+
+    @pytest.mark.parametrize("policy", ["none", "block"])
+    @pytest.mark.parametrize(
+        ("some", "gone_by", "back_from"),
+        [
+            ({"blocks": 1}, {0: 6}, {0: 5}),
+            ({"blocks": 2}, {0: 3, 1: 6}, {0: 2, 1: 5}),
+            ({"every_n_layers": 3}, {0: 3, 3: 6}, {0: 2, 3: 5}),
+            ({"blocks": 5}, {0: 2, 1: 3, 2: 4, 3: 5, 4: 6}, {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}),
+        ],
+    )
+    def test_the_copies_of_some_blocks_have_the_time_of_all(self, policy, some, gone_by, back_from, monkeypatch):
+        monkeypatch.setattr(recompute, "SMALLEST", 512)
+        model, sent, going_back, gone, back = make(num_hidden_layers=7), [], [], {}, {}
+        enable(model, policy, offload=True, **some)
+        call, send, bring = recompute._Pass.__call__, recompute._Lane.send, recompute._Lane.bring
+
+        def calls(run, i, *inputs):
+            begins(i)
+            return call(run, i, *inputs)
+
+        def sends(lane, tensor, memory, *where):
+            send(lane, tensor, memory, *where)
+            sent.append((begun, StorageWeakRef(memory)))
+
+        def brings(lane, records):
+            bring(lane, records)
+            back.setdefault(going_back[-1], []).append(len(records))
+
+        def begins(i):
+            nonlocal begun
+            for block in {block for block, _ in sent} - gone.keys():
+                if all(memory.expired() for number, memory in sent if number == block):
+                    gone[block] = i - 1
+            begun = i
+
+        begun = -1
+        for i, layer in enumerate(model.layers):
+            layer.register_forward_hook(
+                lambda layer, inputs, outputs, i=i: outputs[0].register_hook(lambda grad: going_back.append(i)) and None
+            )
+        monkeypatch.setattr(recompute._Pass, "__call__", calls)
+        monkeypatch.setattr(recompute._Lane, "send", sends)
+        monkeypatch.setattr(recompute._Lane, "bring", brings)
+        x, _ = through_blocks(model, torch.randn(2, 16, 32))
+        begins(7)
+        assert gone == gone_by
+        x.sum().backward()
+        counts = {block: sum(number == block for number, _ in sent) for block in gone_by}
+        assert back == {block: [counts[i]] for i, block in back_from.items()}
 
     def test_pinned_memory_is_used_again(self, ids):
         model = make()
@@ -326,7 +376,7 @@ class TestMemory:
         assert buffers(model) == more
 
     def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
-        kept = recompute._Kept(Offload(), {})
+        kept = recompute._Kept(Offload(), {}, 1)
         memory = torch.arange(24.0).view(4, 6)
         views = [memory, memory[:, 2:4], memory.t()[1:], memory.to(torch.float64)[2], memory[3:, :0]]
         strides = [view.stride() for view in (*views, memory)]
@@ -346,7 +396,7 @@ class TestMemory:
 
     def test_parameters_other_classes_and_small_tensors_stay(self, monkeypatch):
         monkeypatch.setattr(recompute, "SMALLEST", 64)
-        weight, kept = nn.Parameter(torch.ones(8, 8)), recompute._Kept(Offload(), {})
+        weight, kept = nn.Parameter(torch.ones(8, 8)), recompute._Kept(Offload(), {}, 1)
         stays = [weight, weight.t(), torch.ones(15), torch.ones(20).as_subclass(Other), torch.ones(9, 9).to_sparse()]
         assert all(isinstance(kept.pack(tensor), torch.Tensor) for tensor in stays)
         assert kept.pack(weight) is weight
@@ -501,10 +551,10 @@ class TestOnAGPU:
     def test_what_is_kept_leaves_the_device(self, model, ids):
         """Of 12 blocks at most three are there at a time: two in the forward, two and the last one in the backward.
 
-        Gradients, and what the head and one block need for a while, are in both numbers."""
+        Gradients, and what the head and one block need for a while, are in all numbers."""
         most = []
-        for offload in (False, True):
-            enable(model, "none", offload=offload)
+        for offload, blocks in ((False, None), (True, None), (True, 6)):
+            enable(model, "none", offload=offload, blocks=blocks)
             for _ in range(2):
                 model.zero_grad()
                 torch.cuda.synchronize()
@@ -514,6 +564,7 @@ class TestOnAGPU:
                 torch.cuda.synchronize()
             most.append(torch.cuda.max_memory_allocated() - before)
         assert most[1] < 0.6 * most[0]
+        assert most[2] < 0.8 * most[0]  # five of the blocks
 
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
     def test_the_host_never_waits(self, model, ids, policy):

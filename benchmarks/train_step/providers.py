@@ -5,7 +5,7 @@ backward), +inplace (gradients are added to the .grad that is there), +captured 
 (what is kept for backward goes to the host); or `hf` with any of +eager, +sdpa, +flex (its attention; sdpa where none
 is named, and for +liger and +compile the case's own), +loop, +grouped_mm (its experts), +liger, +compile (its patch).
 Behind a colon its checkpointing, where that is not the run's: `ligermodels+adamw:none`; `ligermodels:mlp-9` computes
-the gated units of the first 9 blocks again.
+the gated units of the first 9 blocks again, `ligermodels+offload:none-2` sends what the first 2 keep to the host.
 """
 
 import importlib
@@ -48,7 +48,9 @@ class Provider:
         known = {"ligermodels": OURS, "hf": (*ATTENTION, *EXPERTS, *PATCHES)}.get(base)
         can = CHECKPOINTING if base == "ligermodels" else ("none", "block")
         what, _, blocks = (own or checkpointing).partition("-")
-        known_blocks = not blocks or (blocks.isdecimal() and base == "ligermodels" and what != "none")
+        known_blocks = not blocks or (
+            blocks.isdecimal() and base == "ligermodels" and (what != "none" or "offload" in words)
+        )
         if known is None or not set(words) <= set(known) or what not in can or not known_blocks:
             raise ValueError(
                 f"unknown provider {name!r}; known: ligermodels with any of +{', +'.join(OURS)}, and :none, :mlp or "
@@ -79,9 +81,9 @@ def build(provider: Provider, case: Case, folder: Path, device: str) -> nn.Modul
     model.train()
     what, _, blocks = provider.checkpointing.partition("-")
     if provider.ours and (what != "none" or "offload" in provider.words):
-        options: dict[str, Any] = {"recompute": what, **({"blocks": int(blocks)} if blocks else {})}
-        if "offload" in provider.words:
-            options["offload"] = True
+        options: dict[str, Any] = {"recompute": what, "offload": "offload" in provider.words}
+        if blocks:
+            options["blocks"] = min(int(blocks), len(model.layers))  # the model of the parity is shallow
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif what != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

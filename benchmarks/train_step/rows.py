@@ -54,6 +54,7 @@ ROWS: dict[str, Row] = {
         (
             Claim("ligermodels", "hf+liger", speed=1.10, memory=0.80),
             Claim("ligermodels+adamw+inplace", "hf+liger", speed=1.10, memory=0.80),
+            Claim("ligermodels+adamw+inplace+offload:none-2", "hf+liger", speed=1.10, memory=0.80),
             Claim("ligermodels", "hf", speed=1.4, memory=0.40),
             Claim("ligermodels+adamw+inplace", "hf", speed=1.4, memory=0.40),
         ),
@@ -96,12 +97,12 @@ ROWS: dict[str, Row] = {
         55,
     ),
     "llama-1b-long": Row(
-        _arguments("--case llama-3.2-1b --batch 1 --seq 32768 --checkpointing none --steps 10"),
+        _arguments("--case llama-3.2-1b --batch 1 --seq 32768 --checkpointing none --steps 10 --profile"),
         (
-            Claim("ligermodels+adamw+inbackward:mlp-3", "hf+liger", speed=1.05, memory=0.70),
+            Claim("ligermodels+adamw+inbackward+offload:none-4", "hf+liger", speed=1.05, memory=0.70),
             Claim("ligermodels+adamw+inbackward:none", "hf+liger", speed=1.05),
         ),
-        55,
+        100,
     ),
     "llama-1b-longest": Row(
         _arguments("--case llama-3.2-1b --checkpointing block --longest 24"),

@@ -12,9 +12,10 @@ multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
 
 Memory beyond the inputs: the workspace (at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
 accumulation dweight in fp32 instead, which at the end is rounded into the room of the workspace, or into its own where
-that is too small. Every chunk has that sum read and written, 8 V H bytes that no product hides, so that chunks have 2048
-rows or more if not told otherwise. A single chunk needs no sum, and its workspace may have that room too. Where the gradient of weight is added in place
-(`ligermodels.training.gradients`), backward adds the fp32 sum itself.
+that is too small. Every chunk has that sum read and written, 8 V H bytes of which the products hide little, so that
+chunks have 2048 rows or more if not told otherwise. A single chunk needs no sum, and its workspace may have that room
+too. Where the gradient of weight is added in place (`ligermodels.training.gradients`), backward adds the fp32 sum
+itself.
 
 Source: Hsu et al., arXiv:2410.10989, section 3.2 (gradients in forward); Wijmans et al., arXiv:2411.09009.
 """
