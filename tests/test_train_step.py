@@ -150,6 +150,7 @@ MORE = {
         "ligermodels+adamw:mlp-1": "mlp-1",
         "ligermodels+inbackward:block": "block",
         "ligermodels+offload": "none",
+        "ligermodels+chunks+offload:none-1": "none-1",
         "ligermodels+captured": "none",
     },
     "gemma-2-2b": {"ligermodels:none": "none"},  # the case has "block"

@@ -2,8 +2,9 @@
 
 `ligermodels`, with any of +adamw (our AdamW in place of torch's fused one), +inbackward (our AdamW, stepping inside
 backward), +inplace (gradients are added to the .grad that is there), +captured (the step is one CUDA graph), +offload
-(what is kept for backward goes to the host); or `hf` with any of +eager, +sdpa, +flex (its attention; sdpa where none
-is named, and for +liger and +compile the case's own), +loop, +grouped_mm (its experts), +liger, +compile (its patch).
+(what is kept for backward goes to the host), +chunks (the loss makes its logits 256 MiB at a time); or `hf` with any
+of +eager, +sdpa, +flex (its attention; sdpa where none is named, and for +liger and +compile the case's own), +loop,
++grouped_mm (its experts), +liger, +compile (its patch).
 Behind a colon its checkpointing, where that is not the run's: `ligermodels+adamw:none`; `ligermodels:mlp-9` computes
 the gated units of the first 9 blocks again, `ligermodels+offload:none-2` sends what the first 2 keep to the host.
 """
@@ -26,7 +27,7 @@ ATTENTION = {"eager": "eager", "sdpa": "sdpa", "flex": "flex_attention"}
 EXPERTS = {"loop": "eager", "grouped_mm": "grouped_mm"}
 """The word in a provider's name -> what transformers calls it."""
 PATCHES = ("liger", "compile")
-OURS = ("adamw", "inbackward", "inplace", "captured", "offload")
+OURS = ("adamw", "inbackward", "inplace", "captured", "offload", "chunks")
 LEARNING_RATE = 1e-5
 
 
@@ -87,6 +88,8 @@ def build(provider: Provider, case: Case, folder: Path, device: str) -> nn.Modul
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif what != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if "chunks" in provider.words:
+        model.lm_head.chunk_bytes = 256 * 2**20  # type: ignore[union-attr]
     if "inplace" in provider.words:
         from ligermodels.training.gradients import accumulate_in_place
 

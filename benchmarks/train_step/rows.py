@@ -54,7 +54,7 @@ ROWS: dict[str, Row] = {
         (
             Claim("ligermodels", "hf+liger", speed=1.10, memory=0.80),
             Claim("ligermodels+adamw+inplace", "hf+liger", speed=1.10, memory=0.80),
-            Claim("ligermodels+adamw+inplace+offload:none-2", "hf+liger", speed=1.10, memory=0.80),
+            Claim("ligermodels+adamw+inplace+offload:none-1", "hf+liger", speed=1.10, memory=0.80),
             Claim("ligermodels", "hf", speed=1.4, memory=0.40),
             Claim("ligermodels+adamw+inplace", "hf", speed=1.4, memory=0.40),
         ),
@@ -81,7 +81,7 @@ ROWS: dict[str, Row] = {
     "gemma-2-2b": Row(
         _arguments("--case gemma-2-2b --batch 4 --seq 4096 --checkpointing block --steps 10"),
         (
-            Claim("ligermodels+adamw+inbackward+offload:block", "hf+liger", memory=0.60),
+            Claim("ligermodels+adamw+inbackward+offload+chunks:block", "hf+liger", memory=0.60),
             Claim("ligermodels+adamw+inbackward:block", "hf+liger", speed=2.2, memory=0.60),
             Claim("ligermodels+adamw+inbackward:none", "hf+liger", speed=2.2),
             Claim("ligermodels+adamw+inbackward:none", "hf+liger+sdpa", speed=1.4),

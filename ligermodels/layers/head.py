@@ -17,6 +17,11 @@ class _Head(nn.Module):
     weight: Tensor
     bias: Tensor | None
     softcap: float | None
+    chunk_bytes: int | None = None
+    """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
+
+    `model.lm_head.chunk_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time.
+    """
 
     def forward(
         self,
@@ -48,6 +53,7 @@ class _Head(nn.Module):
         gives them, whose options temperature, return_entropy and return_logits_mean are then available, and of the
         loss's only those that are its own too.
         """
+        chunk_bytes = self.chunk_bytes if chunk_bytes is None else chunk_bytes
         if labels is None:
             logits = nn.functional.linear(x, self.weight, self.bias)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)

@@ -433,8 +433,12 @@ def test_every_option_reaches_the_op(monkeypatch):
 
     calls = recorder(monkeypatch, head, "linear_cross_entropy")
     for kind in ("plain", "tied"):
-        make_head(kind, softcap=5.0)(x, labels, **OPTIONS, **FUSED_OPTIONS, **PER_CALL)
+        lm_head = make_head(kind, softcap=5.0)
+        lm_head.chunk_bytes = 128
+        lm_head(x, labels, **OPTIONS, **FUSED_OPTIONS, **PER_CALL)
         assert calls.pop()[1] == everything
+        lm_head(x, labels)
+        assert calls.pop()[1]["chunk_bytes"] == 128
 
     calls = recorder(monkeypatch, losses, "linear_cross_entropy")
     L.LinearCrossEntropyLoss(**OPTIONS, **FUSED_OPTIONS, softcap=5.0)(x, weight, labels, **PER_CALL)
