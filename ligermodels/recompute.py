@@ -308,10 +308,22 @@ class _Record:
         self.here: Tensor | None = None
         self.ready: Any = None
         self.uses = self.used = 0
-        lane.send(tensor, memory, self.buffer, gone_by)
+        self.leaving: tuple[Any, Any, Tensor] | None = lane.send(tensor, memory, self.buffer)
+        lane.leaving.append((gone_by, weakref.ref(self)))
 
     def __del__(self) -> None:
+        self.release()
+        if self.here is not None:  # for a backward that broke off
+            self.lane.arrive()
         self.lane.buffers[len(self.buffer)].append(self.buffer)  # copies still queued come before those of its next use
+
+    def release(self) -> None:
+        """Gives up the memory that leaves, to be used once its copy is done."""
+        if self.leaving is not None:
+            computing, sent, _tensor = self.leaving
+            if computing is not None:
+                computing.wait_event(sent)
+            self.leaving = None
 
     def take(self) -> Tensor:
         """The bytes on the device; once every use had them, they are only held by these."""
@@ -330,10 +342,10 @@ class _Lane:
     """The copies between one device and the host, queued one behind the other on a stream of their own.
 
     Memory on the device belongs to the stream that computes, where the allocator may give it away as soon as nothing
-    here holds it. So it is held, in `leaving` and `arriving`, until that stream was made to wait for the copy, which
-    the host never does; record_stream would hold it until the host happens to see that the copy is done. Buffers on the
-    host are used by copies alone, which one stream keeps in order: they may be used again at once. torch rounds pinned
-    memory up to a power of two, and so do the buffers. On the CPU the copies are made as well, without streams.
+    here holds it. So it is held, by the records and in `arriving`, until that stream was made to wait for the copy,
+    which the host never does; record_stream would hold it until the host happens to see that the copy is done. Buffers
+    on the host are used by copies alone, which one stream keeps in order: they may be used again at once. torch rounds
+    pinned memory up to a power of two, and so do the buffers. On the CPU the copies are made as well, without streams.
     """
 
     def __init__(self, device: torch.device):
@@ -341,8 +353,8 @@ class _Lane:
         self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self.stream = None if self.module is None else self.module.Stream(device)
         self.buffers: defaultdict[int, list[Tensor]] = defaultdict(list)
-        self.leaving: deque[tuple[int, Any, Any, Tensor]] = deque()
-        self.arriving: tuple[Any, list[Tensor]] | None = None
+        self.leaving: deque[tuple[int, weakref.ref[_Record]]] = deque()
+        self.arriving: tuple[Any, Any, list[Tensor]] | None = None
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer on the host."""
@@ -351,38 +363,43 @@ class _Lane:
             return free.pop()
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
 
-    def send(self, tensor: Tensor, memory: torch.UntypedStorage, buffer: Tensor, gone_by: int) -> None:
+    def send(self, tensor: Tensor, memory: torch.UntypedStorage, buffer: Tensor) -> tuple[Any, Any, Tensor]:
+        """Starts a copy to the host -> the stream that computes, the event at its end, and what is held until then."""
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory)
         computing, sent = self._copy([(buffer[: len(source)], source)])
-        self.leaving.append((gone_by, computing, sent, tensor.detach()))
+        return computing, sent, tensor.detach()
 
     def release(self, block: float) -> None:
-        """Gives up the memory of what is to be gone by the end of `block`, to be used once its copies are done."""
+        """Gives up the memory of what is to be gone by the end of `block`."""
         while self.leaving and self.leaving[0][0] <= block:
-            _, computing, sent, _tensor = self.leaving.popleft()
-            if computing is not None:
-                computing.wait_event(sent)
+            record = self.leaving.popleft()[1]()
+            if record is not None:
+                record.release()
 
     def bring(self, records: "list[_Record]") -> None:
         """Starts copies back to the device, once the stream that computes has come to where it is now."""
         self.arrive()
         here = [torch.empty(record.nbytes, dtype=torch.uint8, device=self.device) for record in records]
         buffers = [record.buffer[: record.nbytes] for record in records]
-        _, ready = self._copy(zip(here, buffers, strict=True))
+        computing, ready = self._copy(zip(here, buffers, strict=True))
         for record, memory in zip(records, here, strict=True):
             record.here, record.ready = memory, ready
-        self.arriving = ready, here
+        self.arriving = computing, ready, here
 
     def wait(self, ready: Any) -> None:
         """What is queued from now on comes behind these copies."""
         if ready is not None:
             self.module.current_stream(self.device).wait_event(ready)
-        if self.arriving is not None and self.arriving[0] is ready:
+        if self.arriving is not None and self.arriving[1] is ready:
             self.arriving = None
 
     def arrive(self) -> None:
+        """The memory that is arriving is held by its records alone from now on."""
         if self.arriving is not None:
-            self.wait(self.arriving[0])
+            computing, ready, _ = self.arriving
+            if computing is not None:
+                computing.wait_event(ready)
+            self.arriving = None
 
     def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
         """The stream that computes, and the event at the end of the copies; None and None on the CPU."""

@@ -1,11 +1,13 @@
 """What of the benchmark of training steps a CPU can judge: parity before time, profiles that add up, the search."""
 
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -666,17 +668,43 @@ def test_the_longest_sequence_is_searched_and_written(tmp_path, capsys, in_this_
     assert "nothing longer was tried" in capsys.readouterr().out
 
 
-@pytest.mark.gpu
-def test_a_trial_that_does_not_fit_leaves_nothing_behind(tmp_path, in_this_process):
+@pytest.mark.parametrize("kind", ["ligermodels", "ligermodels+inbackward", "ligermodels+inbackward+offload"])
+def test_a_trial_that_breaks_off_in_the_backward_is_no_hindrance(kind, tmp_path, in_this_process, monkeypatch):
+    def step_of(provider, model, *others):
+        step = providers.step_of(provider, model, *others)
+
+        def limited(**inputs):
+            def fail(*_):
+                if inputs["input_ids"].shape[1] > 64:
+                    raise RuntimeError("CUDA out of memory")
+
+            handle = model.layers[0].attn_norm.register_full_backward_hook(fail)
+            try:
+                return step(**inputs)
+            finally:
+                handle.remove()
+
+        return limited
+
+    monkeypatch.setattr(longest, "step_of", step_of)
+    code, (row,) = run(tmp_path, "--longest", "1", "--providers", f"{kind}:block")
+    assert code == 0 and row["length"] == 64 and [t["length"] for t in row["trials"]] == [128, 64, 96]
+
+
+def _longest_in_a_gib(kind, folder):
     options = argparse.Namespace(dry=True, seed=0, seq=64, longest=1.0, most=None, checkpointing="none")
     case = dataclasses.replace(CASES["llama-3.2-1b"], tiny={"vocab_size": 32768, "head_dim": 16})
-    parity.prepare(case, options, tmp_path)
+    parity.prepare(case, options, folder)
     options.dry = False
-    memory.clean("cuda")
-    try:
-        row = longest.longest("ligermodels", dataclasses.replace(case, config=case.dry()), options, tmp_path)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0)
+    return longest.longest(kind, dataclasses.replace(case, config=case.dry()), options, folder)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["ligermodels", "ligermodels+inbackward", "ligermodels+inbackward+offload:block"])
+def test_a_trial_that_does_not_fit_leaves_nothing_behind(kind, tmp_path):
+    """In a process of its own, where no other test holds memory."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        row = pool.submit(_longest_in_a_gib, kind, tmp_path).result()
     assert any(t["peak_gib"] is None for t in row["trials"])
     assert 0.5 < row["peak_gib"] <= 1.0
 

@@ -139,7 +139,7 @@ def _trial(
         if not re.search("out of memory|alloc_failed", str(error), re.IGNORECASE):
             raise
     inputs = {}
-    model.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=True)  # which also ends a backward that broke off, where it takes the steps
     clean(device)
     if device == "cuda":
         states = [x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]

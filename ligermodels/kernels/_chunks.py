@@ -182,8 +182,9 @@ class Gradients:
             return parts[0][1].to(self.final) if parts else None
         (rows, first), (_, second) = parts
         hidden = first.shape[1]
-        dweight = first.new_empty(0, dtype=self.final)
-        dweight.set_(first.untyped_storage(), 0, (rows.stop + len(second), hidden), (hidden, 1))
+        # Not by way of Tensor.untyped_storage, which would count as a holder: autograd adds to what nobody else holds.
+        dweight, room = first.new_empty(0, dtype=self.final), first.view(self.final)
+        dweight.set_(room, 0, (rows.stop + len(second), hidden), (hidden, 1))  # type: ignore[call-overload]
         step = -(-len(first) // 8)
         for start in range(0, len(first), step):  # each written over rows that have been read: through a copy, in parts
             dweight[start : start + step][: len(first) - start] = first[start : start + step].to(self.final)

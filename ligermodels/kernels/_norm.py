@@ -49,8 +49,8 @@ def _backward_tile(width: int, loads: int) -> tuple[int, int, int, int, int]:
     if 1024 < width <= 1536:
         return 1024, 512 if width > 1280 else 256, 1, 2, 6
     block = 1 << (width - 1).bit_length()
-    if block <= 2048:
-        return block, 0, 4096 // block, 4, 2
+    if block <= 2048:  # more rows than 32, and a thread adds up more than 8 one after the other
+        return block, 0, min(32, 4096 // block), 4, 2
     return block, 0, max(1, min(8192, _PIPELINE_BYTES // loads) // block), 8 if block <= 8192 else 16, 1
 
 

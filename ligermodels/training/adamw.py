@@ -219,7 +219,8 @@ class AdamW(torch.optim.Optimizer):
         if p in self._stepped:
             raise InputError(
                 f"AdamW: {_name(p)} gets a second gradient; step_in_backward=True has taken the step for the first; "
-                "call step() after each backward. Gradients that add up need step_in_backward=False"
+                "call step() after each backward, zero_grad() after one that broke off. Gradients that add up need "
+                "step_in_backward=False"
             )
         with torch.no_grad():
             self._update(self.param_groups[index], [(number, p)], None)

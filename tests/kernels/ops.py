@@ -884,7 +884,8 @@ def experts_op() -> Op:
             "gate_up_proj": m(experts, 2 * inner, hidden, scale=hidden**-0.5),
             "down_proj": m(experts, hidden, inner, scale=inner**-0.5),
         }
-        return Case(tensors, {"activation": activation}, max(hidden, 2 * inner), 2 * (hidden + 2 * inner) + rows)
+        # Squares of products of two normal numbers scatter 9 to 1: a ninth of the elements make up the rms.
+        return Case(tensors, {"activation": activation}, max(hidden, 2 * inner, 9), 2 * (hidden + 2 * inner) + rows)
 
     usual = dict(hidden=24, inner=16, experts=5, top_k=2)
     edges = {

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ligermodels.errors import InputError
 from ligermodels.kernels import _chunks
-from ligermodels.kernels._chunks import chunk_rows
+from ligermodels.kernels._chunks import Gradients, chunk_rows
 from ligermodels.kernels._gradients import MARK
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
@@ -173,6 +173,27 @@ def test_fp32_accumulation_forgets_the_chunks(device, products, hidden, parts):
     assert error(torch.float32, 1) <= 1.02 * once
     assert len(products) == 3 * (2 + parts)  # logits, dx, and dweight in its parts
     assert error(None, 1) > 1.02 * once
+
+
+@pytest.mark.parametrize(("hidden", "parts"), [(16, 1), (256, 2)])
+def test_the_gradient_of_a_tied_table_is_added_to_dweight_in_place(device, monkeypatch, hidden, parts):
+    """By autograd, which does so where it alone holds the memory: a third [V, H] would be the peak of a step."""
+    _, weight, _, labels = problem(384, hidden, 131, device, torch.float16, ignored=0.0)
+    given, take = [], Gradients.take_dweight
+
+    def taken(gradients):
+        assert len(gradients.parts) == parts
+        dweight = take(gradients)
+        given.append(dweight.data_ptr())
+        return dweight
+
+    monkeypatch.setattr(Gradients, "take_dweight", taken)
+    if device == "cpu":  # the interpreter holds what a kernel was given; a loss's own gradient is 1
+        monkeypatch.setattr(_chunks, "scale_", lambda x, factor: x)
+    ids = torch.randint(131, (384,), device=device)
+    loss = linear_cross_entropy(F.embedding(ids, weight), weight, labels, reduction="sum", chunk_bytes=1)
+    loss.backward()
+    assert [weight.grad.data_ptr()] == given
 
 
 def test_ignored_rows_are_not_multiplied(device, poison, products):
