@@ -3,7 +3,7 @@
 A norm's output is a function of what the norm keeps anyway: its input (the sum, where a residual was added) and its
 weight. The norm leaves that with the output; the linear layer behind it keeps those two instead of the output, which
 costs nothing, and makes the output again in the backward. That saves 2 H bytes per token in 16 bits, for one more run
-of the norm's kernel.
+of the norm's kernel. Heads that `attention` took one after the other are kept one by one as well, and joined again.
 
 A recipe belongs to one tensor as it is now. What is made of the tensor (a product, a view, what a hook returns) has
 none, and a tensor changed in place has none any more. A change through `.data` goes unseen, as it does by the checks of
@@ -66,7 +66,7 @@ def make(function: Callable[..., Tensor] | None, tensors: Sequence[Tensor | None
 
 
 def carry(x: Tensor, view: Tensor) -> Tensor:
-    """view, a reshape of all of x with the same last dim, with the recipe of x."""
+    """view, a reshape of all of x, with the recipe of x."""
     recipe = recipe_of(x)
     if recipe is None or view is x:
         return view

@@ -22,7 +22,9 @@ sequences; the choice of engine.
 
 Bytes: none of the engines but the reference writes scores; each reads q, k, v and writes the output and one
 number per row and head, which is the minimum up to re-reading k and v from cache. A boolean mask costs S * K
-elements per call, and another S * K of the inputs' dtype inside torch, held for the backward.
+elements per call, and another S * K of the inputs' dtype inside torch, held for the backward. Of long texts, from 2^27
+elements of q on, torch's engines take some heads after others, so that what their backward needs beside its results
+stays near 0.5 GiB.
 
 The gradients of torch's engines sum in no fixed order; `torch.use_deterministic_algorithms(True)` makes torch
 choose, or switch, to ones that do. Those of the Triton kernels always sum in one order.
@@ -39,6 +41,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._recipes import remember
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
 from ligermodels.kernels.flash_attention import flash_attention
 from ligermodels.kernels.flash_config import data_centre
@@ -165,7 +168,7 @@ def attention(
     if length == 1:
         return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
     if everything:
-        return _sdpa(q, k, v, None, causal, scale)
+        return _in_turns(q, k, v, causal, scale)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
 
 
@@ -202,6 +205,26 @@ def _triton_takes(q: Tensor, softcap: float | None) -> bool:
     half = q.dtype in (torch.bfloat16, torch.float16)
     capped = q.dtype == torch.float32 and softcap is not None and q.is_cuda and data_centre(q.device.index)
     return use_triton(q) and q.numel() > 0 and q.shape[-1] <= 256 and (half or capped)
+
+
+# Elements of q at a time. cuDNN's backward holds dq in fp32, and dk and dv of every query head before it adds up those
+# that share a key head: 8 bytes per element of q in 16 bits, beside 6 of what it reads and 3 to 6 of what it gives.
+_TURN = 2**26
+
+
+def _in_turns(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """`_sdpa` of all key heads, or, where its backward would take long texts' worth of memory, of some after others."""
+    turns = q.numel() // _TURN
+    if turns < 2 or k.shape[2] == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return _sdpa(q, k, v, None, causal, scale)
+    heads = -(-k.shape[2] // turns)
+    parts = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)
+    outs = [_sdpa(*part, None, causal, scale) for part in zip(*parts, strict=True)]
+    return remember(_joined(*outs), _joined, *outs)  # the backward of each reads its own, so who reads all keeps those
+
+
+def _joined(*outs: Tensor) -> Tensor:
+    return torch.cat(outs, 2)
 
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, scale: float) -> Tensor:

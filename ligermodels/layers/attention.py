@@ -4,6 +4,7 @@ from torch import Tensor, nn
 
 from ligermodels.cache import LayerCache
 from ligermodels.errors import InputError
+from ligermodels.kernels._recipes import carry
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.rope import rope
 from ligermodels.layers.batch import Batch
@@ -73,7 +74,7 @@ class Attention(nn.Module):
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
         )
-        return self.o_proj(out.flatten(2))
+        return self.o_proj(carry(out, out.flatten(2)))
 
     def _qkv(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""

@@ -331,6 +331,31 @@ def test_packed_engine_by_length(device, monkeypatch, calls):
     torch.testing.assert_close(results[0], results[1], rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("turns", "heads"), [(1, [3]), (2, [2, 1]), (3, [1, 1, 1]), (9, [1, 1, 1])])
+def test_heads_take_turns_where_the_text_is_long(turns, heads, causal, device, torch_on_cpu, monkeypatch):
+    module = importlib.import_module("ligermodels.kernels.attention")
+    packed, q, k, v = inputs(9, 9, heads=(6, 3), device=device)
+    dy, engine, taken = torch.randn_like(q), module._sdpa, []
+    expected = attention(q, k, v, causal=causal)
+    (gradient,) = torch.autograd.grad(expected, packed, dy, retain_graph=True)
+
+    def sdpa(q, k, *others):
+        taken.append(k.shape[2])
+        return engine(q, k, *others)
+
+    monkeypatch.setattr(module, "_sdpa", sdpa)
+    monkeypatch.setattr(module, "_TURN", q.numel() // turns)
+    found = attention(q, k, v, causal=causal)
+    assert taken == heads and found.is_contiguous() == expected.is_contiguous()
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, packed, dy)[0], gradient)
+    taken.clear()
+    with torch.no_grad():
+        torch.testing.assert_close(attention(q, k, v, causal=causal), expected)
+    assert taken == [3]
+
+
 @pytest.mark.parametrize("length, num_keys", SHAPES)
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 2}, {"softcap": 3.0}], ids=str)
 def test_rows_that_see_nothing_are_finite(length, num_keys, options, device):
@@ -508,6 +533,24 @@ def test_scores_are_never_in_memory(options):
     spent = torch.cuda.max_memory_allocated() - before
     # The output; dq, dk, dv, each with all query heads at most; dq again in fp32; and their packed sum.
     assert spent < 12 * packed.shape[0] * length * 8 * 128 * 2
+
+
+@pytest.mark.gpu
+def test_turns_need_less_memory(monkeypatch):
+    """Of a text of 65536 tokens, whose backward otherwise needs four times q beside its results."""
+    module, peaks = importlib.import_module("ligermodels.kernels.attention"), []
+    packed, q, k, v = inputs(2**16, 2**16, heads=(16, 4), size=64, batch_size=1, dtype=torch.bfloat16, device="cuda")
+    dy = torch.randn_like(q)
+    for turn in (2**40, 2**25, 2**40, 2**24):
+        monkeypatch.setattr(module, "_TURN", turn)
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        gradient = torch.autograd.grad(attention(q, k, v), packed, dy, retain_graph=True)
+        torch.cuda.synchronize()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del gradient
+    assert peaks[1] < peaks[0] - q.nbytes // 2 and peaks[3] < peaks[2] - q.nbytes
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import inspect
 import io
 
@@ -95,6 +96,27 @@ def test_attention(options, rotated):
     for key_mask in (None, torch.ones(2, 7, dtype=torch.bool).tril(4)):
         batch = batch_of(7, rotated, key_mask=key_mask)
         assert_same(layer, layer(x, batch), plain_attention(layer, x, batch))
+
+
+@pytest.mark.parametrize("options", ATTENTION_OPTIONS[:2], ids=str)
+def test_heads_that_take_turns_are_kept_once(options, monkeypatch):
+    """By the backward of each; the output projection's joins them again."""
+    layer, x = make_attention(**options), torch.randn(2, 7, 16, dtype=torch.float64)
+    kept, gradients = [], []
+    for turn in (2**26, 1):
+        monkeypatch.setattr(importlib.import_module("ligermodels.kernels.attention"), "_TURN", turn)
+        memories = {}
+
+        def pack(t, memories=memories):
+            memories[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(x, batch_of(7))
+        gradients.append(torch.autograd.grad(y, list(layer.parameters()), torch.ones_like(y)))
+        kept.append((sum(memories.values()), len(memories)))
+    assert kept[1] == (kept[0][0], kept[0][1] + 2)  # output and statistics of two heads of keys, not of one
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("options", ATTENTION_OPTIONS, ids=str)
