@@ -24,7 +24,7 @@ Bytes: none of the engines but the reference writes scores; each reads q, k, v a
 number per row and head, which is the minimum up to re-reading k and v from cache. A boolean mask costs S * K
 elements per call, and another S * K of the inputs' dtype inside torch, held for the backward. Of long texts, from 2^27
 elements of q on, torch's engines take some heads after others, so that what their backward needs beside its results
-stays near 0.5 GiB.
+stays below 1 GiB where there are heads enough.
 
 The gradients of torch's engines sum in no fixed order; `torch.use_deterministic_algorithms(True)` makes torch
 choose, or switch, to ones that do. Those of the Triton kernels always sum in one order.
@@ -213,7 +213,7 @@ _TURN = 2**26
 
 
 def _in_turns(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """`_sdpa` of all key heads, or, where its backward would take long texts' worth of memory, of some after others."""
+    """`_sdpa` of all key heads at once; of a long text, of some after others: its backward needs memory for each."""
     turns = q.numel() // _TURN
     if turns < 2 or k.shape[2] == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return _sdpa(q, k, v, None, causal, scale)
