@@ -260,7 +260,8 @@ class _Kept:
         there = self.records.get(key)
         record = None if there is None else there()
         if record is None or record.version != tensor._version:
-            record = _Record(self.offload.lane(tensor.device), tensor, memory, self.gone_by)
+            lane = self.offload.lane(tensor.device)
+            record = _Record(lane, lane.take(memory.nbytes()), tensor, memory, self.gone_by)
             self.records[key] = weakref.ref(record)
             self.mine.append(weakref.ref(record))
         record.uses += 1
@@ -300,15 +301,16 @@ def _unpack(kept: Tensor | _View) -> Tensor:
 class _Record:
     """Memory that is on the host, for as long as autograd keeps something of it, and back on the device for a while."""
 
-    def __init__(self, lane: "_Lane", tensor: Tensor, memory: torch.UntypedStorage, gone_by: int):
+    def __init__(self, lane: "_Lane", buffer: Tensor, tensor: Tensor, memory: torch.UntypedStorage, gone_by: int):
         self.lane = lane
+        self.buffer = buffer
         self.version = tensor._version
         self.nbytes = memory.nbytes()
-        self.buffer = lane.take(self.nbytes)
         self.here: Tensor | None = None
         self.ready: Any = None
         self.uses = self.used = 0
-        self.leaving: tuple[Any, Any, Tensor] | None = lane.send(tensor, memory, self.buffer)
+        self.leaving: tuple[Any, Any, Tensor] | None = None
+        self.leaving = lane.send(tensor, memory, buffer)
         lane.leaving.append((gone_by, weakref.ref(self)))
 
     def __del__(self) -> None:

@@ -1,6 +1,7 @@
 """What training keeps of the blocks, makes again, and sends to the host: always the bits of keeping everything."""
 
 import copy
+import gc
 import itertools
 import pickle
 import weakref
@@ -206,11 +207,12 @@ def late(monkeypatch):
 
 
 class TestStreams:
+    @pytest.mark.parametrize("some", [{}, {"blocks": 2}, {"every_n_layers": 2}], ids=str)
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
-    def test_nothing_is_read_or_given_away_before_its_copy(self, policy, ids, late):
+    def test_nothing_is_read_or_given_away_before_its_copy(self, policy, some, ids, late):
         model = make(num_hidden_layers=5)
         expected = step(model, ids)
-        enable(model, policy, offload=True)
+        enable(model, policy, offload=True, **some)
         for _ in range(2):
             assert_same(step(model, ids), expected)
         assert not late
@@ -326,6 +328,10 @@ class TestMemory:
         monkeypatch.setattr(recompute, "SMALLEST", 512)
         model, sent, going_back, gone, back = make(num_hidden_layers=7), [], [], {}, {}
         enable(model, policy, offload=True, **some)
+        failing = model.layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # what that had queued is in nobody's way
+            through_blocks(model, torch.randn(2, 16, 32))
+        failing.remove()
         call, send, bring = recompute._Pass.__call__, recompute._Lane.send, recompute._Lane.bring
 
         def calls(run, i, *inputs):
@@ -377,6 +383,25 @@ class TestMemory:
         assert there < more and len(more) <= 2 * len(there)
         step(model, ids)
         assert buffers(model) == more
+
+    @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.parametrize("part", ["take", "send"])
+    def test_a_step_for_which_the_host_has_no_room(self, part, ids, monkeypatch):
+        model = make()
+        expected = step(model, ids)
+        enable(model, "none", offload=True)
+        count, whole = itertools.count(), getattr(recompute._Lane, part)
+
+        def limited(*inputs):
+            if next(count) == 5:
+                raise RuntimeError("out of memory")
+            return whole(*inputs)
+
+        with monkeypatch.context() as some, pytest.raises(RuntimeError, match="out of memory"):
+            some.setattr(recompute._Lane, part, limited)
+            step(model, ids)
+        gc.collect()
+        assert_same(step(model, ids), expected)
 
     def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
         kept = recompute._Kept(Offload(), {}, 1)

@@ -22,7 +22,7 @@ sequences; the choice of engine.
 
 Bytes: none of the engines but the reference writes scores; each reads q, k, v and writes the output and one
 number per row and head, which is the minimum up to re-reading k and v from cache. A boolean mask costs S * K
-elements per call, and another S * K of the inputs' dtype inside torch, held for the backward. Of long texts, from 2^27
+elements per call, and another S * K of the inputs' dtype inside torch, held for the backward. With `turns`, from 2^27
 elements of q on, torch's engines take some heads after others, so that what their backward needs beside its results
 stays below 1 GiB where there are heads enough.
 
@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._recipes import remember
+from ligermodels.kernels._recipes import backward_alone, remember
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
 from ligermodels.kernels.flash_attention import flash_attention
 from ligermodels.kernels.flash_config import data_centre
@@ -119,6 +119,7 @@ def attention(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     padding: Tensor | None = None,
+    turns: bool = False,
 ) -> Tensor:
     """Each query's mean of the values it may see, weighted by softmax(scale * q k^T): [B, S, HQ, D].
 
@@ -135,6 +136,8 @@ def attention(
     max_seqlen: at least the longest packed sequence; no engine here needs it.
     padding: bool [B, S] for K = S, True at tokens that do not see each other, nor themselves, but see, and are seen
         by, all others. A query left without a key sees its own.
+    turns: of a long text, heads may be taken one after the other, which needs less memory in the backward. For who
+        gives the output to `kernels.linear`, which then keeps the parts that are kept anyway; others keep it twice.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
@@ -168,7 +171,7 @@ def attention(
     if length == 1:
         return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
     if everything:
-        return _in_turns(q, k, v, causal, scale)
+        return _in_turns(q, k, v, causal, scale) if turns else _sdpa(q, k, v, None, causal, scale)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
 
 
@@ -215,7 +218,7 @@ _TURN = 2**26
 def _in_turns(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """`_sdpa` of all key heads at once; of a long text, of some after others: its backward needs memory for each."""
     turns = q.numel() // _TURN
-    if turns < 2 or k.shape[2] == 1 or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if turns < 2 or k.shape[2] == 1 or not backward_alone() or torch.is_autocast_enabled(q.device.type):
         return _sdpa(q, k, v, None, causal, scale)
     heads = -(-k.shape[2] // turns)
     parts = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)

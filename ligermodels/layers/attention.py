@@ -73,6 +73,7 @@ class Attention(nn.Module):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
+            turns=is_plain(self.o_proj),
         )
         return self.o_proj(carry(out, out.flatten(2)))
 

@@ -20,7 +20,8 @@ class _Head(nn.Module):
     chunk_bytes: int | None = None
     """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
 
-    `model.lm_head.chunk_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time.
+    `model.lm_head.chunk_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set it
+    on the head itself, before something is wrapped around that.
     """
 
     def forward(

@@ -346,14 +346,15 @@ def test_heads_take_turns_where_the_text_is_long(turns, heads, causal, device, t
 
     monkeypatch.setattr(module, "_sdpa", sdpa)
     monkeypatch.setattr(module, "_TURN", q.numel() // turns)
-    found = attention(q, k, v, causal=causal)
+    found = attention(q, k, v, causal=causal, turns=True)
     assert taken == heads and found.is_contiguous() == expected.is_contiguous()
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, packed, dy)[0], gradient)
     taken.clear()
+    attention(q, k, v, causal=causal)
     with torch.no_grad():
-        torch.testing.assert_close(attention(q, k, v, causal=causal), expected)
-    assert taken == [3]
+        torch.testing.assert_close(attention(q, k, v, causal=causal, turns=True), expected)
+    assert taken == [3, 3]
 
 
 @pytest.mark.parametrize("length, num_keys", SHAPES)
@@ -546,7 +547,7 @@ def test_turns_need_less_memory(monkeypatch):
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gradient = torch.autograd.grad(attention(q, k, v), packed, dy, retain_graph=True)
+        gradient = torch.autograd.grad(attention(q, k, v, turns=True), packed, dy, retain_graph=True)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del gradient

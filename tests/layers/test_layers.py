@@ -117,6 +117,11 @@ def test_heads_that_take_turns_are_kept_once(options, monkeypatch):
         kept.append((sum(memories.values()), len(memories)))
     assert kept[1] == (kept[0][0], kept[0][1] + 2)  # output and statistics of two heads of keys, not of one
     torch.testing.assert_close(*gradients)
+    layer.o_proj.register_forward_hook(lambda *_: None)  # who may keep the whole
+    module, calls = importlib.import_module("ligermodels.kernels.attention"), []
+    monkeypatch.setattr(module, "_in_turns", lambda *_: calls.append(1))
+    layer(x, batch_of(7))
+    assert not calls
 
 
 @pytest.mark.parametrize("options", ATTENTION_OPTIONS, ids=str)
