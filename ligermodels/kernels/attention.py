@@ -171,6 +171,7 @@ def attention(
     if length == 1:
         return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
     if everything:
+        turns = turns and not torch.compiler.is_compiling()
         return _in_turns(q, k, v, causal, scale) if turns else _sdpa(q, k, v, None, causal, scale)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
 
