@@ -118,7 +118,7 @@ class Wrong(nn.Module):
 def test_a_wrong_model_makes_no_step(tmp_path, monkeypatch):
     ids = torch.randint(32, (1, 100))
     torch.save({"inputs": {"input_ids": ids, "labels": ids}, **expected()}, tmp_path / "parity-100.pt")
-    monkeypatch.setattr(measure, "build", lambda *arguments: Wrong())
+    monkeypatch.setattr(measure, "build", lambda *arguments, **options: Wrong())
     monkeypatch.setattr(measure, "optimizer_of", None)
     options = argparse.Namespace(dry=True, checkpointing="none", seq=100)
     case = CASES["llama-3.2-1b"]
@@ -666,6 +666,25 @@ def test_the_longest_sequence_is_searched_and_written(tmp_path, capsys, in_this_
     code, found = run(tmp_path, "--longest", "1", "--providers", "ligermodels:block")
     assert code == 0 and [row["length"] for row in found] == [128]
     assert "nothing longer was tried" in capsys.readouterr().out
+
+
+def test_what_a_provider_sends_to_the_host_and_how_large_its_chunks_are(tmp_path):
+    case = CASES["llama-3.2-1b"]
+    options = argparse.Namespace(dry=True, seed=0, seq=64, checkpointing="none")
+    parity.prepare(case, options, tmp_path)
+    folder, build = tmp_path / "model", providers.build
+    plain = build(Provider.of("ligermodels", case, "none"), case, folder, "cpu")
+    assert plain.lm_head.chunk_bytes is None and not plain.checkpointing.enabled
+    model = build(Provider.of("ligermodels+chunks+offload:none-1", case, "none"), case, folder, "cpu")
+    policy = model.checkpointing
+    assert model.lm_head.chunk_bytes == 2**28
+    assert (policy.recompute, policy.blocks, policy.offload is not None) == ("none", 1, True)
+    many = Provider.of("ligermodels:mlp-99", case, "none")
+    assert build(many, case, folder, "cpu", shallow=True).checkpointing.blocks == len(model.layers)
+    with pytest.raises(LigermodelsError, match="blocks=99"):
+        build(many, case, folder, "cpu")
+    with pytest.raises(ValueError, match="unknown provider"):
+        Provider.of("ligermodels:none-1", case, "none")  # nothing is done with the first block
 
 
 @pytest.mark.parametrize("kind", ["ligermodels", "ligermodels+inbackward", "ligermodels+inbackward+offload"])

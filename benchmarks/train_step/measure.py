@@ -97,7 +97,7 @@ def measure(row: dict[str, Any], case: Case, options: argparse.Namespace, folder
 def _parity(provider: Provider, case: Case, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """What the provider computes with the shallow model, what it should, and what is wrong with it, in words."""
     device = device_of(options)
-    model = build(provider, case, folder / "parity", device)
+    model = build(provider, case, folder / "parity", device, shallow=True)
     expected = torch.load(parity_file(options, folder), map_location=device)
     found = probe(model, expected["inputs"] if provider.ours else for_transformers(model, expected["inputs"]))
     return {

@@ -71,8 +71,9 @@ def auto_class(case: Case) -> Any:
     return transformers.AutoModelForImageTextToText if case.picture else transformers.AutoModelForCausalLM
 
 
-def build(provider: Provider, case: Case, folder: Path, device: str) -> nn.Module:
-    """The provider's model with the checkpoint's weights in bf16, ready to train."""
+def build(provider: Provider, case: Case, folder: Path, device: str, *, shallow: bool = False) -> nn.Module:
+    """The provider's model with the checkpoint's weights in bf16, ready to train. shallow: it has fewer blocks than the
+    case, of which the provider's checkpointing takes as many as there are."""
     if provider.ours:
         import ligermodels
 
@@ -84,7 +85,6 @@ def build(provider: Provider, case: Case, folder: Path, device: str) -> nn.Modul
     if provider.ours and (what != "none" or "offload" in provider.words):
         options: dict[str, Any] = {"recompute": what, "offload": "offload" in provider.words}
         if blocks:
-            shallow = folder.name == "parity"
             options["blocks"] = min(int(blocks), len(model.layers)) if shallow else int(blocks)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif what != "none":
