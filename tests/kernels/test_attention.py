@@ -551,6 +551,7 @@ def test_turns_need_less_memory(monkeypatch):
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del gradient
+    # Of four times q two turns need two, and four turns one; the joined output is one more. Half is left for the rest.
     assert peaks[1] < peaks[0] - q.nbytes // 2 and peaks[3] < peaks[2] - q.nbytes
 
 
