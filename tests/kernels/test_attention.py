@@ -347,7 +347,7 @@ def test_heads_take_turns_where_the_text_is_long(turns, heads, causal, device, t
     monkeypatch.setattr(module, "_sdpa", sdpa)
     monkeypatch.setattr(module, "_TURN", q.numel() // turns)
     found = attention(q, k, v, causal=causal, turns=True)
-    assert taken == heads and found.is_contiguous() == expected.is_contiguous()
+    assert taken == heads and (found.is_contiguous() or not expected.is_contiguous())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, packed, dy)[0], gradient)
     taken.clear()
