@@ -309,7 +309,7 @@ class _Record:
         self.here: Tensor | None = None
         self.ready: Any = None
         self.uses = self.used = 0
-        self.leaving: tuple[Any, Any, Tensor] | None = None
+        self.leaving: _Copies | None = None
         self.leaving = lane.send(tensor, memory, buffer)
         lane.leaving.append((gone_by, weakref.ref(self)))
 
@@ -322,9 +322,7 @@ class _Record:
     def release(self) -> None:
         """Gives up the memory that leaves, to be used once its copy is done."""
         if self.leaving is not None:
-            computing, sent, _tensor = self.leaving
-            if computing is not None:
-                computing.wait_event(sent)
+            self.leaving.settle()
             self.leaving = None
 
     def take(self) -> Tensor:
@@ -338,6 +336,19 @@ class _Record:
         if self.used == self.uses:  # another backward through the same graph fetches them again
             self.here, self.ready, self.used = None, None, 0
         return here
+
+
+class _Copies(NamedTuple):
+    """Copies that are queued, and what they need of the device's memory."""
+
+    computing: Any  # the stream that uses the memory; None on the CPU
+    done: Any  # an event
+    held: list[Tensor]
+
+    def settle(self) -> None:
+        """What `computing` does from now on comes behind the copies, so that `held` may be given up."""
+        if self.computing is not None:
+            self.computing.wait_event(self.done)
 
 
 class _Lane:
@@ -356,7 +367,7 @@ class _Lane:
         self.stream = None if self.module is None else self.module.Stream(device)
         self.buffers: defaultdict[int, list[Tensor]] = defaultdict(list)
         self.leaving: deque[tuple[int, weakref.ref[_Record]]] = deque()
-        self.arriving: tuple[Any, Any, list[Tensor]] | None = None
+        self.arriving: _Copies | None = None
 
     def take(self, nbytes: int) -> Tensor:
         """A buffer on the host."""
@@ -365,11 +376,10 @@ class _Lane:
             return free.pop()
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
 
-    def send(self, tensor: Tensor, memory: torch.UntypedStorage, buffer: Tensor) -> tuple[Any, Any, Tensor]:
-        """Starts a copy to the host -> the stream that computes, the event at its end, and what is held until then."""
+    def send(self, tensor: Tensor, memory: torch.UntypedStorage, buffer: Tensor) -> _Copies:
+        """Starts a copy of the tensor's memory to the host."""
         source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(memory)
-        computing, sent = self._copy([(buffer[: len(source)], source)])
-        return computing, sent, tensor.detach()
+        return self._copy([(buffer[: len(source)], source)], [tensor.detach()])
 
     def release(self, block: float) -> None:
         """Gives up the memory of what is to be gone by the end of `block`."""
@@ -383,35 +393,31 @@ class _Lane:
         self.arrive()
         here = [torch.empty(record.nbytes, dtype=torch.uint8, device=self.device) for record in records]
         buffers = [record.buffer[: record.nbytes] for record in records]
-        computing, ready = self._copy(zip(here, buffers, strict=True))
+        self.arriving = self._copy(zip(here, buffers, strict=True), here)
         for record, memory in zip(records, here, strict=True):
-            record.here, record.ready = memory, ready
-        self.arriving = computing, ready, here
+            record.here, record.ready = memory, self.arriving.done
 
     def wait(self, ready: Any) -> None:
         """What is queued from now on comes behind these copies."""
         if ready is not None:
             self.module.current_stream(self.device).wait_event(ready)
-        if self.arriving is not None and self.arriving[1] is ready:
+        if self.arriving is not None and self.arriving.done is ready:
             self.arriving = None
 
     def arrive(self) -> None:
         """The memory that is arriving is held by its records alone from now on."""
         if self.arriving is not None:
-            computing, ready, _ = self.arriving
-            if computing is not None:
-                computing.wait_event(ready)
+            self.arriving.settle()
             self.arriving = None
 
-    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[Any, Any]:
-        """The stream that computes, and the event at the end of the copies; None and None on the CPU."""
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], held: list[Tensor]) -> _Copies:
         if self.stream is None:
             for target, source in pairs:
                 target.copy_(source)
-            return None, None
+            return _Copies(None, None, held)
         computing = self.module.current_stream(self.device)
         self.stream.wait_stream(computing)
         with torch.no_grad(), self.module.stream(self.stream):
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
-        return computing, self.stream.record_event()
+        return _Copies(computing, self.stream.record_event(), held)

@@ -56,6 +56,7 @@ ROWS: dict[str, Row] = {
             Claim("ligermodels+adamw+inplace+offload:none-1", "hf+liger", speed=1.10, memory=0.80),
             Claim("ligermodels", "hf", speed=1.4, memory=0.40),
             Claim("ligermodels+adamw+inplace", "hf", speed=1.4, memory=0.40),
+            Claim("ligermodels+adamw+inplace+offload:none-1", "hf", speed=1.4, memory=0.40),
         ),
         75,
         others=("ligermodels+adamw+captured",),
