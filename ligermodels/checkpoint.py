@@ -246,10 +246,9 @@ class SafetensorsReader:
         self.source = str(folder)
         self.headers: dict[str, TensorInfo] = {}
         self.places: dict[str, str] = {}
-        with read_errors(self.folder):
-            identity = self.folder.stat().st_ino
-        files, weight_map = weight_files(self.folder, SAFETENSORS)
-        self._files = open_safetensors(self.folder, files)
+        with unreplaced(self.folder):
+            files, weight_map = weight_files(self.folder, SAFETENSORS)
+            self._files = open_safetensors(self.folder, files)
         twice = []
         for file, opened in self._files.items():
             for name in opened.names:
@@ -261,9 +260,6 @@ class SafetensorsReader:
         for name, file in (weight_map or {}).items():
             if name not in self.headers:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
-        with read_errors(self.folder):
-            if self.folder.stat().st_ino != identity:
-                raise CheckpointError(f"{folder} was replaced while it was opened, by another save; load it again")
         for name, opened in twice:
             if not same_bits(self.read(name), opened.read(name)):
                 raise CheckpointError(
@@ -311,6 +307,26 @@ def _state(path: Path) -> os.stat_result | None:
         return os.stat(path)
     except OSError:
         return None
+
+
+@contextlib.contextmanager
+def unreplaced(folder: Path) -> Iterator[None]:
+    """For a block that opens several files of `folder`: raises CheckpointError if another took its place meanwhile.
+
+    The folder is held open: the number of one that is deleted may be given to the next at once.
+    """
+    held = None
+    try:
+        with read_errors(folder):
+            held = None if os.name == "nt" else os.open(folder, os.O_RDONLY)  # Windows opens no folder
+            before = os.stat(folder) if held is None else os.fstat(held)
+        yield
+        with read_errors(folder):
+            if not os.path.samestat(before, os.stat(folder)):
+                raise CheckpointError(f"{folder} was replaced while it was opened, by another save; load it again")
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 @contextlib.contextmanager

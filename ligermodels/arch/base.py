@@ -177,9 +177,15 @@ class CausalLM(nn.Module):
             local_files_only=local_files_only,
             allow_pickle=allow_pickle,
         )
-        config = cls.config_class.from_hf(checkpoint.read_json(folder / "config.json"))
-        model = cls._on_meta(config, dtype, activation_checkpointing)
-        with checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle) as reader:
+        with checkpoint.unreplaced(folder):
+            config = cls.config_class.from_hf(checkpoint.read_json(folder / "config.json"))
+            model = cls._on_meta(config, dtype, activation_checkpointing)
+            opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+            if (folder / "generation_config.json").is_file():
+                values = checkpoint.read_json(folder / "generation_config.json", lenient=True)
+                check_generation_config(str(folder / "generation_config.json"), values)
+                model.generation_config.update(values)
+        with opened as reader:
             weights.load(
                 model,
                 cls.WEIGHTS,
@@ -190,10 +196,6 @@ class CausalLM(nn.Module):
                 tied=model.tied_weights,
                 also=cls.ALSO_READ,
             )
-        if (folder / "generation_config.json").is_file():
-            values = checkpoint.read_json(folder / "generation_config.json", lenient=True)
-            check_generation_config(str(folder / "generation_config.json"), values)
-            model.generation_config.update(values)
         model.source_folder = folder
         return model.eval()
 

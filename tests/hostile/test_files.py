@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import warnings
 from collections.abc import Callable
@@ -447,6 +448,25 @@ def test_links_of_the_hub_cache_are_followed(good, tmp_path):
         (storage / "blobs" / str(number)).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     ligermodels.load(snapshot, progress=False)
+
+
+@pytest.mark.parametrize("step", ["open_safetensors", "open_checkpoint"])
+def test_a_folder_that_takes_the_number_of_the_one_it_replaced(step, tmp_path, monkeypatch):
+    """As saves do that come one soon after the other: a folder's number is free when it is deleted."""
+    folder, other, real = tmp_path / "out", tmp_path / "other", getattr(checkpoint, step)
+    for seed, place in enumerate((folder, other)):
+        make_model(seed).save_pretrained(place)
+
+    def replace_and_go_on(*args, **options):
+        shutil.rmtree(folder)
+        folder.mkdir()  # on most file systems, under the same number
+        for path in other.iterdir():
+            path.rename(folder / path.name)
+        return real(*args, **options)
+
+    monkeypatch.setattr(checkpoint, step, replace_and_go_on)
+    with pytest.raises(CheckpointError, match="was replaced while it was opened"):
+        ligermodels.load(folder, progress=False)
 
 
 def test_reading_while_another_saves(good, tmp_path):
