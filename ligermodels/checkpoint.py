@@ -315,11 +315,10 @@ def unreplaced(folder: Path) -> Iterator[None]:
 
     The folder is held open: the number of one that is deleted may be given to the next at once.
     """
-    held = None
+    with read_errors(folder):
+        held = None if os.name == "nt" else os.open(folder, os.O_RDONLY)  # Windows opens no folder
+        before = os.stat(folder if held is None else held)
     try:
-        with read_errors(folder):
-            held = None if os.name == "nt" else os.open(folder, os.O_RDONLY)  # Windows opens no folder
-            before = os.stat(folder) if held is None else os.fstat(held)
         yield
         with read_errors(folder):
             if not os.path.samestat(before, os.stat(folder)):

@@ -1,5 +1,6 @@
 """Weight files, indexes and their match with the config, spoiled in every way by name: each ends in a typed error."""
 
+import functools
 import json
 import os
 import shutil
@@ -450,8 +451,12 @@ def test_links_of_the_hub_cache_are_followed(good, tmp_path):
     ligermodels.load(snapshot, progress=False)
 
 
-@pytest.mark.parametrize("step", ["open_safetensors", "open_checkpoint"])
-def test_a_folder_that_takes_the_number_of_the_one_it_replaced(step, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("step", "read"),
+    [("open_safetensors", SafetensorsReader), ("open_checkpoint", functools.partial(ligermodels.load, progress=False))],
+    ids=["weights", "config and weights"],
+)
+def test_a_folder_that_takes_the_number_of_the_one_it_replaced(step, read, tmp_path, monkeypatch):
     """As saves do that come one soon after the other: a folder's number is free when it is deleted."""
     folder, other, real = tmp_path / "out", tmp_path / "other", getattr(checkpoint, step)
     for seed, place in enumerate((folder, other)):
@@ -466,7 +471,7 @@ def test_a_folder_that_takes_the_number_of_the_one_it_replaced(step, tmp_path, m
 
     monkeypatch.setattr(checkpoint, step, replace_and_go_on)
     with pytest.raises(CheckpointError, match="was replaced while it was opened"):
-        ligermodels.load(folder, progress=False)
+        read(folder)
 
 
 def test_reading_while_another_saves(good, tmp_path):
