@@ -13,7 +13,7 @@ providers.py.
     python -m benchmarks.train_step --case gemma-2-2b --providers ligermodels,ligermodels+adamw:none,hf+eager,hf+liger
     python -m benchmarks.train_step --providers ligermodels,hf+liger --profile --plot pictures   # where they go
     python -m benchmarks.train_step --longest 24 --checkpointing block     # the longest sequence in so many GiB
-    python -m benchmarks.train_step --rows all --budget 960 --out FOLDER   # what the README quotes, in so many seconds
+    python -m benchmarks.train_step --rows all --budget 1000 --out FOLDER   # what the README quotes, in so many seconds
     python -m benchmarks.train_step --render benchmarks/results/train_step.json --markdown
     python -m benchmarks.train_step --case gemma-2-2b --dry   # a tiny model on the CPU: does everything run?
 """
