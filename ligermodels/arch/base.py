@@ -21,6 +21,7 @@ from ligermodels.errors import InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
+from ligermodels.layers.head import capped, takes_labels, unwrapped
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
@@ -38,9 +39,7 @@ class CausalLM(Pretrained, TrainerInterface):
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
         self.model = self._make_model(config)
-        self.lm_head = LMHead(
-            config.hidden_size, config.vocab_size, softcap=getattr(config, "final_logit_softcapping", None)
-        )
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.tie_weights()
 
     def _make_model(self, config: ModelConfig) -> nn.Module:
@@ -156,16 +155,21 @@ class CausalLM(Pretrained, TrainerInterface):
             else output.pop("last_hidden_state")
         )
         computed: dict[str, Any] = {}
+        head, softcap = unwrapped(self.lm_head), getattr(self.config, "final_logit_softcapping", None)
         if targets is None:
             if wants_logits:
-                computed["logits"] = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
-        elif isinstance(self.lm_head, LMHead) and not wants_logits:
-            computed["loss"] = self.lm_head(
-                x, labels=targets.labels, num_items_in_batch=num_items_in_batch, num_valid=targets.count()
+                computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), softcap)
+        elif takes_labels(head) and not wants_logits:
+            computed["loss"] = head(
+                x,
+                labels=targets.labels,
+                softcap=softcap,
+                num_items_in_batch=num_items_in_batch,
+                num_valid=targets.count(),
             )
         else:
             # An adapter around the head must not be passed by: its logits are made in full.
-            logits = self.lm_head(x)
+            logits = capped(head(x), softcap)
             computed["loss"] = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
             if wants_logits:
                 computed["logits"] = logits
