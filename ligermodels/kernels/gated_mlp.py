@@ -163,7 +163,8 @@ class _MLP(torch.autograd.Function):
         for tile in tiles:
             dyt = dy[tile]
             z = kept.reshape(-1, width) if room is None else product(x[tile], w1, b1, out=room[: len(dyt)])
-            dz, h = unit_linear_backward(dyt, z, w2, packed, activation, need_x=need_z, need_h=need_w2, over=over)
+            needs = dict(need_x=need_z, need_h=need_w2)
+            dz, _, h = unit_linear_backward(dyt, z, None, w2, packed, activation, over=over, **needs)
             if need_w2:
                 dw2.add(dyt, h)
             del h
@@ -271,12 +272,12 @@ def gated_mlp(
     if (
         len(weights) != (1 if one else 2)
         or len(biases) != len(weights)
-        or weights[0].shape != weights[-1].shape
+        or weights[0].shape[:1] != weights[-1].shape[:1]
         or (gate_up_bias is not None and isinstance(gate_up_bias, Tensor) is not one)
     ):
         raise InputError(
             f"gated_mlp: gate_up_weight is {_shapes(gate_up_weight)}, gate_up_bias {_shapes(gate_up_bias)}; one "
-            "weight [2F, H] and bias [2F] are expected, or two weights of one shape (gate, up), and two biases or None."
+            "weight [2F, H] and bias [2F] are expected, or two weights of as many rows (gate, up), two biases."
         )
     return _mlp(
         "gated_mlp", gated_mlp_reference, ("gate_up_", "down_") if one else ("gate_", "up_", "down_"), True,
