@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.fusion import fusion_report
 from ligermodels.arch.inputs import Targets, check_cu_seqlens, check_labels, packed_sequences, text_positions
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
@@ -21,7 +22,7 @@ from ligermodels.errors import InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
-from ligermodels.layers.head import capped, takes_labels, unwrapped
+from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
@@ -169,6 +170,8 @@ class CausalLM(Pretrained, TrainerInterface):
             )
         else:
             # An adapter around the head must not be passed by: its logits are made in full.
+            if not takes_labels(head):
+                warn_unfused_head(self.lm_head, x)
             logits = capped(head(x), softcap)
             computed["loss"] = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
             if wants_logits:
@@ -185,6 +188,7 @@ class CausalLM(Pretrained, TrainerInterface):
         return load_balancing_loss(router_logits, top_k=self.config.num_experts_per_tok, attention_mask=tokens)
 
     generate = generate
+    fusion_report = fusion_report
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_length` tokens."""

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
-from ligermodels.layers.linear import is_plain, is_untouched
+from ligermodels.layers.linear import is_plain, is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
 
 
@@ -251,3 +251,14 @@ def takes_labels(head: Callable[..., Any]) -> bool:
     if inside.get("modules_to_save") is not None and "original_module" in inside:
         return all(isinstance(module, LMHead) for module in inside["modules_to_save"].values())
     return isinstance(head, LMHead)
+
+
+def warn_unfused_head(head: nn.Module, x: Tensor) -> None:
+    """Warns once in training that the logits of the loss are made in full, since `head` does not take labels."""
+    if warns(x):
+        found = obstacle(head, LMHead)
+        warn_once(
+            "head",
+            f"The loss is not fused with lm_head, because of {found.text if found else 'what wraps it'}: the logits of "
+            "all tokens are in memory. model.fusion_report() says more.",
+        )
