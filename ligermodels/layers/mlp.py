@@ -63,8 +63,9 @@ class GatedMLP(nn.Module):
         *inputs, down = (getattr(self, name) for name in self.projections)
         if all(map(is_plain, inputs)) and is_plain(down):
             weights, biases = parameters_of(inputs)
+            first, bias = (weights, biases) if len(inputs) > 1 else (weights[0], biases[0])
             return gated_mlp(
-                x, weights, down.weight, biases, down.bias, activation=self.activation, recompute=self.recompute
+                x, first, down.weight, bias, down.bias, activation=self.activation, recompute=self.recompute
             )
         warn_unfused(self, self.projections, x)
         if self.recompute and torch.is_grad_enabled():
