@@ -34,6 +34,7 @@ class CausalLM(Pretrained, TrainerInterface):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.name_or_path = config._name_or_path  # PEFT looks for it in __dict__
         self.generation_config = GenerationConfig()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
@@ -112,7 +113,7 @@ class CausalLM(Pretrained, TrainerInterface):
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
             transformers and TRL name them, queries and keys apart; here they are the same. seq_idx, which comes
             with them, says nothing more.
-        skip_logits: `return_logits`, the other way round, as Trainer says it.
+        skip_logits: with labels, `return_logits` the other way round, as Trainer says it.
         inputs: what the model reads besides text; see its own forward.
 
         Raises InputError where arguments do not fit together.
@@ -125,7 +126,7 @@ class CausalLM(Pretrained, TrainerInterface):
             cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         ids = input_ids if inputs_embeds is None else inputs_embeds
         check_labels(labels, ids, num_items_in_batch, logits_to_keep)
-        if skip_logits is not None and return_logits is None:
+        if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
@@ -150,11 +151,8 @@ class CausalLM(Pretrained, TrainerInterface):
             output_router_logits=output_router_logits,
             **inputs,
         )
-        x = (
-            output["last_hidden_state"]
-            if output_hidden_states or return_logits is False
-            else output.pop("last_hidden_state")
-        )
+        headless = labels is None and not wants_logits
+        x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
         if targets is None:
             if wants_logits:
