@@ -1,4 +1,4 @@
-"""Tiny checkpoints and a tokenizer, written by transformers, and both models of each: transformers' is the expectation."""
+"""Tiny checkpoints and a tokenizer, written by transformers, and both models of each; theirs is the expectation."""
 
 import os
 from pathlib import Path
