@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.fusion import fusion_report
 from ligermodels.arch.inputs import Targets, check_cu_seqlens, check_labels, packed_sequences, text_positions
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
@@ -21,6 +22,7 @@ from ligermodels.errors import InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
+from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
@@ -39,9 +41,7 @@ class CausalLM(Pretrained, TrainerInterface):
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
         self.model = self._make_model(config)
-        self.lm_head = LMHead(
-            config.hidden_size, config.vocab_size, softcap=getattr(config, "final_logit_softcapping", None)
-        )
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.tie_weights()
 
     def _make_model(self, config: ModelConfig) -> nn.Module:
@@ -154,16 +154,23 @@ class CausalLM(Pretrained, TrainerInterface):
         headless = labels is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
+        head, softcap = unwrapped(self.lm_head), getattr(self.config, "final_logit_softcapping", None)
         if targets is None:
             if wants_logits:
-                computed["logits"] = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
-        elif isinstance(self.lm_head, LMHead) and not wants_logits:
-            computed["loss"] = self.lm_head(
-                x, labels=targets.labels, num_items_in_batch=num_items_in_batch, num_valid=targets.count()
+                computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), softcap)
+        elif takes_labels(head) and not wants_logits:
+            computed["loss"] = head(
+                x,
+                labels=targets.labels,
+                softcap=softcap,
+                num_items_in_batch=num_items_in_batch,
+                num_valid=targets.count(),
             )
         else:
             # An adapter around the head must not be passed by: its logits are made in full.
-            logits = self.lm_head(x)
+            if not takes_labels(head):
+                warn_unfused_head(self.lm_head, x)
+            logits = capped(head(x), softcap)
             computed["loss"] = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
             if wants_logits:
                 computed["logits"] = logits
@@ -179,6 +186,7 @@ class CausalLM(Pretrained, TrainerInterface):
         return load_balancing_loss(router_logits, top_k=self.config.num_experts_per_tok, attention_mask=tokens)
 
     generate = generate
+    fusion_report = fusion_report
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_length` tokens."""

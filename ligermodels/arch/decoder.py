@@ -5,6 +5,7 @@ reads images.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from ligermodels.arch.output import CausalLMOutput
 from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.layers.head import keep_table
 from ligermodels.recompute import Checkpointing, must_not_wait, plain
 
 
@@ -43,7 +45,7 @@ class Decoder(nn.Module):
         self.checkpointing = Checkpointing()
         size, rope = config.hidden_size, dict(config.rope_parameters)
         self.embed_tokens = Embedding(
-            config.vocab_size + extra_rows, size, scale=embedding_scale, padding_idx=config.padding_idx
+            config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
         self.rotary_emb = RotaryEmbedding(
             config.head_dim,
@@ -55,6 +57,11 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, eps=config.rms_norm_eps) if norm is None else norm
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "embed_tokens":
+            keep_table(self, value)
+        super().__setattr__(name, value)
 
     def forward(
         self,

@@ -13,7 +13,14 @@ from ligermodels.kernels.attention import attention
 from ligermodels.kernels.linear import packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import apply_linear, apply_linears, is_plain, lay_weights_together, parameters_of
+from ligermodels.layers.linear import (
+    apply_linear,
+    apply_linears,
+    is_plain,
+    lay_weights_together,
+    parameters_of,
+    warn_unfused,
+)
 
 
 class Attention(nn.Module):
@@ -101,6 +108,8 @@ class Attention(nn.Module):
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
         rotates = batch.cos is not None and batch.sin is not None
         fused = all(map(is_plain, inputs))
+        if not fused and len(inputs) > 1:
+            warn_unfused(self, self.projections[:-1], x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
             qkv = packed_linear(x, *parameters_of(inputs)) if fused else inputs[0](x)
             if rotates:

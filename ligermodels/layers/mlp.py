@@ -10,7 +10,14 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels.activation import activate, activation_linear
 from ligermodels.kernels.gated_mlp import gated_mlp, mlp
 from ligermodels.kernels.glu import glu, glu_linear
-from ligermodels.layers.linear import apply_linear, apply_linears, is_plain, lay_weights_together, parameters_of
+from ligermodels.layers.linear import (
+    apply_linear,
+    apply_linears,
+    is_plain,
+    lay_weights_together,
+    parameters_of,
+    warn_unfused,
+)
 
 
 class GatedMLP(nn.Module):
@@ -59,6 +66,7 @@ class GatedMLP(nn.Module):
             return gated_mlp(
                 x, weights, down.weight, biases, down.bias, activation=self.activation, recompute=self.recompute
             )
+        warn_unfused(self, self.projections, x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)
@@ -108,6 +116,7 @@ class MLP(nn.Module):
             return mlp(
                 x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation, recompute=self.recompute
             )
+        warn_unfused(self, self.projections, x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)
