@@ -130,6 +130,8 @@ class CausalLM(Pretrained, TrainerInterface):
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", None)
         packing_known = cu_seqlens is not None or attention_mask is not None or past_key_values is not None
         positions = text_positions(position_ids, ids)
         if positions is not None and not packing_known:
@@ -181,9 +183,10 @@ class CausalLM(Pretrained, TrainerInterface):
         return CausalLMOutput({**computed, **output})
 
     def _balance(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None, length: int) -> Tensor:
-        assert isinstance(self.config, RoutedConfig)
+        config = self.decoder.config
+        assert isinstance(config, RoutedConfig)
         tokens = None if attention_mask is None else attention_mask[:, -length:]
-        return load_balancing_loss(router_logits, top_k=self.config.num_experts_per_tok, attention_mask=tokens)
+        return load_balancing_loss(router_logits, top_k=config.num_experts_per_tok, attention_mask=tokens)
 
     generate = generate
     fusion_report = fusion_report

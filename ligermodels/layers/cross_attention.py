@@ -53,11 +53,14 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, eps=eps)
         self.k_norm = RMSNorm(head_dim, eps=eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        self._lay_together()
+
+    def _lay_together(self) -> None:
         lay_weights_together([self.k_proj, self.v_proj])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)
-        lay_weights_together([self.k_proj, self.v_proj])
+        self._lay_together()
         return self
 
     def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
