@@ -37,6 +37,7 @@ class CausalLM(Pretrained, TrainerInterface):
         super().__init__()
         self.config = config
         self.name_or_path = config._name_or_path  # PEFT looks for it in __dict__
+        self.vocab_size = config.vocab_size
         self.generation_config = GenerationConfig()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []

@@ -23,6 +23,7 @@ class TrainerInterface(nn.Module):
     lm_head: nn.Module
     model: nn.Module
     model_tags: list[str]
+    vocab_size: int
 
     loss_type = "ForCausalLM"
     accepts_loss_kwargs = True
@@ -43,10 +44,6 @@ class TrainerInterface(nn.Module):
     @classmethod
     def can_generate(cls) -> bool:
         return True
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
 
     @property
     def base_model(self) -> nn.Module:
@@ -71,11 +68,11 @@ class TrainerInterface(nn.Module):
         Where the architecture scales the rows (Gemma), a plain `nn.Embedding` hands its weight to an `Embedding` that
         does.
         """
-        scale = getattr(self.decoder.embed_tokens, "scale", None)
+        scale = getattr(self.decoder.embed_tokens, "embed_scale", None)
         if scale is not None and type(embeddings) is nn.Embedding:
             rows, size = embeddings.weight.shape
             with torch.device("meta"):
-                scaled = Embedding(rows, size, scale=scale, padding_idx=embeddings.padding_idx)
+                scaled = Embedding(rows, size, embed_scale=scale, padding_idx=embeddings.padding_idx)
             scaled.weight = embeddings.weight
             embeddings = scaled
         self.decoder.embed_tokens = embeddings
@@ -84,18 +81,18 @@ class TrainerInterface(nn.Module):
         return self.lm_head
 
     def set_output_embeddings(self, embeddings: nn.Module) -> None:
-        """Makes `embeddings` the head, untied. A plain `nn.Linear` hands its parameters to the head that is there,
-        which keeps the fused loss and the softcap; if its weight is the table's Parameter, the head is tied."""
-        head = self.lm_head
+        """Makes `embeddings` the head; it is tied if its weight is the table's Parameter, and the config says so then.
+
+        A plain `nn.Linear` hands its parameters to the head that is there, which keeps the fused loss.
+        """
+        head, table = self.lm_head, self.decoder.embed_tokens.weight
+        tied = getattr(embeddings, "weight", None) is table
         if type(embeddings) is not nn.Linear or not isinstance(head, LMHead):
             self.lm_head = embeddings
-            return
-        head.bias = embeddings.bias
-        head.out_features = embeddings.out_features
-        if embeddings.weight is self.decoder.embed_tokens.weight:
-            head.tie(self.decoder)
         else:
-            head.weight = embeddings.weight
+            head.bias, head.out_features = embeddings.bias, embeddings.out_features
+            head.tie(self.decoder) if tied else setattr(head, "weight", embeddings.weight)
+        self.config.tie_word_embeddings = tied
 
     @torch.no_grad()
     def resize_token_embeddings(
@@ -141,7 +138,7 @@ class TrainerInterface(nn.Module):
         table.num_embeddings = head.out_features = rows
         if table.padding_idx is not None and table.padding_idx >= rows:
             table.padding_idx = None
-        self.config.vocab_size = rows
+        self.config.vocab_size = self.vocab_size = rows
         return table
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:

@@ -314,20 +314,24 @@ class TestReplacing:
             model.get_input_embeddings().weight.grad, expected.get_input_embeddings().weight.grad, rtol=1e-4, atol=1e-5
         )
 
-    def test_a_replaced_head_keeps_the_fused_loss(self, folder):
+    def test_a_replaced_head_keeps_the_fused_loss_and_is_saved(self, folder, tmp_path):
         model, expected = ours(folder), theirs(folder)
         ids = make_ids(2, 6)
         head = torch.nn.Linear(32, 97)
         for one in (model, expected):
             one.set_output_embeddings(head)
         assert model.get_output_embeddings().weight is head.weight and model.lm_head.bias is head.bias
-        assert not model.lm_head.is_tied
+        assert not model.lm_head.is_tied and not model.config.tie_word_embeddings
         torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=0, atol=1e-5)
         torch.testing.assert_close(model(ids, labels=ids).loss, expected(ids, labels=ids).loss, rtol=1e-5, atol=0)
+        model.set_output_embeddings(torch.nn.Linear(32, 97, bias=False))
+        model.save_pretrained(tmp_path / "saved")
+        for load in (ours, theirs):
+            torch.testing.assert_close(load(tmp_path / "saved")(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
         head = torch.nn.Linear(32, 97, bias=False)
         head.weight = model.get_input_embeddings().weight
         model.set_output_embeddings(head)
-        assert model.lm_head.is_tied and model.lm_head.bias is None
+        assert model.lm_head.is_tied and model.lm_head.bias is None and model.config.tie_word_embeddings
 
     def test_scale_and_softcap_belong_to_the_architecture(self):
         config = dict(
