@@ -36,6 +36,8 @@ class CausalLM(Pretrained, TrainerInterface):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.name_or_path = config._name_or_path  # PEFT looks for it in __dict__
+        self.vocab_size = config.vocab_size
         self.generation_config = GenerationConfig()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
@@ -112,7 +114,7 @@ class CausalLM(Pretrained, TrainerInterface):
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
             transformers and TRL name them, queries and keys apart; here they are the same. seq_idx, which comes
             with them, says nothing more.
-        skip_logits: `return_logits`, the other way round, as Trainer says it.
+        skip_logits: with labels, `return_logits` the other way round, as Trainer says it.
         inputs: what the model reads besides text; see its own forward.
 
         Raises InputError where arguments do not fit together.
@@ -125,10 +127,12 @@ class CausalLM(Pretrained, TrainerInterface):
             cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         ids = input_ids if inputs_embeds is None else inputs_embeds
         check_labels(labels, ids, num_items_in_batch, logits_to_keep)
-        if skip_logits is not None and return_logits is None:
+        if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", None)
         packing_known = cu_seqlens is not None or attention_mask is not None or past_key_values is not None
         positions = text_positions(position_ids, ids)
         if positions is not None and not packing_known:
@@ -150,11 +154,8 @@ class CausalLM(Pretrained, TrainerInterface):
             output_router_logits=output_router_logits,
             **inputs,
         )
-        x = (
-            output["last_hidden_state"]
-            if output_hidden_states or return_logits is False
-            else output.pop("last_hidden_state")
-        )
+        headless = labels is None and not wants_logits
+        x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
         head, softcap = unwrapped(self.lm_head), getattr(self.config, "final_logit_softcapping", None)
         if targets is None:
@@ -183,9 +184,10 @@ class CausalLM(Pretrained, TrainerInterface):
         return CausalLMOutput({**computed, **output})
 
     def _balance(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None, length: int) -> Tensor:
-        assert isinstance(self.config, RoutedConfig)
+        config = self.decoder.config
+        assert isinstance(config, RoutedConfig)
         tokens = None if attention_mask is None else attention_mask[:, -length:]
-        return load_balancing_loss(router_logits, top_k=self.config.num_experts_per_tok, attention_mask=tokens)
+        return load_balancing_loss(router_logits, top_k=config.num_experts_per_tok, attention_mask=tokens)
 
     generate = generate
     fusion_report = fusion_report

@@ -9,6 +9,7 @@ Source: configuration_utils.py and modeling_rope_utils.py of transformers 4.45, 
 """
 
 import dataclasses
+import json
 import math
 import reprlib
 import typing
@@ -109,6 +110,8 @@ class ModelConfig:
     """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     _attn_implementation: ClassVar[str] = "sdpa"
+    _name_or_path = ""
+    """What the model was loaded by, a repository or a folder; trainers and adapters write it down. Not saved."""
 
     vocab_size: int
     hidden_size: int
@@ -353,7 +356,13 @@ class ModelConfig:
             **{key: rope[key] for key in ("original_max_position_embeddings",) if rope["rope_type"] == "longrope"},
         }
 
-    to_dict = to_hf
+    def to_dict(self) -> dict[str, Any]:
+        """`to_hf` and what the model was loaded by, for those who log a run."""
+        return {**self.to_hf(), "_name_or_path": self._name_or_path}
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """`to_dict` as JSON, for Trainer's TensorBoard callback. Every field is in it, whatever `use_diff` says."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query of block `layer` sees, counting itself; None where it sees all before it."""
