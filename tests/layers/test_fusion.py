@@ -414,9 +414,9 @@ def test_what_costs_nothing_is_not_told(on_a_gpu, case):
 def test_quantised_and_sharded_modules_are_not_told(on_a_gpu):
     layer, x = L.GatedMLP(4, 4), torch.randn(2, 4)
     layer.up_proj, layer.gate_proj = OwnLinear(4, 4), sharded_weight()
-    assert not warned(lambda: linear.warn_unfused(layer, layer.projections, x))
+    assert not warned(lambda: linear.warn_unfused(layer, (*layer.joint_names, layer.output_name), x))
     layer.down_proj = Adapter(layer.down_proj)
-    assert len(warned(lambda: linear.warn_unfused(layer, layer.projections, x))) == 1
+    assert len(warned(lambda: linear.warn_unfused(layer, (*layer.joint_names, layer.output_name), x))) == 1
 
 
 def test_nothing_is_told_outside_of_training_on_a_gpu(on_a_gpu, monkeypatch):
