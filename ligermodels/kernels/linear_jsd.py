@@ -25,6 +25,7 @@ Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649; Hsu e
 (gradients in forward).
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -41,13 +42,12 @@ from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens,
 
 def _wide_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear of inputs of the dtype that it would take, under autocast too, with an unrounded fp32 result."""
-    kind = x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if torch.float64 in (x.dtype, weight.dtype):
-        dtype = x.dtype
-    wide = accumulator(dtype)
-    with torch.autocast(kind, enabled=False):
-        x, weight, bias = (None if t is None else t.to(dtype).to(wide) for t in (x, weight, bias))
+    kind, dtype = x.device.type, x.dtype
+    cast = not x.is_meta and torch.is_autocast_enabled(kind)
+    if cast and torch.float64 not in (dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
+        x, weight, bias = (None if t is None else t.to(dtype).to(accumulator(dtype)) for t in (x, weight, bias))
         return F.linear(x, weight, bias)  # type: ignore[arg-type]
 
 

@@ -461,6 +461,11 @@ def test_cpu_path_is_the_reference(monkeypatch):
     assert_same(results(linear_jsd, call, num_valid=5, **options), results(linear_jsd_reference, call, **options), 0, 0)
 
 
+def test_on_meta():
+    call = {name: t.to("meta") for name, t in problem(5, 7, "cpu", torch.bfloat16).items()}
+    assert linear_jsd(**(call | {"labels": None})).dtype == torch.float32
+
+
 @pytest.mark.parametrize(
     ("reduction", "dtype"), [("mean", torch.float32), ("none", torch.float32), ("mean", torch.float16)]
 )
