@@ -47,8 +47,8 @@ def _wide_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if cast and torch.float64 not in (dtype, weight.dtype):
         dtype = torch.get_autocast_dtype(kind)
     with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
-        x, weight, bias = (None if t is None else t.to(dtype).to(accumulator(dtype)) for t in (x, weight, bias))
-        return F.linear(x, weight, bias)  # type: ignore[arg-type]
+        x, weight = (t.to(dtype).to(accumulator(dtype)) for t in (x, weight))
+        return F.linear(x, weight, None if bias is None else bias.to(dtype).to(x.dtype))
 
 
 class LinearJSDOutput(NamedTuple):
