@@ -1,17 +1,20 @@
-"""Parameters packed in memory, Hugging Face names on disk: one table per architecture joins the two.
+"""What a model's parameters are called on disk, loading them and giving them out again.
 
-    HF = "model.layers.{i}.self_attn."
-    {"layers.{i}.attn.qkv_proj.{w}": (HF + "q_proj.{w}", HF + "k_proj.{w}", HF + "v_proj.{w}")}
+A parameter's name on disk is its own, unless the table of its architecture says otherwise:
 
-A string renames; a tuple stacks rows in that order, as many each as the module's `parts` say; a source with
-`{e}` is stacked on a new dim 0. `{i}` is a layer number, `{w}` is weight or bias. Keys match whole names.
+    {"model.layers.{i}.mlp.gate.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
+     "model.layers.{i}.mlp.experts.gate_up_proj": (EXPERT + "w1.weight", EXPERT + "w3.weight"),  # EXPERT has {i}, {e}
+     "model.visual.{rest}": "visual.{rest}"}
+
+`{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is what remains of the name. Keys match whole names; of
+several that match, the first one counts. A source with `{e}` is one of those that are stacked on dim 0. A tuple cuts
+the rows into as many equal parts, in that order.
 
 The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box,
-saving reads it: there is no inverse to get wrong, and Hugging Face -> ours -> Hugging Face returns the same
-bits. A native checkpoint holds our names, already packed: its table is the identity.
+saving reads it: there is no inverse to get wrong, and what was loaded is saved with the same bits.
 """
 
-import itertools
+import functools
 import math
 import re
 import warnings
@@ -25,9 +28,11 @@ from torch import Tensor, nn
 from ligermodels.errors import CheckpointError
 
 Table = Mapping[str, str | tuple[str, ...]]
+"""{pattern of our names: names on disk}. The empty one: all names are our own."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_PLACEHOLDERS = {"{i}": r"(?P<i>\d+)", "{w}": "(?P<w>weight|bias)"}
+_PLACEHOLDERS = {"{i}": r"(?P<i>\d+)", "{w}": "(?P<w>weight|bias)", "{rest}": "(?P<rest>.+)"}
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
 
 
 @dataclass(frozen=True)
@@ -53,10 +58,6 @@ class Reader(Protocol):
     def headers(self) -> Mapping[str, TensorInfo]:
         """Every tensor, in the order in which the files hold them."""
 
-    @property
-    def native(self) -> bool:
-        """Whether the names are ours rather than Hugging Face's."""
-
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
 
@@ -70,47 +71,43 @@ class Region:
     source: str
 
 
+def plain_name(name: str) -> str:
+    """The name without what DDP, FSDP, torch.compile and checkpoint wrappers put into it."""
+    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+
+
 def regions(model: nn.Module, table: Table) -> list[Region]:
     """The boxes that tile every parameter of `model`, which may be on the meta device.
 
-    Raises ValueError where a parameter has no entry or several, or where two boxes name one tensor.
+    Raises ValueError where two boxes name one tensor, or a parameter cannot be cut into its parts.
     """
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
     for name, param in model.named_parameters():
-        hits = [(match, theirs) for pattern, theirs in patterns if (match := pattern.fullmatch(name))]
-        if len(hits) != 1:
-            raise ValueError(f"{name} matches {len(hits)} entries of the weight table, expected exactly one")
-        match, theirs = hits[0]
+        plain, shape = plain_name(name), _shape(param)
+        hits = ((match, theirs) for pattern, theirs in patterns if (match := pattern.fullmatch(plain)))
+        match, theirs = next(hits, (None, plain))
+        words = match.groupdict() if match else {}
         sources = (theirs,) if isinstance(theirs, str) else theirs
         stacked = "{e}" in sources[0]
-        rows: list[tuple[slice, ...]] = [()]
-        if len(sources) > 1:
-            owner: Any = model.get_submodule(name.rpartition(".")[0])
-            rows = _rows(name, param.shape[int(stacked)], owner.parts)
-        for expert in range(param.shape[0]) if stacked else [None]:
-            for source, part in zip(sources, rows, strict=True):
-                index: tuple[int | slice, ...] = part if expert is None else (expert, *part)
-                region = Region(name, index, source.format(**match.groupdict(), e=expert))
+        rows, left = divmod(shape[int(stacked)], len(sources)) if len(sources) > 1 else (0, 0)
+        if left:
+            raise ValueError(f"{name} {list(shape)} cannot be cut into {len(sources)} equal parts")
+        for expert in range(shape[0]) if stacked else [None]:
+            for k, source in enumerate(sources):
+                index: tuple[int | slice, ...] = () if expert is None else (expert,)
+                index += (slice(k * rows, (k + 1) * rows),) if rows else ()
+                region = Region(name, index, source.format(**words, e=expert) if match else plain)
                 if found.setdefault(region.source, region) is not region:
-                    raise ValueError(f"the weight table puts {region.source} in two places")
+                    raise ValueError(f"the names on disk put {region.source} in two places")
     return list(found.values())
 
 
-def identity(model: nn.Module) -> dict[str, str]:
-    """The table of a native checkpoint."""
-    return {name: name for name, _ in model.named_parameters()}
+def layout(model: nn.Module, table: Table, names: Container[str], *, also: Iterable[Table] = ()) -> Table:
+    """Of `table` and the tables `also` of other layouts, the one that fits a checkpoint with `names` best.
 
-
-def layout(
-    model: nn.Module, table: Table, names: Container[str], *, native: bool = False, also: Iterable[Table] = ()
-) -> Table:
-    """The table of a checkpoint that holds `names`: the identity if it is native, else the one that fits best.
-
-    also: tables of other layouts in which the same architecture is found on disk. `table` wins a draw.
+    `table` wins a draw.
     """
-    if native:
-        return identity(model)
     found = [sum(region.source in names for region in regions(model, one)) for one in (table, *also)]
     return (table, *also)[found.index(max(found))]
 
@@ -153,13 +150,26 @@ def check(
         raise CheckpointError("\n  ".join([f"{where} does not match {type(model).__name__}.", *lines, guess]))
 
 
+def check_tied(model: nn.Module, table: Table, reader: Reader, tied: Mapping[str, str] | None) -> None:
+    """Raises CheckpointError where a tied copy, as in `check`, is on disk and not what it is a copy of."""
+    copies = {name: param for name, param in (tied or {}).items() if name in reader.headers}
+    sources = {region.param: region.source for region in regions(model, table)} if copies else {}
+    for name, param in copies.items():
+        if not same_bits(reader.read(name), reader.read(sources[param])):
+            raise CheckpointError(
+                f"{reader.source}: {name} differs from {sources[param]}, though the config ties the two.\n"
+                "  Likely: the head was trained or merged apart from the embedding. Then set "
+                f"tie_word_embeddings to false in config.json; or, to drop this head, delete {name} on disk."
+            )
+
+
 def load(
     model: nn.Module,
     table: Table,
     reader: Reader,
     *,
     device: torch.device | str,
-    dtype: torch.dtype | Literal["stored"] | None = None,
+    dtype: torch.dtype | None = None,
     progress: bool | Literal["force"] = True,
     ignore: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
@@ -167,8 +177,7 @@ def load(
 ) -> None:
     """Gives the parameters of `model`, all on the meta device, their memory on `device` and their values.
 
-    dtype: None keeps each parameter's own, "stored" takes that of the files (the wider one where the parts of
-        a packed parameter differ), anything else casts.
+    dtype: that of all parameters, by default each one's own.
     progress: a bar over bytes on stderr if that is a terminal; "force" shows it anyway.
     ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
     also: tables of other layouts that are read as well; see `layout`.
@@ -177,15 +186,11 @@ def load(
     Weights that hold NaN or infinity once they are in place are loaded, and named in one warning.
     Raises CheckpointError.
     """
-    table = layout(model, table, reader.headers, native=reader.native, also=also)
+    table = layout(model, table, reader.headers, also=also)
     check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
+    check_tied(model, table, reader, tied)
     boxes = {region.source: region for region in regions(model, table)}
-    _check_tied(reader, boxes.values(), tied)
-    if dtype == "stored":
-        dtypes = _stored_dtypes(boxes.values(), reader)
-    else:
-        dtypes = {name: dtype or param.dtype for name, param in model.named_parameters()}
-    _allocate(model, torch.device(device), dtypes)
+    _allocate(model, torch.device(device), dtype)
     params = dict(model.named_parameters())
     finite: dict[str, Tensor] = {}
     with torch.no_grad(), _bar(sum(reader.headers[name].nbytes for name in boxes), progress) as bar:
@@ -198,55 +203,75 @@ def load(
     _warn_of_nan(finite, reader.source)
 
 
-def export(model: nn.Module, table: Table) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) one by one, each a view of its parameter."""
-    params = dict(model.named_parameters())
-    for region in regions(model, table):
-        yield region.source, params[region.param].detach()[region.index]
-
-
-def pack(
+def export(
     model: nn.Module,
     table: Table,
-    reader: Reader,
+    state_dict: Mapping[str, Tensor] | None = None,
     *,
     tied: Mapping[str, str] | None = None,
-    also: Iterable[Table] = (),
 ) -> Iterator[tuple[str, Tensor]]:
-    """(our name, tensor) of a checkpoint in any layout that passed `check`; `model` is on meta.
+    """(name on disk, tensor) one by one, each a view of its parameter.
 
-    One packed tensor is in memory at a time. Parts that differ in dtype are packed in the wider one.
+    state_dict: {name of a parameter: tensor}, whose values take the place of the model's; what wrappers put into its
+        names counts for nothing. The model gives names and shapes alone and may be on the meta device.
+    tied: as in `check`; a copy in `state_dict` must equal its parameter, and is left out.
+    Sharded parameters (DTensor) are gathered, one at a time: then every rank has to take all that comes.
+    Raises CheckpointError, before the first tensor, for what could not be loaded again: names or shapes that are not
+    the model's, quantised weights, weights whose memory is elsewhere.
     """
-    found = regions(model, layout(model, table, reader.headers, native=reader.native, also=also))
-    _check_tied(reader, found, tied)
-    boxes = _by_parameter(found)
-    for name, param in model.named_parameters():
-        yield name, _packed(param, boxes[name], reader)
-
-
-def unpack(
-    model: nn.Module,
-    table: Table,
-    reader: Reader,
-    *,
-    tied: Mapping[str, str] | None = None,
-    also: Iterable[Table] = (),
-) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, tensor) of a checkpoint in any layout that passed `check`; `model` is on meta.
-
-    One tensor at a time, and a whole parameter where the layout on disk has cut it otherwise. Tied copies and ignored
-    names are left out.
-    """
-    found = regions(model, layout(model, table, reader.headers, native=reader.native, also=also))
-    _check_tied(reader, found, tied)
-    boxes, params = _by_parameter(found), dict(model.named_parameters())
+    given = model.named_parameters() if state_dict is None else state_dict.items()
+    tensors = {plain_name(name): tensor.detach() for name, tensor in given}
+    for name, ours in (tied or {}).items():
+        copy, own = tensors.pop(name, None), tensors.get(ours)
+        if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
+            raise CheckpointError(f"{name} differs from {ours}, though the config ties the two; untie them, or drop it")
+    _check_saveable(model, tensors)
+    last, whole = None, torch.empty(0)
     for region in regions(model, table):
-        stored = boxes[region.param]
-        same = next((box.source for box in stored if box.index == region.index), None)
-        if same is not None:
-            yield region.source, reader.read(same)
-        else:
-            yield region.source, _packed(params[region.param], stored, reader)[region.index]
+        if region.param != last:
+            tensor: Any = tensors[plain_name(region.param)]
+            last, whole = region.param, tensor.full_tensor() if _is_sharded(tensor) else tensor
+        yield region.source, whole[region.index]
+
+
+class Relaid:
+    """A checkpoint in one layout, read under the names of another: a `Reader`.
+
+    The model, which may be on meta, has passed `check` with `stored`, the table of what is on disk; `wanted` is the
+    table of the names to show. A tensor that is joined from several has the dtype that holds all of them.
+    """
+
+    def __init__(self, model: nn.Module, reader: Reader, stored: Table, wanted: Table):
+        self.source, self._reader = reader.source, reader
+        self._boxes: dict[str, list[Region]] = {}
+        for region in regions(model, stored):
+            self._boxes.setdefault(region.param, []).append(region)
+        self._wanted = {region.source: region for region in regions(model, wanted)}
+        self._shapes = {name: param.shape for name, param in model.named_parameters()}
+        self.headers: Mapping[str, TensorInfo] = {name: self._info(region) for name, region in self._wanted.items()}
+
+    def read(self, name: str) -> Tensor:
+        """As `Reader.read`; a tensor of another shape on disk is in memory as a whole."""
+        region = self._wanted[name]
+        boxes = self.boxes(name)
+        if len(boxes) == 1:
+            tensor = self._reader.read(boxes[0].source)
+            return tensor if boxes[0].index == region.index else tensor[region.index]
+        whole = torch.empty(self._shapes[region.param], dtype=self.headers[name].dtype)
+        for box in boxes:
+            whole[box.index].copy_(self._reader.read(box.source))
+        return whole[region.index]
+
+    def boxes(self, name: str) -> list[Region]:
+        """The tensors on disk that `name` is read from."""
+        region = self._wanted[name]
+        boxes = self._boxes[region.param]
+        return [box for box in boxes if box.index == region.index] or boxes
+
+    def _info(self, region: Region) -> TensorInfo:
+        dtypes = [self._reader.headers[box.source].dtype for box in self.boxes(region.source)]
+        shape = torch.empty(self._shapes[region.param], device="meta")[region.index].shape
+        return TensorInfo(functools.reduce(torch.promote_types, dtypes), tuple(shape))
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -256,53 +281,51 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _pattern(ours: str) -> re.Pattern[str]:
-    pieces = re.split(r"(\{\w\})", ours)
+    pieces = re.split(r"(\{\w+\})", ours)
     return re.compile("".join(_PLACEHOLDERS.get(piece, re.escape(piece)) for piece in pieces))
 
 
-def _rows(name: str, total: int, parts: Mapping[str, int]) -> list[tuple[slice, ...]]:
-    ends = list(itertools.accumulate(parts.values()))
-    assert ends[-1] == total, f"{name} has {total} rows, but its parts {dict(parts)} make {ends[-1]}"
-    return [(slice(end - count, end),) for end, count in zip(ends, parts.values(), strict=True)]
+def _is_sharded(tensor: Tensor) -> bool:
+    """Whether it is a DTensor; importing the class takes half a second."""
+    return hasattr(tensor, "full_tensor")
 
 
-def _by_parameter(found: Iterable[Region]) -> dict[str, list[Region]]:
-    boxes: dict[str, list[Region]] = {}
-    for region in found:
-        boxes.setdefault(region.param, []).append(region)
-    return boxes
+def _local(tensor: Any) -> Tensor:
+    return tensor.to_local() if _is_sharded(tensor) else tensor
 
 
-def _packed(param: Tensor, boxes: list[Region], reader: Reader) -> Tensor:
-    """The whole parameter that these boxes tile, in the dtype that holds all of them without loss."""
-    if boxes[0].index == ():
-        return reader.read(boxes[0].source)
-    packed = torch.empty(param.shape, dtype=_stored_dtypes(boxes, reader)[boxes[0].param])
-    for box in boxes:
-        packed[box.index].copy_(reader.read(box.source))
-    return packed
+def _shape(param: Tensor) -> tuple[int, ...]:
+    """The whole parameter's; under ZeRO-3, DeepSpeed leaves an empty tensor in its place."""
+    return tuple(getattr(param, "ds_shape", param.shape))
 
 
-def _stored_dtypes(found: Iterable[Region], reader: Reader) -> dict[str, torch.dtype]:
-    """{our parameter: the dtype that holds all of its tensors on disk without loss}."""
-    stored: dict[str, torch.dtype] = {}
-    for region in found:
-        dtype = reader.headers[region.source].dtype
-        stored[region.param] = torch.promote_types(stored.get(region.param, dtype), dtype)
-    return stored
-
-
-def _check_tied(reader: Reader, found: Iterable[Region], tied: Mapping[str, str] | None) -> None:
-    sources = {region.param: region.source for region in found}
-    for name, param in (tied or {}).items():
-        if name not in reader.headers:
+def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
+    """Raises CheckpointError where `tensors`, by name, are not the parameters of `model` in plain floats."""
+    expected = {plain_name(name): _shape(param) for name, param in model.named_parameters()}
+    missing = [name for name in expected if name not in tensors]
+    adapters = [name for name in tensors if re.search(r"\.lora_|\.base_layer\.|\.modules_to_save\.", name)]
+    extra = adapters or [name for name in tensors if name not in expected]
+    if missing or extra:
+        likely = "the state dict of another model, or of a part of this one"
+        if adapters:
+            likely = "adapters in the model; merge them first (merge_and_unload)"
+        elif any("_flat_param" in name for name in (*missing, *extra)):
+            likely = "a model in FSDP1; pass its whole state dict as state_dict="
+        lists = {"missing": missing, "not the model's": extra}
+        lines = [f"{what} ({len(names)}): {', '.join(names[:3])}" for what, names in lists.items() if names]
+        raise CheckpointError("\n  ".join(["The weights cannot be saved.", *lines, f"Likely: {likely}."]))
+    whole = "Pass state_dict= with whole tensors, as accelerator.get_state_dict(model) gives them"
+    for name, tensor in tensors.items():
+        if type(_local(tensor)) is not Tensor or tensor.dtype not in FLOATS:
+            kind = f"{type(tensor).__name__} of {tensor.dtype}"
+            problem = f"is quantised ({kind}). Save the model that it was made from"
+        elif tensor.is_meta:
+            problem = f"has no memory here: it is offloaded, or was never loaded. {whole}"
+        elif tuple(tensor.shape) != expected[name]:
+            problem = f"is {list(tensor.shape)}, the model has {list(expected[name])}. {whole}"
+        else:
             continue
-        if not same_bits(reader.read(name), reader.read(sources[param])):
-            raise CheckpointError(
-                f"{reader.source}: {name} differs from {sources[param]}, though the config ties the two.\n"
-                "  Likely: the head was trained or merged apart from the embedding. Then set "
-                f"tie_word_embeddings to false in config.json; or, to drop this head, delete {name} on disk."
-            )
+        raise CheckpointError(f"The weights cannot be saved: {name} {problem}.")
 
 
 def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
@@ -319,13 +342,13 @@ def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
         )
 
 
-def _allocate(model: nn.Module, device: torch.device, dtypes: Mapping[str, torch.dtype]) -> None:
+def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     for name, module in model.named_modules():
         rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
         assert rebuilds, f"{name} has buffers but no _apply of its own"
     for name, param in model.named_parameters():
         assert param.is_meta, f"load() fills models on the meta device; {name} is on {param.device}"
-        param.data = param.data.to(dtypes[name])
+        param.data = param.data.to(dtype or param.dtype)
     model._apply(lambda tensor: torch.empty_like(tensor, device=device))
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         assert not tensor.is_meta, f"{name} is still on the meta device"
@@ -344,7 +367,9 @@ _SIGNS = (
     (r"\.(qweight|qzeros|scales|g_idx)$", "a GPTQ or AWQ checkpoint; use what it was quantised from."),
     (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
-    (r"\.lora_[AB]\.", "an adapter, not a whole model; merge it into its base model first."),
+    (r"\.lora_[AB]\.|\.base_layer\.", "an adapter, not a whole model; merge it into its base model first."),
+    (r"^layers\.\d+\.attn\.|^layers\.\d+\.mlp\.gate_up_proj\.",
+     "packed weights under the names of an earlier ligermodels; `ligermodels convert OLD NEW` writes them anew."),
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
     (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
 )  # fmt: skip
@@ -361,7 +386,7 @@ def _guess(
     for pattern, meaning in _SIGNS:
         if any(re.search(pattern, name) for name in unexpected):
             return f"Likely: {meaning}"
-    embedding = next(iter(expected))
+    embedding = next((name for name in expected if name.endswith("embed_tokens.weight")), next(iter(expected)))
     for name in unexpected:
         if name.endswith("." + embedding):
             return f"Likely: a larger model that holds this one behind {name.removesuffix(embedding)!r}."
