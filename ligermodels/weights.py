@@ -72,8 +72,9 @@ class Region:
 
 
 def plain_name(name: str) -> str:
-    """The name without what DDP, FSDP, torch.compile and checkpoint wrappers put into it."""
-    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+    """The name without what DDP, FSDP, torch.compile, checkpoint wrappers and PEFT put into it."""
+    plain = ".".join(word for word in name.split(".") if word not in _WRAPPERS).removeprefix("base_model.model.")
+    return plain or name
 
 
 def regions(model: nn.Module, table: Table) -> list[Region]:

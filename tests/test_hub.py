@@ -475,6 +475,15 @@ def test_a_complete_copy_stands_in_with_a_warning(cached, name):
         hub.resolve(REPO, revision="dev")
 
 
+@pytest.mark.parametrize("error", [TypeError("a bug"), KeyError("a bug"), HubError("the index cannot be read")])
+def test_a_failure_of_our_own_is_not_taken_for_the_hubs(cached, monkeypatch, error):
+    cached.failure = error
+    (cached.storage / "refs" / "dev").write_text(OLD)
+    with pytest.raises(type(error)) as caught:
+        hub.resolve(REPO, revision="dev")
+    assert caught.value is error
+
+
 @pytest.mark.parametrize(
     "token, environment, login, source",
     [
