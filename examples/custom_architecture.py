@@ -1,4 +1,4 @@
-"""An architecture of one's own: attention and gated unit side by side on one norm, in a tied language model.
+"""An architecture of one's own: attention and gated MLP side by side on one norm, in a tied language model.
 
 No config, no registry: layers take numbers, and this is the whole model. It runs on the fused kernels on a
 GPU and on their references on a CPU: `python examples/custom_architecture.py` teaches it to count.
@@ -29,7 +29,7 @@ class Parallel(torch.nn.Module):
         self.rotary = L.RotaryEmbedding(size // heads)
         self.layers = torch.nn.ModuleList(Block(size, heads, kv_heads, window) for _ in range(depth))
         self.norm = L.RMSNorm(size)
-        self.lm_head = L.TiedLMHead(self.embed_tokens)
+        self.lm_head = L.LMHead(size, vocab, tied_to=self)
 
     def forward(self, ids, labels=None):
         cos, sin = self.rotary(torch.arange(ids.shape[1], device=ids.device)[None])

@@ -264,10 +264,10 @@ class _Request:
         if not _is_int(max_new_tokens) or max_new_tokens < 1:
             raise InputError(f"max_new_tokens={max_new_tokens!r} must be an integer of at least 1")
         mask, longest = _checked_prompt(model, input_ids, attention_mask)
-        if inputs and (unknown := inputs.keys() - model.own_inputs):
+        if inputs and (unknown := inputs.keys() - model.extra_inputs):
             raise InputError(
                 f"{', '.join(sorted(unknown))}: neither an option of generate nor an input of {type(model).__name__}; "
-                f"inputs of its own: {', '.join(sorted(model.own_inputs)) or 'none, it reads text only'}"
+                f"inputs of its own: {', '.join(sorted(model.extra_inputs)) or 'none, it reads text only'}"
             )
 
         if input_ids.shape[1] + max_new_tokens > _LONGEST:
@@ -443,7 +443,7 @@ def _decode(request: _Request, *, to_host: bool) -> Iterator[_Step]:
     longest = request.longest  # tokens of the longest row, known to the host
     for length in range(start, end):
         if length > start:
-            if model.rotary.switches(longest, longest + 1):
+            if model.decoder.rotary_emb.switches(longest, longest + 1):
                 cache.reset()  # longrope turns the whole text anew
                 step_ids = ids[:, :length]
                 positions = None if key_mask is None else _positions(key_mask[:, :length])

@@ -82,7 +82,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
 
     Raises ValueError where two boxes name one tensor, or a parameter cannot be cut into its parts.
     """
-    patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
+    patterns = [(name_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
     for name, param in model.named_parameters():
         plain, shape = plain_name(name), _shape(param)
@@ -223,7 +223,7 @@ def export(
     given = model.named_parameters() if state_dict is None else state_dict.items()
     tensors = {plain_name(name): tensor.detach() for name, tensor in given}
     for name, ours in (tied or {}).items():
-        copy, own = tensors.pop(name, None), tensors.get(ours)
+        copy, own = tensors.pop(name, None), tensors.get(plain_name(ours))
         if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
             raise CheckpointError(f"{name} differs from {ours}, though the config ties the two; untie them, or drop it")
     _check_saveable(model, tensors)
@@ -281,7 +281,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return alike and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-def _pattern(ours: str) -> re.Pattern[str]:
+def name_pattern(ours: str) -> re.Pattern[str]:
     pieces = re.split(r"(\{\w+\})", ours)
     return re.compile("".join(_PLACEHOLDERS.get(piece, re.escape(piece)) for piece in pieces))
 

@@ -96,7 +96,7 @@ class TestBits:
         enable(model, *policy)
         model.zero_grad()
         loss = model(ids, labels=ids).loss
-        weight = model.layers[1].attn.o_proj.weight
+        weight = model.decoder.layers[1].self_attn.o_proj.weight
         (partly,) = torch.autograd.grad(loss, weight, retain_graph=True)
         loss.backward(retain_graph=True)
         assert_same([loss, *(p.grad for p in model.parameters())], expected)
@@ -115,11 +115,11 @@ class TestBits:
         model = make()
         expected = step(model, ids)
         enable(model, *policy)
-        failing = [model.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)]
+        failing = [model.decoder.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)]
         with pytest.raises(ZeroDivisionError):
             step(model, ids)
         failing.pop().remove()
-        handle = model.layers[1].attn.o_proj.register_full_backward_hook(lambda *_: 1 / 0)
+        handle = model.decoder.layers[1].self_attn.o_proj.register_full_backward_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             step(model, ids)
         handle.remove()
@@ -133,8 +133,8 @@ class TestBits:
     @pytest.mark.parametrize("policy", POLICIES, ids=str)
     def test_frozen_weights_and_trained_adapters(self, family, policy, ids):
         model = make(family).requires_grad_(False)
-        for layer in model.layers:  # as an adapter: one small trained matrix beside a frozen one
-            layer.attn.qkv_proj.register_forward_hook(Adapter(layer.attn.qkv_proj))
+        for layer in model.decoder.layers:  # as an adapter: one small trained matrix beside a frozen one
+            layer.self_attn.qkv_proj.register_forward_hook(Adapter(layer.self_attn.qkv_proj))
         expected = step(model, ids)
         assert len(expected) == 4
         enable(model, *policy)
@@ -142,7 +142,7 @@ class TestBits:
         model.enable_input_require_grads()
         assert_same(step(model, ids), expected)
         model.requires_grad_(False)
-        assert not model(ids, labels=ids).loss.requires_grad or model.embed_tokens._forward_hooks
+        assert not model(ids, labels=ids).loss.requires_grad or model.decoder.embed_tokens._forward_hooks
 
     @pytest.mark.parametrize("policy", POLICIES, ids=str)
     def test_under_autocast_where_x_and_residual_differ_in_dtype(self, policy, ids):
@@ -168,8 +168,8 @@ class TestBits:
 
     def test_dropout_is_the_same_in_the_second_run(self, ids):
         model = make()
-        for layer in model.layers:
-            layer.attn.o_proj.register_forward_hook(lambda module, inputs, y: nn.functional.dropout(y, 0.5))
+        for layer in model.decoder.layers:
+            layer.self_attn.o_proj.register_forward_hook(lambda module, inputs, y: nn.functional.dropout(y, 0.5))
         expected = step(model, ids)
         enable(model, "block", offload=True)
         assert_same(step(model, ids), expected)
@@ -216,12 +216,12 @@ class TestStreams:
         for _ in range(2):
             assert_same(step(model, ids), expected)
         assert not late
-        handle = model.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
+        handle = model.decoder.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             step(model, ids)
         handle.remove()
         failing = []
-        model.layers[2].attn.o_proj.register_full_backward_hook(lambda *_: 1 / 0 if failing else None)
+        model.decoder.layers[2].self_attn.o_proj.register_full_backward_hook(lambda *_: 1 / 0 if failing else None)
         losses = [model(ids, labels=ids).loss for _ in range(3)]
         failing.append(True)
         with pytest.raises(ZeroDivisionError):
@@ -247,12 +247,12 @@ class Adapter:
 def through_blocks(model, x):
     """x through the blocks alone -> (what comes out, how much of what blocks gave is there when each block begins)."""
     given, alive = [], []
-    for layer in model.layers:
+    for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda layer, inputs: alive.append(sum(ref() is not None for ref in given)))
         layer.register_forward_hook(lambda layer, inputs, outputs: given.extend(map(weakref.ref, outputs[:2])))
-    cos, sin = model.rotary(torch.arange(x.shape[1])[None])
-    run, residual, batch = model.checkpointing.start(x, len(model.layers)), None, Batch(cos=cos, sin=sin)
-    for i, layer in enumerate(model.layers):
+    cos, sin = model.decoder.rotary_emb(torch.arange(x.shape[1])[None])
+    run, residual, batch = model.checkpointing.start(x, len(model.decoder.layers)), None, Batch(cos=cos, sin=sin)
+    for i, layer in enumerate(model.decoder.layers):
         x, residual, *_ = run(i, layer, x, residual, batch)
     return x + residual, alive
 
@@ -281,18 +281,18 @@ class TestMemory:
     def test_a_unit_runs_twice_whether_it_is_the_end_of_its_block_or_not(self, family, ids):
         """At the end the block's second run stops before it, and it runs again by itself; else it runs within that."""
         model, calls = make(family, activation_checkpointing="block"), []
-        for layer in model.layers:
+        for layer in model.decoder.layers:
             layer.mlp.gate_up_proj.register_forward_hook(lambda layer, inputs, output: calls.append(layer))
         step(model, ids)
         assert len(calls) == 6
-        assert [layer.mlp.recompute for layer in model.layers] == [family == "llama"] * 3
+        assert [layer.mlp.recompute for layer in model.decoder.layers] == [family == "llama"] * 3
 
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
     def test_what_travels_leaves_with_the_next_block_and_is_back_for_two_blocks_at_a_time(self, policy, monkeypatch):
         monkeypatch.setattr(recompute, "SMALLEST", 512)  # above the tables of the rotation, which all blocks share
         model, begun, sent, brought = make(num_hidden_layers=5), [], [], []
         enable(model, policy, offload=True)
-        for layer in model.layers:
+        for layer in model.decoder.layers:
             layer.register_forward_pre_hook(lambda layer, inputs: begun.append(layer))
         send, bring = recompute._Lane.send, recompute._Lane.bring
 
@@ -328,7 +328,7 @@ class TestMemory:
         monkeypatch.setattr(recompute, "SMALLEST", 512)
         model, sent, going_back, gone, back = make(num_hidden_layers=7), [], [], {}, {}
         enable(model, policy, offload=True, **some)
-        failing = model.layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
+        failing = model.decoder.layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):  # what that had queued is in nobody's way
             through_blocks(model, torch.randn(2, 16, 32))
         failing.remove()
@@ -354,7 +354,7 @@ class TestMemory:
             begun = i
 
         begun = -1
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(model.decoder.layers):
             layer.register_forward_hook(
                 lambda layer, inputs, outputs, i=i: outputs[0].register_hook(lambda grad: going_back.append(i)) and None
             )
@@ -468,7 +468,7 @@ class TestSettings:
             assert flags[0] == flags[1] == ([True] * 3 if settings == "block" else [True, True, False])
             assert_same(step(loaded, ids), expected)
         model.gradient_checkpointing_disable()
-        assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.layers)
+        assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.decoder.layers)
 
     def test_names_of_transformers(self, ids):
         model = make()

@@ -680,7 +680,7 @@ def test_what_a_provider_sends_to_the_host_and_how_large_its_chunks_are(tmp_path
     assert model.lm_head.chunk_bytes == 2**28
     assert (policy.recompute, policy.blocks, policy.offload is not None) == ("none", 1, True)
     many = Provider.of("ligermodels:mlp-99", case, "none")
-    assert build(many, case, folder, "cpu", shallow=True).checkpointing.blocks == len(model.layers)
+    assert build(many, case, folder, "cpu", shallow=True).checkpointing.blocks == len(model.decoder.layers)
     with pytest.raises(LigermodelsError, match="blocks=99"):
         build(many, case, folder, "cpu")
     with pytest.raises(ValueError, match="unknown provider"):
@@ -697,7 +697,7 @@ def test_a_trial_that_breaks_off_in_the_backward_is_no_hindrance(kind, tmp_path,
                 if inputs["input_ids"].shape[1] > 64:
                     raise RuntimeError("CUDA out of memory")
 
-            handle = model.layers[0].attn_norm.register_full_backward_hook(fail)
+            handle = model.decoder.layers[0].input_layernorm.register_full_backward_hook(fail)
             try:
                 return step(**inputs)
             finally:

@@ -1,4 +1,4 @@
-"""Gemma 1 (2B, 7B, CodeGemma) and fine-tunes: Llama on a wide gated unit of GELU, around the embedding's own scale.
+"""Gemma 1 (2B, 7B, CodeGemma) and fine-tunes: Llama on a wide gated MLP of GELU, around the embedding's own scale.
 
 - Norm weights are stored around 0 and act as 1 + weight; the whole norm is fp32, with one rounding at its end.
 - Embeddings are multiplied by sqrt(hidden_size), rounded to the weights' dtype (bf16: 55.5 for 3072). The head reads
@@ -17,16 +17,13 @@ from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.decoder import Decoder
 from ligermodels.cache import LayerCache
 from ligermodels.layers import (
     Attention,
     Batch,
-    Embedding,
     GatedMLP,
-    LMHead,
     RMSNorm,
-    RotaryEmbedding,
-    TiedLMHead,
 )
 
 
@@ -58,13 +55,13 @@ class GemmaConfig(ModelConfig):
 
 
 class GemmaBlock(nn.Module):
-    """Attention and gated unit, each on the normed residual stream."""
+    """Attention and gated MLP, each on the normed residual stream."""
 
-    def __init__(self, config: GemmaConfig):
+    def __init__(self, config: GemmaConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn_norm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.attn = Attention(
+        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -72,15 +69,15 @@ class GemmaBlock(nn.Module):
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
         )
-        self.mlp_norm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch, cache)
-        x, residual = self.mlp_norm(x, residual)
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, batch, cache)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -89,38 +86,9 @@ class Gemma(CausalLM):
 
     config_class = GemmaConfig
     config: GemmaConfig
-    _no_split_modules = ("GemmaBlock",)
+    block_class = GemmaBlock
+    _no_split_modules: ClassVar = ["GemmaBlock"]
 
-    def __init__(self, config: GemmaConfig):
-        super().__init__(config)
-        size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, scale=size**0.5, padding_idx=config.padding_idx)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            theta=config.rope_parameters["rope_theta"],
-            scaling=config.rope_parameters,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        self.layers = nn.ModuleList(GemmaBlock(config) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps, offset=1.0, casting="gemma")
-        tied = config.tie_word_embeddings
-        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
-
-    WEIGHTS: ClassVar = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
-        "layers.{i}.attn.qkv_proj.{w}": (
-            "model.layers.{i}.self_attn.q_proj.{w}",
-            "model.layers.{i}.self_attn.k_proj.{w}",
-            "model.layers.{i}.self_attn.v_proj.{w}",
-        ),
-        "layers.{i}.attn.o_proj.{w}": "model.layers.{i}.self_attn.o_proj.{w}",
-        "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp.gate_up_proj.weight": (
-            "model.layers.{i}.mlp.gate_proj.weight",
-            "model.layers.{i}.mlp.up_proj.weight",
-        ),
-        "layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
-        "norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
+    def _make_model(self, config: ModelConfig) -> nn.Module:
+        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, casting="gemma")
+        return Decoder(config, self.block_class, norm=norm, embedding_scale=config.hidden_size**0.5)

@@ -1,7 +1,7 @@
 """Gemma 2 (2B, 9B, 27B) and fine-tunes: Gemma with four norms, softcaps and every other block on a window.
 
-- Attention and gated unit are normed before and after: what goes back into the residual stream is normed, too. The
-  weight that is called post_attention_layernorm norms the attention's output here, not the gated unit's input.
+- Attention and gated MLP are normed before and after: what goes back into the residual stream is normed, too. The
+  weight that is called post_attention_layernorm norms the attention's output here, not the gated MLP's input.
 - Attention scores are capped, 50 tanh(s / 50), before the mask; logits likewise with 30. null turns a cap off.
 - Scores are scaled by query_pre_attn_scalar ** -0.5, which for the 27B is not head_dim ** -0.5.
 - Blocks 0, 2, 4, ... see a window of `sliding_window` tokens, the others everything.
@@ -19,16 +19,13 @@ from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.decoder import Decoder
 from ligermodels.cache import LayerCache
 from ligermodels.layers import (
     Attention,
     Batch,
-    Embedding,
     GatedMLP,
-    LMHead,
     RMSNorm,
-    RotaryEmbedding,
-    TiedLMHead,
 )
 
 
@@ -78,13 +75,13 @@ class Gemma2Config(ModelConfig):
 
 
 class Gemma2Block(nn.Module):
-    """Attention and gated unit, each between two norms."""
+    """Attention and gated MLP, each between two norms."""
 
     def __init__(self, config: Gemma2Config, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn_norm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.attn = Attention(
+        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -95,18 +92,18 @@ class Gemma2Block(nn.Module):
             softcap=config.attn_logit_softcapping,
             scale=config.query_pre_attn_scalar**-0.5,
         )
-        self.attn_out_norm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.mlp_norm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.pre_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_activation])
-        self.mlp_out_norm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.post_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.attn_norm(x, residual)
-        x, _ = self.attn_out_norm(self.attn(x, batch, cache))
-        x, residual = self.mlp_norm(x, residual)
-        x, _ = self.mlp_out_norm(self.mlp(x))
+        x, residual = self.input_layernorm(x, residual)
+        x, _ = self.post_attention_layernorm(self.self_attn(x, batch, cache))
+        x, residual = self.pre_feedforward_layernorm(x, residual)
+        x, _ = self.post_feedforward_layernorm(self.mlp(x))
         return x, residual
 
 
@@ -115,42 +112,9 @@ class Gemma2(CausalLM):
 
     config_class = Gemma2Config
     config: Gemma2Config
-    _no_split_modules = ("Gemma2Block",)
+    block_class = Gemma2Block
+    _no_split_modules: ClassVar = ["Gemma2Block"]
 
-    def __init__(self, config: Gemma2Config):
-        super().__init__(config)
-        size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, scale=size**0.5, padding_idx=config.padding_idx)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            theta=config.rope_parameters["rope_theta"],
-            scaling=config.rope_parameters,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        self.layers = nn.ModuleList(Gemma2Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps, offset=1.0, casting="gemma")
-        tied, cap = config.tie_word_embeddings, config.final_logit_softcapping
-        self.lm_head = (
-            TiedLMHead(self.embed_tokens, softcap=cap) if tied else LMHead(size, config.vocab_size, softcap=cap)
-        )
-
-    WEIGHTS: ClassVar = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
-        "layers.{i}.attn.qkv_proj.{w}": (
-            "model.layers.{i}.self_attn.q_proj.{w}",
-            "model.layers.{i}.self_attn.k_proj.{w}",
-            "model.layers.{i}.self_attn.v_proj.{w}",
-        ),
-        "layers.{i}.attn.o_proj.{w}": "model.layers.{i}.self_attn.o_proj.{w}",
-        "layers.{i}.attn_out_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
-        "layers.{i}.mlp.gate_up_proj.weight": (
-            "model.layers.{i}.mlp.gate_proj.weight",
-            "model.layers.{i}.mlp.up_proj.weight",
-        ),
-        "layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
-        "layers.{i}.mlp_out_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",
-        "norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
+    def _make_model(self, config: ModelConfig) -> nn.Module:
+        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, casting="gemma")
+        return Decoder(config, self.block_class, norm=norm, embedding_scale=config.hidden_size**0.5)

@@ -10,70 +10,105 @@ import operator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import check_count
+from ligermodels.recompute import is_captured, must_not_wait
 
+IGNORE_INDEX = -100
 _IDS = (torch.int64, torch.int32)
 FARTHEST = 2**24
 """Positions are turned into angles in fp32, which cannot tell this one from the next."""
 
 
 def check_inputs(
-    model: nn.Module,
+    decoder: Any,
     *,
     input_ids: Tensor | None,
     inputs_embeds: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    labels: Tensor | None,
     past_key_values: KVCache | None,
-    num_items_in_batch: Tensor | int | None,
-    logits_to_keep: int,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
 ) -> None:
-    """Raises InputError for arguments of `CausalLM.forward` that cannot be meant; shapes that do not match each
-    other are left to it."""
-    given = {
-        "input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask,
-        "position_ids": position_ids, "labels": labels, "cu_seqlens": cu_seqlens,
-    }  # fmt: skip
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(f"{name} is a {kind}; it must be a dense torch.Tensor: torch.tensor(...)")
+    """Raises InputError for arguments of `Decoder.forward` that cannot be meant."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise InputError("give either input_ids or inputs_embeds, and not both")
+    tensors = _check_tensors(
+        input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
+        cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     x_name, x = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
-        if tensor.device != x.device:
-            raise InputError(f"{name} is on {tensor.device}, {x_name} on {x.device}; move one of them: .to(...)")
-        if name in ("position_ids", "labels", "input_ids") and tensor.dtype not in _IDS:
-            raise InputError(f"{name} are {tensor.dtype}; they must be torch.int64 or torch.int32")
     if attention_mask is not None and attention_mask.is_complex():
         raise InputError(f"attention_mask is {attention_mask.dtype}; it must be 1 at tokens and 0 at padding")
     if x.numel() == 0:
         raise InputError(f"{x_name} has shape {list(x.shape)}, which holds no token; leave empty batches out")
     if inputs_embeds is not None:
-        _check_embeds(model, inputs_embeds)
-    _check_cache(model, past_key_values)
-    if num_items_in_batch is not None:
-        check_count(num_items_in_batch)
-    if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
-        raise InputError(f"logits_to_keep={logits_to_keep!r} must be a number of positions, or 0 for all")
-    if logits_to_keep and labels is not None:
-        raise InputError("labels need the logits of all positions: leave logits_to_keep out")
+        _check_embeds(decoder, inputs_embeds)
+    shape = x.shape[:2]
+    if x.dim() != (2 if inputs_embeds is None else 3):
+        ids = x.shape if inputs_embeds is None else x.shape[:-1]
+        raise InputError(f"ids have shape {tuple(ids)}, expected [batch, sequence]")
+    if position_ids is not None:
+        _check_position_shape(position_ids, shape, decoder.position_axes)
+    _check_cache(decoder, past_key_values)
     if cu_seqlens is None and max_seqlen is not None:
         raise InputError(f"max_seqlen={max_seqlen} says something of packed sequences only; give cu_seqlens too")
     if cu_seqlens is not None:
-        _check_packing(cu_seqlens, max_seqlen, x.shape[:2].numel())
+        if past_key_values is not None or attention_mask is not None:
+            raise InputError("packed sequences (cu_seqlens) go with neither attention_mask nor past_key_values")
+        _check_packing(cu_seqlens, max_seqlen, shape.numel())
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(attention_mask, position_ids)
 
 
-def same_bounds(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Tensor:
+def check_labels(
+    labels: Tensor | None,
+    x: Tensor | None,
+    num_items_in_batch: Tensor | int | None,
+    logits_to_keep: int,
+) -> None:
+    """Raises InputError for arguments of `CausalLM.forward` that say what is computed of the last hidden state.
+
+    x: input_ids [B, S] or inputs_embeds [B, S, hidden_size].
+    """
+    if num_items_in_batch is not None:
+        check_count(num_items_in_batch)
+    if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
+        raise InputError(f"logits_to_keep={logits_to_keep!r} must be a number of positions, or 0 for all")
+    if labels is None:
+        return
+    if logits_to_keep:
+        raise InputError("labels need the logits of all positions: leave logits_to_keep out")
+    _check_tensors(labels=labels)
+    if isinstance(x, Tensor) and labels.shape != x.shape[:2]:
+        raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}")
+    if isinstance(x, Tensor) and labels.device != x.device:
+        raise InputError(f"labels are on {labels.device}, the ids on {x.device}; move one of them: .to(...)")
+
+
+def _check_tensors(**given: Tensor | None) -> dict[str, Tensor]:
+    """Those that are given; raises InputError where one is no dense tensor, on another device, or of no such dtype."""
+    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
+    first_name, first = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
+            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise InputError(f"{name} is a {kind}; it must be a dense torch.Tensor: torch.tensor(...)")
+        if tensor.device != first.device:
+            raise InputError(
+                f"{name} is on {tensor.device}, {first_name} on {first.device}; move one of them: .to(...)"
+            )
+        if name in ("position_ids", "labels", "input_ids") and tensor.dtype not in _IDS:
+            raise InputError(f"{name} are {tensor.dtype}; they must be torch.int64 or torch.int32")
+    return tensors
+
+
+def check_cu_seqlens(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Tensor:
     """The boundaries of packed sequences, of queries and keys alike. Raises InputError where they differ."""
     q, k = cu_seq_lens_q, cu_seq_lens_k
     if not isinstance(q, Tensor) or not isinstance(k, Tensor):
@@ -95,6 +130,16 @@ def _check_embeds(model: Any, embeds: Tensor) -> None:
     plain = type(weight) is nn.Parameter
     if plain and embeds.dtype != weight.dtype and not torch.is_autocast_enabled(embeds.device.type):
         raise InputError(f"inputs_embeds are {embeds.dtype}, the model {weight.dtype}: use .to(model.dtype)")
+
+
+def _check_position_shape(position_ids: Tensor, shape: torch.Size, axes: int) -> None:
+    ahead = () if position_ids.dim() < 3 else (axes,)
+    fits = position_ids.dim() == 2 + len(ahead) and position_ids.shape[:-2] == ahead
+    if not (fits and position_ids.shape[-2] in (1, shape[0]) and position_ids.shape[-1] == shape[1]):
+        raise InputError(
+            f"position_ids have shape {tuple(position_ids.shape)}, expected {(*ahead, *shape)} or "
+            f"{(*ahead, 1, shape[1])}"
+        )
 
 
 def _check_cache(model: Any, cache: KVCache | None) -> None:
@@ -152,3 +197,78 @@ def _check_values(attention_mask: Tensor | None, position_ids: Tensor | None) ->
                 before = before & seen if seen.shape[0] in (1, before.shape[-2]) or before.shape[-2] == 1 else before
             if before.any():
                 raise InputError(f"position_ids reach down to {int(low)}; positions count from 0")
+
+
+def text_positions(position_ids: Any, x: Any) -> Tensor | None:
+    """The positions of the text among position_ids, [B or 1, S], if they fit x [B, S, ...].
+
+    Those are position_ids with two dims, or the first of several axes where that is one more than a token's own axes,
+    as Qwen2-VL's [4, B, S]. None for anything else, which `check_inputs` judges.
+    """
+    if not isinstance(position_ids, Tensor) or not isinstance(x, Tensor) or position_ids.dtype not in _IDS:
+        return None
+    if position_ids.dim() == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]
+    fits = position_ids.dim() == 2 and x.dim() >= 2 and position_ids.shape[0] in (1, x.shape[0])
+    return position_ids if fits and position_ids.shape[1] == x.shape[1] and position_ids.numel() else None
+
+
+def packed_sequences(position_ids: Tensor | None, x: Tensor) -> tuple[Tensor | None, int | None]:
+    """(cu_seqlens, max_seqlen) of the sequences that position_ids [B or 1, S] mark by restarting.
+
+    (None, None) if none restarts, and for positions of several axes. x: [B, S, ...]. Rows are taken one after the
+    other. A host synchronisation: the number of sequences is read. Raises InputError
+    while a CUDA graph is captured, which cannot wait for it.
+    """
+    if position_ids is None or position_ids.dim() != 2:
+        return None, None
+    if is_captured(position_ids):
+        raise InputError(
+            "position_ids may mark packed sequences, which the host cannot look for while a CUDA graph is captured; "
+            "give cu_seqlens and max_seqlen as well, or leave position_ids out where nothing is packed"
+        )
+    position_ids = position_ids.expand(x.shape[:2])
+    starts = torch.ones_like(position_ids, dtype=torch.bool)
+    starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    bounds = starts.flatten().nonzero().flatten().tolist()
+    if len(bounds) == len(position_ids):
+        return None, None
+    bounds.append(position_ids.numel())
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    return torch.tensor(bounds, dtype=torch.int32, device=position_ids.device), longest
+
+
+def pads_only_after(mask: Tensor) -> bool:
+    """True if no row of mask [B, S] has a token after a gap. A host synchronisation."""
+    return bool((mask[:, 1:] <= mask[:, :-1]).all())
+
+
+class Targets:
+    """`labels` [B, S], the label of the next token at each position, and how many of them count.
+
+    Nothing is to be predicted at the end of a row or of a packed sequence. The loss leaves out the rows without a
+    label, and a matrix product needs its size on the host: the number is on its way there while the forward runs.
+    The copy is queued before the first block, so that the wait for it ends long before the device runs out of work.
+    """
+
+    def __init__(self, labels: Tensor, cu_seqlens: Tensor | None):
+        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if cu_seqlens is not None:
+            targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
+        self.labels = targets
+        self._count: Tensor | None = None
+        self._copied: torch.cuda.Event | None = None
+        if not targets.is_cuda or must_not_wait(targets):  # in the latter case all rows are computed
+            return
+        count = (targets != IGNORE_INDEX).sum()
+        self._count = torch.empty_like(count, device="cpu", pin_memory=True)
+        self._count.copy_(count, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record(torch.cuda.current_stream(targets.device))  # which may not be the current device
+
+    def count(self) -> int | None:
+        """How many labels count; None where that is not known, or cheaply found out by who asks (on the CPU)."""
+        if self._count is None or self._copied is None:
+            return None
+        self._copied.synchronize()
+        return int(self._count)

@@ -1,10 +1,10 @@
 """Llama-3.2-Vision (mllama): Llama whose cross-attention blocks look at pictures cut into tiles.
 
 - Text: Llama's blocks, and at `cross_attention_layers` blocks that attend to the pictures in place of the text; their
-  attention and their unit enter by tanh of a gate, q and k are normed head by head, nothing rotates. Without any
+  attention and their MLP enter by tanh of a gate, q and k are normed head by head, nothing rotates. Without any
   picture, here or in the cache, these blocks are passed by. Keys and values of pictures are made once and cached.
 - `cross_attention_mask` [B, S, pictures, tiles] says which token sees which tile. A token that sees none attends to
-  all of them, and the block does not add its unit; Meta's code does not add the attention either, which
+  all of them, and the block does not add its MLP; Meta's code does not add the attention either, which
   `zero_masked_attention` asks for.
 - The embedding has 8 rows more than the head, the first of them for <|image|>. The head is never tied.
 - Each tile of a picture has `num_patches` states, which the tower makes and `projector` turns into the text's width:
@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ACTIVATIONS
+from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import GENERIC, LlamaVisionTowerConfig, VisionTower
 from ligermodels.cache import CrossCache, KVCache
@@ -31,12 +32,8 @@ from ligermodels.layers import (
     Batch,
     CrossAttention,
     CrossStates,
-    Embedding,
     GatedMLP,
-    Linear,
-    LMHead,
     RMSNorm,
-    RotaryEmbedding,
 )
 
 EXTRA_ROWS = 8
@@ -117,12 +114,12 @@ class LlamaVisionConfig(LlamaConfig):
 
 
 class CrossBlock(nn.Module):
-    """Attention to the pictures and gated unit, both behind tanh of a gate; nothing where there is no picture."""
+    """Attention to the pictures and gated MLP, both behind tanh of a gate; nothing where there is no picture."""
 
-    def __init__(self, config: LlamaVisionConfig):
+    def __init__(self, config: LlamaVisionConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn_norm = RMSNorm(size, eps=eps)
+        self.input_layernorm = RMSNorm(size, eps=eps)
         self.cross_attn = CrossAttention(
             size,
             num_heads=config.num_attention_heads,
@@ -130,20 +127,20 @@ class CrossBlock(nn.Module):
             head_dim=config.head_dim,
             eps=eps,
         )
-        self.attn_gate = nn.Parameter(torch.zeros(1))
-        self.mlp_norm = RMSNorm(size, eps=eps)
+        self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
-        self.mlp_gate = nn.Parameter(torch.zeros(1))
+        self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: CrossCache | None = None
     ) -> tuple[Tensor, Tensor | None]:
         if batch.cross is None:
             return x, residual
-        x, residual = self.attn_norm(x, residual)
-        x = self.cross_attn(x, batch, cache) * _opening(self.attn_gate, batch.cross.attn_rows)
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x) * _opening(self.mlp_gate, batch.cross.mlp_rows), residual
+        x, residual = self.input_layernorm(x, residual)
+        x = self.cross_attn(x, batch, cache) * _opening(self.cross_attn_attn_gate, batch.cross.attn_rows)
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x) * _opening(self.cross_attn_mlp_gate, batch.cross.mlp_rows), residual
 
 
 def _opening(gate: Tensor, rows: Tensor | None) -> Tensor:
@@ -160,75 +157,39 @@ def cross_mask(tiles: Tensor, num_patches: int) -> tuple[Tensor, Tensor]:
     return (tiles | ~rows)[..., None].expand(*tiles.shape, num_patches).flatten(2), rows
 
 
-_TEXT, _LAYER = "language_model.model.", "language_model.model.layers.{i}."
-_LOCAL, _GLOBAL = "vision_model.transformer.layers.{i}.", "vision_model.global_transformer.layers.{i}."
+def _block(config: LlamaVisionConfig, layer: int) -> nn.Module:
+    return (CrossBlock if layer in config.cross_attention_layers else LlamaBlock)(config, layer)
 
 
-def _later(name: str) -> str:
-    """A name on the Hub -> the same tensor's in transformers' memory since 4.52."""
-    name = name.removeprefix("language_model.")
-    if name.startswith("lm_head"):
-        return name
-    return "model." + (name.replace("model.", "language_model.", 1) if name.startswith("model.") else name)
-
-
-class LlamaVision(CausalLM):
-    """Llama-3.2-Vision. `LlamaVision.from_hub("meta-llama/Llama-3.2-11B-Vision-Instruct")` loads one."""
-
-    config_class = LlamaVisionConfig
-    config: LlamaVisionConfig
-    _no_split_modules = ("LlamaBlock", "CrossBlock", "VisionBlock", "GlobalBlock")
+class LlamaVisionModel(nn.Module):
+    """Vision tower, projector and text model: ids and pixels to the last hidden state."""
 
     def __init__(self, config: LlamaVisionConfig):
-        super().__init__(config)
-        size = config.hidden_size
-        self.vision = VisionTower(config.vision_config)
-        self.projector = Linear(config.vision_config.vision_output_dim, size, bias=True)
-        self.embed_tokens = Embedding(config.vocab_size + EXTRA_ROWS, size, padding_idx=config.padding_idx)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            theta=config.rope_parameters["rope_theta"],
-            scaling=config.rope_parameters,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        cross = {*config.cross_attention_layers}
-        self.layers = nn.ModuleList(
-            CrossBlock(config) if i in cross else LlamaBlock(config) for i in range(config.num_hidden_layers)
-        )
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
-        self.lm_head = LMHead(size, config.vocab_size)
+        super().__init__()
+        self.config = config
+        self.vision_model = VisionTower(config.vision_config)
+        self.language_model = Decoder(config, _block, extra_rows=EXTRA_ROWS)
+        self.multi_modal_projector = nn.Linear(config.vision_config.vision_output_dim, config.hidden_size)
 
-    def forward(  # type: ignore[override]
+    def forward(
         self,
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        labels: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
         past_key_values: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
         use_cache: bool | None = False,
         *,
         pixel_values: Tensor | None = None,
         aspect_ratio_ids: Tensor | None = None,
         aspect_ratio_mask: Tensor | None = None,
         cross_attention_mask: Tensor | None = None,
-        **inputs: Any,
+        **options: Any,
     ) -> CausalLMOutput:
-        """`CausalLM.forward`, with pictures. Without any, in the call and in the cache, it is plain Llama.
-
-        pixel_values: [B, pictures, tiles, channels, image_size, image_size]; rows with fewer pictures are filled up.
-        aspect_ratio_ids: [B, pictures], 1 + the index into `supported_aspect_ratios`, 0 where there is no picture.
-        aspect_ratio_mask: [B, pictures, tiles], 1 at tiles that are there; the first one always is.
-        cross_attention_mask: [B, S or past + S, pictures, tiles], 1 where a token sees a tile, of the cached pictures
-            first. Left out, all tokens see all tiles, and behind a cache what its last token saw.
-        labels: -100 at pictures: the head has no logit for them.
-        Packed sequences share the pictures of their one row; let the mask keep them apart.
-
-        Raises InputError where arguments do not fit together.
-        """
+        """As `Decoder.forward`, with images; see `LlamaVision.forward`."""
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None and tokens is not None:
-            past_key_values = self.new_cache(*tokens.shape[:2])
+            past_key_values = self.language_model.new_cache(*tokens.shape[:2])
         states = None
         if pixel_values is not None:
             if aspect_ratio_ids is None or aspect_ratio_mask is None:
@@ -237,16 +198,15 @@ class LlamaVision(CausalLM):
                 )
             states = self.picture_states(pixel_values, aspect_ratio_ids, aspect_ratio_mask)
         cross = None if tokens is None else self._cross(states, cross_attention_mask, tokens, past_key_values)
-        return super().forward(
+        return self.language_model(
             input_ids,
             attention_mask,
             position_ids,
-            labels,
-            inputs_embeds,
             past_key_values,
+            inputs_embeds,
             use_cache,
             cross=cross,
-            **inputs,
+            **options,
         )
 
     def picture_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
@@ -260,8 +220,10 @@ class LlamaVision(CausalLM):
                 f"expected (batch, pictures, {', '.join(map(str, tiles))}), (batch, pictures) and (batch, pictures, "
                 f"{tiles[0]}). Were they made for another model?"
             )
-        features = self.vision(pixel_values.flatten(0, 1), aspect_ratio_ids.flatten(), aspect_ratio_mask.flatten(0, 1))
-        return self.projector(features).reshape(len(pixel_values), -1, self.config.hidden_size)
+        features = self.vision_model(
+            pixel_values.flatten(0, 1), aspect_ratio_ids.flatten(), aspect_ratio_mask.flatten(0, 1)
+        )
+        return self.multi_modal_projector(features).reshape(len(pixel_values), -1, self.config.hidden_size)
 
     def _cross(
         self, states: Tensor | None, mask: Tensor | None, tokens: Tensor, cache: KVCache | None
@@ -292,21 +254,64 @@ class LlamaVision(CausalLM):
         if mask is None:
             return CrossStates(states=states)
         mask, rows = cross_mask(mask, vision.num_patches)
-        kept = rows.to(self.dtype)
+        kept = rows.to(self.language_model.embed_tokens.weight.dtype)
         attn_rows = kept if self.config.zero_masked_attention else None
         return CrossStates(states=states, mask=mask, attn_rows=attn_rows, mlp_rows=kept)
 
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache for `batch_size` sequences of up to `max_length` tokens, and their pictures."""
-        return KVCache(
-            self.config.num_hidden_layers,
-            batch_size,
-            max_length,
-            self.config.num_key_value_heads,
-            self.config.head_dim,
-            cross_layers=self.config.cross_attention_layers,
-            dtype=self.dtype,
-            device=self.device,
+
+class LlamaVision(CausalLM):
+    """Llama-3.2-Vision. `LlamaVision.from_hub("meta-llama/Llama-3.2-11B-Vision-Instruct")` loads one."""
+
+    config_class = LlamaVisionConfig
+    config: LlamaVisionConfig
+    model: LlamaVisionModel
+    _no_split_modules: ClassVar = ["LlamaBlock", "CrossBlock", "VisionBlock", "GlobalBlock"]
+
+    def _make_model(self, config: ModelConfig) -> nn.Module:
+        assert isinstance(config, LlamaVisionConfig)
+        return LlamaVisionModel(config)
+
+    def forward(  # type: ignore[override]
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        use_cache: bool | None = False,
+        *,
+        pixel_values: Tensor | None = None,
+        aspect_ratio_ids: Tensor | None = None,
+        aspect_ratio_mask: Tensor | None = None,
+        cross_attention_mask: Tensor | None = None,
+        **inputs: Any,
+    ) -> CausalLMOutput:
+        """`CausalLM.forward`, with pictures. Without any, in the call and in the cache, it is plain Llama.
+
+        pixel_values: [B, pictures, tiles, channels, image_size, image_size]; rows with fewer pictures are filled up.
+        aspect_ratio_ids: [B, pictures], 1 + the index into `supported_aspect_ratios`, 0 where there is no picture.
+        aspect_ratio_mask: [B, pictures, tiles], 1 at tiles that are there; the first one always is.
+        cross_attention_mask: [B, S or past + S, pictures, tiles], 1 where a token sees a tile, of the cached pictures
+            first. Left out, all tokens see all tiles, and behind a cache what its last token saw.
+        labels: -100 at pictures: the head has no logit for them.
+        Packed sequences share the pictures of their one row; let the mask keep them apart.
+
+        Raises InputError where arguments do not fit together.
+        """
+        return super().forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            labels,
+            inputs_embeds,
+            past_key_values,
+            use_cache,
+            pixel_values=pixel_values,
+            aspect_ratio_ids=aspect_ratio_ids,
+            aspect_ratio_mask=aspect_ratio_mask,
+            cross_attention_mask=cross_attention_mask,
+            **inputs,
         )
 
     @torch.no_grad()
@@ -315,61 +320,22 @@ class LlamaVision(CausalLM):
         blocks and the embeddings of patches and positions at normal, std `initializer_range`."""
         super().init_weights(seed)
         generator = torch.Generator(self.device).manual_seed(seed + 1)
-        tower, std = self.vision, self.config.vision_config.initializer_range
-        for parameter in (tower.patch_embedding.weight, tower.class_embedding, tower.position.embedding):
+        tower, std = self.model.vision_model, self.config.vision_config.initializer_range
+        for parameter in (
+            tower.patch_embedding.weight,
+            tower.class_embedding,
+            tower.gated_positional_embedding.embedding,
+        ):
             parameter.normal_(0.0, std, generator=generator)
         for name, parameter in self.named_parameters():
-            if name.endswith("gate"):
-                parameter.normal_(0.0, std if "global_layers" in name else 0.0, generator=generator)
+            if name.endswith(("gate", "gate_attn", "gate_ffn")):
+                parameter.normal_(0.0, std if "global_transformer" in name else 0.0, generator=generator)
 
-    WEIGHTS: ClassVar = {
-        "embed_tokens.weight": _TEXT + "embed_tokens.weight",
-        "layers.{i}.attn_norm.weight": _LAYER + "input_layernorm.weight",
-        "layers.{i}.attn.qkv_proj.weight": tuple(_LAYER + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        "layers.{i}.attn.o_proj.weight": _LAYER + "self_attn.o_proj.weight",
-        "layers.{i}.cross_attn.q_proj.weight": _LAYER + "cross_attn.q_proj.weight",
-        "layers.{i}.cross_attn.kv_proj.weight": tuple(_LAYER + f"cross_attn.{x}_proj.weight" for x in "kv"),
-        "layers.{i}.cross_attn.q_norm.weight": _LAYER + "cross_attn.q_norm.weight",
-        "layers.{i}.cross_attn.k_norm.weight": _LAYER + "cross_attn.k_norm.weight",
-        "layers.{i}.cross_attn.o_proj.weight": _LAYER + "cross_attn.o_proj.weight",
-        "layers.{i}.attn_gate": _LAYER + "cross_attn_attn_gate",
-        "layers.{i}.mlp_norm.weight": _LAYER + "post_attention_layernorm.weight",
-        "layers.{i}.mlp.gate_up_proj.weight": (_LAYER + "mlp.gate_proj.weight", _LAYER + "mlp.up_proj.weight"),
-        "layers.{i}.mlp.down_proj.weight": _LAYER + "mlp.down_proj.weight",
-        "layers.{i}.mlp_gate": _LAYER + "cross_attn_mlp_gate",
-        "norm.weight": _TEXT + "norm.weight",
+    DISK_NAMES: ClassVar = {
+        "model.language_model.{rest}": "language_model.model.{rest}",
+        "model.vision_model.{rest}": "vision_model.{rest}",
+        "model.multi_modal_projector.{rest}": "multi_modal_projector.{rest}",
         "lm_head.weight": "language_model.lm_head.weight",
-        "projector.{w}": "multi_modal_projector.{w}",
-        "vision.patch_embedding.weight": "vision_model.patch_embedding.weight",
-        "vision.class_embedding": "vision_model.class_embedding",
-        "vision.pre_tile.gate": "vision_model.pre_tile_positional_embedding.gate",
-        "vision.pre_tile.embedding.weight": "vision_model.pre_tile_positional_embedding.embedding.weight",
-        "vision.position.gate": "vision_model.gated_positional_embedding.gate",
-        "vision.position.embedding": "vision_model.gated_positional_embedding.embedding",
-        "vision.position.tile_embedding.weight": "vision_model.gated_positional_embedding.tile_embedding.weight",
-        "vision.norm_pre.{w}": "vision_model.layernorm_pre.{w}",
-        "vision.layers.{i}.attn_norm.{w}": _LOCAL + "input_layernorm.{w}",
-        "vision.layers.{i}.attn.qkv_proj.weight": tuple(_LOCAL + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        "vision.layers.{i}.attn.o_proj.weight": _LOCAL + "self_attn.o_proj.weight",
-        "vision.layers.{i}.mlp_norm.{w}": _LOCAL + "post_attention_layernorm.{w}",
-        "vision.layers.{i}.mlp.fc1.{w}": _LOCAL + "mlp.fc1.{w}",
-        "vision.layers.{i}.mlp.fc2.{w}": _LOCAL + "mlp.fc2.{w}",
-        "vision.norm_post.{w}": "vision_model.layernorm_post.{w}",
-        "vision.post_tile.gate": "vision_model.post_tile_positional_embedding.gate",
-        "vision.post_tile.embedding.weight": "vision_model.post_tile_positional_embedding.embedding.weight",
-        "vision.global_layers.{i}.attn_norm.{w}": _GLOBAL + "input_layernorm.{w}",
-        "vision.global_layers.{i}.attn.qkv_proj.weight": tuple(_GLOBAL + f"self_attn.{x}_proj.weight" for x in "qkv"),
-        "vision.global_layers.{i}.attn.o_proj.weight": _GLOBAL + "self_attn.o_proj.weight",
-        "vision.global_layers.{i}.attn_gate": _GLOBAL + "gate_attn",
-        "vision.global_layers.{i}.mlp_norm.{w}": _GLOBAL + "post_attention_layernorm.{w}",
-        "vision.global_layers.{i}.mlp.fc1.{w}": _GLOBAL + "mlp.fc1.{w}",
-        "vision.global_layers.{i}.mlp.fc2.{w}": _GLOBAL + "mlp.fc2.{w}",
-        "vision.global_layers.{i}.mlp_gate": _GLOBAL + "gate_ffn",
     }
-    ALSO_READ = (
-        {
-            ours: _later(theirs) if isinstance(theirs, str) else tuple(map(_later, theirs))
-            for ours, theirs in WEIGHTS.items()
-        },
-    )
+    ALSO_READ = ({},)
     """The names that transformers has in memory since 4.52."""

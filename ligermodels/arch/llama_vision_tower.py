@@ -162,36 +162,44 @@ class PositionEmbedding(nn.Module):
 
 
 class VisionBlock(nn.Module):
-    """Attention and feed-forward unit, each on the normed residual stream."""
+    """Attention and MLP, each on the normed residual stream."""
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
         size, heads, eps = config.hidden_size, config.attention_heads, config.norm_eps
-        self.attn_norm = LayerNorm(size, eps=eps)
-        self.attn = Attention(size, num_heads=heads, num_kv_heads=heads, head_dim=size // heads, causal=False)
-        self.mlp_norm = LayerNorm(size, eps=eps)
+        self.input_layernorm = LayerNorm(size, eps=eps)
+        self.self_attn = Attention(size, num_heads=heads, num_kv_heads=heads, head_dim=size // heads, causal=False)
+        self.post_attention_layernorm = LayerNorm(size, eps=eps)
         self.mlp = MLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch)
-        x, residual = self.mlp_norm(x, residual)
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, batch)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
 class GlobalBlock(VisionBlock):
-    """A block whose attention and unit enter by tanh of a gate."""
+    """A block whose attention and MLP enter by tanh of a gate."""
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__(config)
-        self.attn_gate = nn.Parameter(torch.full((1,), math.pi / 4))
-        self.mlp_gate = nn.Parameter(torch.full((1,), math.pi / 4))
+        self.gate_attn = nn.Parameter(torch.full((1,), math.pi / 4))
+        self.gate_ffn = nn.Parameter(torch.full((1,), math.pi / 4))
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch) * self.attn_gate.tanh()
-        x, residual = self.mlp_norm(x, residual)
-        return self.mlp(x) * self.mlp_gate.tanh(), residual
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, batch) * self.gate_attn.tanh()
+        x, residual = self.post_attention_layernorm(x, residual)
+        return self.mlp(x) * self.gate_ffn.tanh(), residual
+
+
+class Encoder(nn.Module):
+    """A stack of blocks under the checkpoint's names."""
+
+    def __init__(self, config: LlamaVisionTowerConfig, block: type[VisionBlock], num_layers: int):
+        super().__init__()
+        self.layers = nn.ModuleList(block(config) for _ in range(num_layers))
 
 
 class VisionTower(nn.Module):
@@ -206,29 +214,29 @@ class VisionTower(nn.Module):
         self.config = config
         self.patch_embedding = PatchEmbedding(config.num_channels, config.hidden_size, (config.patch_size,) * 2)
         self.class_embedding = nn.Parameter(torch.empty(config.hidden_size))
-        self.pre_tile = TileEmbedding(config)
-        self.position = PositionEmbedding(config)
-        self.norm_pre = LayerNorm(config.hidden_size)
-        self.layers = nn.ModuleList(VisionBlock(config) for _ in range(config.num_hidden_layers))
-        self.norm_post = LayerNorm(config.hidden_size)
-        self.post_tile = TileEmbedding(config)
-        self.global_layers = nn.ModuleList(GlobalBlock(config) for _ in range(config.num_global_layers))
+        self.pre_tile_positional_embedding = TileEmbedding(config)
+        self.gated_positional_embedding = PositionEmbedding(config)
+        self.layernorm_pre = LayerNorm(config.hidden_size)
+        self.transformer = Encoder(config, VisionBlock, config.num_hidden_layers)
+        self.layernorm_post = LayerNorm(config.hidden_size)
+        self.post_tile_positional_embedding = TileEmbedding(config)
+        self.global_transformer = Encoder(config, GlobalBlock, config.num_global_layers)
 
     def forward(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
         """pixel_values [N, tiles, channels, S, S], ids [N], mask [N, tiles] -> [N, tiles, P, vision_output_dim]."""
         num_pictures, num_tiles = pixel_values.shape[:2]
         x = patches(pixel_values.flatten(0, 1), self.config.patch_size)
         x = self.patch_embedding(x).unflatten(0, (num_pictures, num_tiles))
-        x = self.pre_tile(x, aspect_ratio_ids)
+        x = self.pre_tile_positional_embedding(x, aspect_ratio_ids)
         x = torch.cat([self.class_embedding.expand(num_pictures, num_tiles, 1, -1), x], dim=2)
-        x, _ = self.norm_pre(self.position(x, aspect_ratio_ids))
+        x, _ = self.layernorm_pre(self.gated_positional_embedding(x, aspect_ratio_ids))
         length = x.shape[2]
         x = F.pad(x, (0, 0, 0, -length % 8))
         batch = Batch(padding=tower_padding(aspect_ratio_mask, length, x.shape[2]))
         shape = x.shape
-        x, states = self._run(self.layers, x.flatten(1, 2), batch, self.config.intermediate_layers_indices)
-        x = self.post_tile(self.norm_post(x)[0].view(shape), aspect_ratio_ids)
-        x, _ = self._run(self.global_layers, x.flatten(1, 2), batch, [])
+        x, states = self._run(self.transformer.layers, x.flatten(1, 2), batch, self.config.intermediate_layers_indices)
+        x = self.post_tile_positional_embedding(self.layernorm_post(x)[0].view(shape), aspect_ratio_ids)
+        x, _ = self._run(self.global_transformer.layers, x.flatten(1, 2), batch, [])
         features = torch.stack(states, dim=-1).flatten(2) if states else x[..., :0]
         return torch.cat([x, features], dim=-1).view(*shape[:3], -1)[:, :, :length]
 

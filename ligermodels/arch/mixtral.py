@@ -1,8 +1,8 @@
-"""Mixtral (8x7B, 8x22B) and fine-tunes: Mistral with eight gated units a block, of which each token takes two.
+"""Mixtral (8x7B, 8x22B) and fine-tunes: Mistral with eight gated MLPs a block, of which each token takes two.
 
 - A router picks `num_experts_per_tok` experts a token: softmax over all in fp32, the largest, made to sum to 1.
-- On disk an expert is three tensors, w1 (gate), w3 (up) and w2 (down); in memory all experts are two, stacked. The
-  stacked layout that transformers 5 has in memory loads as well; the one tensor per expert is written.
+- On disk an expert is three tensors, w1 (gate), w3 (up) and w2 (down); in memory all experts are two, stacked, under
+  transformers 5's names. That layout loads as well, as trainers write it; the one tensor per expert is saved.
 - `output_router_logits` adds the load-balancing loss, over the routers of all blocks together.
 - `router_jitter_noise` scales a block's input by 1 +- noise in training, for router and experts alike.
 - rope_theta is 1e6 where the file says nothing; no released file has a window.
@@ -22,12 +22,8 @@ from ligermodels.cache import LayerCache
 from ligermodels.layers import (
     Attention,
     Batch,
-    Embedding,
-    LMHead,
     MoE,
     RMSNorm,
-    RotaryEmbedding,
-    TiedLMHead,
 )
 
 
@@ -58,21 +54,21 @@ class MixtralConfig(RoutedConfig):
 
 
 class MixtralBlock(nn.Module):
-    """Attention and a mixture of gated units, each on the normed residual stream."""
+    """Attention and a mixture of gated MLPs, each on the normed residual stream."""
 
     def __init__(self, config: MixtralConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn_norm = RMSNorm(size, eps=eps)
-        self.attn = Attention(
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             window=config.window(layer),
         )
-        self.moe_norm = RMSNorm(size, eps=eps)
-        self.moe = MoE(
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.mlp = MoE(
             size,
             config.intermediate_size,
             num_experts=config.num_local_experts,
@@ -84,10 +80,10 @@ class MixtralBlock(nn.Module):
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch, cache)
-        x, residual = self.moe_norm(x, residual)
-        x, router_logits = self.moe(x)
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, batch, cache)
+        x, residual = self.post_attention_layernorm(x, residual)
+        x, router_logits = self.mlp(x)
         return x, residual, router_logits
 
 
@@ -96,47 +92,15 @@ class Mixtral(CausalLM):
 
     config_class = MixtralConfig
     config: MixtralConfig
-    _no_split_modules = ("MixtralBlock",)
+    block_class = MixtralBlock
+    _no_split_modules: ClassVar = ["MixtralBlock"]
 
-    def __init__(self, config: MixtralConfig):
-        super().__init__(config)
-        size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, padding_idx=config.padding_idx)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            theta=config.rope_parameters["rope_theta"],
-            scaling=config.rope_parameters,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        self.layers = nn.ModuleList(MixtralBlock(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
-
-    WEIGHTS: ClassVar = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
-        "layers.{i}.attn.qkv_proj.weight": (
-            "model.layers.{i}.self_attn.q_proj.weight",
-            "model.layers.{i}.self_attn.k_proj.weight",
-            "model.layers.{i}.self_attn.v_proj.weight",
-        ),
-        "layers.{i}.attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
-        "layers.{i}.moe_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.moe.router.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
-        "layers.{i}.moe.experts.gate_up_proj": (
+    DISK_NAMES: ClassVar = {
+        "model.layers.{i}.mlp.gate.weight": "model.layers.{i}.block_sparse_moe.gate.weight",
+        "model.layers.{i}.mlp.experts.gate_up_proj": (
             "model.layers.{i}.block_sparse_moe.experts.{e}.w1.weight",
             "model.layers.{i}.block_sparse_moe.experts.{e}.w3.weight",
         ),
-        "layers.{i}.moe.experts.down_proj": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
-        "norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
+        "model.layers.{i}.mlp.experts.down_proj": "model.layers.{i}.block_sparse_moe.experts.{e}.w2.weight",
     }
-    ALSO_READ = (
-        {
-            **WEIGHTS,
-            "layers.{i}.moe.router.weight": "model.layers.{i}.mlp.gate.weight",
-            "layers.{i}.moe.experts.gate_up_proj": "model.layers.{i}.mlp.experts.gate_up_proj",
-            "layers.{i}.moe.experts.down_proj": "model.layers.{i}.mlp.experts.down_proj",
-        },
-    )
+    ALSO_READ = ({},)

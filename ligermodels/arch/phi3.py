@@ -24,12 +24,8 @@ from ligermodels.errors import ConfigError
 from ligermodels.layers import (
     Attention,
     Batch,
-    Embedding,
     GatedMLP,
-    LMHead,
     RMSNorm,
-    RotaryEmbedding,
-    TiedLMHead,
 )
 
 _LONGROPE = ("short_factor", "long_factor", "factor", "attention_factor")
@@ -93,28 +89,34 @@ class Phi3Config(ModelConfig):
 
 
 class Phi3Block(nn.Module):
-    """Attention and gated unit, each on the normed residual stream."""
+    """Attention and gated MLP, each on the normed residual stream."""
 
     def __init__(self, config: Phi3Config, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn_norm = RMSNorm(size, eps=eps)
-        self.attn = Attention(
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
             window=config.window(layer),
+            projections=("qkv_proj", "o_proj"),
         )
-        self.mlp_norm = RMSNorm(size, eps=eps)
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.mlp = GatedMLP(
+            size,
+            config.intermediate_size,
+            activation=ACTIVATIONS[config.hidden_act],
+            projections=("gate_up_proj", "down_proj"),
+        )
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch, cache)
-        x, residual = self.mlp_norm(x, residual)
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, batch, cache)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -123,32 +125,5 @@ class Phi3(CausalLM):
 
     config_class = Phi3Config
     config: Phi3Config
-    _no_split_modules = ("Phi3Block",)
-
-    def __init__(self, config: Phi3Config):
-        super().__init__(config)
-        size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, padding_idx=config.padding_idx)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            theta=config.rope_parameters["rope_theta"],
-            scaling=config.rope_parameters,
-            max_position_embeddings=config.max_position_embeddings,
-            partial_rotary_factor=config.rope_parameters.get("partial_rotary_factor", 1.0),
-        )
-        self.layers = nn.ModuleList(Phi3Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
-
-    WEIGHTS: ClassVar = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
-        "layers.{i}.attn.qkv_proj.weight": "model.layers.{i}.self_attn.qkv_proj.weight",
-        "layers.{i}.attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
-        "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp.gate_up_proj.weight": "model.layers.{i}.mlp.gate_up_proj.weight",
-        "layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
-        "norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
+    block_class = Phi3Block
+    _no_split_modules: ClassVar = ["Phi3Block"]

@@ -21,12 +21,8 @@ from ligermodels.cache import LayerCache
 from ligermodels.layers import (
     Attention,
     Batch,
-    Embedding,
     GatedMLP,
-    LMHead,
     RMSNorm,
-    RotaryEmbedding,
-    TiedLMHead,
 )
 
 
@@ -66,13 +62,13 @@ class Qwen2Config(ModelConfig):
 
 
 class Qwen2Block(nn.Module):
-    """Attention and gated unit, each on the normed residual stream."""
+    """Attention and gated MLP, each on the normed residual stream."""
 
     def __init__(self, config: Qwen2Config, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.attn_norm = RMSNorm(size, eps=eps)
-        self.attn = Attention(
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
@@ -80,15 +76,15 @@ class Qwen2Block(nn.Module):
             qkv_bias=True,
             window=config.window(layer),
         )
-        self.mlp_norm = RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
     ) -> tuple[Tensor, Tensor]:
-        x, residual = self.attn_norm(x, residual)
-        x = self.attn(x, batch, cache)
-        x, residual = self.mlp_norm(x, residual)
+        x, residual = self.input_layernorm(x, residual)
+        x = self.self_attn(x, batch, cache)
+        x, residual = self.post_attention_layernorm(x, residual)
         return self.mlp(x), residual
 
 
@@ -97,38 +93,5 @@ class Qwen2(CausalLM):
 
     config_class = Qwen2Config
     config: Qwen2Config
-    _no_split_modules = ("Qwen2Block",)
-
-    def __init__(self, config: Qwen2Config):
-        super().__init__(config)
-        size = config.hidden_size
-        self.embed_tokens = Embedding(config.vocab_size, size, padding_idx=config.padding_idx)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            theta=config.rope_parameters["rope_theta"],
-            scaling=config.rope_parameters,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        self.layers = nn.ModuleList(Qwen2Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
-
-    WEIGHTS: ClassVar = {
-        "embed_tokens.weight": "model.embed_tokens.weight",
-        "layers.{i}.attn_norm.weight": "model.layers.{i}.input_layernorm.weight",
-        "layers.{i}.attn.qkv_proj.{w}": (
-            "model.layers.{i}.self_attn.q_proj.{w}",
-            "model.layers.{i}.self_attn.k_proj.{w}",
-            "model.layers.{i}.self_attn.v_proj.{w}",
-        ),
-        "layers.{i}.attn.o_proj.weight": "model.layers.{i}.self_attn.o_proj.weight",
-        "layers.{i}.mlp_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
-        "layers.{i}.mlp.gate_up_proj.weight": (
-            "model.layers.{i}.mlp.gate_proj.weight",
-            "model.layers.{i}.mlp.up_proj.weight",
-        ),
-        "layers.{i}.mlp.down_proj.weight": "model.layers.{i}.mlp.down_proj.weight",
-        "norm.weight": "model.norm.weight",
-        "lm_head.weight": "lm_head.weight",
-    }
+    block_class = Qwen2Block
+    _no_split_modules: ClassVar = ["Qwen2Block"]

@@ -13,7 +13,6 @@ Checked against: models/qwen2_vl/modeling_qwen2_vl.py of transformers 5.23; posi
 """
 
 import dataclasses
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -22,21 +21,18 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arch.base import CausalLM, CausalLMOutput, packed_sequences
-from ligermodels.arch.config import short
-from ligermodels.arch.qwen2 import Qwen2, Qwen2Block, Qwen2Config
+from ligermodels.arch.base import CausalLM, CausalLMOutput
+from ligermodels.arch.config import ModelConfig, short
+from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.inputs import packed_sequences
+from ligermodels.arch.qwen2 import Qwen2Block, Qwen2Config
 from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import (
     MLP,
     Attention,
     Batch,
-    Embedding,
     LayerNorm,
-    LMHead,
-    RMSNorm,
-    RotaryEmbedding,
-    TiedLMHead,
     VisionRotary,
 )
 from ligermodels.layers.pictures import Grids, PatchEmbedding, Pictures, patch_cells
@@ -204,7 +200,7 @@ class VisionBlock(nn.Module):
         size, heads = config.embed_dim, config.num_heads
         shape = dict(num_heads=heads, num_kv_heads=heads, head_dim=size // heads)
         self.norm1 = LayerNorm(size, eps=1e-6)
-        self.attn = Attention(size, **shape, qkv_bias=True, o_bias=True, causal=False)
+        self.attn = Attention(size, **shape, qkv_bias=True, o_bias=True, causal=False, projections=("qkv", "proj"))
         self.norm2 = LayerNorm(size, eps=1e-6)
         self.mlp = MLP(size, int(size * config.mlp_ratio), activation=VISION_ACTIVATIONS[config.hidden_act])
 
@@ -213,6 +209,33 @@ class VisionBlock(nn.Module):
         x = self.attn(x, batch)
         x, residual = self.norm2(x, residual)
         return self.mlp(x), residual
+
+
+class PatchEmbed(nn.Module):
+    """Rows of pixels [N, ...] -> [N, embed_dim]."""
+
+    def __init__(self, config: Qwen2VLVisionConfig):
+        super().__init__()
+        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        self.proj = PatchEmbedding(config.in_channels, config.embed_dim, kernel)
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return self.proj(pixels)
+
+
+class PatchMerger(nn.Module):
+    """States of merge x merge neighbours, [..., embed_dim] one after the other, -> one token [N, hidden_size]."""
+
+    def __init__(self, config: Qwen2VLVisionConfig):
+        super().__init__()
+        size = config.embed_dim * config.spatial_merge_size**2
+        self.ln_q = LayerNorm(config.embed_dim, eps=1e-6)
+        self.mlp = MLP(size, size, activation="gelu", out_features=config.hidden_size, projections=("0", "2"))
+        self.size = size
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        x, _ = self.ln_q(x, residual)
+        return self.mlp(x.reshape(-1, self.size))
 
 
 class VisionTower(nn.Module):
@@ -225,17 +248,16 @@ class VisionTower(nn.Module):
         super().__init__()
         self.checkpointing = Checkpointing()
         self.merge = config.spatial_merge_size
-        frames, side = config.temporal_patch_size, config.patch_size
-        self.patch_embed = PatchEmbedding(config.in_channels, config.embed_dim, (frames, side, side))
-        self.rotary = VisionRotary(config.embed_dim // config.num_heads, theta=config.rope_parameters["rope_theta"])
+        self.patch_embed = PatchEmbed(config)
+        self.rotary_pos_emb = VisionRotary(
+            config.embed_dim // config.num_heads, theta=config.rope_parameters["rope_theta"]
+        )
         self.blocks = nn.ModuleList(VisionBlock(config) for _ in range(config.depth))
-        self.merger_norm = LayerNorm(config.embed_dim, eps=1e-6)
-        size = config.embed_dim * self.merge**2
-        self.merger = MLP(size, size, activation="gelu", out_features=config.hidden_size)
+        self.merger = PatchMerger(config)
 
     def forward(self, pixels: Tensor, grids: Grids) -> Tensor:
         x = self.patch_embed(pixels)
-        cos, sin = self.rotary(patch_cells(grids, self.merge).to(x.device, non_blocking=True))
+        cos, sin = self.rotary_pos_emb(patch_cells(grids, self.merge).to(x.device, non_blocking=True))
         frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
         if len(set(frames)) == 1:  # a batch, for which there are faster kernels than for sequences of all lengths
             x, cos, sin = (t.unflatten(0, (len(frames), -1)) for t in (x, cos, sin))
@@ -246,30 +268,102 @@ class VisionTower(nn.Module):
         residual, run = None, self.checkpointing.start(x, len(self.blocks))
         for i, block in enumerate(self.blocks):
             x, residual = run(i, block, x, residual, batch)
-        x, _ = self.merger_norm(x, residual)
-        return self.merger(x.reshape(-1, self.merge**2 * x.shape[-1]))
+        return self.merger(x, residual)
 
 
-def _names(text: str, tower: str) -> dict[str, str | tuple[str, ...]]:
-    """The weight table, for names on disk that begin so."""
-    names = {
-        "patch_embed.weight": "patch_embed.proj.weight",
-        "blocks.{i}.norm1.{w}": "blocks.{i}.norm1.{w}",
-        "blocks.{i}.attn.qkv_proj.{w}": "blocks.{i}.attn.qkv.{w}",
-        "blocks.{i}.attn.o_proj.{w}": "blocks.{i}.attn.proj.{w}",
-        "blocks.{i}.norm2.{w}": "blocks.{i}.norm2.{w}",
-        "blocks.{i}.mlp.fc1.{w}": "blocks.{i}.mlp.fc1.{w}",
-        "blocks.{i}.mlp.fc2.{w}": "blocks.{i}.mlp.fc2.{w}",
-        "merger_norm.{w}": "merger.ln_q.{w}",
-        "merger.fc1.{w}": "merger.mlp.0.{w}",
-        "merger.fc2.{w}": "merger.mlp.2.{w}",
-    }
+class Qwen2VLModel(nn.Module):
+    """Vision tower and text model: ids and pixels to the last hidden state."""
 
-    def on_disk(name: Any) -> Any:
-        return re.sub(r"^model\.", text, name) if isinstance(name, str) else tuple(map(on_disk, name))
+    def __init__(self, config: Qwen2VLConfig):
+        super().__init__()
+        self.config = config
+        self.visual = VisionTower(config.vision_config)
+        self.language_model = Decoder(config, Qwen2Block, position_axes=3)
 
-    table = {f"vision.{ours}": tower + theirs for ours, theirs in names.items()}
-    return table | {ours: on_disk(theirs) for ours, theirs in Qwen2.WEIGHTS.items()}
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = False,
+        *,
+        pixel_values: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """As `Decoder.forward`, with images; see `Qwen2VL.forward`."""
+        ids, cache, x = input_ids, past_key_values, inputs_embeds if input_ids is None else input_ids
+        shared: dict[str, Any] = dict(attention_mask=attention_mask, use_cache=use_cache)
+        tensors = all(
+            isinstance(t, Tensor | None) for t in (x, attention_mask, position_ids, options.get("cu_seqlens"))
+        )
+        if not tensors or not isinstance(cache, KVCache | None) or x is None or x.dim() < 2:
+            return self.language_model(  # which says what is wrong
+                input_ids, position_ids=position_ids, past_key_values=cache, inputs_embeds=inputs_embeds,
+                **shared, **options,
+            )  # fmt: skip
+        pictures = self.config.pictures(image_grid_thw, video_grid_thw)
+        width = self.visual.patch_embed.proj.width
+        pixels = pictures.pixels(pixel_values, pixel_values_videos, width=width)
+        if use_cache and cache is None:
+            cache = self.language_model.new_cache(*x.shape[:2])
+        check = pictures.count(ids) if ids is not None and (pictures or cache is None or not cache.length) else None
+        if pixels is not None:
+            if ids is None or inputs_embeds is not None:
+                raise InputError("pictures need input_ids, which say where they stand, and no inputs_embeds")
+            made = self.visual(pixels, pictures.grids)
+            input_ids, inputs_embeds = None, pictures.put(self.language_model.embed_tokens(ids), ids, made)
+        position_ids = self._positions(position_ids, x, attention_mask, cache, pictures, options)
+        output = self.language_model(
+            input_ids,
+            position_ids=position_ids,
+            past_key_values=cache,
+            inputs_embeds=inputs_embeds,
+            **shared,
+            **options,
+        )
+        if check:
+            check()
+        return output
+
+    def _positions(
+        self,
+        given: Tensor | None,
+        ids: Tensor,  # or embeddings, where there are no pictures
+        mask: Tensor | None,
+        cache: KVCache | None,
+        pictures: Pictures,
+        options: dict[str, Any],
+    ) -> Tensor | None:
+        """The positions for the text model. Packed sequences that they mark go into `options`; into the cache goes
+        rope_deltas [B, 1], what positions are more than the number of tokens before."""
+        text, threefold = given, None
+        if given is not None and given.dim() == 3:
+            text, threefold = given[0] if len(given) == 4 else None, given[-3:]
+        past, deltas = (0, None) if cache is None else (cache.length, cache.state.get("rope_deltas"))
+        if threefold is None and not pictures:
+            if deltas is None:
+                return text
+            if text is None and mask is None:
+                text = torch.arange(past, past + ids.shape[1], device=ids.device)
+            if text is not None:
+                return text + deltas
+        known = options.get("cu_seqlens") is not None or not options.get("find_packing", True)
+        if text is not None and cache is None and mask is None and not known:
+            options["cu_seqlens"], options["max_seqlen"] = packed_sequences(text, ids)
+        options["find_packing"] = False
+        if threefold is None:
+            how: Any = dict(cu_seqlens=options.get("cu_seqlens"), frames_count=self.config.video_rule == "4.x")
+            threefold = pictures.positions(ids, mask, past=past, deltas=deltas, **how)
+        if cache is not None:
+            tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
+            cache.state["rope_deltas"] = (threefold.amax((0, 2))[:, None] + 1 - tokens).expand(len(ids), 1)
+        return threefold
 
 
 class Qwen2VL(CausalLM):
@@ -277,25 +371,12 @@ class Qwen2VL(CausalLM):
 
     config_class = Qwen2VLConfig
     config: Qwen2VLConfig
-    _no_split_modules = ("Qwen2Block", "VisionBlock")
-    _position_axes = 3
+    model: Qwen2VLModel
+    _no_split_modules: ClassVar = ["Qwen2Block", "VisionBlock"]
 
-    def __init__(self, config: Qwen2VLConfig):
-        super().__init__(config)
-        size, rope = config.hidden_size, dict(config.rope_parameters)
-        self.vision = VisionTower(config.vision_config)
-        self.embed_tokens = Embedding(config.vocab_size, size, padding_idx=config.padding_idx)
-        self.rotary = RotaryEmbedding(
-            config.head_dim,
-            sections=rope.pop("mrope_section"),
-            theta=rope["rope_theta"],
-            scaling=rope,
-            max_position_embeddings=config.max_position_embeddings,
-        )
-        self.layers = nn.ModuleList(Qwen2Block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self.lm_head = TiedLMHead(self.embed_tokens) if tied else LMHead(size, config.vocab_size)
+    def _make_model(self, config: ModelConfig) -> nn.Module:
+        assert isinstance(config, Qwen2VLConfig)
+        return Qwen2VLModel(config)
 
     def forward(  # type: ignore[override]  # the others by name only
         self,
@@ -328,61 +409,24 @@ class Qwen2VL(CausalLM):
         Raises InputError where pictures, sizes and ids do not fit together. On a GPU, tokens are counted while the
         forward runs, and the error comes after it.
         """
-        ids, cache, known = input_ids, past_key_values, inputs_embeds if input_ids is None else input_ids
-        shared = (input_ids, attention_mask, position_ids, labels, inputs_embeds, cache, use_cache)
-        tensors = all(isinstance(x, Tensor | None) for x in (*shared[:5], inputs.get("cu_seqlens")))
-        if not tensors or not isinstance(cache, KVCache | None) or known is None or known.dim() < 2:
-            return super().forward(*shared, **inputs)  # which says what is wrong
-        pictures = self.config.pictures(image_grid_thw, video_grid_thw)
-        pixels = pictures.pixels(pixel_values, pixel_values_videos, width=self.vision.patch_embed.width)
-        if use_cache and cache is None:
-            cache = self.new_cache(*known.shape[:2])
-        check = pictures.count(ids) if ids is not None and (pictures or cache is None or not cache.length) else None
-        if pixels is not None:
-            if ids is None or inputs_embeds is not None:
-                raise InputError("pictures need input_ids, which say where they stand, and no inputs_embeds")
-            made = self.vision(pixels, pictures.grids)
-            input_ids, inputs_embeds = None, pictures.put(self.embed_tokens(ids), ids, made)
-        if inputs.get("cu_seqlens") is None and inputs.get("cu_seq_lens_q") is not None:
-            inputs["cu_seqlens"], inputs["max_seqlen"] = inputs["cu_seq_lens_q"], inputs.get("max_length_q")
-        position_ids = self._positions(position_ids, known, attention_mask, cache, pictures, inputs)
-        shared = (input_ids, attention_mask, position_ids, labels, inputs_embeds, cache, use_cache)
-        output = super().forward(*shared, **inputs)
-        if check:
-            check()
-        return output
+        return super().forward(
+            input_ids,
+            attention_mask,
+            position_ids,
+            labels,
+            inputs_embeds,
+            past_key_values,
+            use_cache,
+            pixel_values=pixel_values,
+            pixel_values_videos=pixel_values_videos,
+            image_grid_thw=image_grid_thw,
+            video_grid_thw=video_grid_thw,
+            mm_token_type_ids=mm_token_type_ids,
+            **inputs,
+        )
 
-    def _positions(
-        self,
-        given: Tensor | None,
-        ids: Tensor,  # or embeddings, where there are no pictures
-        mask: Tensor | None,
-        cache: KVCache | None,
-        pictures: Pictures,
-        inputs: dict[str, Any],
-    ) -> Tensor | None:
-        """The positions for `CausalLM.forward`. Packed sequences that they mark go into `inputs`; into the cache goes
-        rope_deltas [B, 1], what positions are more than the number of tokens before."""
-        text, threefold = given, None
-        if given is not None and given.dim() == 3:
-            text, threefold = given[0] if len(given) == 4 else None, given[-3:]
-        past, deltas = (0, None) if cache is None else (cache.length, cache.state.get("rope_deltas"))
-        if threefold is None and not pictures:
-            if deltas is None:
-                return text
-            if text is None and mask is None:
-                text = torch.arange(past, past + ids.shape[1], device=ids.device)
-            if text is not None:
-                return text + deltas
-        if text is not None and cache is None and mask is None and inputs.get("cu_seqlens") is None:
-            inputs["cu_seqlens"], inputs["max_seqlen"] = packed_sequences(text.expand(ids.shape[:2]))
-        if threefold is None:
-            options: Any = dict(cu_seqlens=inputs.get("cu_seqlens"), frames_count=self.config.video_rule == "4.x")
-            threefold = pictures.positions(ids, mask, past=past, deltas=deltas, **options)
-        if cache is not None:
-            tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
-            cache.state["rope_deltas"] = (threefold.amax((0, 2))[:, None] + 1 - tokens).expand(len(ids), 1)
-        return threefold
-
-    WEIGHTS: ClassVar = _names("model.", "visual.")
-    ALSO_READ: ClassVar = tuple(_names(f"model.language_model.{more}", "model.visual.") for more in ("", "model."))
+    DISK_NAMES: ClassVar = {
+        "model.visual.{rest}": "visual.{rest}",
+        "model.language_model.{rest}": "model.{rest}",
+    }
+    ALSO_READ: ClassVar = ({}, {"model.language_model.{rest}": "model.language_model.model.{rest}"})

@@ -207,6 +207,9 @@ def gated_mlp(
     would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
+    if not isinstance(gate_up_weight, Tensor):
+        gate_up_weight = torch.cat(list(gate_up_weight))
+        gate_up_bias = None if gate_up_bias is None or gate_up_bias[0] is None else torch.cat(list(gate_up_bias))
     return _mlp(
         "gated_mlp", gated_mlp_reference, ("gate_up_", "down_"), True,
         x, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, recompute, workspace_bytes,

@@ -308,7 +308,9 @@ def glu(
     return Unit.apply(gate_up, up, up is None, activation, float(gate_multiplier), float(down_multiplier))
 
 
-def glu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+def glu_linear(
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu", up=None
+) -> Tensor:
     """F.linear(glu(gate_up), weight, bias) that keeps gate_up for the backward and makes h anew there.
 
     gate_up: [..., 2F]; weight: [N, F]; bias: [N] or None; activation: as in `glu`.
@@ -316,6 +318,8 @@ def glu_linear(gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, a
     cast as F.linear would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
+    if up is not None:
+        gate_up = torch.cat([gate_up, up], -1)
     width = check_unit("glu_linear", "gate_up", gate_up, activation, packed=True)
     weight, bias = linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     if not use_triton(gate_up):

@@ -58,3 +58,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     ):
         return _Linear.apply(x, weight, bias, recipe)
     return F.linear(x, weight, bias)
+
+
+def joint(tensors):
+    return None
+
+
+def lay_together(parameters):
+    pass
+
+
+def packed_linear(x, weights, biases=None):
+    biases = [None] * len(weights) if biases is None else biases
+    return torch.cat([linear(x, w, b) for w, b in zip(weights, biases)], -1)

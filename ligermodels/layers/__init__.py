@@ -1,7 +1,8 @@
 """Modules and losses over the kernels. They take numbers, never configs: each can be built in one line.
 
 A block chains them on a residual stream: a norm takes `(x, residual)` and returns `(normed, new residual)`,
-so that the add is part of the norm's kernel; attention and the feed-forward units map x to x.
+so that the add is part of the norm's kernel; attention and the MLPs map x to x. Linear
+modules in them are `torch.nn.Linear`.
 """
 
 from ligermodels.layers.attention import Attention
@@ -10,11 +11,10 @@ from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.divergences import JSDLoss, KLDivLoss, LinearJSDLoss
 from ligermodels.layers.embedding import Embedding
-from ligermodels.layers.head import LMHead, TiedLMHead
-from ligermodels.layers.linear import Linear, PackedLinear
+from ligermodels.layers.head import LMHead
 from ligermodels.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss
 from ligermodels.layers.mlp import MLP, GatedMLP
-from ligermodels.layers.moe import Experts, MoE, load_balancing_loss
+from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.preference import (
     KTOOutput,
@@ -50,7 +50,6 @@ __all__ = [
     "KTOOutput",
     "LMHead",
     "LayerNorm",
-    "Linear",
     "LinearCPOLoss",
     "LinearCrossEntropyLoss",
     "LinearDPOLoss",
@@ -60,11 +59,10 @@ __all__ = [
     "LinearSimPOLoss",
     "MoE",
     "PackedBitLinear",
-    "PackedLinear",
     "PreferenceOutput",
     "RMSNorm",
     "RotaryEmbedding",
-    "TiedLMHead",
+    "Router",
     "VisionRotary",
     "cpo_loss",
     "dpo_loss",

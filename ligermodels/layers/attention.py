@@ -1,28 +1,34 @@
-"""Self-attention with packed projections, rotary positions and an optional window; causal, or of all to all."""
+"""Self-attention with rotary positions and an optional window; causal, or of all to all."""
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from ligermodels.cache import LayerCache
 from ligermodels.errors import InputError
 from ligermodels.kernels._recipes import carry
 from ligermodels.kernels.attention import attention
-from ligermodels.kernels.rope import rope
+from ligermodels.kernels.linear import packed_linear
+from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import Linear, PackedLinear, is_plain
+from ligermodels.layers.linear import apply_linear, apply_linears, is_plain, lay_weights_together, parameters_of
 
 
 class Attention(nn.Module):
     """Self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and it
-    takes up the new ones. q, k and v stay in qkv_proj's output from the projection to the attention: nothing
-    is copied.
+    takes up the new ones. Where q_proj, k_proj and v_proj are plain, they are one op, and q, k and v stay in its
+    output from the projection to the attention: nothing is copied.
 
     num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: tokens that a query sees,
     counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies
     them, default head_dim ** -0.5. causal=False: a token sees all of its row, or of its packed sequence, less
     what `batch.padding` hides; there is no cache. How many dims of a head rotate is for the tables of the batch to
-    say; without tables none does.
+    say; without tables none does. projections: what the linear modules are called, the output's last. With two names
+    q, k and v are the rows of one weight, in this order.
     """
 
     def __init__(
@@ -38,6 +44,7 @@ class Attention(nn.Module):
         softcap: float | None = None,
         scale: float | None = None,
         causal: bool = True,
+        projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ):
         super().__init__()
         if num_heads % num_kv_heads:
@@ -49,13 +56,26 @@ class Attention(nn.Module):
         self.softcap = softcap
         self.scale = scale
         self.causal = causal
-        parts = {"q": num_heads * head_dim, "k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
-        self.qkv_proj = PackedLinear(hidden_size, parts, bias=qkv_bias)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size, bias=o_bias)
+        self.projections = tuple(projections)
+        rows = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+        *inputs, output = self.projections
+        for name, out_features in zip(inputs, rows if len(inputs) == 3 else [sum(rows)], strict=True):
+            self.add_module(name, nn.Linear(hidden_size, out_features, bias=qkv_bias))
+        self.add_module(output, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
+        self._lay_together()
+
+    def _lay_together(self) -> None:
+        lay_weights_together([getattr(self, name) for name in self.projections[:-1]])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # .to(), .cuda(), .half(): makes every weight anew, by itself
+        self._lay_together()
+        return self
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
-        q, k, v = self._qkv(x, batch)
+        *inputs, o_proj = (getattr(self, name) for name in self.projections)
+        q, k, v = self._qkv(inputs, x, batch)
         key_mask = batch.key_mask
         if cache is not None:
             k, v = cache.update(k, v)
@@ -73,26 +93,26 @@ class Attention(nn.Module):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
-            turns=is_plain(self.o_proj),
+            turns=is_plain(o_proj),
         )
-        return self.o_proj(carry(out, out.flatten(2)))
+        return apply_linear(o_proj, carry(out, out.flatten(2)))
 
-    def _qkv(self, x: Tensor, batch: Batch) -> tuple[Tensor, ...]:
+    def _qkv(self, inputs: list[nn.Module], x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
-        qkv_proj = self.qkv_proj
-        qkv = qkv_proj(x)
-        if batch.cos is None or batch.sin is None:
-            parts = qkv.split(list(qkv_proj.parts.values()), dim=-1)
-            return tuple(part.unflatten(-1, (-1, self.head_dim)) for part in parts)
-        return rope(
-            qkv,
-            batch.cos,
-            batch.sin,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            # The output of a plain linear is ours alone; a hook or an adapter may have kept it.
-            inplace=is_plain(qkv_proj),
-        )
+        rotates = batch.cos is not None and batch.sin is not None
+        fused = all(map(is_plain, inputs))
+        if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
+            qkv = packed_linear(x, *parameters_of(inputs)) if fused else inputs[0](x)
+            if rotates:
+                # A packed output is ours alone, and may be overwritten; a hook or an adapter may have kept its own.
+                heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
+                return rope(qkv, batch.cos, batch.sin, **heads, inplace=fused)  # type: ignore[arg-type]
+            rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+            return [part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(rows, dim=-1)]
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in apply_linears(inputs, x))
+        if rotates:
+            q, k = rope_qk(q, k, batch.cos, batch.sin)  # type: ignore[arg-type]
+        return q, k, v
 
     def _check(self, batch: Batch, cache: LayerCache | None) -> None:
         if batch.padding is not None and self.causal:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels.int2_matmul import int2_matmul, pack_int2
 from ligermodels.kernels.quantize import quantize_int8
-from ligermodels.layers.linear import Linear
 
 MEAN_EPS = 1e-5
 """Below it the mean |w| of a weight counts as this, as in the reference implementation."""
@@ -54,9 +53,12 @@ def _ternary_times_scale(weight: Tensor) -> Tensor:
     return ternary.to(weight.dtype) * scale
 
 
-class BitLinear(Linear):
+class BitLinear(nn.Linear):
     """F.linear of the input rounded to int8, each row by its largest value, and the weight rounded to -1, 0 and 1 times
     its mean absolute value; the bias is not rounded. [..., in_features] -> [..., out_features]."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = False):
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
         x = _StraightThrough.apply(input, _int8)

@@ -6,6 +6,9 @@ writes scores, but this one expands the mask to the inputs' dtype, S * N element
 as in decoding, needs a mask of its keys only.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -13,7 +16,7 @@ from ligermodels.cache import CrossCache
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import Linear, PackedLinear
+from ligermodels.layers.linear import apply_linear, apply_linears, lay_weights_together
 from ligermodels.layers.norm import RMSNorm
 
 
@@ -43,18 +46,25 @@ class CrossAttention(nn.Module):
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.q_proj = Linear(hidden_size, num_heads * head_dim)
-        parts = {"k": num_kv_heads * head_dim, "v": num_kv_heads * head_dim}
-        self.kv_proj = PackedLinear(hidden_size if states_size is None else states_size, parts)
+        self.q_proj = nn.Linear(hidden_size, num_heads * head_dim, bias=False)
+        states_size = hidden_size if states_size is None else states_size
+        self.k_proj = nn.Linear(states_size, num_kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(states_size, num_kv_heads * head_dim, bias=False)
         self.q_norm = RMSNorm(head_dim, eps=eps)
         self.k_norm = RMSNorm(head_dim, eps=eps)
-        self.o_proj = Linear(num_heads * head_dim, hidden_size)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
+        lay_weights_together([self.k_proj, self.v_proj])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        lay_weights_together([self.k_proj, self.v_proj])
+        return self
 
     def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
         assert batch.cross is not None, "a block without pictures has nothing to call this for"
-        q, _ = self.q_norm(self.q_proj(x).unflatten(-1, (self.num_heads, self.head_dim)))
+        q, _ = self.q_norm(apply_linear(self.q_proj, x).unflatten(-1, (-1, self.head_dim)))
         k, v = self._keys_and_values(batch.cross.states, cache)
-        return self.o_proj(_attend(q, k, v, batch.cross.mask).flatten(2))
+        return apply_linear(self.o_proj, _attend(q, k, v, batch.cross.mask).flatten(2))
 
     def _keys_and_values(self, states: Tensor | None, cache: CrossCache | None) -> tuple[Tensor, Tensor]:
         """[B, N, num_kv_heads, head_dim] each, of cached pictures and new ones."""
@@ -62,7 +72,7 @@ class CrossAttention(nn.Module):
             if cache is None or cache.keys is None or cache.values is None:
                 raise InputError("cross-attention: neither states of pictures nor a cache that holds some")
             return cache.keys, cache.values
-        k, v = self.kv_proj(states).unflatten(-1, (2 * self.num_kv_heads, self.head_dim)).chunk(2, dim=2)
+        k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears([self.k_proj, self.v_proj], states))
         k, _ = self.k_norm(k)
         return (k, v) if cache is None else cache.update(k, v)
 

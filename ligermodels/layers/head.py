@@ -3,6 +3,9 @@
 Head and loss are one module called as a module, so that FSDP, ZeRO and adapters see the weight being used.
 """
 
+import copy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,16 +16,67 @@ from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.layers.losses import check_count
 
 
-class _Head(nn.Module):
-    weight: Tensor
-    bias: Tensor | None
-    softcap: float | None
+class LMHead(nn.Module):
+    """A linear head [vocab_size, hidden_size], with a weight of its own or tied to the table of the embedding.
+
+    softcap: logits become softcap * tanh(logits / softcap), in the loss too.
+    tied_to: the module whose `embed_tokens` holds the table. A tied head has no parameter of its own: `weight` is read
+        from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
+        embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head alone, as
+        PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
+    """
+
     chunk_bytes: int | None = None
     """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
 
     `model.lm_head.chunk_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set it
     on the head itself, before something is wrapped around that.
     """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        vocab_size: int,
+        *,
+        bias: bool = False,
+        softcap: float | None = None,
+        tied_to: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.in_features = hidden_size
+        self.out_features = vocab_size
+        self.softcap = softcap
+        own = None if tied_to is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
+        self._parameters["weight"] = own
+        self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
+        if own is not None:
+            nn.init.uniform_(own, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
+        self.tie(tied_to)
+
+    def tie(self, tied_to: nn.Module | None) -> None:
+        """Drops the head's own weight for the table of `tied_to.embed_tokens`; None changes nothing."""
+        if tied_to is not None:
+            self._parameters["weight"] = None
+        object.__setattr__(self, "_tied_to", tied_to)  # past nn.Module, which would register it
+
+    @property
+    def weight(self) -> Tensor:
+        own = self._parameters.get("weight")
+        return self._tied_to.embed_tokens.weight if own is None else own  # type: ignore[union-attr,return-value]
+
+    @property
+    def is_tied(self) -> bool:
+        return self._parameters.get("weight") is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LMHead":
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        stays_tied = self.is_tied and id(self._tied_to) in memo
+        state = self.__dict__ if stays_tied else {**self.__dict__, "_tied_to": None}
+        copied.__dict__.update(copy.deepcopy(state, memo))
+        if self.is_tied and not stays_tied:
+            copied._parameters["weight"] = nn.Parameter(self.weight.detach().clone(), self.weight.requires_grad)
+        return copied
 
     def forward(
         self,
@@ -53,10 +107,13 @@ class _Head(nn.Module):
         return_logprobs: log probabilities [...] of the labels instead, as `ligermodels.kernels.linear_logprobs`
         gives them, whose options temperature, return_entropy and return_logits_mean are then available, and of the
         loss's only those that are its own too.
+
+        Raises InputError for options that do not go together, and where the tied table is sharded apart from the head.
         """
+        weight = self._weight_for(x)
         chunk_bytes = self.chunk_bytes if chunk_bytes is None else chunk_bytes
         if labels is None:
-            logits = nn.functional.linear(x, self.weight, self.bias)
+            logits = nn.functional.linear(x, weight, self.bias)
             return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
         if return_logprobs:
             of_the_loss = {
@@ -75,7 +132,7 @@ class _Head(nn.Module):
                 raise InputError(f"{given}: options of the loss, which return_logprobs=True does not compute")
             return linear_logprobs(
                 x,
-                self.weight,
+                weight,
                 labels,
                 bias=self.bias,
                 softcap=self.softcap,
@@ -93,7 +150,7 @@ class _Head(nn.Module):
             check_count(num_items_in_batch)
         return linear_cross_entropy(
             x,
-            self.weight,
+            weight,
             labels,
             bias=self.bias,
             softcap=self.softcap,
@@ -113,40 +170,29 @@ class _Head(nn.Module):
             chunk_bytes=chunk_bytes,
         )
 
-
-class LMHead(_Head, nn.Linear):  # type: ignore[misc]
-    """A linear head with its own weight [vocab_size, hidden_size].
-
-    softcap: logits become softcap * tanh(logits / softcap), in the loss too.
-    """
-
-    def __init__(self, hidden_size: int, vocab_size: int, *, bias: bool = False, softcap: float | None = None):
-        nn.Linear.__init__(self, hidden_size, vocab_size, bias=bias)
-        self.softcap = softcap
-
-
-class TiedLMHead(_Head):
-    """A head whose weight is the table of `embedding`.
-
-    It owns no parameter and registers no module: the table keeps its one name in `state_dict()`, moves, casts
-    and is materialised with the embedding, and stays shared when a model that holds both is copied. Both write their
-    gradients into one buffer where `ligermodels.training.gradients.accumulate_in_place` was called.
-    """
-
-    embedding: nn.Embedding
-
-    def __init__(self, embedding: nn.Embedding, *, softcap: float | None = None):
-        super().__init__()
-        object.__setattr__(self, "embedding", embedding)  # past nn.Module, which would register it
-        self.softcap = softcap
-
-    @property
-    def weight(self) -> Tensor:  # type: ignore[override]
-        return self.embedding.weight
-
-    @property
-    def bias(self) -> None:  # type: ignore[override]
-        return None
+    def _weight_for(self, x: Tensor) -> Tensor:
+        """The weight where x is; a tied table that is offloaded is loaded for this use by the hook that offloads it."""
+        weight = self.weight
+        if not self.is_tied:
+            return weight
+        embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
+        if weight.is_meta and not x.is_meta:
+            hook = getattr(embedding, "_hf_hook", None)  # accelerate's name for it
+            if hook is None:
+                raise InputError(
+                    "lm_head is tied to an embed_tokens whose weight is on the meta device; load the model"
+                )
+            hook.pre_forward(embedding)
+            weight = embedding.weight
+            hook.post_forward(embedding, None)
+        elif hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
+            raise InputError(
+                "lm_head is tied to embed_tokens, which FSDP shards as a group of its own, so that its table is not "
+                "there when the head runs. Leave embed_tokens to the root's fully_shard(model), or shard both in one "
+                "group: fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head])"
+            )
+        return weight
 
     def extra_repr(self) -> str:
-        return f"{self.embedding.embedding_dim}, {self.embedding.num_embeddings}, softcap={self.softcap}"
+        tied = ", tied" if self.is_tied else ""
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, softcap={self.softcap}{tied}"

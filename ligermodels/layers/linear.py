@@ -1,38 +1,17 @@
-"""Linear layers: plain, and packed, where several projections of one input are the rows of one weight."""
+"""How layers run their linear modules, which are torch's own: several of one input fused, each wrapped one by itself.
 
-from collections.abc import Mapping
+A layer holds plain `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
+tensor-parallel plans find what they look for. Where nothing has wrapped a module, a fused op takes its weight; where
+something has, the module is called.
+"""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ligermodels.kernels.linear import linear
-
-
-class Linear(nn.Linear):
-    """torch.nn.Linear, without a bias unless asked for. Behind a norm it does not keep its input for the backward."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False):
-        super().__init__(in_features, out_features, bias=bias)
-
-    def forward(self, input: Tensor) -> Tensor:
-        return linear(input, self.weight, self.bias)
-
-
-class PackedLinear(Linear):
-    """Several projections of one input as one product: [..., in_features] -> [..., sum of parts].
-
-    parts: name -> rows, in the order in which the weight's rows and the output's last dim hold them. One
-    matrix product instead of several, forward and backward. Row order is the checkpoint's within each part,
-    so a part is a slice of the weight, and loading or saving one moves rows and computes nothing.
-    """
-
-    def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False):
-        super().__init__(in_features, sum(parts.values()), bias=bias)
-        self.parts = dict(parts)
-
-    def extra_repr(self) -> str:
-        parts = ", ".join(f"{name}={rows}" for name, rows in self.parts.items())
-        return f"in_features={self.in_features}, {parts}, bias={self.bias is not None}"
+from ligermodels.kernels.linear import lay_together, linear, packed_linear
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -40,13 +19,9 @@ def is_plain(module: nn.Module) -> bool:
 
     An adapter wraps the module or replaces its class, a parametrization and FSDP replace its class, tensor
     parallelism, ZeRO-3 and activation probes hang hooks on it, offloading replaces its forward, quantization
-    replaces its weight. Passing any of them by would be silently wrong, so each of them makes this False.
+    replaces its class or its weight. Passing any of them by would be silently wrong, so each makes this False.
     """
-    return (
-        type(module) in (Linear, PackedLinear, nn.Linear)
-        and type(module.weight) is nn.Parameter
-        and is_untouched(module)
-    )
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -57,3 +32,35 @@ def is_untouched(module: nn.Module) -> bool:
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not _has_any_global_hook()
     )
+
+
+def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
+    """module(x); where the module is plain, x is not saved for the backward if a norm has just made it."""
+    return linear(x, module.weight, module.bias) if is_plain(module) else module(x)  # type: ignore[arg-type]
+
+
+def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
+    """[module(x) for module in modules], of which the plain ones are one matmul where their weights allow it."""
+    plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_plain(module)]
+    if len(plain) < 2:
+        return [apply_linear(module, x) for module in modules]
+    packed = packed_linear(x, *parameters_of(plain)).split([module.out_features for module in plain], dim=-1)  # type: ignore[misc]
+    outputs = dict(zip(plain, packed, strict=True))
+    return [outputs[module] if module in outputs else module(x) for module in modules]
+
+
+def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The weights and the biases of linear modules."""
+    return [module.weight for module in modules], [module.bias for module in modules]  # type: ignore[misc]
+
+
+def lay_weights_together(modules: Sequence[nn.Module]) -> None:
+    """Puts the weights of plain modules one behind the other in one storage, so that one matmul serves all of them.
+
+    The same for their biases. Parameters stay the objects that optimizers hold, and keep their values.
+    """
+    plain = [module for module in modules if is_plain(module)]
+    weights, biases = parameters_of(plain)
+    for parameters in (weights, biases):
+        if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
+            lay_together(parameters)  # type: ignore[arg-type]

@@ -1,4 +1,7 @@
-"""The feed-forward units: gated, and plain."""
+"""The MLPs: gated, and plain."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -7,16 +10,18 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels.activation import activate, activation_linear
 from ligermodels.kernels.gated_mlp import gated_mlp, mlp
 from ligermodels.kernels.glu import glu, glu_linear
-from ligermodels.layers.linear import Linear, PackedLinear, is_plain
+from ligermodels.layers.linear import apply_linear, apply_linears, is_plain, lay_weights_together, parameters_of
 
 
 class GatedMLP(nn.Module):
-    """down_proj(activation(gate) * up) with gate and up packed: [..., hidden_size] -> [..., hidden_size].
+    """down_proj(activation(gate_proj(x)) * up_proj(x)): [..., hidden_size] -> [..., hidden_size].
 
-    Saves only its input and gate_up_proj's output for the backward, which makes the product anew while it reads it;
-    of an input that a norm has just made, nothing. activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU).
-    `recompute`, an attribute, False at first: saves only the input, and makes gate_up_proj's output, for a tile of
-    tokens at a time, again in the backward.
+    Saves only its input and the outputs of gate_proj and up_proj for the backward, which recomputes their product as it
+    reads them; of an input that a norm has just made, nothing. activation: "silu" (SwiGLU), "gelu_tanh" or "gelu"
+    (GeGLU). projections: what the linear modules are called, the last one's last; with two names gate and up are the
+    rows of one weight, in this order.
+    `recompute`, an attribute, False at first: saves only the input, and recomputes gate and up in the backward, for a
+    tile of tokens at a time.
     """
 
     recompute = False
@@ -28,28 +33,42 @@ class GatedMLP(nn.Module):
         *,
         activation: str = "silu",
         bias: bool = False,
+        projections: Sequence[str] = ("gate_proj", "up_proj", "down_proj"),
     ):
         super().__init__()
         self.activation = activation
-        self.gate_up_proj = PackedLinear(hidden_size, {"gate": intermediate_size, "up": intermediate_size}, bias=bias)
-        self.down_proj = Linear(intermediate_size, hidden_size, bias=bias)
+        self.projections = tuple(projections)
+        *inputs, output = self.projections
+        for name in inputs:
+            self.add_module(name, nn.Linear(hidden_size, 2 * intermediate_size // len(inputs), bias=bias))
+        self.add_module(output, nn.Linear(intermediate_size, hidden_size, bias=bias))
+        self._lay_together()
+
+    def _lay_together(self) -> None:
+        lay_weights_together([getattr(self, name) for name in self.projections[:-1]])
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # .to(), .cuda(), .half(): makes every weight anew, by itself
+        self._lay_together()
+        return self
 
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj, self.down_proj
-        if is_plain(gate_up) and is_plain(down):
+        *inputs, down = (getattr(self, name) for name in self.projections)
+        if all(map(is_plain, inputs)) and is_plain(down):
+            weights, biases = parameters_of(inputs)
             return gated_mlp(
-                x, gate_up.weight, down.weight, gate_up.bias, down.bias,
-                activation=self.activation, recompute=self.recompute,
-            )  # fmt: skip
+                x, weights, down.weight, biases, down.bias, activation=self.activation, recompute=self.recompute
+            )
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
-        gate_up, down = self.gate_up_proj(x), self.down_proj
+        *inputs, down = (getattr(self, name) for name in self.projections)
+        gate, *up = apply_linears(inputs, x)
         if not is_plain(down):
-            return down(glu(gate_up, activation=self.activation))
-        return glu_linear(gate_up, down.weight, down.bias, activation=self.activation)
+            return down(glu(gate, *up, activation=self.activation))
+        return glu_linear(gate, down.weight, down.bias, activation=self.activation, up=up[0] if up else None)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"
@@ -58,10 +77,11 @@ class GatedMLP(nn.Module):
 class MLP(nn.Module):
     """fc2(activation(fc1(x))): [..., size] -> [..., out_features], which is `size` unless given.
 
-    Saves only its input and fc1's output for the backward, which makes the activation anew; of an input that a norm has
+    Saves only its input and fc1's output for the backward, which recomputes the activation; of an input that a norm has
     just made, nothing. activation: "quick_gelu" (x * sigmoid(1.702 x)), "gelu" (exact, by erf) or "gelu_tanh".
-    `recompute`, an attribute, False at first: saves only the input, and makes fc1's output, for a tile of tokens at a
-    time, again in the backward.
+    projections: what the two linear modules are called.
+    `recompute`, an attribute, False at first: saves only the input, and recomputes fc1's output in the backward, for a
+    tile of tokens at a time.
     """
 
     recompute = False
@@ -74,14 +94,16 @@ class MLP(nn.Module):
         activation: str,
         bias: bool = True,
         out_features: int | None = None,
+        projections: Sequence[str] = ("fc1", "fc2"),
     ):
         super().__init__()
         self.activation = activation
-        self.fc1 = Linear(size, intermediate_size, bias=bias)
-        self.fc2 = Linear(intermediate_size, size if out_features is None else out_features, bias=bias)
+        self.projections = fc1, fc2 = tuple(projections)
+        self.add_module(fc1, nn.Linear(size, intermediate_size, bias=bias))
+        self.add_module(fc2, nn.Linear(intermediate_size, size if out_features is None else out_features, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        fc1, fc2 = self.fc1, self.fc2
+        fc1, fc2 = (getattr(self, name) for name in self.projections)
         if is_plain(fc1) and is_plain(fc2):
             return mlp(
                 x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation, recompute=self.recompute
@@ -91,7 +113,8 @@ class MLP(nn.Module):
         return self._layer_by_layer(x)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
-        h, fc2 = self.fc1(x), self.fc2
+        fc1, fc2 = (getattr(self, name) for name in self.projections)
+        h = apply_linear(fc1, x)
         if not is_plain(fc2):
             return fc2(activate(h, activation=self.activation))
         return activation_linear(h, fc2.weight, fc2.bias, activation=self.activation)

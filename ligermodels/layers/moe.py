@@ -7,22 +7,20 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._recipes import carry
+from ligermodels.kernels.linear import linear
 from ligermodels.kernels.moe import moe_experts, route
-from ligermodels.layers.linear import Linear
 
 
 class Experts(nn.Module):
-    """Gated units side by side, stacked: expert e is down_proj[e] @ (activation(gate) * up), [gate | up] of gate_up[e].
+    """Gated MLPs side by side, stacked: expert e is down_proj[e] @ (activation(gate) * up), [gate | up] of gate_up[e].
 
     forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: each token's weighted
-    sum over the experts that it names. recompute: see `moe_experts`. parts: what the rows of each expert's gate_up_proj
-    hold, in order.
+    sum over the experts that it names. recompute: see `moe_experts`.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
         super().__init__()
         self.activation = activation
-        self.parts = {"gate": intermediate_size, "up": intermediate_size}
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
         self.reset_parameters()
@@ -42,6 +40,18 @@ class Experts(nn.Module):
         return f"{hidden_size}, {intermediate_size}, num_experts={num_experts}, activation={self.activation!r}"
 
 
+class Router(nn.Module):
+    """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts]."""
+
+    def __init__(self, hidden_size: int, num_experts: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
+        nn.init.uniform_(self.weight, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)
+
+
 class MoE(nn.Module):
     """Each token through the top_k experts that its router scores highest.
 
@@ -49,8 +59,8 @@ class MoE(nn.Module):
 
     The scores of the chosen experts are softmaxed in fp32, to sum 1, and weigh their outputs, which are summed in
     fp32. jitter_noise: in training, x is multiplied by numbers from [1 - jitter_noise, 1 + jitter_noise] first,
-    for the router and the experts alike. activation: as in GatedMLP. `recompute`, an attribute, False at first: the
-    experts' gate and up, top_k times 2 intermediate_size numbers per token, are not saved, but made again.
+    for the router (`gate`) and the experts alike. activation: as in GatedMLP. `recompute`, an attribute, False at
+    first: the experts' gate and up, top_k times 2 intermediate_size numbers per token, are not saved, but recomputed.
     """
 
     recompute = False
@@ -68,14 +78,14 @@ class MoE(nn.Module):
         super().__init__()
         self.top_k = top_k
         self.jitter_noise = jitter_noise
-        self.router = Linear(hidden_size, num_experts)
+        self.gate = Router(hidden_size, num_experts)
         self.experts = Experts(hidden_size, intermediate_size, num_experts=num_experts, activation=activation)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
         rows = carry(x, x.reshape(-1, x.shape[-1]))
-        router_logits = self.router(rows)
+        router_logits = self.gate(rows)
         y = self.experts(rows, *route(router_logits, top_k=self.top_k), recompute=self.recompute)
         return y.view(x.shape), router_logits
 

@@ -114,7 +114,7 @@ class Pictures:
         there = torch.empty_like(found, device="cpu", pin_memory=True)
         there.copy_(found, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record()
+        copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
 
         def check() -> None:
             copied.synchronize()

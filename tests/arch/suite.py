@@ -102,7 +102,7 @@ class Suite:
     def compare_gradients(self, hf, model):
         wanted = self.named_on_disk({name: p.grad for name, p in hf.named_parameters()})
         parameters = dict(model.named_parameters())
-        regions = weights.regions(model, self.arch.WEIGHTS)
+        regions = weights.regions(model, self.arch.DISK_NAMES)
         assert {region.source for region in regions} == set(wanted)
         for region in regions:
             found = relative(parameters[region.param].grad[region.index], wanted[region.source])
@@ -197,7 +197,7 @@ class Suite:
         assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
         widened = self.arch.from_hub(folder, dtype=torch.float64, progress=False).state_dict()
         exact = read_tensors(folder)["model.norm.weight"].double()
-        assert torch.equal(widened["norm.weight"], exact)
+        assert torch.equal(widened["model.norm.weight"], exact)
 
     def test_both_generations_of_config_mean_the_same(self, folder, model, ids):
         config = json.loads((folder / "config.json").read_text())
@@ -218,7 +218,7 @@ class Suite:
         wrong = self.arch.from_config(other, dtype=torch.float32)
         wrong.load_state_dict(model.state_dict())
         assert relative(wrong(ids).logits, expected) > 100 * LOGITS
-        q = model.layers[0].attn.qkv_proj.weight[: model.config.head_dim]
+        q = model.decoder.layers[0].self_attn.q_proj.weight[: model.config.head_dim]
         with torch.no_grad():  # q rows of one head interleaved, as Meta's own files have them
             q.copy_(q.view(2, -1, q.shape[1]).transpose(0, 1).reshape(q.shape))
         assert relative(model(ids).logits, expected) > 100 * LOGITS
@@ -231,7 +231,7 @@ class Suite:
         model.gradient_checkpointing_enable({"recompute": recompute})
         less = saved_bytes(lambda: model(ids, labels=ids).loss.backward())
         assert less < kept and model.is_gradient_checkpointing
-        if len(model.layers) > 1:
+        if len(model.decoder.layers) > 1:
             model.gradient_checkpointing_enable({"recompute": recompute, "blocks": 1})
             assert less < saved_bytes(lambda: model(ids, labels=ids)) < kept
         assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
@@ -279,7 +279,7 @@ class Suite:
         transformers' errors were exceeded by up to 1.08 (logits) and 1.29 times (gradients), mostly undercut."""
         ours = self.arch.from_hub(folder, dtype=torch.bfloat16, device="cuda", progress=False)
         eager = theirs(folder).to("cuda", torch.bfloat16)
-        regions = weights.regions(ours, self.arch.WEIGHTS)
+        regions = weights.regions(ours, self.arch.DISK_NAMES)
 
         def cut(tensors):
             return {region.source: tensors[region.param][region.index] for region in regions}

@@ -8,7 +8,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm, GemmaTextScal
 
 import ligermodels
 from ligermodels.arch.gemma import GemmaConfig
-from ligermodels.layers import Embedding, LMHead, RMSNorm, TiedLMHead
+from ligermodels.layers import Embedding, LMHead, RMSNorm
 from tests.arch.suite import LOGITS, Suite, relative, theirs, theirs_logits, write_checkpoint
 
 
@@ -74,12 +74,12 @@ def norms(model):
 
 
 def rows_as_they_are(model):
-    model.embed_tokens.scale = None
+    model.decoder.embed_tokens.scale = None
 
 
 def a_head_that_is_scaled(model):
     model.lm_head = LMHead(32, 97)
-    model.lm_head.weight.data = model.embed_tokens.weight.detach() * 32**0.5
+    model.lm_head.weight.data = model.decoder.embed_tokens.weight.detach() * 32**0.5
 
 
 def weights_for_scales(model):
@@ -88,16 +88,16 @@ def weights_for_scales(model):
 
 
 def one_norm_that_is_not_offset(model):
-    model.norm.offset = 0.0
+    model.decoder.norm.offset = 0.0
 
 
 def exact_gelu(model):
-    for layer in model.layers:
+    for layer in model.decoder.layers:
         layer.mlp.activation = "gelu"
 
 
 def silu(model):
-    for layer in model.layers:
+    for layer in model.decoder.layers:
         layer.mlp.activation = "silu"
 
 
@@ -161,9 +161,7 @@ def test_embeddings_that_are_passed_are_not_scaled(hf, model, ids):
 def test_what_config_json_does_not_say_is_as_in_transformers():
     sizes = {key: tiny()[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
     config = GemmaConfig.from_hf({**sizes, "num_attention_heads": 16})
-    assert config.tie_word_embeddings and isinstance(
-        ligermodels.Gemma.from_config(config, device="meta").lm_head, TiedLMHead
-    )
+    assert config.tie_word_embeddings and ligermodels.Gemma.from_config(config, device="meta").lm_head.is_tied
     assert (config.head_dim, config.num_key_value_heads, config.rms_norm_eps) == (256, 16, 1e-6)
     assert config.hidden_act == "gelu_pytorch_tanh" and config.rope_parameters["rope_theta"] == 10000.0
     assert config.max_position_embeddings == 8192
@@ -184,7 +182,7 @@ def test_one_activation_is_written_under_both_names(act, activation, computed):
     saved = json.loads(json.dumps(config.to_hf()))
     assert saved["hidden_act"] == saved["hidden_activation"] == computed
     model = ligermodels.Gemma.from_config(config, device="meta")
-    assert model.layers[0].mlp.activation == {"silu": "silu"}.get(computed, "gelu_tanh")
+    assert model.decoder.layers[0].mlp.activation == {"silu": "silu"}.get(computed, "gelu_tanh")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import torch
 
 import ligermodels
 from ligermodels.arch.gemma2 import Gemma2Config
-from ligermodels.layers import TiedLMHead
 from ligermodels.layers import attention as attention_layer
 from tests.arch.suite import FIXTURES, LOGITS, Suite, relative, theirs, theirs_logits, write_checkpoint
 
@@ -113,49 +112,57 @@ def norm_after_the_residual(layer):
     """The post norm on the sum, where Llama has the norm of its gated unit."""
 
     def forward(x, residual, batch, cache=None):
-        x, residual = layer.attn_norm(x, residual)
-        x, residual = layer.attn_out_norm(layer.attn(x, batch, cache), residual)
-        x, residual = layer.mlp_norm(x, residual)
-        return layer.mlp_out_norm(layer.mlp(x))[0], residual
+        x, residual = layer.input_layernorm(x, residual)
+        x, residual = layer.post_attention_layernorm(layer.self_attn(x, batch, cache), residual)
+        x, residual = layer.pre_feedforward_layernorm(x, residual)
+        return layer.post_feedforward_layernorm(layer.mlp(x))[0], residual
 
     layer.forward = forward
 
 
 def no_norm_after_attention(layer):
-    layer.attn_out_norm.forward = lambda x, residual=None: (x, residual)
+    layer.post_attention_layernorm.forward = lambda x, residual=None: (x, residual)
 
 
 def no_norm_after_the_gated_unit(layer):
-    layer.mlp_out_norm.forward = lambda x, residual=None: (x, residual)
+    layer.post_feedforward_layernorm.forward = lambda x, residual=None: (x, residual)
 
 
 def post_attention_norm_as_in_llama(layer):
-    layer.mlp_norm, layer.attn_out_norm = layer.attn_out_norm, layer.mlp_norm
+    layer.pre_feedforward_layernorm, layer.post_attention_layernorm = (
+        layer.post_attention_layernorm,
+        layer.pre_feedforward_layernorm,
+    )
 
 
 def weights_for_scales(layer):
-    for norm in (layer.attn_norm, layer.attn_out_norm, layer.mlp_norm, layer.mlp_out_norm):
+    for norm in (
+        layer.input_layernorm,
+        layer.post_attention_layernorm,
+        layer.pre_feedforward_layernorm,
+        layer.post_feedforward_layernorm,
+    ):
         norm.offset = 0.0
 
 
 def scaled_by_head_dim(layer):
-    layer.attn.scale = layer.attn.head_dim**-0.5
+    layer.self_attn.scale = layer.self_attn.head_dim**-0.5
 
 
 def no_cap_on_scores(layer):
-    layer.attn.softcap = None
+    layer.self_attn.softcap = None
 
 
 def odd_layers_slide(layer):
-    layer.attn.window = None if layer.attn.window else 6
+    layer.self_attn.window = None if layer.self_attn.window else 6
 
 
 def window_without_itself(layer):
-    layer.attn.window = layer.attn.window and layer.attn.window + 1
+    layer.self_attn.window = layer.self_attn.window and layer.self_attn.window + 1
 
 
 def no_window(layer):
-    layer.attn.window = None
+    layer.self_attn.window = None
 
 
 def exact_gelu(layer):
@@ -181,7 +188,7 @@ def exact_gelu(layer):
 def test_what_a_naive_block_gets_wrong_shows(hf, model, ids, mistake):
     expected = theirs_logits(hf, ids)
     assert relative(model(ids).logits, expected) < LOGITS
-    for layer in model.layers:
+    for layer in model.decoder.layers:
         mistake(layer)
     # Exact GELU is the nearest to the truth of these: the two curves are at most 5e-4 apart.
     assert relative(model(ids).logits, expected) > 10 * LOGITS
@@ -189,16 +196,16 @@ def test_what_a_naive_block_gets_wrong_shows(hf, model, ids, mistake):
 
 def test_what_a_naive_ending_gets_wrong_shows(hf, model, ids):
     expected = theirs_logits(hf, ids)
-    scale, cap = model.embed_tokens.scale, model.lm_head.softcap
+    scale, cap = model.decoder.embed_tokens.scale, model.lm_head.softcap
     for module, name, wrong, right in [
-        (model.embed_tokens, "scale", None, scale),
+        (model.decoder.embed_tokens, "scale", None, scale),
         (model.lm_head, "softcap", None, cap),
-        (model.norm, "offset", 0.0, 1.0),
+        (model.decoder.norm, "offset", 0.0, 1.0),
     ]:
         setattr(module, name, wrong)
         assert relative(model(ids).logits, expected) > 100 * LOGITS
         setattr(module, name, right)
-    table = model.embed_tokens.weight.detach()
+    table = model.decoder.embed_tokens.weight.detach()
     scaled = torch.tanh(model.base_model(ids).last_hidden_state @ table.T * scale / cap) * cap  # a head that is scaled
     assert relative(scaled, expected) > 100 * LOGITS
     assert relative(model(ids).logits, expected) < LOGITS
@@ -220,22 +227,22 @@ def test_the_cap_comes_before_the_mask(hf, model, ids, monkeypatch):
 
     monkeypatch.setattr(attention_layer, "attention", cap_after_mask)
     assert relative(model(ids).logits, expected) > 100 * LOGITS
-    for layer in model.layers:
-        layer.attn.softcap = 1e9  # the same attention without the mistake, were there no cap
+    for layer in model.decoder.layers:
+        layer.self_attn.softcap = 1e9  # the same attention without the mistake, were there no cap
     uncapped = model(ids).logits
     monkeypatch.undo()
-    for layer in model.layers:
-        layer.attn.softcap = None
+    for layer in model.decoder.layers:
+        layer.self_attn.softcap = None
     assert relative(uncapped, model(ids).logits) < 1e-4
 
 
 def test_the_27b_is_scaled_by_its_own_number():
     for path in (FIXTURES / "gemma-2-27b.json", FIXTURES / "v5" / "gemma-2-27b.json"):
         model = ligermodels.Gemma2.from_config(json.loads(path.read_text()), device="meta")
-        attn = model.layers[0].attn
+        attn = model.decoder.layers[0].self_attn
         assert attn.scale == 144**-0.5 != attn.head_dim**-0.5 and attn.num_heads * attn.head_dim != 4608
-        assert [layer.attn.window for layer in model.layers] == [4096, None] * 23
-        assert attn.softcap == 50.0 and model.lm_head.softcap == 30.0 and isinstance(model.lm_head, TiedLMHead)
+        assert [layer.self_attn.window for layer in model.decoder.layers] == [4096, None] * 23
+        assert attn.softcap == 50.0 and model.lm_head.softcap == 30.0 and model.lm_head.is_tied
 
 
 def test_what_config_json_does_not_say_is_as_in_transformers():

@@ -148,4 +148,4 @@ def test_random_weights_follow_the_seed_and_the_table(model):
     assert all(torch.equal(one[name], same[name]) for name in one)
     assert not torch.equal(one["embed_tokens.weight"], other["embed_tokens.weight"])
     assert abs(one["lm_head.weight"].std() - 0.02) < 2e-3
-    assert (one["norm.weight"] == 1).all() and (one["layers.0.attn.qkv_proj.bias"] == 0).all()
+    assert (one["model.norm.weight"] == 1).all() and (one["model.layers.0.self_attn.q_proj.bias"] == 0).all()

@@ -112,7 +112,7 @@ def on_disk(tensors):
     (later,) = LlamaVision.ALSO_READ
     named = {}
     for ours, name in later.items():
-        hub = LlamaVision.WEIGHTS[ours]
+        hub = LlamaVision.DISK_NAMES[ours]
         named |= {name: hub} if isinstance(name, str) else dict(zip(name, hub, strict=True))
 
     def hub(name):
@@ -132,7 +132,7 @@ def compare_gradients(hf, model, allowed=GRADIENTS):
     """None and zero are one: which of them an unused parameter gets is for the framework to say."""
     wanted = on_disk({name: p.grad for name, p in hf.named_parameters()})
     parameters = dict(model.named_parameters())
-    regions = weights.regions(model, LlamaVision.WEIGHTS)
+    regions = weights.regions(model, LlamaVision.DISK_NAMES)
     assert {region.source for region in regions} == set(wanted)
     used = 0
     for region in regions:
@@ -240,7 +240,7 @@ class TestText(Suite):
     def compare_gradients(self, hf, model):
         cross, gates = len(model.config.cross_attention_layers), 0
         used = compare_gradients(hf, model)
-        assert used == 3 + 9 * (len(model.layers) - cross) + gates
+        assert used == 3 + 9 * (len(model.decoder.layers) - cross) + gates
 
     def earlier_generation(self, config):
         text, vision = dict(config["text_config"]), dict(config["vision_config"])
@@ -259,7 +259,7 @@ class TestText(Suite):
         hf(ids, labels=ids).loss.backward()
         model(ids, labels=ids).loss.backward()
         self.compare_gradients(hf, model)
-        assert not model.embed_tokens.weight.grad[ids[0, 3]].any()
+        assert not model.decoder.embed_tokens.weight.grad[ids[0, 3]].any()
 
     def test_a_cast_model_is_saved_and_loaded_as_what_it_is(self, folder, model, tmp_path):
         model.to(torch.float16).save_pretrained(tmp_path / "half")
@@ -278,7 +278,7 @@ class TestText(Suite):
         wrong = self.arch.from_config(other, dtype=torch.float32)
         wrong.load_state_dict(model.state_dict())
         assert relative(wrong(ids).logits, expected) > 100 * LOGITS
-        own = next(layer for layer in model.layers if hasattr(layer, "attn"))
+        own = next(layer for layer in model.decoder.layers if hasattr(layer, "attn"))
         q = own.attn.qkv_proj.weight[: model.config.head_dim]
         with torch.no_grad():
             q.copy_(q.view(2, -1, q.shape[1]).transpose(0, 1).reshape(q.shape))
@@ -528,7 +528,7 @@ ARGUMENTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
 
 
 def load_names(model):
-    return [region.source for region in weights.regions(model, LlamaVision.WEIGHTS)]
+    return [region.source for region in weights.regions(model, LlamaVision.DISK_NAMES)]
 
 
 @pytest.fixture(scope="module")
@@ -766,7 +766,7 @@ def test_random_weights_leave_no_memory_as_it_was():
         assert zero == (not parameter.any()) or name.endswith("bias"), name
     hf = transformers.AutoModelForImageTextToText.from_config(transformers.AutoConfig.for_model(**TINY["grouped"]))
     expected = on_disk(dict(hf.named_parameters()))
-    for name, tensor in weights.export(model, LlamaVision.WEIGHTS):
+    for name, tensor in weights.export(model, LlamaVision.DISK_NAMES):
         assert tensor.numel() == 1 or (tensor.std() > 0) == (expected[name].std() > 0), name
 
 

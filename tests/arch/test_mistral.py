@@ -115,13 +115,16 @@ def test_a_missing_window_is_4096_and_null_is_none():
         config = MistralConfig.from_hf(values)
         assert config.window(0) == window == MistralConfig.from_hf(config.to_hf()).window(0)
         model = ligermodels.Mistral.from_config(config, device="meta")
-        assert [layer.attn.window for layer in model.layers] == [window, window]
+        assert [layer.self_attn.window for layer in model.decoder.layers] == [window, window]
 
 
 def test_head_dim_is_not_the_quotient_of_width_and_heads(tmp_path):
     folder = write_checkpoint(tiny(head_dim=12), tmp_path)
     config = json.loads((folder / "config.json").read_text())
-    assert ligermodels.Mistral.from_hub(folder, progress=False).layers[0].attn.o_proj.weight.shape == (32, 48)
+    assert ligermodels.Mistral.from_hub(folder, progress=False).decoder.layers[0].self_attn.o_proj.weight.shape == (
+        32,
+        48,
+    )
     for wrong in (without(config, "head_dim"), {**config, "head_dim": None}):
         (folder / "config.json").write_text(json.dumps(wrong))
         with pytest.raises(ligermodels.CheckpointError, match=r"q_proj\.weight"):

@@ -135,8 +135,8 @@ def test_the_balancing_loss_is_that_of_transformers(hf, model, ids, side, checkp
     if checkpointing:
         model.gradient_checkpointing_enable()
         model.train().config.router_jitter_noise = 0.0
-        for layer in model.layers:
-            layer.moe.jitter_noise = 0.0
+        for layer in model.decoder.layers:
+            layer.mlp.jitter_noise = 0.0
     expected, output = hf(ids, **inputs), model(ids, **inputs)
     tokens = torch.ones(48, dtype=torch.bool) if mask is None else mask.bool().flatten()
     assert len(output.router_logits) == len(expected.router_logits) == 2
@@ -201,8 +201,8 @@ def test_balanced_experts_have_a_loss_of_top_k_over_all_layers_together(model, i
     each = sum(load_balancing_loss([rows], top_k=2) for rows in logits) / 2
     assert abs(together - each) > 1e-2  # the mean of the layers' losses is another number
     with torch.no_grad():
-        for layer in model.layers:
-            layer.moe.router.weight.zero_()
+        for layer in model.decoder.layers:
+            layer.mlp.gate.weight.zero_()
     assert abs(model(ids, output_router_logits=True).aux_loss - 2.0) < 1e-6
 
 
@@ -221,10 +221,10 @@ def test_jitter_is_drawn_as_transformers_draws_it(hf, model, ids):
 
 
 def test_jitter_scales_what_router_and_experts_see_and_is_the_same_in_the_second_run(model, ids):
-    moe, seen = model.layers[0].moe, {}
+    moe, seen = model.decoder.layers[0].mlp, {}
     hooks = [
         module.register_forward_hook(lambda _, inputs, __, name=name: seen.setdefault(name, []).append(inputs[0]))
-        for name, module in (("block", moe), ("router", moe.router), ("experts", moe.experts))
+        for name, module in (("block", moe), ("router", moe.gate), ("experts", moe.experts))
     ]
     model.train()(ids)
     ratio = seen["router"][0] / seen["block"][0].flatten(0, 1)
@@ -250,14 +250,14 @@ def test_jitter_scales_what_router_and_experts_see_and_is_the_same_in_the_second
 
 
 def up_before_gate(model, monkeypatch):
-    for layer in model.layers:
-        weight = layer.moe.experts.gate_up_proj
+    for layer in model.decoder.layers:
+        weight = layer.mlp.experts.gate_up_proj
         weight.data = torch.cat([x for x in weight.data.chunk(2, 1)][::-1], 1)
 
 
 def experts_in_another_order(model, monkeypatch):
-    for layer in model.layers:
-        layer.moe.experts.down_proj.data = layer.moe.experts.down_proj.data.flip(0)
+    for layer in model.decoder.layers:
+        layer.mlp.experts.down_proj.data = layer.mlp.experts.down_proj.data.flip(0)
 
 
 def weights_that_do_not_sum_to_one(model, monkeypatch):
@@ -276,13 +276,13 @@ def experts_of_equal_weight(model, monkeypatch):
 
 
 def one_expert_less(model, monkeypatch):
-    for layer in model.layers:
-        layer.moe.top_k -= 1
+    for layer in model.decoder.layers:
+        layer.mlp.top_k -= 1
 
 
 def gelu(model, monkeypatch):
-    for layer in model.layers:
-        layer.moe.experts.activation = "gelu"
+    for layer in model.decoder.layers:
+        layer.mlp.experts.activation = "gelu"
 
 
 @pytest.mark.parametrize(
@@ -305,18 +305,18 @@ def test_what_a_naive_loader_gets_wrong_shows(hf, model, ids, mistake, monkeypat
 
 def test_w1_w3_and_w2_are_gate_up_and_down(folder, model):
     disk = read_tensors(folder)
-    for i, layer in enumerate(model.layers):
+    for i, layer in enumerate(model.decoder.layers):
         for e in range(6):
             w1, w2, w3 = (disk[f"model.layers.{i}.block_sparse_moe.experts.{e}.w{n}.weight"] for n in (1, 2, 3))
-            assert torch.equal(layer.moe.experts.gate_up_proj[e], torch.cat([w1, w3]))
-            assert torch.equal(layer.moe.experts.down_proj[e], w2)
+            assert torch.equal(layer.mlp.experts.gate_up_proj[e], torch.cat([w1, w3]))
+            assert torch.equal(layer.mlp.experts.down_proj[e], w2)
 
 
 def test_the_router_of_a_bf16_model_weighs_in_fp32_and_sums_to_one(hf, model, ids):
     x = torch.randn(2, 24, 32).bfloat16()
     router = hf.model.layers[0].mlp.gate.bfloat16()
     _, weights, experts = router(x)
-    logits = model.bfloat16().layers[0].moe.router(x.flatten(0, 1))
+    logits = model.bfloat16().decoder.layers[0].mlp.gate(x.flatten(0, 1))
     found, chosen = moe_layer.route(logits, top_k=2)
     assert logits.dtype == torch.bfloat16 and found.dtype == torch.float32
     assert torch.equal(chosen.long(), experts)

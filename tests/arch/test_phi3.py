@@ -169,7 +169,11 @@ def test_keys_from_before_the_switch_are_wrong_after_it(folder, ids):
     model = load(folder)
     cache = model.new_cache(2, 24)
     model(ids[:, :16], past_key_values=cache)
-    assert model.rotary.switches(16, 17) and not model.rotary.switches(15, 16) and not model.rotary.switches(17, 18)
+    assert (
+        model.decoder.rotary_emb.switches(16, 17)
+        and not model.decoder.rotary_emb.switches(15, 16)
+        and not model.decoder.rotary_emb.switches(17, 18)
+    )
     stale = model(ids[:, 16:17], past_key_values=cache).logits
     assert relative(stale, model(ids[:, :17]).logits[:, -1:]) > 100 * LOGITS
 
@@ -189,9 +193,9 @@ def test_the_longest_sequence_of_a_call_chooses_the_table_for_all(folder, ids):
 def test_cos_and_sin_are_scaled_on_either_side(folder, ids, length):
     model, expected = load(folder), theirs_logits(theirs(folder), ids[:, :length])
     assert relative(model(ids[:, :length]).logits, expected) < LOGITS
-    assert model.rotary.attention_scaling == pytest.approx((1 + 3 / 4) ** 0.5)  # log(128 / 16) / log(16)
+    assert model.decoder.rotary_emb.attention_scaling == pytest.approx((1 + 3 / 4) ** 0.5)  # log(128 / 16) / log(16)
     model = load(folder)
-    model.rotary.attention_scaling = 1.0
+    model.decoder.rotary_emb.attention_scaling = 1.0
     assert relative(model(ids[:, :length]).logits, expected) > 100 * LOGITS
 
 
@@ -262,8 +266,12 @@ def test_dims_that_do_not_rotate_pass(tmp_path, ids, partial):
 def test_phi_4_mini_rotates_96_of_128_dims():
     for path in (FIXTURES / "Phi-4-mini-instruct.json", FIXTURES / "v5" / "Phi-4-mini-instruct.json"):
         model = ligermodels.Phi3.from_config(json.loads(path.read_text()), device="meta")
-        assert (model.rotary.dim, model.config.head_dim, model.config.tie_word_embeddings) == (96, 128, True)
-        assert model.rotary.attention_scaling == 1.1902380714238083
+        assert (model.decoder.rotary_emb.dim, model.config.head_dim, model.config.tie_word_embeddings) == (
+            96,
+            128,
+            True,
+        )
+        assert model.decoder.rotary_emb.attention_scaling == 1.1902380714238083
 
 
 def test_rows_on_disk_are_q_k_v_and_gate_up(folder, ids):
@@ -271,8 +279,8 @@ def test_rows_on_disk_are_q_k_v_and_gate_up(folder, ids):
     expected = theirs_logits(theirs(folder), ids)
     prefix = "model.layers.1."
     qkv, gate_up = tensors[prefix + "self_attn.qkv_proj.weight"], tensors[prefix + "mlp.gate_up_proj.weight"]
-    assert torch.equal(model.layers[1].attn.qkv_proj.weight, qkv) and qkv.shape == (64, 32)
-    assert torch.equal(model.layers[1].mlp.gate_up_proj.weight, gate_up) and gate_up.shape == (88, 32)
+    assert torch.equal(model.decoder.layers[1].self_attn.qkv_proj.weight, qkv) and qkv.shape == (64, 32)
+    assert torch.equal(model.decoder.layers[1].mlp.gate_up_proj.weight, gate_up) and gate_up.shape == (88, 32)
     q, k, v = qkv.split([32, 16, 16])
     gate, up = gate_up.split(44)
     for name, wrong in (

@@ -115,12 +115,12 @@ def test_biases_on_q_k_and_v_and_nowhere_else(tmp_path):
     folder = write_checkpoint(tiny(), tmp_path)
     model, ids = ligermodels.Qwen2.from_hub(folder, progress=False), torch.randint(3, 97, (2, 24))
     biases = {name for name in model.state_dict() if name.endswith(".bias")}
-    assert biases == {"layers.0.attn.qkv_proj.bias", "layers.1.attn.qkv_proj.bias"}
+    assert biases == {f"model.layers.{i}.self_attn.{x}_proj.bias" for i in range(2) for x in "qkv"}
     expected = theirs_logits(theirs(folder), ids)
-    for part in (slice(0, 32), slice(32, 48), slice(48, 64)):  # of q, of k, of v
+    for part in ("q_proj", "k_proj", "v_proj"):
         wrong = ligermodels.Qwen2.from_hub(folder, progress=False)
         with torch.no_grad():
-            wrong.layers[0].attn.qkv_proj.bias[part] = 0
+            getattr(wrong.decoder.layers[0].self_attn, part).bias.zero_()
         # Those of k move all scores of a query alike but for the rotation: they show least.
         assert relative(wrong(ids).logits, expected) > 100 * LOGITS
     tensors = load_file(folder / "model.safetensors")
@@ -138,7 +138,7 @@ def test_the_last_blocks_have_the_window_and_the_first_see_everything():
         config = Qwen2Config.from_hf(flat(windowed(num_hidden_layers=4, **changes)))
         model = ligermodels.Qwen2.from_config(config, device="meta")
         assert Qwen2Config.from_hf(config.to_hf()) == config
-        return [layer.attn.window for layer in model.layers]
+        return [layer.self_attn.window for layer in model.decoder.layers]
 
     assert windows(max_window_layers=3) == [None, None, None, 5]
     assert windows(max_window_layers=0) == [5, 5, 5, 5]
@@ -174,7 +174,7 @@ def test_a_window_that_is_switched_off_is_not_used(tmp_path):
     ids = torch.randint(3, 97, (2, 24))
     model = ligermodels.Qwen2.from_hub(folder, progress=False)
     expected = model(ids).logits
-    model.layers[1].attn.window = 5
+    model.decoder.layers[1].self_attn.window = 5
     assert relative(model(ids).logits, expected) > 100 * LOGITS
 
 

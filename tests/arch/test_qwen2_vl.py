@@ -225,7 +225,7 @@ class TestText(Suite):
         hf, model = suite.theirs(folder), self.arch.from_hub(folder, progress=False)
         hf(ids, labels=ids).loss.backward()
         model(ids, labels=ids).loss.backward()
-        assert not model.embed_tokens.weight.grad[ids[0, 3]].any() or model.config.tie_word_embeddings
+        assert not model.decoder.embed_tokens.weight.grad[ids[0, 3]].any() or model.config.tie_word_embeddings
         self.compare_gradients(hf, model)
 
     @pytest.mark.parametrize("recompute", ["block", "mlp"])
@@ -270,7 +270,7 @@ def bf16_is_as_near_as_transformers(hf, folder, config, device):
     """As the suite's, with pictures: medians over 15 texts of the errors of logits and of all gradients together."""
     ours = load(folder, dtype=torch.bfloat16, device=device)
     eager = suite.theirs(folder).to(device, torch.bfloat16)
-    regions = weights.regions(ours, ours.WEIGHTS)
+    regions = weights.regions(ours, ours.DISK_NAMES)
 
     def cut(tensors):
         return {region.source: tensors[region.param][region.index] for region in regions}
@@ -304,7 +304,7 @@ def edit(folder, change):
 def compare_gradients(hf, model, which=lambda name: True):
     wanted = on_disk({name: p.grad for name, p in hf.named_parameters()})
     parameters = dict(model.named_parameters())
-    regions = weights.regions(model, model.WEIGHTS)
+    regions = weights.regions(model, model.DISK_NAMES)
     assert {region.source for region in regions} == set(wanted)
     for region in regions:
         if which(region.source):
@@ -657,7 +657,7 @@ def turn_as_text(model, patch):
 
 
 def take_other_sections(model, patch):
-    model.rotary.sections = (2, 1, 1)
+    model.decoder.rotary_emb.sections = (2, 1, 1)
 
 
 WRONG = {
@@ -689,7 +689,7 @@ def test_a_bf16_model_has_fp32_tables(folder):
     assert model.vision.patch_embed.weight.dtype == torch.bfloat16
     positions = torch.randint(30000, (3, 2, 50))
     for ours, expected in zip(
-        model.rotary(positions), hf.language_model.rotary_emb(torch.zeros(1), positions), strict=True
+        model.decoder.rotary_emb(positions), hf.language_model.rotary_emb(torch.zeros(1), positions), strict=True
     ):
         assert ours.dtype == torch.float32 and torch.equal(ours, expected[..., : ours.shape[-1]])
     positions = torch.randint(500, (2, 300))
@@ -708,7 +708,7 @@ def test_drawn_weights(model):
     assert weight.shape == (16, 3, 2, 2, 2) and 0.015 < weight.std() < 0.025 and abs(weight.mean()) < 0.005
     assert torch.equal(drawn.vision.blocks[0].norm1.weight, torch.ones(16))
     assert all(parameter.isfinite().all() for parameter in drawn.parameters())
-    assert drawn.own_inputs == {
+    assert drawn.extra_inputs == {
         "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids"
     }  # fmt: skip
 

@@ -79,14 +79,14 @@ class Traps:
         rotary = theirs(folder).model.rotary_emb
         model = self.load(folder, torch.float32).to(torch.bfloat16)
         positions = torch.arange(0, 30000, 997)[None]
-        for ours, expected in zip(model.rotary(positions), rotary(torch.zeros(1), positions), strict=True):
+        for ours, expected in zip(model.decoder.rotary_emb(positions), rotary(torch.zeros(1), positions), strict=True):
             assert ours.dtype == torch.float32
             assert torch.equal(ours, expected[..., : ours.shape[-1]])
 
     def test_norms_cast_before_they_weigh(self, folder):
         theirs_norm = theirs(folder).to(torch.bfloat16).model.layers[0].input_layernorm
         x = torch.randn(64, self.PLAIN["hidden_size"], dtype=torch.bfloat16)
-        norm = self.load(folder, torch.bfloat16).layers[0].attn_norm
+        norm = self.load(folder, torch.bfloat16).layers[0].input_layernorm
         assert torch.equal(norm(x)[0], theirs_norm(x))
         scale = x.float().square().mean(-1, keepdim=True).add(self.PLAIN["rms_norm_eps"]).rsqrt()
         assert not torch.equal((x * scale * norm.weight.float()).bfloat16(), theirs_norm(x))

@@ -525,32 +525,32 @@ def test_a_tie_holds(change):
     model = change(Tied())
     assert list(model.state_dict()) == ["embed_tokens.weight"] == [name for name, _ in model.named_parameters()]
     assert [name for name, _ in model.named_modules()] == ["", "embed_tokens", "lm_head"]
-    assert model.lm_head.weight is model.embed_tokens.weight and model.lm_head.bias is None
-    nn.init.normal_(model.embed_tokens.weight)
+    assert model.lm_head.weight is model.decoder.embed_tokens.weight and model.lm_head.bias is None
+    nn.init.normal_(model.decoder.embed_tokens.weight)
     ids = torch.randint(13, (2, 3))
-    table = model.embed_tokens.weight.detach().clone().requires_grad_()
+    table = model.decoder.embed_tokens.weight.detach().clone().requires_grad_()
     model(ids).square().sum().backward()
     F.linear(F.embedding(ids, table), table).square().sum().backward()
-    torch.testing.assert_close(model.embed_tokens.weight.grad, table.grad)
+    torch.testing.assert_close(model.decoder.embed_tokens.weight.grad, table.grad)
 
 
 def test_a_replaced_table_stays_tied():
     """What FSDP and loading do: the parameter becomes another, on the module that owns it."""
     model = Tied()
-    model.embed_tokens.weight = nn.Parameter(torch.randn(13, 6))
-    assert model.lm_head.weight is model.embed_tokens.weight
+    model.decoder.embed_tokens.weight = nn.Parameter(torch.randn(13, 6))
+    assert model.lm_head.weight is model.decoder.embed_tokens.weight
 
 
 class Block(nn.Module):
     def __init__(self, **options):
         super().__init__()
-        self.attn_norm = L.RMSNorm(16)
+        self.input_layernorm = L.RMSNorm(16)
         self.attn = L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, **options)
         self.mlp_norm = L.RMSNorm(16)
         self.mlp = L.GatedMLP(16, 24)
 
     def forward(self, x, residual, batch):
-        x, residual = self.attn_norm(x, residual)
+        x, residual = self.input_layernorm(x, residual)
         x = self.attn(x, batch)
         x, residual = self.mlp_norm(x, residual)
         return self.mlp(x), residual

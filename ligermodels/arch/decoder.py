@@ -1,0 +1,200 @@
+"""The stack that every language model of the zoo shares: embedding, rotary tables, blocks, final norm.
+
+`Decoder` is what transformers calls the base model: `model.model`, or `model.model.language_model` where a model also
+reads images.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.arch.config import ModelConfig, RoutedConfig
+from ligermodels.arch.inputs import check_inputs, packed_sequences, pads_only_after
+from ligermodels.arch.output import CausalLMOutput
+from ligermodels.cache import KVCache
+from ligermodels.errors import InputError
+from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.recompute import Checkpointing, must_not_wait, plain
+
+
+class Decoder(nn.Module):
+    """Token ids to the last hidden state.
+
+    block: (config, layer) -> a module that maps (x, residual, batch, cache) to (x, residual), and for mixtures of
+    experts to (x, residual, router_logits). norm: the final one, default a plain RMSNorm. embedding_scale: multiplies
+    the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`. position_axes: how many positions a
+    token may have.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        block: Callable[[ModelConfig, int], nn.Module],
+        *,
+        norm: nn.Module | None = None,
+        embedding_scale: float | None = None,
+        extra_rows: int = 0,
+        position_axes: int = 1,
+    ):
+        super().__init__()
+        self.config = config
+        self.position_axes = position_axes
+        self.checkpointing = Checkpointing()
+        size, rope = config.hidden_size, dict(config.rope_parameters)
+        self.embed_tokens = Embedding(
+            config.vocab_size + extra_rows, size, scale=embedding_scale, padding_idx=config.padding_idx
+        )
+        self.rotary_emb = RotaryEmbedding(
+            config.head_dim,
+            sections=rope.pop("mrope_section", None),
+            theta=rope["rope_theta"],
+            scaling=rope,
+            max_position_embeddings=config.max_position_embeddings,
+            partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
+        )
+        self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps) if norm is None else norm
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        find_packing: bool = True,
+        output_hidden_states: bool | None = None,
+        output_router_logits: bool | None = None,
+        cross: CrossStates | None = None,
+    ) -> CausalLMOutput:
+        """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
+
+        Arguments as in `CausalLM.forward`. find_packing: position_ids that restart mark packed sequences, unless the
+        caller has looked for them already. cross: of models with cross-attention, what the tokens may attend to.
+        """
+        check_inputs(
+            self,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+        )
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        batch_size, length = x.shape[:2]
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache(batch_size, length)
+        if cu_seqlens is None and find_packing and attention_mask is None and past_key_values is None:
+            cu_seqlens, max_seqlen = packed_sequences(position_ids, x)
+        if cu_seqlens is not None:
+            x = x.reshape(1, batch_size * length, -1)
+            if position_ids is not None:
+                axes = position_ids.shape[:-2]
+                position_ids = position_ids.expand(*axes, batch_size, length).reshape(*axes, 1, -1)
+        batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, past_key_values, cross)
+        hidden_states: list[Tensor] | None = [] if output_hidden_states else None
+        router_logits: list[Tensor] | None = [] if self.routes(output_router_logits) else None
+        x = self.hidden(x, batch, past_key_values, hidden_states, router_logits).reshape(batch_size, length, -1)
+        output = CausalLMOutput(last_hidden_state=x)
+        if past_key_values is not None:
+            output["past_key_values"] = past_key_values
+        if hidden_states is not None:
+            output["hidden_states"] = (*(state.reshape(batch_size, length, -1) for state in hidden_states), x)
+        if router_logits is not None:
+            output["router_logits"] = tuple(router_logits)
+        return output
+
+    def hidden(
+        self,
+        x: Tensor,
+        batch: Batch,
+        past_key_values: KVCache | None = None,
+        hidden_states: list[Tensor] | None = None,
+        router_logits: list[Tensor] | None = None,
+    ) -> Tensor:
+        """The last hidden state [B, S, hidden_size] for embeddings of that shape: all blocks and the final norm.
+
+        `hidden_states`, where given, collects the input of each block; `router_logits` what a block returns
+        besides x and residual.
+        """
+        residual = None
+        run = plain if past_key_values is not None else self.checkpointing.start(x, len(self.layers))
+        for i, layer in enumerate(self.layers):
+            if hidden_states is not None:
+                hidden_states.append(x if residual is None else x + residual)
+            cache = None if past_key_values is None else past_key_values[i]
+            x, residual, *routed = run(i, layer, x, residual, batch, cache)
+            if router_logits is not None:
+                router_logits += routed
+        return self.norm(x, residual)[0]
+
+    def routes(self, asked: bool | None) -> bool:
+        """Whether router logits are wanted: as asked, else as the config says. Raises InputError without a router."""
+        if not isinstance(self.config, RoutedConfig):
+            if asked:
+                raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
+            return False
+        return self.config.output_router_logits if asked is None else asked
+
+    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
+        """An empty cache for `batch_size` sequences of up to `max_length` tokens."""
+        config = self.config
+        return KVCache(
+            config.num_hidden_layers,
+            batch_size,
+            max_length,
+            config.num_key_value_heads,
+            config.head_dim,
+            windows=[config.window(layer) for layer in range(config.num_hidden_layers)],
+            cross_layers=getattr(config, "cross_attention_layers", ()),
+            dtype=self.embed_tokens.weight.dtype,
+            device=self.embed_tokens.weight.device,
+        )
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed_tokens
+
+    def set_input_embeddings(self, embeddings: nn.Module) -> None:
+        self.embed_tokens = embeddings
+
+    def _batch(
+        self,
+        x: Tensor,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | None,
+        past_key_values: KVCache | None,
+        cross: CrossStates | None,
+    ) -> Batch:
+        """What the attention layers need to know besides x: rotary tables and who may see whom."""
+        batch_size, length = x.shape[:2]
+        past = 0 if past_key_values is None else past_key_values.length
+        if position_ids is None and cu_seqlens is None and past == 0:
+            cos, sin = self.rotary_emb.count(length, x.device)
+        else:
+            if position_ids is None:
+                position_ids = torch.arange(past, past + length, device=x.device)[None]
+                if cu_seqlens is not None:
+                    # Whatever the bounds are, this reads within them; torch.repeat_interleave writes beyond its memory.
+                    sequence = torch.searchsorted(cu_seqlens, position_ids[0].int(), right=True) - 1
+                    position_ids = position_ids - cu_seqlens[sequence]
+            cos, sin = self.rotary_emb(position_ids)
+        key_mask = None
+        if attention_mask is not None:
+            if attention_mask.shape != (batch_size, past + length):
+                raise InputError(
+                    f"attention_mask has shape {tuple(attention_mask.shape)}, expected "
+                    f"[{batch_size}, {past + length}]: one entry for each cached and each new token"
+                )
+            key_mask = attention_mask.bool()
+            if past == 0 and not must_not_wait(key_mask) and pads_only_after(key_mask):
+                key_mask = None  # no real token looks ahead, so padding after it is out of sight already
+        return Batch(cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cross=cross)

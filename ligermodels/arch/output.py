@@ -1,0 +1,54 @@
+"""What a forward pass returns, and generation_config.json as it was read: dicts whose fields are attributes too."""
+
+from typing import Any, ClassVar
+
+import torch.utils._pytree as pytree
+
+
+class Attributes(dict):
+    """A dict whose `fields` are attributes too, None where absent; a number takes the value at that place."""
+
+    fields: ClassVar[frozenset[str]] = frozenset()
+
+    def __getattr__(self, name: str) -> Any:
+        if name in type(self).fields:
+            return self.get(name)
+        raise AttributeError(f"{type(self).__name__} has no field {name!r}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self[name] = value
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.to_tuple()[key] if isinstance(key, int | slice) else super().__getitem__(key)
+
+    def to_tuple(self) -> tuple[Any, ...]:
+        """The values that are there, in order."""
+        return tuple(self.values())
+
+
+class CausalLMOutput(Attributes):
+    """What a forward returns. Fields that were not computed are absent as keys and None as attributes.
+
+    loss: scalar fp32. logits: [B, S, V]. past_key_values: the KVCache. last_hidden_state: [B, S, hidden_size],
+    after the final norm. hidden_states: the input of each block and the last hidden state. Of mixtures of experts:
+    router_logits: [B * S, experts] of each block. aux_loss: scalar, how unevenly the tokens were spread.
+    """
+
+    fields = frozenset(
+        {"loss", "logits", "past_key_values", "last_hidden_state", "hidden_states", "router_logits", "aux_loss"}
+    )
+
+
+class GenerationConfig(Attributes):
+    """generation_config.json as it was read."""
+
+    fields = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+
+
+# FSDP and torch.compile find the tensors in an output through pytree, which does not look into dict subclasses.
+pytree.register_pytree_node(
+    CausalLMOutput,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, keys: CausalLMOutput(zip(keys, values, strict=True)),
+    serialized_type_name="ligermodels.CausalLMOutput",
+)
