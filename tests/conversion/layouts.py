@@ -45,8 +45,8 @@ def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
 def write_native(folder: Path, source: Path) -> None:
     """The model in `source` as earlier versions wrote it with --to native: under names of their own, and packed.
 
-    native.json was printed by the last of them, commit 388939a: {model_type: {its name: the tensors on the Hub, of which
-    the rows are put together}}; what is a list of lists is stacked.
+    native.json was printed by the last of them, commit 388939a: {model_type: {its name: the tensors on the Hub whose
+    rows are put together}}; what is a list of lists is stacked.
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model*.safetensors*"))
     held = {name: x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}

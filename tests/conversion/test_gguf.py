@@ -39,6 +39,7 @@ from ligermodels.errors import CheckpointError, ConfigError, HubError, InputErro
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.text import Tokenizer
 from ligermodels.weights import same_bits
+from tests.conversion.layouts import write_native
 from tests.text import families, folders
 
 SIZES = {

@@ -18,7 +18,8 @@ from tests.conversion import layouts
 from tests.conversion.layouts import PARAMETERS
 
 LAYOUTS = {
-    "hf": "Hugging Face", "sharded": "Hugging Face", "native": "of an earlier version, packed", "bin": "Hugging Face, pickled",
+    "hf": "Hugging Face", "sharded": "Hugging Face", "native": "of an earlier version, packed",
+    "bin": "Hugging Face, pickled",
     "meta": "Meta's own (consolidated.NN.pth, params.json)", "dcp": "torch distributed checkpoint",
     "mistral": "Mistral's own (consolidated*.safetensors, params.json)",
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Folders that earlier versions packed under names of their own: what `convert` makes of them, and what refuses them."""
+"""Folders that earlier versions packed under names of their own: what `convert` makes of them, what refuses them."""
 
 import pytest
 import torch
