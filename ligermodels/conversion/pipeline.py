@@ -50,8 +50,9 @@ class Options:
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
     instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
     embedding, by default 0 for a rope_theta of 500000 (Llama 3), else 1.
-    adapter: the folder of a LoRA adapter to merge. config: of a distributed checkpoint, the folder of config.json and
-    tokenizer if it has none itself. rope_factor: of Meta's files with `use_scaled_rope` and a size without a known one.
+    adapter: the folder of a LoRA adapter to merge. config: the folder of config.json and tokenizer, for a distributed
+    checkpoint or a trainer's state dict without them. rope_factor: of Meta's files with `use_scaled_rope` and a size
+    without a known one.
     revision: of a repository. allow_pickle: read pickled weights, as plain tensors.
     verify: how far the result is compared with the source before it takes its place; see `verify`.
     overwrite: replace weights and files in the destination. resume: go on from an interrupted conversion.
