@@ -5,12 +5,15 @@ tensor-parallel plans find what they look for. Where nothing has wrapped a modul
 something has, the module is called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ligermodels.errors import warn_once
+from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 
 
@@ -34,6 +37,58 @@ def is_untouched(module: nn.Module) -> bool:
     )
 
 
+class Obstacle(NamedTuple):
+    """Why no fused op stands in for a module. kind: "adapter", "hook", "replaced" (forward), "class" or "weight"."""
+
+    kind: str
+    text: str
+
+
+def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
+    """Why `is_plain(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
+    found, weight = type(module), getattr(module, "weight", None)
+    name = f"{found.__module__}.{found.__qualname__}"
+    if found not in (classes or (nn.Linear,)):
+        if {"base_layer", "original_module", "token_adapter"} & module._modules.keys():
+            return Obstacle("adapter", f"an adapter, {name}")
+        if "parametrizations" in module._modules:
+            return Obstacle("adapter", "a parametrization")
+        return Obstacle("class", f"its class, {name}")
+    if type(weight) not in (nn.Parameter, type(None)):
+        return Obstacle("weight", f"its weight, a {type(weight).__name__}")
+    if "forward" in module.__dict__:
+        hook = module.__dict__.get("_hf_hook")
+        return Obstacle("replaced", "a replaced forward" + (f", by {type(hook).__name__}" if hook else ""))
+    if module._forward_hooks or module._forward_pre_hooks:
+        return Obstacle("hook", "a forward hook")
+    if module._backward_hooks or module._backward_pre_hooks:
+        return Obstacle("hook", "a backward hook")
+    return Obstacle("hook", "a hook on all modules") if _has_any_global_hook() else None
+
+
+def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
+    """Warns once for each kind of obstacle that a child of `owner`, of these names, keeps its op on x from being fused.
+
+    Not of quantised and sharded modules: that they are not fused is expected.
+    """
+    if not warns(x):
+        return
+    for name in names:
+        found = obstacle(owner.get_submodule(name))
+        if found is not None and found.kind in ("adapter", "hook", "replaced"):
+            warn_once(
+                found.kind,
+                f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It and "
+                f"{', '.join(other for other in names if other != name)} are not one fused op then: the step takes "
+                "more memory and a little more time, and gives the same results. model.fusion_report() shows where.",
+            )
+
+
+def warns(x: Tensor) -> bool:
+    """True in training on a GPU, outside of torch.compile: where a fused op that does not run may be missed."""
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and use_triton(x)
+
+
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x); where the module is plain, x is not saved for the backward if a norm has just made it."""
     return linear(x, module.weight, module.bias) if is_plain(module) else module(x)  # type: ignore[arg-type]
@@ -54,13 +109,32 @@ def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tens
     return [module.weight for module in modules], [module.bias for module in modules]  # type: ignore[misc]
 
 
-def lay_weights_together(modules: Sequence[nn.Module]) -> None:
-    """Puts the weights of plain modules one behind the other in one storage, so that one matmul serves all of them.
+class JointProjections(nn.Module):
+    """A layer with several linear modules of one input, named in `joint_names`, whose weights lie in one storage.
 
-    The same for their biases. Parameters stay the objects that optimizers hold, and keep their values.
+    The weights of the plain ones lie one behind the other, and so do their biases, so that one matmul serves all of
+    them. They are laid so again after whatever makes each parameter anew: `.to()`, `.cuda()`, copying, unpickling.
+    Parameters stay the objects that optimizers hold, and keep their values. Where something has taken the weights
+    apart all the same (FSDP, `load_state_dict(assign=True)`), each has a matmul of its own.
     """
-    plain = [module for module in modules if is_plain(module)]
-    weights, biases = parameters_of(plain)
-    for parameters in (weights, biases):
-        if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
-            lay_together(parameters)  # type: ignore[arg-type]
+
+    joint_names: Sequence[str]
+
+    def lay_together(self) -> None:
+        weights, biases = parameters_of([module for module in self.joint_modules if is_plain(module)])
+        for parameters in (weights, biases):
+            if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
+                lay_together(parameters)  # type: ignore[arg-type]
+
+    @property
+    def joint_modules(self) -> list[nn.Module]:
+        return [getattr(self, name) for name in self.joint_names]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.lay_together()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lay_together()
