@@ -33,7 +33,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.trainers import TrainerInterface
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import CheckpointError, InputError
 
 _OURS = (
     "activation_checkpointing_disable",
