@@ -36,6 +36,7 @@ from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers.linear import JointProjections
 
 _CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
 _SCORED = {
@@ -246,7 +247,7 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
             f"from_transformers takes transformers' own classes {', '.join(_CAUSAL)}, and this is a "
             f"{type(model).__module__}.{name}"
         )
-    theirs = dict(model.named_parameters())
+    theirs: dict[str, Any] = dict(model.named_parameters())
     away = any(parameter.is_meta or hasattr(parameter, "full_tensor") for parameter in theirs.values())
     if away or len({parameter.device for parameter in theirs.values()}) > 1:
         raise InputError(
@@ -261,9 +262,7 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     ours = dict(made.named_parameters())
     different = [f"{path} is not in {type(made).__name__}" for path in theirs if path not in ours]
     different += [f"{path} is missing" for path in ours if path not in theirs]
-    different += [
-        f"{path} has another shape" for path in ours if ours[path].shape != theirs.get(path, ours[path]).shape
-    ]
+    different += [f"{path} has another shape" for path in ours if ours[path].shape != getattr(theirs.get(path), "shape", ours[path].shape)]
     if different:
         raise InputError(f"the model's parameters are not those of its config: {_some(different)}")
     for path, parameter in theirs.items():
@@ -289,10 +288,9 @@ def _config_of(config: PreTrainedConfig) -> ModelConfig:
 
 def _lay_weights_together(model: nn.Module) -> None:
     """Gives the plain weights of q, k, v and of gate, up one storage in each layer, for one matmul."""
-    module: Any
     for module in model.modules():
-        if hasattr(module, "_lay_together"):
-            module._lay_together()
+        if isinstance(module, JointProjections):
+            module.lay_together()
 
 
 def _ignore(name: str, value: Any, default: Any = None) -> None:
