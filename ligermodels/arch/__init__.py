@@ -83,4 +83,6 @@ def load(
         local_files_only=local_files_only,
         allow_pickle=allow_pickle,
     )
-    return arch_of(folder).from_hub(folder, allow_pickle=allow_pickle, **options)
+    model = arch_of(folder).from_hub(folder, allow_pickle=allow_pickle, **options)
+    model.config._name_or_path = model.name_or_path = str(id_or_folder)
+    return model

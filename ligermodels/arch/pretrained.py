@@ -91,6 +91,7 @@ class Pretrained(nn.Module):
         )
         with checkpoint.unreplaced(folder):
             config = cls.config_class.from_hf(checkpoint.read_json(folder / "config.json"))
+            config._name_or_path = str(id_or_folder)
             model = cls._on_meta(config, dtype, activation_checkpointing)
             opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
             if (folder / "generation_config.json").is_file():

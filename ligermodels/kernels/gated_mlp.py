@@ -196,6 +196,8 @@ def _apply(
 ) -> Tensor:  # fmt: skip
     with torch.no_grad():
         z = pack(x, w1, b1) if rows is None else None
+    if z is not None and not torch.is_grad_enabled():
+        return F.linear(unit(z, None, packed, activation), w2, b2)
     y = _MLP.apply(x, z, recipe_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
     if not torch.compiler.is_compiling():
         with torch.no_grad():

@@ -6,33 +6,96 @@ something has, the module is called.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from ligermodels.errors import warn_once
+from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 
 
-def is_plain(module: nn.Module) -> bool:
-    """True if calling `module` is x @ weight.T + bias and nothing else: a fused kernel may stand in for it.
+def is_plain(*modules: nn.Module) -> bool:
+    """True if calling each module is x @ weight.T + bias and nothing else: a fused kernel may stand in for it.
 
     An adapter wraps the module or replaces its class, a parametrization and FSDP replace its class, tensor
     parallelism, ZeRO-3 and activation probes hang hooks on it, offloading replaces its forward, quantization
     replaces its class or its weight. Passing any of them by would be silently wrong, so each makes this False.
     """
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
+    for module in modules:
+        # _parameters["weight"] is module.weight, for a fifth of the host's time
+        if type(module) is not nn.Linear or type(module._parameters["weight"]) is not nn.Parameter or _touched(module):
+            return False
+    return not _has_any_global_hook()
 
 
 def is_untouched(module: nn.Module) -> bool:
     """True if calling `module` is its class's forward and nothing else."""
-    return (
-        "forward" not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        and not _has_any_global_hook()
+    return not (_touched(module) or _has_any_global_hook())
+
+
+def _touched(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )
+
+
+class Obstacle(NamedTuple):
+    """Why no fused op stands in for a module. kind: "adapter", "hook", "replaced" (forward), "class" or "weight"."""
+
+    kind: str
+    text: str
+
+
+def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
+    """Why `is_plain(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
+    found, weight = type(module), getattr(module, "weight", None)
+    name = f"{found.__module__}.{found.__qualname__}"
+    if found not in (classes or (nn.Linear,)):
+        if {"base_layer", "original_module", "token_adapter"} & module._modules.keys():
+            return Obstacle("adapter", f"an adapter, {name}")
+        if "parametrizations" in module._modules:
+            return Obstacle("adapter", "a parametrization")
+        return Obstacle("class", f"its class, {name}")
+    if type(weight) not in (nn.Parameter, type(None)):
+        return Obstacle("weight", f"its weight, a {type(weight).__name__}")
+    if "forward" in module.__dict__:
+        hook = module.__dict__.get("_hf_hook")
+        return Obstacle("replaced", "a replaced forward" + (f", by {type(hook).__name__}" if hook else ""))
+    if module._forward_hooks or module._forward_pre_hooks:
+        return Obstacle("hook", "a forward hook")
+    if module._backward_hooks or module._backward_pre_hooks:
+        return Obstacle("hook", "a backward hook")
+    return Obstacle("hook", "a hook on all modules") if _has_any_global_hook() else None
+
+
+def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
+    """Warns once for each kind of obstacle that a child of `owner`, of these names, keeps its op on x from being fused.
+
+    Not of quantised and sharded modules: that they are not fused is expected.
+    """
+    if not warns(x):
+        return
+    for name in names:
+        found = obstacle(owner.get_submodule(name))
+        if found is not None and found.kind in ("adapter", "hook", "replaced"):
+            warn_once(
+                found.kind,
+                f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It and "
+                f"{', '.join(other for other in names if other != name)} are not one fused op then: the step takes "
+                "more memory and a little more time, and gives the same results. model.fusion_report() shows where.",
+            )
+
+
+def warns(x: Tensor) -> bool:
+    """True in training on a GPU, outside of torch.compile: where a fused op that does not run may be missed."""
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and use_triton(x)
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
@@ -51,8 +114,8 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and the biases of linear modules."""
-    return [module.weight for module in modules], [module.bias for module in modules]  # type: ignore[misc]
+    """The weights and the biases of plain linear modules."""
+    return [module._parameters["weight"] for module in modules], [module._parameters["bias"] for module in modules]  # type: ignore[misc]
 
 
 class JointProjections(nn.Module):
@@ -74,7 +137,8 @@ class JointProjections(nn.Module):
 
     @property
     def joint_modules(self) -> list[nn.Module]:
-        return [getattr(self, name) for name in self.joint_names]
+        modules = self._modules
+        return [modules[name] for name in self.joint_names]  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

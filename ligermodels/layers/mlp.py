@@ -9,7 +9,14 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels.activation import activate, activation_linear
 from ligermodels.kernels.gated_mlp import gated_mlp, mlp
 from ligermodels.kernels.glu import glu, glu_linear
-from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, parameters_of
+from ligermodels.layers.linear import (
+    JointProjections,
+    apply_linear,
+    apply_linears,
+    is_plain,
+    parameters_of,
+    warn_unfused,
+)
 
 
 class GatedMLP(JointProjections):
@@ -43,8 +50,8 @@ class GatedMLP(JointProjections):
         self.lay_together()
 
     def forward(self, x: Tensor) -> Tensor:
-        inputs, down = self.joint_modules, getattr(self, self.output_name)
-        if all(map(is_plain, inputs)) and is_plain(down):
+        inputs, down = self.joint_modules, self._modules[self.output_name]
+        if is_plain(*inputs, down):
             weights, biases = parameters_of(inputs)
             packed = len(inputs) == 1
             return gated_mlp(
@@ -56,12 +63,13 @@ class GatedMLP(JointProjections):
                 activation=self.activation,
                 recompute=self.recompute,
             )
+        warn_unfused(self, (*self.joint_names, self.output_name), x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
-        inputs, down = self.joint_modules, getattr(self, self.output_name)
+        inputs, down = self.joint_modules, self._modules[self.output_name]
         gate, *up = apply_linears(inputs, x)
         if not is_plain(down):
             return down(glu(gate, *up, activation=self.activation))
@@ -101,10 +109,11 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.projections)
-        if is_plain(fc1) and is_plain(fc2):
+        if is_plain(fc1, fc2):
             return mlp(
                 x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation, recompute=self.recompute
             )
+        warn_unfused(self, self.projections, x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)
