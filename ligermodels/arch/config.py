@@ -16,10 +16,12 @@ import typing
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 
+from ligermodels import checkpoint, hub
 from ligermodels.errors import ConfigError
 
 ACTIVATIONS = {
@@ -187,6 +189,15 @@ class ModelConfig:
                 stacklevel=3,
             )
         return cls(**values)
+
+    @classmethod
+    def from_pretrained(cls, id_or_folder: str | Path) -> Self:
+        """The config in the config.json of a folder or repository: PEFT compares the vocabulary's size with it.
+
+        Raises ConfigError as `from_hf` does, and HubError.
+        """
+        folder = hub.resolve(id_or_folder, weights=False)
+        return cls.from_hf(checkpoint.read_json(folder / "config.json"))
 
     @classmethod
     def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,6 +380,11 @@ class ModelConfig:
     def window(self, layer: int) -> int | None:
         """Tokens that a query of block `layer` sees, counting itself; None where it sees all before it."""
         return None
+
+    @property
+    def per_layer_config(self) -> list[Self]:
+        """This config once a block, by the name under which transformers' caches look for what differs among blocks."""
+        return [self] * self.num_hidden_layers
 
     def get_text_config(self, decoder: bool = True) -> Self:
         """The part that describes the language model: all of it."""

@@ -90,13 +90,15 @@ Found = tuple[str, str, bool, str]
 
 def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gathered: bool) -> Iterator[Found]:
     if isinstance(module, Attention):
-        yield _linears(module, module.projections[:-1], gathered)
+        yield _linears(module, module.joint_names, gathered)
         q = torch.empty(1, 1, 1, module.head_dim, dtype=dtype, device=device)
         name, why = engine(q, softcap=module.softcap, window=module.window)
         yield "scores", name, not name.startswith("attention_reference"), why
     elif isinstance(module, CrossAttention):
-        yield _linears(module, ("k_proj", "v_proj"), gathered)
-    elif isinstance(module, GatedMLP | MLP):
+        yield _linears(module, module.joint_names, gathered)
+    elif isinstance(module, GatedMLP):
+        yield _mlp(module, (*module.joint_names, module.output_name), gathered)
+    elif isinstance(module, MLP):
         yield _mlp(module, module.projections, gathered)
     elif isinstance(module, Experts):
         yield "experts", "one op, grouped matmuls", True, ""

@@ -225,9 +225,9 @@ def _not_by_triton(q: Tensor, softcap: float | None) -> str:
 
 
 def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None) -> tuple[str, str]:
-    """What `attention` runs on q [B, S, heads, D], causal and longer than the window; and why it is not its first choice.
+    """What `attention` runs on q [B, S, heads, D], causal and longer than the window; and why not its first choice.
 
-    The reason is "" where it is.
+    The reason is "" where it is that.
     """
     takes = _triton_takes(q, softcap)
     if takes and (softcap is not None or window is not None):

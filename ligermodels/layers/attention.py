@@ -1,7 +1,6 @@
 """Self-attention with rotary positions and an optional window; causal, or of all to all."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,16 +13,16 @@ from ligermodels.kernels.linear import packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.linear import (
+    JointProjections,
     apply_linear,
     apply_linears,
     is_plain,
-    lay_weights_together,
     parameters_of,
     warn_unfused,
 )
 
 
-class Attention(nn.Module):
+class Attention(JointProjections):
     """Self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and it
@@ -63,26 +62,17 @@ class Attention(nn.Module):
         self.softcap = softcap
         self.scale = scale
         self.causal = causal
-        self.projections = tuple(projections)
         rows = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        *inputs, output = self.projections
-        for name, out_features in zip(inputs, rows if len(inputs) == 3 else [sum(rows)], strict=True):
+        *self.joint_names, self.output_name = projections
+        for name, out_features in zip(self.joint_names, rows if len(projections) == 4 else [sum(rows)], strict=True):
             self.add_module(name, nn.Linear(hidden_size, out_features, bias=qkv_bias))
-        self.add_module(output, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
-        self._lay_together()
-
-    def _lay_together(self) -> None:
-        lay_weights_together([getattr(self, name) for name in self.projections[:-1]])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # .to(), .cuda(), .half(): makes every weight anew, by itself
-        self._lay_together()
-        return self
+        self.add_module(self.output_name, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
+        self.lay_together()
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
-        *inputs, o_proj = (getattr(self, name) for name in self.projections)
-        q, k, v = self._qkv(inputs, x, batch)
+        o_proj = getattr(self, self.output_name)
+        q, k, v = self._qkv(x, batch)
         key_mask = batch.key_mask
         if cache is not None:
             k, v = cache.update(k, v)
@@ -104,12 +94,13 @@ class Attention(nn.Module):
         )
         return apply_linear(o_proj, carry(out, out.flatten(2)))
 
-    def _qkv(self, inputs: list[nn.Module], x: Tensor, batch: Batch) -> Sequence[Tensor]:
+    def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
+        inputs = self.joint_modules
         rotates = batch.cos is not None and batch.sin is not None
         fused = all(map(is_plain, inputs))
         if not fused and len(inputs) > 1:
-            warn_unfused(self, self.projections[:-1], x)
+            warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
             qkv = packed_linear(x, *parameters_of(inputs)) if fused else inputs[0](x)
             if rotates:

@@ -66,7 +66,11 @@ class LMHead(nn.Module):
     @property
     def weight(self) -> Tensor:
         own = self._parameters.get("weight")
-        return self._tied_to.embed_tokens.weight if own is None else own  # type: ignore[union-attr,return-value]
+        if own is not None:
+            return own
+        embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
+        adapter = embedding._modules.get("token_adapter")  # PEFT's, which wraps this head too: see `unwrapped`
+        return (embedding if adapter is None else adapter.base_layer).weight
 
     @property
     def is_tied(self) -> bool:
@@ -226,19 +230,21 @@ def keep_table(decoder: nn.Module, embedding: Any) -> None:
 
 
 def unwrapped(head: nn.Module) -> Callable[..., Any]:
-    """What to call in place of `head`: PEFT's wrappers of an LMHead that only choose another weight are looked into.
+    """What to call in place of `head`: PEFT's wrappers of an LMHead that only give it another weight are looked into.
 
-    - trainable_token_indices: the wrapper itself computes with nn.Embedding and nn.Linear only. The head inside gets
-      the weight that the wrapper has put together; a tied one finds the trained rows in the table.
-    - modules_to_save with ensure_weight_tying: an nn.Linear on the embedding's copy. The head inside gets its weight.
+    - trainable_token_indices, and TrainableTokensConfig: PEFT computes the heads it knows, which are nn.Linear. The
+      LMHead inside gets the weight with the trained rows in it, the embedding's where the two are tied.
+    - modules_to_save with ensure_weight_tying: an nn.Linear on the embedding's copy. The LMHead inside gets its weight.
     """
-    inside: Any = head._modules
-    if not is_untouched(head):
+    if isinstance(head, LMHead) or not is_untouched(head):
         return head
-    inner = getattr(inside.get("token_adapter"), "base_layer", None)
-    if isinstance(inner, LMHead):
-        tied = inside["token_adapter"].tied_adapter is not None and inner.is_tied
-        return inner if tied else functools.partial(inner, weight=head.weight)
+    inside: Any = head._modules
+    adapter: Any = inside.get("token_adapter", head)
+    if isinstance(inner := getattr(adapter, "base_layer", None), LMHead) and hasattr(adapter, "get_merged_weights"):
+        source, active = adapter.tied_adapter or adapter, adapter.active_adapters
+        trained = active and not (adapter.disable_adapters or adapter.merged)
+        weight = source.get_merged_weights(active) if trained else source.base_layer.weight
+        return functools.partial(inner, weight=weight)
     inner, copies = inside.get("original_module"), inside.get("modules_to_save")
     chooses = isinstance(inner, LMHead) and inner.bias is None and copies and not takes_labels(head)
     if chooses and all(is_plain(copy) and copy.bias is None for copy in copies.values()):
