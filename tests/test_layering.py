@@ -47,7 +47,7 @@ MAY_IMPORT = {
         "text",
         "errors",
     },
-    "integrations": {"arch", "errors"},
+    "integrations": {"arch", "layers", "errors"},
     "__main__": {"cli"},
     "cli": {
         "arch",
