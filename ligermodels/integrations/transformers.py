@@ -262,7 +262,11 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     ours = dict(made.named_parameters())
     different = [f"{path} is not in {type(made).__name__}" for path in theirs if path not in ours]
     different += [f"{path} is missing" for path in ours if path not in theirs]
-    different += [f"{path} has another shape" for path in ours if ours[path].shape != getattr(theirs.get(path), "shape", ours[path].shape)]
+    different += [
+        f"{path} has another shape"
+        for path in ours
+        if ours[path].shape != getattr(theirs.get(path), "shape", ours[path].shape)
+    ]
     if different:
         raise InputError(f"the model's parameters are not those of its config: {_some(different)}")
     for path, parameter in theirs.items():

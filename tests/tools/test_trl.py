@@ -29,7 +29,9 @@ def chat(*turns):
 
 TEXTS = [{"text": words(i, 5 + i % 4)} for i in range(16)]
 CHATS = [{"messages": chat(words(i, 3), words(i + 50, 4), words(i + 60, 2), words(i + 70, 5))} for i in range(16)]
-PAIRS = [{"prompt": words(i, 3), "chosen": " " + words(i + 50, 4), "rejected": " " + words(i + 90, 5)} for i in range(8)]
+PAIRS = [
+    {"prompt": words(i, 3), "chosen": " " + words(i + 50, 4), "rejected": " " + words(i + 90, 5)} for i in range(8)
+]
 SINGLES = [{"prompt": words(i, 3), "completion": " " + words(i + 50, 4), "label": i % 2 == 0} for i in range(8)]
 PROMPTS = [{"prompt": words(i, 2 + i % 3)} for i in range(8)]
 
