@@ -82,7 +82,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
 
     Raises ValueError where two boxes name one tensor, or a parameter cannot be cut into its parts.
     """
-    patterns = [(name_pattern(ours), theirs) for ours, theirs in table.items()]
+    patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
     for name, param in model.named_parameters():
         plain, shape = plain_name(name), _shape(param)
@@ -281,7 +281,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     return alike and torch.equal(*(x.reshape(-1).view(torch.uint8) for x in (a, b)))
 
 
-def name_pattern(ours: str) -> re.Pattern[str]:
+def _pattern(ours: str) -> re.Pattern[str]:
     pieces = re.split(r"(\{\w+\})", ours)
     return re.compile("".join(_PLACEHOLDERS.get(piece, re.escape(piece)) for piece in pieces))
 

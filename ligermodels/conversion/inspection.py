@@ -125,7 +125,9 @@ def _of_model(
     config, arch = model.config, type(model).__name__
     if kind == "folder":
         found = source.kind if isinstance(source, FolderSource) else None
-        layout = {None: KINDS[kind], "pickled": f"{KINDS[kind]}, pickled", "packed": "of an earlier version, packed"}[found]
+        layout = {None: KINDS[kind], "pickled": f"{KINDS[kind]}, pickled", "packed": "of an earlier version, packed"}[
+            found
+        ]
         at = "" if revision is None else f", revision={revision!r}"
         use = f"ligermodels.load({src!r}{at}{', allow_pickle=True' if found == 'pickled' else ''})"
     else:
@@ -233,11 +235,11 @@ def _sizes(paths: list[Path]) -> dict[str, int]:
 
 def _part(name: str) -> str:
     """The part of a model that a parameter counts to."""
-    words = name.split(".")
+    words = name.removeprefix("model.").removeprefix("language_model.").split(".")
     if words[0] == "norm" or (words[0] == "layers" and words[-2].endswith("norm")):
         return "norms"
     if words[0] == "layers":
-        return {"attn": "attention"}.get(words[2], words[2])
+        return {"self_attn": "attention"}.get(words[2], words[2])
     return {"embed_tokens": "embedding"}.get(words[0], words[0])
 
 

@@ -521,8 +521,7 @@ def _params(config: LlamaConfig) -> dict[str, Any]:
     )
     if odd:
         raise CheckpointError(
-            f"Meta's code does not compute {', '.join(odd)} of this config.json.\n"
-            "  Next: keep Hugging Face's layout."
+            f"Meta's code does not compute {', '.join(odd)} of this config.json.\n  Next: keep Hugging Face's layout."
         )
     multiple, scale = _rounding(config.hidden_size, config.intermediate_size)
     params: dict[str, Any] = {

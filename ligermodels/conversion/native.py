@@ -1,4 +1,4 @@
-"""The layout of earlier versions, "native": names of their own, with q, k, v and gate, up packed. Read, never written."""
+"""The layout of earlier versions, "native": names of their own, with packed q, k, v and gate, up. It is read only."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
