@@ -55,9 +55,12 @@ def recipe_of(x: Tensor) -> Recipe | None:
 
 def backward_alone() -> bool:
     """True if a backward is all that is asked for: gradients are on, and no torch.func transform or forward mode is."""
-    return (
-        torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0  # type: ignore[attr-defined]
-    )
+    return torch.is_grad_enabled() and not transformed()
+
+
+def transformed() -> bool:
+    """True inside a torch.func transform or forward mode, which have to see every operation."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0  # type: ignore[attr-defined]
 
 
 def make(function: Callable[..., Tensor] | None, tensors: Sequence[Tensor | None]) -> Tensor:

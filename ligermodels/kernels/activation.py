@@ -55,4 +55,4 @@ def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, 
     weight, bias = linear_operands("activation_linear", "x", x, width, weight, bias)
     if not use_triton(x):
         return activation_linear_reference(x, weight, bias, activation=activation)
-    return unit_linear(x, weight, bias, False, activation)
+    return unit_linear(x, None, weight, bias, False, activation)

@@ -4,6 +4,8 @@
     mlp:        z = x W1^T + b1                     h = act(z)             y = h W2^T + b2
 
 What differs from the layers one by one:
+- Wgu is one matrix [2F, H], or two [F, H], of gate and of up. z is one buffer in either case, [gate | up], and so are
+  the gradients of the two. Two that are `joint` are one matrix here too; see linear.py.
 - It keeps x and z, never h: the kernels of glu.py make it again from z as they read z for the gradient. Where x is a
   norm's output, it keeps what the norm keeps anyway, and makes x again: then of the whole unit z alone is held.
 - recompute=True keeps x alone, or nothing at all beside the norm. Forward and backward then walk over tiles of tokens,
@@ -22,8 +24,9 @@ Source: as glu.py. Kept tensors: Chen et al. 2016, https://arxiv.org/abs/1604.06
 """
 
 import functools
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,18 +36,21 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows
-from ligermodels.kernels._gradients import accumulate, give_gradient, weight_gradient
+from ligermodels.kernels._gradients import accumulate, give_gradient
 from ligermodels.kernels._recipes import read_last, recipe_of
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
-from ligermodels.kernels.glu import check_unit, glu_reference, linear_operands, product, unit, unit_linear_backward
+from ligermodels.kernels.glu import check_unit, glu_reference, linear_operands, unit, unit_linear_backward
+from ligermodels.kernels.linear import bias_gradients, input_gradient, pack, product, side_by_side, weight_gradients
 
 
 def gated_mlp_reference(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, *, activation: str = "silu",
+    x: Tensor, gate_up_weight: Tensor | Sequence[Tensor], down_weight: Tensor,
+    gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
+    activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    gate_up = F.linear(x, gate_up_weight, gate_up_bias)
+    weights = _several(gate_up_weight)
+    gate_up = side_by_side(x, weights, [None] * len(weights) if gate_up_bias is None else _several(gate_up_bias))
     return F.linear(glu_reference(gate_up, activation=activation), down_weight, down_bias)
 
 
@@ -56,39 +62,78 @@ def mlp_reference(
     return F.linear(h, fc2_weight, fc2_bias)
 
 
+def _mlp_of_one(x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], *rest, **options) -> Tensor:
+    """`mlp_reference` of one weight as the first of a list."""
+    return mlp_reference(x, w1[0], w2, b1[0], *rest, **options)
+
+
+def _several(tensors: Any) -> tuple:
+    """One tensor, or several, as several."""
+    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+
+
 def _tiles(tokens: int, rows: int | None) -> list[slice]:
     """All tokens at once, or `rows` at a time."""
     return [slice(None)] if rows is None or rows >= tokens else [slice(i, i + rows) for i in range(0, tokens, rows)]
 
 
-def _add(total: Tensor | None, weight: Tensor, dy: Tensor, x: Tensor, several: bool) -> Tensor | None:
-    """The gradient of weight, dy^T x; of several tiles their sum in fp32, total, to which this adds one."""
-    if not several:
-        return weight_gradient(weight, dy, x)
-    first = total is None
-    if total is None:
+class _Gradients:
+    """The gradients of weights [N_i, K] that need one, dy^T x of dy [T, sum N_i] and x [T, K]; of several tiles their
+    sum in fp32, in one buffer where all need it."""
+
+    def __init__(self, weights: Sequence[Tensor], needs: Sequence[bool], several: bool):
+        self.weights, self.needs, self.several = weights, needs, several
+        self.found: list[Tensor | None] = [None] * len(weights)
+        self.sums: list[tuple[slice, Tensor]] = []
+
+    def add(self, dy: Tensor, x: Tensor) -> None:
+        if not self.several:
+            self.found = weight_gradients(self.weights, self.needs, dy, x)
+            return
+        first = not self.sums
+        if first:
+            self._begin()
+        for columns, total in self.sums:
+            accumulate(total, dy[:, columns], x, first)
+
+    def _begin(self) -> None:
+        ends = [0, *itertools.accumulate(w.shape[0] for w in self.weights)]
+        spans = list(itertools.pairwise(ends))
+        spans = [(0, ends[-1])] if all(self.needs) else [s for s, n in zip(spans, self.needs, strict=True) if n]
+        weight = self.weights[0]
         wide = torch.promote_types(weight.dtype, torch.float32)
-        total = torch.empty(weight.shape, dtype=wide, device=weight.device)
-    accumulate(total, dy, x, first)
-    return total
+        for a, b in spans:
+            total = torch.empty(b - a, weight.shape[1], dtype=wide, device=weight.device)
+            self.sums.append((slice(a, b), total))
+
+    def take(self) -> list[Tensor | None]:
+        """Each weight's, or None where it was added to its .grad."""
+        if not self.sums:
+            return self.found
+        totals = [total for _, total in self.sums]
+        if all(self.needs):
+            totals = list(totals[0].split([w.shape[0] for w in self.weights]))
+        self.sums, left = [], iter(totals)
+        return [give_gradient(w, next(left)) if n else None for w, n in zip(self.weights, self.needs, strict=True)]
 
 
 class _MLP(torch.autograd.Function):
-    """x: [..., H]; w1: [F, H], or [2F, H] if packed; w2: [N, F]; z: x w1^T + b1 -> y [..., N].
+    """x: [..., H]; first: `count` weights w1 of [F, H] together, or [2F, H] if packed, and to each its bias b1 or None;
+    w2: [N, F]; z: x w1^T + b1 -> y [..., N].
 
     recipe: of x, or None. rows: of a tile, for which z is made where it is read; None: z is given, and kept.
     Run eagerly it leaves y to `_apply`, which writes it once all is saved: see UnitLinear in glu.py.
     """
 
     @staticmethod
-    def forward(ctx, x, w1, w2, b1, b2, z, recipe, packed, activation, rows):
-        need_x, need_w1, need_w2, need_b1, *_ = ctx.needs_input_grad
-        reads_z = need_x or need_w1 or need_w2 or need_b1
+    def forward(ctx, x, z, recipe, packed, activation, rows, w2, b2, count, *first):
+        need_x, need_w2, _, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
+        reads_z = need_x or need_w2 or any(need_w1) or any(need_b1)
         make_x, inputs = (None, (x,)) if recipe is None else recipe
-        if not (need_w1 or (reads_z and z is None)):
+        if not (any(need_w1) or (reads_z and z is None)):
             make_x, inputs = None, ()
-        ctx.save_for_backward(w1, w2, b1, z if reads_z else None, *inputs)
-        ctx.options = make_x, packed, activation, rows
+        ctx.save_for_backward(w2, z if reads_z else None, *first, *inputs)
+        ctx.options = make_x, packed, activation, rows, count
         if torch.compiler.is_compiling():
             return F.linear(unit(z, None, packed, activation), w2, b2)
         return x.new_empty((*x.shape[:-1], w2.shape[0]))
@@ -96,53 +141,62 @@ class _MLP(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        w1, w2, b1, kept, *inputs = ctx.saved_tensors
-        make_x, packed, activation, rows = ctx.options
-        need_x, need_w1, need_w2, need_b1, need_b2, *_ = ctx.needs_input_grad
-        need_z = need_x or need_w1 or need_b1
-        shape, dy = (*dy.shape[:-1], w1.shape[1]), dy.reshape(-1, w2.shape[0])
+        make_x, packed, activation, rows, count = ctx.options
+        w2, kept, *rest = ctx.saved_tensors
+        w1, b1, inputs = rest[:count], rest[count : 2 * count], rest[2 * count :]
+        need_x, need_w2, need_b2, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
+        hidden, width = w1[0].shape[1], sum(w.shape[0] for w in w1)
+        need_z = need_x or any(need_w1) or any(need_b1)
+        shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, w2.shape[0])
         tiles = _tiles(len(dy), rows) if need_z or need_w2 else []
         several = len(tiles) > 1
         over = need_z and (rows is not None or (kept.is_contiguous() and read_last(kept)))
+        dw1, dw2 = _Gradients(w1, need_w1, several), _Gradients([w2], [need_w2], several)
         x: Any = None
-        dx, dw1, dw2, db1, room = x, x, x, x, x
+        dx, db1, room = x, x, x
         if inputs:
-            x = (inputs[0] if make_x is None else make_x(*inputs)).reshape(-1, w1.shape[1])
+            x = (inputs[0] if make_x is None else make_x(*inputs)).reshape(-1, hidden)
         if need_x and (several or make_x is not None):
             dx = x.new_empty(x.shape) if make_x is None else x
         if tiles and rows is not None:
-            room = w1.new_empty(min(rows, len(dy)), w1.shape[0])
+            room = w2.new_empty(min(rows, len(dy)), width)
         for tile in tiles:
             dyt = dy[tile]
-            z = kept.reshape(-1, w1.shape[0]) if room is None else product(x[tile], w1, b1, out=room[: len(dyt)])
-            dz, h = unit_linear_backward(dyt, z, w2, packed, activation, need_x=need_z, need_h=need_w2, over=over)
+            z = kept.reshape(-1, width) if room is None else product(x[tile], w1, b1, out=room[: len(dyt)])
+            needs = dict(need_x=need_z, need_h=need_w2)
+            dz, _, h = unit_linear_backward(dyt, z, None, w2, packed, activation, over=over, **needs)
             if need_w2:
-                dw2 = _add(dw2, w2, dyt, h, several)
+                dw2.add(dyt, h)
             del h
-            if need_w1:
-                dw1 = _add(dw1, w1, dz, x[tile], several)
-            if need_b1:
+            if any(need_w1):
+                dw1.add(dz, x[tile])
+            if any(need_b1):
                 part = dz.sum(0, dtype=accumulator(dz.dtype) if several else None)
                 db1 = part if db1 is None else db1 + part
             if need_x:
-                part = torch.mm(dz, w1, out=None if dx is None else dx[tile])
+                part = input_gradient(dz, w1, out=None if dx is None else dx[tile])
                 dx = part if dx is None else dx
         if several:
             del room, z, dz  # before the sums are rounded, one behind the other
-            dw1 = None if dw1 is None else give_gradient(w1, dw1)
-            dw2 = None if dw2 is None else give_gradient(w2, dw2)
-            db1 = None if db1 is None else db1.to(b1.dtype)
+        dw1, dw2 = dw1.take(), dw2.take()
+        db1 = [None] * count if db1 is None else bias_gradients(db1.to(w2.dtype), w1, need_b1)
         db2 = dy.sum(0) if need_b2 else None
-        return None if dx is None else dx.view(shape), dw1, dw2, db1, db2, None, None, None, None, None
+        dx = None if dx is None else dx.view(shape)
+        return dx, None, None, None, None, None, *dw2, db2, None, *dw1, *db1
+
+
+def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, bool, tuple[bool, ...], tuple[bool, ...]]:
+    """Of ctx.needs_input_grad of _MLP: x's, w2's, b2's, those of each w1 and of each b1."""
+    return needs[0], needs[6], needs[7], needs[9 : 9 + count], needs[9 + count :]
 
 
 def _apply(
-    x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, *, packed: bool, activation: str,
-    rows: int | None = None,
+    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, packed: bool,
+    activation: str, rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     with torch.no_grad():
-        z = F.linear(x, w1, b1) if rows is None else None
-    y = _MLP.apply(x, w1, w2, b1, b2, z, recipe_of(x), packed, activation, rows)
+        z = pack(x, w1, b1) if rows is None else None
+    y = _MLP.apply(x, z, recipe_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             _write(y.detach().view(-1, w2.shape[0]), x, w1, w2, b1, b2, z, packed, activation, rows)
@@ -150,33 +204,36 @@ def _apply(
 
 
 def _write(
-    y: Tensor, x: Tensor, w1: Tensor, w2: Tensor, b1: Tensor | None, b2: Tensor | None, z: Tensor | None, packed: bool,
-    activation: str, rows: int | None,
+    y: Tensor, x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None,
+    z: Tensor | None, packed: bool, activation: str, rows: int | None,
 ) -> None:  # fmt: skip
     if z is not None:
-        product(unit(z.view(-1, w1.shape[0]), None, packed, activation), w2, b2, out=y)
+        product(unit(z.view(-1, z.shape[-1]), None, packed, activation), [w2], [b2], out=y)
         return
-    x = x.reshape(-1, w1.shape[1])
+    x = x.reshape(-1, x.shape[-1])
     for tile in _tiles(len(x), rows):
-        product(unit(product(x[tile], w1, b1), None, packed, activation), w2, b2, out=y[tile])
+        product(unit(product(x[tile], w1, b1), None, packed, activation), [w2], [b2], out=y[tile])
 
 
 def _mlp(
-    where: str, reference: Callable[..., Tensor], layers: tuple[str, str], packed: bool, x: Tensor, w1: Tensor,
-    w2: Tensor, b1: Tensor | None, b2: Tensor | None, activation: str, recompute: bool, workspace_bytes: int,
+    where: str, reference: Callable[..., Tensor], layers: Sequence[str], packed: bool, x: Tensor,
+    w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, activation: str,
+    recompute: bool, workspace_bytes: int,
 ) -> Tensor:  # fmt: skip
-    """Checks and dispatches; layers: how the names of each one's weight and bias begin."""
+    """Checks and dispatches; layers: how the names of the weight and bias of each begin, those of w1 and of w2."""
     hidden = check_unit(where, "x", x, activation)
-    w1, b1 = linear_operands(where, "x", x, hidden, w1, b1, layers[0])
-    inner = operator.index(w1.shape[0])
+    each = zip(w1, b1, layers, strict=False)
+    operands = [linear_operands(where, "x", x, hidden, weight, bias, layer) for weight, bias, layer in each]
+    w1, b1 = [weight for weight, _ in operands], [bias for _, bias in operands]
+    inner = sum(operator.index(w.shape[0]) for w in w1)
     if inner == 0 or (packed and inner % 2) or workspace_bytes <= 0:
         raise InputError(
-            f"{where}: {layers[0]}weight has {inner} rows and workspace_bytes is {workspace_bytes}; expected "
-            + ("an even number of rows, [gate | up]," if packed else "rows")
+            f"{where}: {layers[0]}weight has {w1[0].shape[0]} rows and workspace_bytes is {workspace_bytes}; expected "
+            + ("an even number of rows, [gate | up]," if packed and len(w1) == 1 else "rows")
             + " and a positive number of bytes."
         )
-    w2, b2 = linear_operands(where, "x", x, inner // 2 if packed else inner, w2, b2, layers[1])
-    x = x.to(w1.dtype)  # under autocast, as F.linear would
+    w2, b2 = linear_operands(where, "x", x, inner // 2 if packed else inner, w2, b2, layers[-1])
+    x = x.to(w2.dtype)  # under autocast, as F.linear would
     triton, run = use_triton(x), functools.partial(reference, activation=activation)
     if triton:
         run = functools.partial(_apply, packed=packed, activation=activation)
@@ -190,30 +247,49 @@ def _mlp(
 
 
 def gated_mlp(
-    x: Tensor, gate_up_weight: Tensor, down_weight: Tensor, gate_up_bias: Tensor | None = None,
-    down_bias: Tensor | None = None, *, activation: str = "silu", recompute: bool = False,
-    workspace_bytes: int = 512 * 2**20,
+    x: Tensor, gate_up_weight: Tensor | Sequence[Tensor], down_weight: Tensor,
+    gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
+    activation: str = "silu", recompute: bool = False, workspace_bytes: int = 512 * 2**20,
 ) -> Tensor:  # fmt: skip
     """F.linear(glu(F.linear(x, gate_up_weight, gate_up_bias)), down_weight, down_bias).
 
-    x: [..., H]; gate_up_weight: [2F, H], rows [gate | up]; down_weight: [N, F]; gate_up_bias: [2F] or None; down_bias:
-    [N] or None; activation: as in `glu`.
+    x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
+    [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
+    activation: as in `glu`.
     recompute: the backward makes gate_up = [gate | up] of x once more instead of keeping it, for a tile of tokens at a
         time. The gradients of the weights are summed over several tiles in fp32, so that they differ by rounding from
         those of one tile.
     workspace_bytes: what gate_up of a tile takes at most (of 128 tokens at least), or of the only tile twice that; h
         takes half as much beside it.
+    Two weights that are `joint` are one product, as one weight is; see linear.py.
     Returns [..., N] of x's dtype; under torch.autocast of the autocast dtype, to which all inputs are cast as F.linear
     would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    if not isinstance(gate_up_weight, Tensor):
-        gate_up_weight = torch.cat(list(gate_up_weight))
-        gate_up_bias = None if gate_up_bias is None or gate_up_bias[0] is None else torch.cat(list(gate_up_bias))
+    weights = _several(gate_up_weight)
+    biases = (None,) * len(weights) if gate_up_bias is None else _several(gate_up_bias)
+    one = isinstance(gate_up_weight, Tensor)
+    if (
+        len(weights) != (1 if one else 2)
+        or len(biases) != len(weights)
+        or weights[0].shape[:1] != weights[-1].shape[:1]
+        or (gate_up_bias is not None and isinstance(gate_up_bias, Tensor) is not one)
+    ):
+        raise InputError(
+            f"gated_mlp: gate_up_weight is {_shapes(gate_up_weight)}, gate_up_bias {_shapes(gate_up_bias)}; one "
+            "weight [2F, H] and bias [2F] are expected, or two weights of as many rows (gate, up), two biases."
+        )
     return _mlp(
-        "gated_mlp", gated_mlp_reference, ("gate_up_", "down_"), True,
-        x, gate_up_weight, down_weight, gate_up_bias, down_bias, activation, recompute, workspace_bytes,
+        "gated_mlp", gated_mlp_reference, ("gate_up_", "down_") if one else ("gate_", "up_", "down_"), True,
+        x, weights, down_weight, biases, down_bias, activation, recompute, workspace_bytes,
     )  # fmt: skip
+
+
+def _shapes(tensors: Any) -> str:
+    """What an error shows of one tensor, of several, or of None."""
+    if tensors is None or isinstance(tensors, Tensor):
+        return "None" if tensors is None else str(tuple(tensors.shape))
+    return f"[{', '.join(map(_shapes, tensors))}]"
 
 
 def mlp(
@@ -227,6 +303,6 @@ def mlp(
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
     return _mlp(
-        "mlp", mlp_reference, ("fc1_", "fc2_"), False,
-        x, fc1_weight, fc2_weight, fc1_bias, fc2_bias, activation, recompute, workspace_bytes,
+        "mlp", _mlp_of_one, ("fc1_", "fc2_"), False,
+        x, (fc1_weight,), fc2_weight, (fc1_bias,), fc2_bias, activation, recompute, workspace_bytes,
     )  # fmt: skip

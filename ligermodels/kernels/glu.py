@@ -5,8 +5,8 @@
 What differs from a plain fused GLU:
 - gate and up may be the halves of one row, as one GEMM wrote it, and their gradients go back into one row, which
   one GEMM reads for dX. No half is ever copied out.
-- `glu_linear` is down_proj(h) that keeps gate_up alone. Its backward computes dh = dy W, and one kernel reads
-  (gate_up, dh), writes d_gate_up, and leaves h where dh was, for dW = dy^T h: a third of the saved activations
+- `glu_linear` is down_proj(h) that keeps gate_up alone, or gate and up. Its backward computes dh = dy W, and one kernel
+  reads (gate_up, dh), writes d_gate_up, and leaves h where dh was, for dW = dy^T h: a third of the saved activations
   of glu and a linear apart, for 2 bytes more per element. Under activation checkpointing, the second run of the block
   ends before h and its product with W.
 - No buffer that autograd or the caller can see is overwritten, so a graph may be run twice.
@@ -41,6 +41,7 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
+from ligermodels.kernels.linear import product
 
 
 def glu_reference(
@@ -52,9 +53,9 @@ def glu_reference(
 
 
 def glu_linear_reference(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu"
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu", up: Tensor | None = None
 ) -> Tensor:
-    return F.linear(glu_reference(gate_up, activation=activation), weight, bias)
+    return F.linear(glu_reference(gate_up, up, activation=activation), weight, bias)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -182,63 +183,63 @@ class Unit(torch.autograd.Function):
 
 
 class UnitLinear(torch.autograd.Function):
-    """x: [..., F], or [..., 2F] if packed; weight: [N, F]; bias: [N] or None -> [..., N]. Keeps x, never h.
+    """x: [..., F], or [..., 2F] if packed; up: [..., F] or None; weight: [N, F]; bias: [N] or None -> [..., N].
 
-    Run eagerly it leaves its result to `unit_linear`, which writes it once x is saved: a checkpointed region is run
-    again only until its last tensor is saved, so that h and its product are not made again.
+    Keeps x and up, never h. Run eagerly it leaves its result to `unit_linear`, which writes it once they are saved: a
+    checkpointed region is run again only until its last tensor is saved, so that h and its product are not made again.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, packed, activation):
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x, up, weight, bias, packed, activation):
+        ctx.save_for_backward(x, up, weight)
         ctx.options = packed, activation
         y = weight.new_empty((*x.shape[:-1], weight.shape[0]))
-        return _linear(y, x, weight, bias, *ctx.options) if torch.compiler.is_compiling() else y
+        return _linear(y, x, up, weight, bias, *ctx.options) if torch.compiler.is_compiling() else y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        need_x, need_weight, need_bias, *_ = ctx.needs_input_grad
+        x, up, weight = ctx.saved_tensors
+        need_x, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
         dy = dy.reshape(-1, dy.shape[-1])
-        dx, h = unit_linear_backward(dy, x, weight, *ctx.options, need_x=need_x, need_h=need_weight)
-        del x  # under activation checkpointing, the last that holds its memory
+        needs = dict(need_x=need_x, need_up=need_up, need_h=need_weight)
+        dx, d_up, h = unit_linear_backward(dy, x, up, weight, *ctx.options, **needs)
+        del x, up  # under activation checkpointing, the last that hold their memory
         d_weight = None if h is None else weight_gradient(weight, dy, h)
-        return dx, d_weight, dy.sum(0) if need_bias else None, None, None
-
-
-def product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """F.linear of rows x: [T, K] -> [T, N], which is `out` where that is given."""
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
+        return dx, d_up, d_weight, dy.sum(0) if need_bias else None, None, None
 
 
 def unit_linear_backward(
-    dy: Tensor, x: Tensor, weight: Tensor, packed: bool, activation: str, *, need_x: bool, need_h: bool,
-    over: bool = False,
-) -> tuple[Any, Any]:  # fmt: skip
-    """For dy: [T, N]: dx, over x if `over`, and h [T, F], of which the weight's gradient is made."""
-    if need_x:
+    dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, packed: bool, activation: str, *, need_x: bool,
+    need_h: bool, need_up: bool = False, over: bool = False,
+) -> tuple[Any, Any, Any]:  # fmt: skip
+    """For dy: [T, N]: dx, over x if `over`, d_up, and h [T, F], of which the weight's gradient is made."""
+    if need_x or need_up:
         h = dy @ weight  # dh, until the kernel leaves h in its place
-        dx, _ = unit_backward(h, x, None, packed, activation, emit=need_h, over=over)
-        return dx, h if need_h else None
-    return None, unit(x, None, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1]) if need_h else None
+        needs = dict(need_x=need_x, need_up=need_up, emit=need_h, over=over)
+        dx, d_up = unit_backward(h, x, up, packed, activation, **needs)
+        return dx, d_up, h if need_h else None
+    h = unit(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1]) if need_h else None
+    return None, None, h
 
 
-def _linear(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool, activation: str) -> Tensor:
-    h = unit(x, None, packed, activation, dtype=weight.dtype)
+def _linear(
+    y: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, packed: bool, activation: str
+) -> Tensor:
+    h = unit(x, up, packed, activation, dtype=weight.dtype)
     if torch.compiler.is_compiling():
         return F.linear(h, weight, bias)
-    product(h.view(-1, weight.shape[1]), weight, bias, y.view(-1, weight.shape[0]))
+    product(h.view(-1, weight.shape[1]), [weight], [bias], out=y.view(-1, weight.shape[0]))
     return y
 
 
-def unit_linear(x: Tensor, weight: Tensor, bias: Tensor | None, packed: bool, activation: str) -> Tensor:
-    y = UnitLinear.apply(x, weight, bias, packed, activation)
+def unit_linear(
+    x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, packed: bool, activation: str
+) -> Tensor:
+    y = UnitLinear.apply(x, up, weight, bias, packed, activation)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            _linear(y.detach(), x, weight, bias, packed, activation)
+            _linear(y.detach(), x, up, weight, bias, packed, activation)
     return y
 
 
@@ -283,6 +284,14 @@ def check_unit(where: str, name: str, x: Tensor, activation: str, *, packed: boo
     return operator.index(width) // (2 if packed else 1)
 
 
+def _check_up(where: str, gate_up: Tensor, up: Tensor | None) -> None:
+    if up is not None and (up.shape != gate_up.shape or up.dtype != gate_up.dtype or up.device != gate_up.device):
+        raise InputError(
+            f"{where}: gate_up is {tuple(gate_up.shape)}, {gate_up.dtype} on {gate_up.device}, up {tuple(up.shape)}, "
+            f"{up.dtype} on {up.device}; beside an up, gate_up is the gate alone, of its shape, dtype and device."
+        )
+
+
 def glu(
     gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu", gate_multiplier: float = 1.0,
     down_multiplier: float = 1.0,
@@ -296,11 +305,7 @@ def glu(
     Raises InputError for an odd width, a gate and an up that differ, or an unknown activation.
     """
     check_unit("glu", "gate_up", gate_up, activation, packed=up is None)
-    if up is not None and (up.shape != gate_up.shape or up.dtype != gate_up.dtype or up.device != gate_up.device):
-        raise InputError(
-            f"glu: gate_up is {tuple(gate_up.shape)}, {gate_up.dtype} on {gate_up.device}, up {tuple(up.shape)}, "
-            f"{up.dtype} on {up.device}; beside an up, gate_up is the gate alone, of its shape, dtype and device."
-        )
+    _check_up("glu", gate_up, up)
     if not use_triton(gate_up):
         return glu_reference(
             gate_up, up, activation=activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier
@@ -309,19 +314,19 @@ def glu(
 
 
 def glu_linear(
-    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu", up=None
+    gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu", up: Tensor | None = None
 ) -> Tensor:
-    """F.linear(glu(gate_up), weight, bias) that keeps gate_up for the backward and makes h anew there.
+    """F.linear(glu(gate_up, up), weight, bias) that keeps gate_up and up for the backward and makes h anew there.
 
-    gate_up: [..., 2F]; weight: [N, F]; bias: [N] or None; activation: as in `glu`.
+    gate_up: [..., 2F], or beside an up [..., F] the gate alone; weight: [N, F]; bias: [N] or None; activation: as in
+    `glu`.
     Returns [..., N] of the weight's dtype; under torch.autocast of the autocast dtype, to which weight and bias are
     cast as F.linear would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    if up is not None:
-        gate_up = torch.cat([gate_up, up], -1)
-    width = check_unit("glu_linear", "gate_up", gate_up, activation, packed=True)
+    width = check_unit("glu_linear", "gate_up", gate_up, activation, packed=up is None)
+    _check_up("glu_linear", gate_up, up)
     weight, bias = linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     if not use_triton(gate_up):
-        return glu_linear_reference(gate_up, weight, bias, activation=activation)
-    return unit_linear(gate_up, weight, bias, True, activation)
+        return glu_linear_reference(gate_up, weight, bias, activation=activation, up=up)
+    return unit_linear(gate_up, up, weight, bias, up is None, activation)

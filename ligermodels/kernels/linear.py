@@ -1,43 +1,235 @@
-"""A linear layer that keeps how its input is made, where the input knows that, instead of the input.
+"""Linear layers of one input as one op: their outputs side by side in one buffer, of weights that are tensors apart.
 
-    y = x @ weight.T + bias
+    y = [x @ weights[0].T + biases[0] | x @ weights[1].T + biases[1] | ...]
 
-The backward needs x for dweight alone. Behind a norm, x is a function of what the norm keeps anyway (`_recipes`): it is
-made again for that product, which costs one more run of the norm's kernel, 4 H bytes moved per token in 16 bits, and
-2 H bytes per token are not kept. dweight is added to weight.grad in place where the user asked for it (`_gradients`).
-Everywhere else this is F.linear itself.
+What differs from the layers one by one, and a copy that joins their outputs:
+- Weights that follow each other in one storage (`joint`, which `lay_together` brings about) are one matrix: one product
+  makes y, one dx, and one the gradients of all weights, which are views of one buffer. Of weights that lie apart, each
+  product writes its columns of y, and adds to dx in its epilogue; the gradients of the weights are one product still.
+- Where a norm has just made x, x is a function of what the norm keeps anyway (`_recipes`): the backward, which needs x
+  for the gradients of the weights alone, makes it again. That costs one more run of the norm's kernel, 4 H bytes moved
+  per token in 16 bits, and 2 H bytes per token are not kept.
+- The gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
+
+`linear` is the same of one weight. Where there is nothing to gain, both are F.linear.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.kernels._gradients import is_marked, weight_gradient
-from ligermodels.kernels._recipes import backward_alone, make, recipe_of
+from ligermodels.errors import InputError
+from ligermodels.kernels._gradients import accumulate, is_marked, target, weight_gradient
+from ligermodels.kernels._recipes import Recipe, backward_alone, make, recipe_of, transformed
 from ligermodels.kernels._triton import once_differentiable, use_triton
+
+_PLAIN = (nn.Parameter, Tensor)
+
+
+def joint(tensors: Sequence[Tensor]) -> Tensor | None:
+    """The tensors [N_i, ...] as one [sum N_i, ...] over the same memory, or None where they do not lie so.
+
+    They do where each begins in the storage at which the one before ends, all are contiguous, of one dtype and of one
+    shape but for N_i. Tensors of a subclass and tensors without memory (meta) do not, nor does any under torch.compile.
+    The result has no gradient. It is a view, which is not to be kept beyond the call: FSDP frees and refills storages.
+    """
+    if torch.compiler.is_compiling():
+        return None
+    first, last, end, rows = tensors[0], tensors[-1], None, 0
+    for t in tensors:
+        if type(t) not in _PLAIN or t.layout is not torch.strided:
+            return None
+        start = t.data_ptr()
+        if (end is not None and start != end) or not t.is_contiguous() or t.dtype != first.dtype:
+            return None
+        end = start + t.nbytes
+    if first.is_meta:
+        return None
+    if len(tensors) == 1:
+        return first.detach()
+    rest = first.shape[1:]
+    for t in tensors:
+        if t.shape[1:] != rest:
+            return None
+        rows += t.shape[0]
+    if last.untyped_storage()._cdata != first.untyped_storage()._cdata:  # blocks of two may be neighbours in memory
+        return None
+    # Not the strides of the first: a dim of one row may have any.
+    return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
+
+
+def lay_together(parameters: Sequence[nn.Parameter]) -> None:
+    """Gives the parameters [N_i, ...] one storage, so that they are `joint`; their values stay as they are, to the bit.
+
+    Each stays the object that it is, with its gradient and what an optimizer holds of it. Nothing happens where they
+    are joint already, or cannot be: where one is not exactly an nn.Parameter, has no memory (meta, or away), lies in
+    memory that it shares with more than the others (a larger buffer, other processes, a second mention of itself), or
+    differs from the others in dtype, device or the dims behind the first.
+    """
+    first = parameters[0]
+    if any(type(p) is not nn.Parameter or p.is_meta or p.layout is not torch.strided for p in parameters):
+        return
+    if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1 or not first.dim():
+        return
+    if any(p.numel() == 0 or (p.device.type == "cpu" and p.is_shared()) for p in parameters):
+        return
+    left: dict[int, int] = {}  # of each storage, the bytes that are not those of the parameters
+    for p in parameters:
+        storage = p.untyped_storage()
+        left[storage._cdata] = left.get(storage._cdata, storage.nbytes()) - p.nbytes
+    if any(left.values()) or joint(parameters) is not None:
+        return
+    with torch.inference_mode(first.is_inference()), torch.no_grad():
+        whole = torch.cat([p.data for p in parameters])
+        for p, part in zip(parameters, whole.split(_sizes(parameters)), strict=True):
+            p.data = part
+
+
+def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:
+    """`joint`, which one tensor of any layout is."""
+    return tensors[0] if len(tensors) == 1 else joint(tensors)
+
+
+def _sizes(weights: Sequence[Tensor]) -> list[int]:
+    return [w.shape[0] for w in weights]
+
+
+def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
+    """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given; without autograd."""
+    whole, bias = _as_one(weights), biases[0]
+    if whole is not None and len(biases) > 1 and any(b is not None for b in biases):
+        bias = joint(biases) if all(b is not None for b in biases) else None  # type: ignore[arg-type]
+        whole = None if bias is None else whole
+    if whole is not None:
+        return _one(x, whole, bias, out)
+    sizes = _sizes(weights)
+    out = x.new_empty(x.shape[0], sum(sizes)) if out is None else out
+    for w, b, columns in zip(weights, biases, out.split(sizes, 1), strict=True):
+        _one(x, w, b, columns)
+    return out
+
+
+def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if bias is None:
+        return torch.mm(x, weight.t(), out=out)
+    return torch.addmm(bias, x, weight.t(), out=out)
+
+
+def pack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    """`product` of an x [..., K]: [..., sum N_i], a tensor of its own, row by row."""
+    if torch.compiler.is_compiling():
+        return side_by_side(x, weights, biases)
+    y = x.new_empty((*x.shape[:-1], sum(_sizes(weights))))
+    product(_rows(x), weights, biases, out=_rows(y))
+    return y
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.flatten(0, -2) if x.dim() > 1 else x[None]
+
+
+def side_by_side(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
+    found = [F.linear(x, w, b) for w, b in zip(weights, biases, strict=True)]
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+def input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    """dx [T, K] of dy [T, sum N_i], into `out` where given."""
+    whole = _as_one(weights)
+    if whole is not None:
+        return torch.mm(dy, whole, out=out)
+    parts = dy.split(_sizes(weights), 1)
+    dx = torch.mm(parts[0], weights[0], out=out)
+    for part, weight in zip(parts[1:], weights[1:], strict=True):
+        dx = torch.addmm(dx, part, weight, out=None if torch.compiler.is_compiling() and out is None else dx)
+    return dx
+
+
+def weight_gradients(weights: Sequence[Tensor], needs: Sequence[bool], dy: Tensor, x: Tensor) -> list[Tensor | None]:
+    """`weight_gradient` of each weight [N_i, K] that needs one, for dy [T, sum N_i] and x [T, K].
+
+    It is one product where all need one: the gradients are views of one buffer, and so are they in the .grad of weights
+    to which it is added in place. Where each .grad is there, and they lie apart, it is a product for each.
+    """
+    sizes = _sizes(weights)
+    if len(weights) > 1 and all(needs):
+        leaves = [target(w) for w in weights]
+        if all(leaf is None for leaf in leaves):
+            return [g.to(w.dtype) for g, w in zip((dy.t() @ x).split(sizes), weights, strict=True)]
+        if _add_to_all(leaves, dy, x):
+            return [None] * len(weights)
+    parts = [dy] if len(weights) == 1 else dy.split(sizes, 1)
+    each = zip(weights, needs, parts, strict=True)
+    return [weight_gradient(weight, part, x) if need else None for weight, need, part in each]
+
+
+def _add_to_all(leaves: Sequence[Tensor | None], dy: Tensor, x: Tensor) -> bool:
+    """True after the gradients of all leaves were added to their .grad, or were made there, by one product."""
+    found = [leaf for leaf in leaves if leaf is not None and leaf.dtype == dy.dtype == x.dtype]
+    grads = [leaf.grad for leaf in found if leaf.grad is not None]
+    if len({id(leaf) for leaf in found}) < len(leaves) or len(grads) not in (0, len(leaves)):
+        return False
+    if grads:
+        whole = joint(grads)
+        if whole is not None:
+            accumulate(whole, dy, x, first=False)
+        return whole is not None
+    whole = dy.new_empty(dy.shape[1], x.shape[1])
+    accumulate(whole, dy, x, first=True)
+    for leaf, part in zip(found, whole.split(_sizes(found)), strict=True):
+        leaf.grad = part
+    return True
+
+
+def bias_gradients(total: Tensor, weights: Sequence[Tensor], needs: Sequence[bool]) -> list[Tensor | None]:
+    """Of the sum [sum N_i] of dy over all tokens, what belongs to each bias that needs it."""
+    return [part if need else None for part, need in zip(total.split(_sizes(weights)), needs, strict=True)]
 
 
 class _Linear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; weight: [N, K]; bias: [N] or None; recipe: that of x, or None -> [..., N]."""
+    """x: [..., K], of two dims or more; recipe: that of x, or None; parameters: `count` weights [N_i, K], and to each a
+    bias [N_i] or None -> [..., sum N_i]."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, recipe):
+    def forward(ctx, x: Tensor, recipe: Recipe | None, count: int, *parameters):
+        weights, biases = parameters[:count], parameters[count:]
         ctx.function, made_of = (None, (x,)) if recipe is None else recipe
-        ctx.save_for_backward(weight, *made_of)
-        return F.linear(x, weight, bias)
+        ctx.count = count
+        # The weights one by one: whether they are joint may change until the backward, as FSDP moves them.
+        ctx.save_for_backward(*weights, *(made_of if any(ctx.needs_input_grad[3 : 3 + count]) else ()))
+        return pack(x, weights, biases)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        weight, *made_of = ctx.saved_tensors
-        need_x, need_weight, need_bias, _ = ctx.needs_input_grad
+        count, saved = ctx.count, ctx.saved_tensors
+        weights, made_of = saved[:count], saved[count:]
+        need_x, _, _, *needs = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
-        dx = dweight = None
-        if need_weight:  # first, so that x and dx are never there together
-            dweight = weight_gradient(weight, rows, make(ctx.function, made_of).flatten(0, -2))
+        dx, dweights, dbiases = None, [None] * count, [None] * count
+        if made_of:  # first, so that x and dx are never there together
+            dweights = weight_gradients(weights, needs[:count], rows, make(ctx.function, made_of).flatten(0, -2))
         if need_x:
-            dx = (rows @ weight).view(*dy.shape[:-1], weight.shape[1])
-        return dx, dweight, rows.sum(0) if need_bias else None, None
+            dx = input_gradient(rows, weights).view(*dy.shape[:-1], weights[0].shape[1])
+        if any(needs[count:]):
+            dbiases = bias_gradients(rows.sum(0), weights, needs[count:])
+        return dx, None, None, *dweights, *dbiases
+
+
+def _left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+    """True where torch has to see each layer: it compiles or transforms them, casts for them, or others stand in for
+    their tensors."""
+    return (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or x.dim() < 2
+        or any(type(w) not in _PLAIN for w in weights)
+        or any(b is not None and type(b) not in _PLAIN for b in biases)
+        or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
+        or transformed()
+    )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -51,23 +243,31 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (
         (recipe is not None or (is_marked(weight) and use_triton(x) and backward_alone()))
         and weight.requires_grad
-        and x.dim() >= 2
-        and type(x) is Tensor
-        and type(weight) in (nn.Parameter, Tensor)
-        and not torch.is_autocast_enabled(x.device.type)
+        and not _left_to_torch(x, (weight,), (bias,))
     ):
-        return _Linear.apply(x, weight, bias, recipe)
+        return _Linear.apply(x, recipe, 1, weight, bias)
     return F.linear(x, weight, bias)
 
 
-def joint(tensors):
-    return None
+def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
+    """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer from the start.
 
-
-def lay_together(parameters):
-    pass
-
-
-def packed_linear(x, weights, biases=None):
+    x: [..., K]; weights: [N_i, K] each; biases: to each weight [N_i] or None, or None for none at all.
+    Returns [..., sum N_i], contiguous. It is one product where the weights are `joint` and the biases are, or are all
+    None. x is kept as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under
+    autocast, torch.compile and transforms, and for tensor subclasses, this is that formula itself.
+    Raises InputError where there are not as many biases as weights, or no weight.
+    """
     biases = [None] * len(weights) if biases is None else biases
-    return torch.cat([linear(x, w, b) for w, b in zip(weights, biases)], -1)
+    if len(biases) != len(weights) or not weights:
+        raise InputError(
+            f"packed_linear: {len(weights)} weights and {len(biases)} biases; expected at least one weight, and for "
+            "each weight a bias or None."
+        )
+    if len(weights) == 1:
+        return linear(x, weights[0], biases[0])
+    if _left_to_torch(x, weights, biases):
+        return side_by_side(x, weights, biases)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
+        return _Linear.apply(x, recipe_of(x), len(weights), *weights, *biases)
+    return pack(x, weights, biases)

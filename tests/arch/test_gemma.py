@@ -203,7 +203,7 @@ def test_what_cannot_work_is_refused(changes, words):
 
 
 def test_a_router_is_not_asked_for_what_it_has_not(model, ids):
-    with pytest.raises(ligermodels.InputError, match="Gemma has no router"):
+    with pytest.raises(ligermodels.InputError, match="gemma has no router"):
         model(ids, output_router_logits=True)
 
 

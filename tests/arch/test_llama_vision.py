@@ -279,7 +279,7 @@ class TestText(Suite):
         wrong.load_state_dict(model.state_dict())
         assert relative(wrong(ids).logits, expected) > 100 * LOGITS
         own = next(layer for layer in model.decoder.layers if hasattr(layer, "attn"))
-        q = own.attn.qkv_proj.weight[: model.config.head_dim]
+        q = own.self_attn.q_proj.weight[: model.config.head_dim]
         with torch.no_grad():
             q.copy_(q.view(2, -1, q.shape[1]).transpose(0, 1).reshape(q.shape))
         assert relative(model(ids).logits, expected) > 100 * LOGITS
@@ -336,7 +336,7 @@ class TestText(Suite):
                 given = {name: tensor.to(place) for name, tensor in (shown | dict(labels=labels)).items()}
                 output = model(ids.to(place), **given, **(dict(return_logits=True) if model is ours else {}))
                 output.loss.backward()
-                tower = model.vision if model is ours else model.model.vision_model
+                tower = model.model.vision_model
                 results.append([x.detach().double().cpu() for x in (output.logits, tower.class_embedding.grad)])
             errors.append([[(a - b).norm() for a, b in zip(one, results[0], strict=True)] for one in results[1:]])
         actual, allowed = torch.tensor(errors).median(0).values
@@ -482,13 +482,13 @@ class TestPictures:
             whole = saved_bytes(step)
             assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
         # A gate behind the unit of a block keeps what the unit makes: its second run may not end before the unit.
-        gated = [block.mlp.recompute for block in model.vision.global_layers]
-        assert gated == [recompute == "mlp"] * len(gated) and model.vision.layers[0].mlp.recompute
-        tower = model.vision.checkpointing
+        gated = [block.mlp.recompute for block in model.model.vision_model.global_transformer.layers]
+        assert gated == [recompute == "mlp"] * len(gated) and model.model.vision_model.transformer.layers[0].mlp.recompute
+        tower = model.model.vision_model.checkpointing
         model.gradient_checkpointing_disable()
         assert saved_bytes(step) == kept
-        model.vision.checkpointing = tower
-        tower.prepare(model.vision.layers)
+        model.model.vision_model.checkpointing = tower
+        tower.prepare(model.model.vision_model.transformer.layers)
         assert whole < saved_bytes(step) < kept  # the tower alone
 
     def test_a_frozen_tower_keeps_nothing_and_the_rest_has_its_gradients(self, model, batch):
@@ -496,8 +496,8 @@ class TestPictures:
         model(ids, labels=labels, **shown).loss.backward()
         expected = {name: p.grad.clone() for name, p in model.named_parameters() if not name.startswith("vision.")}
         model.zero_grad()
-        model.vision.requires_grad_(False)
-        assert not model.vision(*(shown[name][0] for name in ARGUMENTS)).requires_grad
+        model.model.vision_model.requires_grad_(False)
+        assert not model.model.vision_model(*(shown[name][0] for name in ARGUMENTS)).requires_grad
         model(ids, labels=labels, **shown).loss.backward()
         for name, parameter in model.named_parameters():
             if name in expected:
@@ -555,13 +555,13 @@ def stacked(model, monkeypatch):
     """Features of state j at j * C + c: the columns of the projector as that order would have them."""
     vision = model.config.vision_config
     size, n = vision.hidden_size, len(vision.intermediate_layers_indices)
-    weight = model.projector.weight[:, size:]
+    weight = model.model.multi_modal_projector.weight[:, size:]
     weight.copy_(weight.unflatten(1, (n, size)).transpose(1, 2).flatten(1).clone())
 
 
 def class_last(model, monkeypatch):
     """The class token behind the patches instead of before them."""
-    position, size = model.vision.position, model.config.vision_config.hidden_size
+    position, size = model.model.vision_model.gated_positional_embedding, model.config.vision_config.hidden_size
     position.embedding.copy_(position.embedding.roll(1, 0))
     tiles = position.tile_embedding.weight.unflatten(1, (4, -1, size))
     position.tile_embedding.weight.copy_(tiles.roll(1, 2).flatten(1))
@@ -574,7 +574,7 @@ WRONG = {
         llama_vision, "_opening", lambda gate, rows: gate if rows is None else gate * rows
     ),
     "no_tanh_in_the_tower": lambda model, monkeypatch: [
-        gate.copy_(gate.atanh()) for block in model.vision.global_layers for gate in (block.attn_gate, block.mlp_gate)
+        gate.copy_(gate.atanh()) for block in model.model.vision_model.global_transformer.layers for gate in (block.gate_attn, block.gate_ffn)
     ],
     "padding_hidden_from_all": lambda model, monkeypatch: monkeypatch.setattr(
         llama_vision_tower, "Batch", lambda padding: Batch(key_mask=~padding)
@@ -586,17 +586,17 @@ WRONG = {
         llama_vision_tower, "tower_padding", lambda mask, length, padded: tower_padding(mask, padded, padded)
     ),
     "states_before_the_blocks": lambda model, monkeypatch: setattr(
-        model.vision.config, "intermediate_states", "before"
+        model.model.vision_model.config, "intermediate_states", "before"
     ),
     "rows_without_a_picture_keep_their_unit": lambda model, monkeypatch: monkeypatch.setattr(
         llama_vision, "_opening", lambda gate, rows: gate.tanh()
     ),
     "tanh_gelu": lambda model, monkeypatch: [
-        setattr(block.mlp, "activation", "gelu_tanh") for block in model.vision.layers
+        setattr(block.mlp, "activation", "gelu_tanh") for block in model.model.vision_model.transformer.layers
     ],
     "aspect_ratios_off_by_one": lambda model, monkeypatch: [
         table.weight.copy_(table.weight.roll(1, 0))
-        for table in (model.vision.pre_tile.embedding, model.vision.position.tile_embedding)
+        for table in (model.model.vision_model.pre_tile_positional_embedding.embedding, model.model.vision_model.gated_positional_embedding.tile_embedding)
     ],
 }
 

@@ -257,7 +257,7 @@ def test_what_transformers_4_has_no_place_for_stays_out_of_rope_scaling():
 def test_dims_that_do_not_rotate_pass(tmp_path, ids, partial):
     folder = write_checkpoint(tiny(rope_parameters=rope("default", partial_rotary_factor=partial)), tmp_path)
     expected = theirs_logits(theirs(folder), ids)
-    assert load(folder).rotary.dim == 8 * partial
+    assert load(folder).decoder.rotary_emb.dim == 8 * partial
     assert relative(load(folder)(ids).logits, expected) < LOGITS
     edit(folder, rope_parameters=rope("default"), partial_rotary_factor=1.0)
     assert relative(load(folder)(ids).logits, expected) > 100 * LOGITS

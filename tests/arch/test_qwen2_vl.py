@@ -217,7 +217,7 @@ class TestText(Suite):
         """Those of the text; without pictures the tower has none, here as there."""
         found = {name: p.grad for name, p in hf.named_parameters()}
         assert {name for name, grad in found.items() if grad is None} == {n for n in found if "visual" in n}
-        assert all(p.grad is None for p in model.vision.parameters())
+        assert all(p.grad is None for p in model.model.visual.parameters())
         compare_gradients(hf, model, lambda name: not name.startswith("visual"))
 
     def test_the_embedding_leaves_the_row_of_the_pad_token_alone(self, folder, ids):
@@ -244,21 +244,21 @@ class TestText(Suite):
             less = kept()
             assert less < before
             assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
-        tower = model.vision.checkpointing
+        tower = model.model.visual.checkpointing
         model.gradient_checkpointing_disable()
         assert kept() == before
-        model.vision.checkpointing = tower
-        tower.prepare(model.vision.blocks)
+        model.model.visual.checkpointing = tower
+        tower.prepare(model.model.visual.blocks)
         assert less < kept() < before  # the tower alone
-        model.requires_grad_(False).norm.requires_grad_()
+        model.requires_grad_(False).decoder.norm.requires_grad_()
         model.gradient_checkpointing_disable()
-        assert kept() < before and not model.vision.checkpointing.enabled
+        assert kept() < before and not model.model.visual.checkpointing.enabled
 
     @pytest.mark.gpu
     def test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(self, model, ids):
-        width = types.SimpleNamespace(width=model.vision.patch_embed.width)
-        model.vision = torch.nn.Module()  # so that every parameter of the model has a gradient
-        model.vision.patch_embed = width
+        width = types.SimpleNamespace(width=model.model.visual.patch_embed.proj.width)
+        model.model.visual = torch.nn.Module()  # so that every parameter of the model has a gradient
+        model.model.visual.patch_embed = types.SimpleNamespace(proj=width)
         super().test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(model, ids)
 
     @pytest.mark.gpu
@@ -614,9 +614,9 @@ def test_what_we_write_is_the_same_model_in_transformers(folder, model, tmp_path
 
 def wrong_rotation(dtype):
     def change(model, patch):
-        right = type(model.vision.rotary).forward
+        right = type(model.model.visual.rotary_pos_emb).forward
         patch.setattr(
-            type(model.vision.rotary),
+            type(model.model.visual.rotary_pos_emb),
             "forward",
             lambda self, x: tuple(t.to(dtype).float() for t in right(self, x)),
         )
@@ -639,16 +639,16 @@ def let_frames_see_each_other(model, patch):
 
 
 def activate_blocks_exactly(model, patch):
-    for block in model.vision.blocks:
+    for block in model.model.visual.blocks:
         block.mlp.activation = "gelu"
 
 
 def activate_the_merger_quickly(model, patch):
-    model.vision.merger.activation = "quick_gelu"
+    model.model.visual.merger.mlp.activation = "quick_gelu"
 
 
 def look_ahead_only(model, patch):
-    for block in model.vision.blocks:
+    for block in model.model.visual.blocks:
         block.attn.causal = True
 
 
@@ -686,7 +686,7 @@ def test_what_is_easily_got_wrong_is_seen(change, times, folder, model, monkeypa
 def test_a_bf16_model_has_fp32_tables(folder):
     hf = suite.theirs(folder).model
     model = load(folder, dtype=torch.bfloat16)
-    assert model.vision.patch_embed.weight.dtype == torch.bfloat16
+    assert model.model.visual.patch_embed.proj.weight.dtype == torch.bfloat16
     positions = torch.randint(30000, (3, 2, 50))
     for ours, expected in zip(
         model.decoder.rotary_emb(positions), hf.language_model.rotary_emb(torch.zeros(1), positions), strict=True
@@ -694,7 +694,7 @@ def test_a_bf16_model_has_fp32_tables(folder):
         assert ours.dtype == torch.float32 and torch.equal(ours, expected[..., : ours.shape[-1]])
     positions = torch.randint(500, (2, 300))
     for ours, expected in zip(
-        model.vision.rotary(positions), hf.visual.rotary_pos_emb(positions, positions.T), strict=True
+        model.model.visual.rotary_pos_emb(positions), hf.visual.rotary_pos_emb(positions, positions.T), strict=True
     ):
         assert ours.dtype == torch.float32 and torch.equal(ours, expected[..., : ours.shape[-1]])
     batch = inputs(CASES["mixed"])
@@ -704,9 +704,9 @@ def test_a_bf16_model_has_fp32_tables(folder):
 
 def test_drawn_weights(model):
     drawn = ligermodels.Qwen2VL.from_config(tiny(initializer_range=0.02), dtype=torch.float32)
-    weight = drawn.vision.patch_embed.weight
+    weight = drawn.model.visual.patch_embed.proj.weight
     assert weight.shape == (16, 3, 2, 2, 2) and 0.015 < weight.std() < 0.025 and abs(weight.mean()) < 0.005
-    assert torch.equal(drawn.vision.blocks[0].norm1.weight, torch.ones(16))
+    assert torch.equal(drawn.model.visual.blocks[0].norm1.weight, torch.ones(16))
     assert all(parameter.isfinite().all() for parameter in drawn.parameters())
     assert drawn.extra_inputs == {
         "pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "mm_token_type_ids"
@@ -718,9 +718,9 @@ def test_a_frozen_tower_gets_no_gradient_and_text_the_same(model):
     model(**batch, labels=batch["input_ids"]).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters() if not name.startswith("vision")}
     model.zero_grad()
-    model.vision.requires_grad_(False)
+    model.model.visual.requires_grad_(False)
     model(**batch, labels=batch["input_ids"]).loss.backward()
-    assert all(p.grad is None for p in model.vision.parameters())
+    assert all(p.grad is None for p in model.model.visual.parameters())
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
     assert not expected["embed_tokens.weight"][[IMAGE, VIDEO]].any() and expected["embed_tokens.weight"][START].any()
 

@@ -86,7 +86,7 @@ class Traps:
     def test_norms_cast_before_they_weigh(self, folder):
         theirs_norm = theirs(folder).to(torch.bfloat16).model.layers[0].input_layernorm
         x = torch.randn(64, self.PLAIN["hidden_size"], dtype=torch.bfloat16)
-        norm = self.load(folder, torch.bfloat16).layers[0].input_layernorm
+        norm = self.load(folder, torch.bfloat16).decoder.layers[0].input_layernorm
         assert torch.equal(norm(x)[0], theirs_norm(x))
         scale = x.float().square().mean(-1, keepdim=True).add(self.PLAIN["rms_norm_eps"]).rsqrt()
         assert not torch.equal((x * scale * norm.weight.float()).bfloat16(), theirs_norm(x))

@@ -333,9 +333,9 @@ def eager_activate(x, *, activation):
     return ACTIVATIONS[activation](x)
 
 
-def linear_after(unit, first):
-    def eager(weight, bias=None, *, activation="silu", **tensors):
-        return F.linear(unit(tensors[first], activation=activation), weight, bias)
+def linear_after(unit):
+    def eager(*, weight, bias=None, **rest):
+        return F.linear(unit(**rest), weight, bias)
 
     return eager
 
@@ -394,16 +394,18 @@ def unit(call, reference, eager, *, gated: bool, linear: bool, separate: bool = 
     return Op(call, reference, eager, sizes, make, edges, huge)
 
 
-def whole_unit(call, reference, eager_unit, *, gated: bool) -> Op:
-    """The unit with the linear layers around it; with recompute, in tiles of 128 tokens."""
-    layers = ("gate_up", "down") if gated else ("fc1", "fc2")
+def whole_unit(call, reference, eager_unit, *, gated: bool, separate: bool = False) -> Op:
+    """The unit with the linear layers around it; with recompute, in tiles of 128 tokens. separate: gate and up are two
+    weights, the arguments `gate_weight` and `up_weight`."""
+    layers = ("gate", "up", "down") if separate else ("gate_up", "down") if gated else ("fc1", "fc2")
 
     def plain(op):
         return lambda *, recompute=False, workspace_bytes=0, **rest: op(**rest)
 
     def eager(x, *, activation, **weights):
-        (w1, b1), (w2, b2) = ((weights[f"{name}_weight"], weights.get(f"{name}_bias")) for name in layers)
-        return F.linear(eager_unit(F.linear(x, w1, b1), activation=activation), w2, b2)
+        *first, (w2, b2) = ((weights[f"{name}_weight"], weights.get(f"{name}_bias")) for name in layers)
+        h = torch.cat([F.linear(x, w1, b1) for w1, b1 in first], -1)
+        return F.linear(eager_unit(h, activation=activation), w2, b2)
 
     def sizes(j, draw, interpreted):
         width = pick(WIDTHS[:-6], j, interpreted)
@@ -416,8 +418,8 @@ def whole_unit(call, reference, eager_unit, *, gated: bool) -> Op:
 
     def make(m, rows, *, width, inner, options, out=7, bias=True, scale=2.0):
         tensors = {"x": m(*m.lead(rows), width, scale=scale)}
-        shapes = (inner * (1 + gated), width), (out, inner)
-        for name, shape in zip(layers, shapes, strict=True):
+        first = [(inner, width)] * 2 if separate else [(inner * (1 + gated), width)]
+        for name, shape in zip(layers, [*first, (out, inner)], strict=True):
             tensors[f"{name}_weight"] = m(*shape, scale=shape[1] ** -0.5)
             if bias:
                 tensors[f"{name}_bias"] = m(shape[0], scale=min(scale, 1.0))
@@ -444,11 +446,23 @@ def whole_unit(call, reference, eager_unit, *, gated: bool) -> Op:
     return Op(call, plain(reference), plain(eager), sizes, make, edges, huge, noise=noise)
 
 
+def of_two_weights(op):
+    """gated_mlp, or its reference, with the two weights and biases as arguments of their own."""
+
+    def call(x, *, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, **options):
+        return op(x, (gate_weight, up_weight), down_weight, (gate_bias, up_bias), down_bias, **options)
+
+    return call
+
+
 def unit_noise(case: Case, upstream: list[Tensor], *, gated: bool) -> dict[str, Tensor]:
     """What rounding the first product z, h and their gradients dz and dh once costs: of few tokens, or of equal ones,
     eager's roundings may happen to cancel."""
     first, second = ("gate_up", "down") if gated else ("fc1", "fc2")
     t = {name: x.detach().double() for name, x in case.tensors.items()}
+    for kind in ("weight", "bias"):
+        if f"gate_{kind}" in t:
+            t[f"gate_up_{kind}"] = torch.cat([t[f"gate_{kind}"], t[f"up_{kind}"]])
     x, dy = t["x"].flatten(0, -2), upstream[0].double().flatten(0, -2)
     w1, w2 = t[f"{first}_weight"], t[f"{second}_weight"]
     z = F.linear(x, w1, t.get(f"{first}_bias")).requires_grad_()
@@ -467,6 +481,9 @@ def unit_noise(case: Case, upstream: list[Tensor], *, gated: bool) -> dict[str, 
     lost_dz = squares * (torch.cat([by_z(part) for part in dz.split(h.shape[1], 1)], 1) + 2 * dz.detach() ** 2)
     noise = {"output 0": lost_h @ w2.t() ** 2, f"d_{second}_weight": (dy**2).t() @ lost_h}
     noise |= {"d_x": lost_dz @ w1**2, f"d_{first}_weight": lost_dz.t() @ x**2, f"d_{first}_bias": lost_dz.sum(0)}
+    for kind in ("weight", "bias"):
+        if f"gate_{kind}" in t:
+            noise |= zip((f"d_gate_{kind}", f"d_up_{kind}"), noise[f"d_gate_up_{kind}"].chunk(2), strict=True)
     shapes = {"output 0": upstream[0].shape, "d_x": t["x"].shape}
     return {name: n.sqrt().view(shapes.get(name, n.shape)) for name, n in noise.items()}
 
@@ -1303,14 +1320,21 @@ OPS: dict[str, Op] = {
         kernels.glu, kernels.glu_reference, eager_glu, gated=True, linear=False, separate=True
     ),
     "glu_linear": unit(
-        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu, "gate_up"), gated=True, linear=True
+        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, linear=True
+    ),
+    "glu_linear of two tensors": unit(
+        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, linear=True,
+        separate=True,
     ),
     "activate": unit(kernels.activate, kernels.activate_reference, eager_activate, gated=False, linear=False),
     "activation_linear": unit(
-        kernels.activation_linear, kernels.activation_linear_reference, linear_after(eager_activate, "x"),
+        kernels.activation_linear, kernels.activation_linear_reference, linear_after(eager_activate),
         gated=False, linear=True,
     ),
     "gated_mlp": whole_unit(gated_mlp, gated_mlp_reference, eager_glu, gated=True),
+    "gated_mlp of two weights": whole_unit(
+        of_two_weights(gated_mlp), of_two_weights(gated_mlp_reference), eager_glu, gated=True, separate=True
+    ),
     "mlp": whole_unit(mlp, mlp_reference, eager_activate, gated=False),
     "attention": attention_op(OURS, dtypes=HALF, ordered=True),
     "attention of torch": attention_op(
@@ -1334,9 +1358,16 @@ COMPLETE: dict[str, dict[str, Any]] = {
     **{name: {"width": 8, "affine": ("weight",)} for name in ("rms_norm", "add_rms_norm")},
     **{name: {"width": 8, "affine": ("weight", "bias")} for name in ("layer_norm", "add_layer_norm")},
     **{name: {"heads": 2, "kv_heads": 1, "dim": 8, "rotary": 8, "axes": 1} for name in ("rope", "rope_qk")},
-    **{name: {"width": 8, "options": {"activation": "silu"}} for name in ("glu", "glu of two tensors", "glu_linear")},
+    **{
+        name + of: {"width": 8, "options": {"activation": "silu"}}
+        for name in ("glu", "glu_linear")
+        for of in ("", " of two tensors")
+    },
     **{name: {"width": 8, "options": {"activation": "gelu"}} for name in ("activate", "activation_linear")},
-    "gated_mlp": {"width": 8, "inner": 4, "options": {"activation": "silu"}},
+    **{
+        name: {"width": 8, "inner": 4, "options": {"activation": "silu"}}
+        for name in ("gated_mlp", "gated_mlp of two weights")
+    },
     "mlp": {"width": 8, "inner": 4, "options": {"activation": "gelu"}},
     "attention": {"heads": 2, "kv_heads": 1, "dim": 8, "form": "key mask"},
     "attention of torch": {"heads": 2, "kv_heads": 1, "dim": 8, "form": "causal"},

@@ -39,8 +39,8 @@ def eager(gate_up, up=None, *, activation="silu", gate_multiplier=1.0, down_mult
     return h if down_multiplier == 1.0 else h * down_multiplier
 
 
-def eager_linear(gate_up, weight, bias=None, **options):
-    return F.linear(eager(gate_up, **options), weight, bias)
+def eager_linear(gate_up, weight, bias=None, *, up=None, **options):
+    return F.linear(eager(gate_up, up, **options), weight, bias)
 
 
 def run(op, inputs, dy, **options):
@@ -109,6 +109,45 @@ def test_linear_output_and_every_gradient(device, poison, dtype, shape, with_bia
     bias = torch.randn(11, dtype=dtype, device=device) if with_bias else None
     dy = torch.randn(*shape[:-1], 11, dtype=dtype, device=device)
     judge(glu_linear, glu_linear_reference, eager_linear, [gate_up, weight, bias], dy, activation=activation)
+
+
+def two(op):
+    """`glu_linear` in the order of tensors in which the tests give them: gate, up, weight, bias."""
+    return lambda gate, up, weight, bias=None, **options: op(gate, weight, bias, up=up, **options)
+
+
+@each_activation
+@pytest.mark.parametrize("shape", [(5, 7), (2, 3, 129), (40, 300)], ids=str)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_linear_of_two_tensors(device, poison, dtype, shape, activation):
+    """As adapters on gate or on up alone give them: the same bits as of one packed tensor, to every input."""
+    gate, up = torch.randn(2, *shape, dtype=dtype, device=device)
+    weight, bias = torch.randn(11, shape[-1], dtype=dtype, device=device), torch.randn(11, dtype=dtype, device=device)
+    dy = torch.randn(*shape[:-1], 11, dtype=dtype, device=device)
+    options = dict(activation=activation)
+    judge(two(glu_linear), two(glu_linear_reference), two(eager_linear), [gate, up, weight, bias], dy, **options)
+    y, d_gate, d_up, *rest = run(two(glu_linear), [gate, up, weight, bias], dy, **options)
+    packed = run(glu_linear, [torch.cat([gate, up], -1), weight, bias], dy, **options)
+    for a, b in zip([y, torch.cat([d_gate, d_up], -1), *rest], packed, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("trained", [(0,), (1,), (2,), (3,), (0, 1), (0, 2), (1, 2), (0, 1, 2, 3)], ids=str)
+def test_linear_of_two_tensors_frozen(device, poison, trained):
+    """Of the activations gate and up alone are kept, and an input without a gradient costs no product."""
+    inputs = [torch.randn(s, device=device) for s in ((9, 30), (9, 30), (4, 30), (4,))]
+    dy = torch.randn(9, 4, device=device)
+    whole = run(two(glu_linear), inputs, dy)
+    leaves = [t.clone().requires_grad_(i in trained) for i, t in enumerate(inputs)]
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = two(glu_linear)(*leaves)
+    with Products() as backward:
+        grads = torch.autograd.grad(y, [leaves[i] for i in trained], dy)
+    for i, grad in zip(trained, grads, strict=True):
+        torch.testing.assert_close(grad, whole[1 + i])
+    assert backward.count == (0 in trained or 1 in trained) + (2 in trained)
+    assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in leaves[:3]}
 
 
 @each_activation
@@ -260,6 +299,8 @@ def test_gradcheck(device, activation):
         assert torch.autograd.gradcheck(functools.partial(op, **scaled), (gate_up, up))
     for op in (glu_linear, glu_linear_reference):
         assert torch.autograd.gradcheck(functools.partial(op, **options), (gate_up, weight, bias))
+        halves = [t.detach().requires_grad_() for t in gate_up.chunk(2, -1)]
+        assert torch.autograd.gradcheck(functools.partial(two(op), **options), (*halves, weight, bias))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
@@ -290,8 +331,9 @@ def test_reference_path_compiles_whole(monkeypatch):
     inputs = [torch.randn(s, requires_grad=True) for s in ((2, 3, 60), (4, 30), (4,))]
     assert_compiles(glu_linear, inputs, [torch.randn(2, 3, 4)], backend="aot_eager")
     assert_compiles(glu, inputs[:1], [torch.randn(2, 3, 30)], backend="aot_eager")
-    assert_compiles(glu, [t.detach().requires_grad_() for t in inputs[0].chunk(2, -1)], [torch.randn(2, 3, 30)],
-                    backend="aot_eager")  # fmt: skip
+    halves = [t.detach().requires_grad_() for t in inputs[0].chunk(2, -1)]
+    assert_compiles(glu, halves, [torch.randn(2, 3, 30)], backend="aot_eager")
+    assert_compiles(two(glu_linear), [*halves, *inputs[1:]], [torch.randn(2, 3, 4)], backend="aot_eager")
 
 
 def test_errors(device):
@@ -304,6 +346,10 @@ def test_errors(device):
         r"expected floating point \[..., 2F\]": lambda: glu(gate_up[:, :7]),
         r"\[gate \| up\]": lambda: glu(gate_up.long()),
         r"expected \[N, 4\]": lambda: glu_linear(gate_up, weight[:, :3]),
+        r"glu_linear: .*up \(3, 7\).* gate_up is the gate alone": lambda: glu_linear(
+            gate_up, gate_up, up=gate_up[:, :7]
+        ),
+        r"expected \[N, 8\]": lambda: glu_linear(gate_up, weight, up=gate_up),
         "bias": lambda: glu_linear(gate_up, weight, weight[0]),
         "one dtype": lambda: glu_linear(gate_up, weight.double()),
         "on meta": lambda: glu_linear(gate_up, weight.to("meta")),
@@ -326,6 +372,8 @@ def test_triton_path_compiles_whole(activation, dynamic):
     assert_compiles(functools.partial(glu, activation=activation), inputs[:1], [dh], dynamic=dynamic)
     halves = [t.detach().clone().requires_grad_() for t in inputs[0].chunk(2, -1)]
     assert_compiles(functools.partial(glu, activation=activation), halves, [dh], dynamic=dynamic)
+    apart = functools.partial(two(glu_linear), activation=activation)
+    assert_compiles(apart, [*halves, *inputs[1:]], [dy], dynamic=dynamic)
     assert_compiles(functools.partial(glu_linear, activation=activation), inputs, [dy], dynamic=dynamic)
 
 
@@ -336,6 +384,8 @@ def test_captured_and_never_waits(check):
     check(glu, inputs[:1], [dh])
     check(glu, [t.detach().clone().requires_grad_() for t in inputs[0].chunk(2, -1)], [dh])
     check(glu_linear, inputs, [dy])
+    halves = [t.detach().clone().requires_grad_() for t in inputs[0].chunk(2, -1)]
+    check(two(glu_linear), [*halves, *inputs[1:]], [dy])
 
 
 @pytest.mark.gpu

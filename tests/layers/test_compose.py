@@ -32,7 +32,7 @@ def test_gradients_reach_every_parameter(example):
 
 def test_logits_and_loss_agree_and_look_back_only(example):
     model = example.Parallel(vocab=32).double()
-    torch.nn.init.normal_(model.decoder.embed_tokens.weight)
+    torch.nn.init.normal_(model.embed_tokens.weight)
     ids = torch.randint(32, (2, 40))
     logits = model(ids)
     loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

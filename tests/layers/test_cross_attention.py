@@ -20,7 +20,7 @@ def make(num_kv_heads=2, **options):
 def plain(layer, x, states, mask=None):
     """One head, one token at a time, from the definition."""
     groups, size = layer.num_heads // layer.num_kv_heads, layer.head_dim
-    keys, values = layer.kv_proj.weight.split(list(layer.kv_proj.parts.values()))
+    keys, values = layer.k_proj.weight, layer.v_proj.weight
 
     def normed(x, norm):
         return x / (x.square().mean(-1, keepdim=True) + norm.eps).sqrt() * norm.weight
@@ -72,7 +72,7 @@ def test_cached_states_are_projected_once_and_new_ones_come_behind():
     states = torch.randn(2, 7, 12, dtype=torch.float64)
     mask = masks(2, 3, 7)
     calls = []
-    layer.kv_proj.register_forward_hook(lambda *call: calls.append(call[1][0].shape[1]))
+    layer.k_proj.register_forward_hook(lambda *call: calls.append(call[1][0].shape[1]))
     first = layer(x, L.Batch(cross=L.CrossStates(states=states[:, :4], mask=mask[..., :4] | True)), cache)
     torch.testing.assert_close(first, plain(layer, x, states[:, :4]))
     for given in (None, mask[..., :4] | ~mask[..., :4].any(-1, keepdim=True)):
@@ -90,7 +90,7 @@ def test_hooks_and_adapters_on_its_projections_are_not_passed_by():
     x, states = torch.randn(1, 2, 12, dtype=torch.float64), torch.randn(1, 7, 12, dtype=torch.float64)
     batch = L.Batch(cross=L.CrossStates(states=states))
     before = layer(x, batch)
-    for name in ("q_proj", "kv_proj", "o_proj", "q_norm", "k_norm"):
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"):
         module = getattr(layer, name)
         seen = []
         handle = module.register_forward_hook(lambda module, inputs, output, seen=seen: seen.append(1))

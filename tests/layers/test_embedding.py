@@ -38,7 +38,9 @@ def test_a_frozen_table_keeps_nothing(device):
 def test_a_tied_head_adds_its_gradient(device):
     """The head's part of the gradient falls on every row, the table's on those that were read."""
     table = L.Embedding(11, 4, scale=3.0).to(device)
-    head = L.TiedLMHead(table)
+    owner = torch.nn.Module()
+    owner.embed_tokens = table
+    head = L.LMHead(table.embedding_dim, table.num_embeddings, tied_to=owner)
     ids = IDS.to(device)
     head(table(ids)).square().sum().backward()
     plain = table.weight.detach().clone().requires_grad_()

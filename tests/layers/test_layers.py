@@ -63,13 +63,10 @@ def test_rms_norm_adds_and_normalises(offset, casting, affine):
 
 
 def plain_attention(layer, x, batch):
-    """The same weights as separate projections."""
-    part_weights = layer.qkv_proj.weight.split(list(layer.qkv_proj.parts.values()))
-    bias = layer.qkv_proj.bias
-    part_biases = (None,) * 3 if bias is None else bias.split(list(layer.qkv_proj.parts.values()))
+    """The same weights, op by op."""
     q, k, v = (
-        F.linear(x, weight, bias).unflatten(-1, (-1, layer.head_dim))
-        for weight, bias in zip(part_weights, part_biases, strict=True)
+        F.linear(x, projection.weight, projection.bias).unflatten(-1, (-1, layer.head_dim))
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
     )
     q, k = rope_qk_reference(q, k, batch.cos, batch.sin)
     options = {"window": layer.window, "softcap": layer.softcap, "scale": layer.scale}
@@ -220,7 +217,7 @@ def test_gated_mlp(activation, bias):
     x = torch.randn(2, 3, 6, dtype=torch.float64)
 
     def plain():
-        gate, up = F.linear(x, layer.gate_up_proj.weight, layer.gate_up_proj.bias).chunk(2, -1)
+        gate, up = (F.linear(x, p.weight, p.bias) for p in (layer.gate_proj, layer.up_proj))
         return F.linear(ACTIVATIONS[activation](gate) * up, layer.down_proj.weight, layer.down_proj.bias)
 
     for recompute in (False, True):
@@ -249,10 +246,10 @@ class Adapter(nn.Module):
         return linear
 
 
-@pytest.mark.parametrize("name", ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_adapter_equals_its_merged_weight(name, bias):
-    if name in ("qkv_proj", "o_proj"):
+    if name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         layer = L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, qkv_bias=bias, o_bias=bias)
         inputs = (torch.randn(2, 5, 16), batch_of(5))
     else:
@@ -302,7 +299,7 @@ WRAPPINGS = [add_forward_hook, add_forward_pre_hook, replace_forward, parametriz
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
 @pytest.mark.parametrize("wrap", WRAPPINGS)
 def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute):
     layer, x = L.GatedMLP(6, 10), torch.randn(2, 3, 6)
@@ -315,20 +312,20 @@ def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute
 
 @pytest.mark.parametrize("wrap", WRAPPINGS)
 def test_is_plain(wrap):
-    assert is_plain(nn.Linear(2, 3)) and is_plain(L.Linear(2, 3)) and is_plain(L.PackedLinear(2, {"a": 1, "b": 2}))
-    linear = L.Linear(2, 3)
+    linear = nn.Linear(2, 3)
+    assert is_plain(linear)
     wrap(linear)
     assert not is_plain(linear)
 
 
 def test_is_plain_sees_backward_hooks_tensor_subclasses_and_global_hooks():
-    linear = L.Linear(2, 3)
+    linear = nn.Linear(2, 3)
     linear.register_full_backward_hook(lambda *_: None)
     assert not is_plain(linear)
-    linear = L.Linear(2, 3)
+    linear = nn.Linear(2, 3)
     linear.weight = nn.Parameter(torch.zeros(3, 2).as_subclass(Quantized))
     assert not is_plain(linear)
-    linear = L.Linear(2, 3)
+    linear = nn.Linear(2, 3)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
         assert not is_plain(linear)
@@ -340,7 +337,7 @@ def test_is_plain_sees_backward_hooks_tensor_subclasses_and_global_hooks():
 @pytest.mark.parametrize(
     "fused, linear, make, hooked",
     [
-        ("gated_mlp", "glu_linear", L.GatedMLP, ("gate_up_proj", "down_proj")),
+        ("gated_mlp", "glu_linear", L.GatedMLP, ("gate_proj", "down_proj")),
         ("mlp", "activation_linear", functools.partial(L.MLP, activation="gelu"), ("fc1", "fc2")),
     ],
 )
@@ -375,10 +372,14 @@ def test_rotation_is_in_place_only_where_nobody_kept_the_buffer(monkeypatch):
     )
     layer, x, kept = make_attention(), torch.randn(1, 5, 16, dtype=torch.float64), []
     layer(x, batch_of(5))
-    layer.qkv_proj.register_forward_hook(lambda module, inputs, output: kept.append(output))
-    layer(x, batch_of(5))
+    layer.k_proj.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    layer(x, batch_of(5))  # by rope_qk, which writes new memory
+    packed = make_attention(projections=("qkv_proj", "o_proj"))
+    packed.qkv_proj.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    packed(x, batch_of(5))
     assert asked == [True, False]
-    assert torch.equal(kept[0], F.linear(x, layer.qkv_proj.weight))
+    assert torch.equal(kept[0], F.linear(x, layer.k_proj.weight))
+    assert torch.equal(kept[1], F.linear(x, packed.qkv_proj.weight))
 
 
 def test_embedding():
@@ -394,9 +395,15 @@ def test_embedding():
         table(torch.tensor([11]))
 
 
+def tied_head(embedding, **options):
+    owner = nn.Module()
+    owner.embed_tokens = embedding
+    return L.LMHead(embedding.embedding_dim, embedding.num_embeddings, tied_to=owner, **options)
+
+
 def make_head(kind, softcap=None):
     if kind == "tied":
-        return L.TiedLMHead(L.Embedding(13, 6), softcap=softcap)
+        return tied_head(L.Embedding(13, 6), softcap=softcap)
     return L.LMHead(6, 13, bias=kind == "bias", softcap=softcap)
 
 
@@ -501,7 +508,7 @@ class Tied(nn.Module):
     def __init__(self):
         super().__init__()
         self.embed_tokens = L.Embedding(13, 6)
-        self.lm_head = L.TiedLMHead(self.embed_tokens)
+        self.lm_head = L.LMHead(6, 13, tied_to=self)
 
     def forward(self, ids, labels=None):
         return self.lm_head(self.embed_tokens(ids), labels)
@@ -525,20 +532,20 @@ def test_a_tie_holds(change):
     model = change(Tied())
     assert list(model.state_dict()) == ["embed_tokens.weight"] == [name for name, _ in model.named_parameters()]
     assert [name for name, _ in model.named_modules()] == ["", "embed_tokens", "lm_head"]
-    assert model.lm_head.weight is model.decoder.embed_tokens.weight and model.lm_head.bias is None
-    nn.init.normal_(model.decoder.embed_tokens.weight)
+    assert model.lm_head.weight is model.embed_tokens.weight and model.lm_head.bias is None
+    nn.init.normal_(model.embed_tokens.weight)
     ids = torch.randint(13, (2, 3))
-    table = model.decoder.embed_tokens.weight.detach().clone().requires_grad_()
+    table = model.embed_tokens.weight.detach().clone().requires_grad_()
     model(ids).square().sum().backward()
     F.linear(F.embedding(ids, table), table).square().sum().backward()
-    torch.testing.assert_close(model.decoder.embed_tokens.weight.grad, table.grad)
+    torch.testing.assert_close(model.embed_tokens.weight.grad, table.grad)
 
 
 def test_a_replaced_table_stays_tied():
     """What FSDP and loading do: the parameter becomes another, on the module that owns it."""
     model = Tied()
-    model.decoder.embed_tokens.weight = nn.Parameter(torch.randn(13, 6))
-    assert model.lm_head.weight is model.decoder.embed_tokens.weight
+    model.embed_tokens.weight = nn.Parameter(torch.randn(13, 6))
+    assert model.lm_head.weight is model.embed_tokens.weight
 
 
 class Block(nn.Module):
@@ -606,7 +613,7 @@ def test_checkpointed_block_gives_the_same_gradients():
 
 def test_the_fused_product_runs_under_compile():
     torch._dynamo.reset()
-    linear = L.Linear(2, 3)
+    linear = nn.Linear(2, 3)
     assert torch.compile(lambda x: x + 1 if is_plain(linear) else x - 1, fullgraph=True, backend="eager")(
         torch.zeros(())
     ) == torch.ones(())

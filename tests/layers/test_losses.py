@@ -29,7 +29,9 @@ def test_order_of_torch():
 @pytest.mark.parametrize("tied", [False, True])
 def test_head_gives_logprobs(tied):
     """Through the module itself, so that hooks on it see the weight being used; -nll is the same number."""
-    lm_head = L.TiedLMHead(L.Embedding(13, 6), softcap=2.0) if tied else L.LMHead(6, 13, bias=True, softcap=2.0)
+    owner = torch.nn.Module()
+    owner.embed_tokens = L.Embedding(13, 6)
+    lm_head = L.LMHead(6, 13, bias=not tied, softcap=2.0, tied_to=owner if tied else None)
     x, labels = torch.randn(2, 5, 6, requires_grad=True), torch.randint(13, (2, 5))
     labels[0, 1] = -100
     seen = []

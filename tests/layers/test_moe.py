@@ -30,7 +30,7 @@ def test_same_as_transformers(activation, name, num_experts, top_k):
     config._experts_implementation = "eager"
     theirs = MixtralSparseMoeBlock(config)
     ours = L.MoE(HIDDEN, INNER, num_experts=num_experts, top_k=top_k, activation=activation)
-    names = {"gate.weight": "router.weight"}
+    names = {"gate.weight": "gate.weight"}
     for key, parameter in theirs.named_parameters():
         nn.init.normal_(parameter, std=0.5)
         with torch.no_grad():
@@ -86,7 +86,7 @@ def test_loss_of_the_balance_adds_to_the_gradient_of_the_output(moe):
     def router_gradient(with_output, with_balance):
         y, logits = moe(x)
         loss = with_output * y.square().mean() + with_balance * L.load_balancing_loss([logits], top_k=TOP_K)
-        return torch.autograd.grad(loss, moe.router.weight)[0]
+        return torch.autograd.grad(loss, moe.gate.weight)[0]
 
     torch.testing.assert_close(router_gradient(1, 1), router_gradient(1, 0) + router_gradient(0, 1))
     assert router_gradient(0, 1).abs().sum() > 0
@@ -99,7 +99,7 @@ def test_jitter(moe):
     x = torch.randn(2, 6, HIDDEN)
     before = x.clone()
     seen = []
-    for module in (noisy.router, noisy.experts):
+    for module in (noisy.gate, noisy.experts):
         module.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     y, logits = noisy(x)
     assert torch.equal(x, before) and torch.equal(seen[0], seen[1])
@@ -118,7 +118,7 @@ def test_modules_are_called(moe):
     for name, module in moe.named_modules():
         module.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
     moe(torch.randn(1, 3, HIDDEN))
-    assert calls == ["router", "experts", ""]
+    assert calls == ["gate", "experts", ""]
 
     class Adapter(nn.Module):
         def __init__(self, inner):
@@ -129,7 +129,7 @@ def test_modules_are_called(moe):
             return self.inner(x) + torch.arange(EXPERTS) * 100.0
 
     x = torch.randn(1, 3, HIDDEN)
-    moe.router = Adapter(moe.router)
+    moe.gate = Adapter(moe.gate)
     y, logits = moe(x)
     assert (logits.argmax(-1) == EXPERTS - 1).all()
     gate, up = (x @ moe.experts.gate_up_proj[-1].t()).chunk(2, -1)
@@ -140,11 +140,10 @@ def test_parameters_and_their_first_values():
     torch.manual_seed(1)
     moe = L.MoE(64, 256, num_experts=3, top_k=1)
     assert {name: tuple(p.shape) for name, p in moe.named_parameters()} == {
-        "router.weight": (3, 64),
+        "gate.weight": (3, 64),
         "experts.gate_up_proj": (3, 512, 64),
         "experts.down_proj": (3, 64, 256),
     }
-    assert moe.experts.parts == {"gate": 256, "up": 256}
     for weight, bound in ((moe.experts.gate_up_proj, 1 / 8), (moe.experts.down_proj, 1 / 16)):
         assert 0.99 * bound < weight.max() <= bound and -bound <= weight.min() < -0.99 * bound
     assert "top_k=1" in repr(moe) and "num_experts=3" in repr(moe)

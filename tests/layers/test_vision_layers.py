@@ -104,8 +104,7 @@ def make(**options):
 
 def plain_attention(layer, x, visible, cos=None, sin=None):
     """The projections apart, and torch's attention with a mask written out: bool [B or 1, S, S]."""
-    parts = list(layer.qkv_proj.parts.values())
-    q, k, v = (part.unflatten(-1, (-1, layer.head_dim)) for part in layer.qkv_proj(x).split(parts, -1))
+    q, k, v = (p(x).unflatten(-1, (-1, layer.head_dim)) for p in (layer.q_proj, layer.k_proj, layer.v_proj))
     if cos is not None:
         q, k = rope_qk_reference(q, k, cos, sin)
     groups = layer.num_heads // layer.num_kv_heads
