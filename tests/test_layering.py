@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "weights": {"errors"},
     "checkpoint": {"errors", "weights"},
     "saving": {"checkpoint", "errors"},
+    "quantization": {"weights", "errors"},
     "hub": {"checkpoint", "errors"},
     "text": {"checkpoint", "hub", "errors"},
     "vision": {"text", "checkpoint", "hub", "errors"},
@@ -33,6 +34,7 @@ MAY_IMPORT = {
         "saving",
         "hub",
         "generate",
+        "quantization",
         "errors",
     },
     "demo": {
