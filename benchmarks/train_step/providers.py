@@ -85,7 +85,7 @@ def build(provider: Provider, case: Case, folder: Path, device: str, *, shallow:
     if provider.ours and (what != "none" or "offload" in provider.words):
         options: dict[str, Any] = {"recompute": what, "offload": "offload" in provider.words}
         if blocks:
-            options["blocks"] = min(int(blocks), len(model.layers)) if shallow else int(blocks)
+            options["blocks"] = min(int(blocks), len(model.decoder.layers)) if shallow else int(blocks)
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
     elif what != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,7 +1,6 @@
 """Self-attention with rotary positions and an optional window; causal, or of all to all."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,10 +12,10 @@ from ligermodels.kernels.attention import attention
 from ligermodels.kernels.linear import packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import apply_linear, apply_linears, is_plain, lay_weights_together, parameters_of
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, parameters_of
 
 
-class Attention(nn.Module):
+class Attention(JointProjections):
     """Self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and it
@@ -56,26 +55,17 @@ class Attention(nn.Module):
         self.softcap = softcap
         self.scale = scale
         self.causal = causal
-        self.projections = tuple(projections)
         rows = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
-        *inputs, output = self.projections
-        for name, out_features in zip(inputs, rows if len(inputs) == 3 else [sum(rows)], strict=True):
+        *self.joint_names, self.output_name = projections
+        for name, out_features in zip(self.joint_names, rows if len(projections) == 4 else [sum(rows)], strict=True):
             self.add_module(name, nn.Linear(hidden_size, out_features, bias=qkv_bias))
-        self.add_module(output, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
-        self._lay_together()
-
-    def _lay_together(self) -> None:
-        lay_weights_together([getattr(self, name) for name in self.projections[:-1]])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # .to(), .cuda(), .half(): makes every weight anew, by itself
-        self._lay_together()
-        return self
+        self.add_module(self.output_name, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
+        self.lay_together()
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
-        *inputs, o_proj = (getattr(self, name) for name in self.projections)
-        q, k, v = self._qkv(inputs, x, batch)
+        o_proj = getattr(self, self.output_name)
+        q, k, v = self._qkv(x, batch)
         key_mask = batch.key_mask
         if cache is not None:
             k, v = cache.update(k, v)
@@ -97,8 +87,9 @@ class Attention(nn.Module):
         )
         return apply_linear(o_proj, carry(out, out.flatten(2)))
 
-    def _qkv(self, inputs: list[nn.Module], x: Tensor, batch: Batch) -> Sequence[Tensor]:
+    def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
+        inputs = self.joint_modules
         rotates = batch.cos is not None and batch.sin is not None
         fused = all(map(is_plain, inputs))
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):

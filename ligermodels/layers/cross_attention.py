@@ -6,9 +6,6 @@ writes scores, but this one expands the mask to the inputs' dtype, S * N element
 as in decoding, needs a mask of its keys only.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -16,11 +13,11 @@ from ligermodels.cache import CrossCache
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import apply_linear, apply_linears, lay_weights_together
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears
 from ligermodels.layers.norm import RMSNorm
 
 
-class CrossAttention(nn.Module):
+class CrossAttention(JointProjections):
     """Attention of x [B, S, hidden_size] to `batch.cross`, which must be there -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): keys and values come from the states, and from `cache`, one cross layer of a
@@ -29,6 +26,8 @@ class CrossAttention(nn.Module):
     states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
     key head. eps: of the norms over head_dim. Scores are scaled by head_dim ** -0.5.
     """
+
+    joint_names = ("k_proj", "v_proj")
 
     def __init__(
         self,
@@ -53,12 +52,7 @@ class CrossAttention(nn.Module):
         self.q_norm = RMSNorm(head_dim, eps=eps)
         self.k_norm = RMSNorm(head_dim, eps=eps)
         self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
-        lay_weights_together([self.k_proj, self.v_proj])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)
-        lay_weights_together([self.k_proj, self.v_proj])
-        return self
+        self.lay_together()
 
     def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
         assert batch.cross is not None, "a block without pictures has nothing to call this for"
@@ -72,7 +66,7 @@ class CrossAttention(nn.Module):
             if cache is None or cache.keys is None or cache.values is None:
                 raise InputError("cross-attention: neither states of pictures nor a cache that holds some")
             return cache.keys, cache.values
-        k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears([self.k_proj, self.v_proj], states))
+        k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
         k, _ = self.k_norm(k)
         return (k, v) if cache is None else cache.update(k, v)
 

@@ -5,7 +5,8 @@ tensor-parallel plans find what they look for. Where nothing has wrapped a modul
 something has, the module is called.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -54,13 +55,32 @@ def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tens
     return [module.weight for module in modules], [module.bias for module in modules]  # type: ignore[misc]
 
 
-def lay_weights_together(modules: Sequence[nn.Module]) -> None:
-    """Puts the weights of plain modules one behind the other in one storage, so that one matmul serves all of them.
+class JointProjections(nn.Module):
+    """A layer with several linear modules of one input, named in `joint_names`, whose weights lie in one storage.
 
-    The same for their biases. Parameters stay the objects that optimizers hold, and keep their values.
+    The weights of the plain ones lie one behind the other, and so do their biases, so that one matmul serves all of
+    them. They are laid so again after whatever makes each parameter anew: `.to()`, `.cuda()`, copying, unpickling.
+    Parameters stay the objects that optimizers hold, and keep their values. Where something has taken the weights
+    apart all the same (FSDP, `load_state_dict(assign=True)`), each has a matmul of its own.
     """
-    plain = [module for module in modules if is_plain(module)]
-    weights, biases = parameters_of(plain)
-    for parameters in (weights, biases):
-        if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
-            lay_together(parameters)  # type: ignore[arg-type]
+
+    joint_names: Sequence[str]
+
+    def lay_together(self) -> None:
+        weights, biases = parameters_of([module for module in self.joint_modules if is_plain(module)])
+        for parameters in (weights, biases):
+            if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
+                lay_together(parameters)  # type: ignore[arg-type]
+
+    @property
+    def joint_modules(self) -> list[nn.Module]:
+        return [getattr(self, name) for name in self.joint_names]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)
+        self.lay_together()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.lay_together()

@@ -1,7 +1,6 @@
 """The MLPs: gated, and plain."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -10,10 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels.activation import activate, activation_linear
 from ligermodels.kernels.gated_mlp import gated_mlp, mlp
 from ligermodels.kernels.glu import glu, glu_linear
-from ligermodels.layers.linear import apply_linear, apply_linears, is_plain, lay_weights_together, parameters_of
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, parameters_of
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(JointProjections):
     """down_proj(activation(gate_proj(x)) * up_proj(x)): [..., hidden_size] -> [..., hidden_size].
 
     Saves only its input and the outputs of gate_proj and up_proj for the backward, which recomputes their product as it
@@ -37,34 +36,32 @@ class GatedMLP(nn.Module):
     ):
         super().__init__()
         self.activation = activation
-        self.projections = tuple(projections)
-        *inputs, output = self.projections
-        for name in inputs:
-            self.add_module(name, nn.Linear(hidden_size, 2 * intermediate_size // len(inputs), bias=bias))
-        self.add_module(output, nn.Linear(intermediate_size, hidden_size, bias=bias))
-        self._lay_together()
-
-    def _lay_together(self) -> None:
-        lay_weights_together([getattr(self, name) for name in self.projections[:-1]])
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        super()._apply(fn, recurse)  # .to(), .cuda(), .half(): makes every weight anew, by itself
-        self._lay_together()
-        return self
+        *self.joint_names, self.output_name = projections
+        for name in self.joint_names:
+            self.add_module(name, nn.Linear(hidden_size, 2 * intermediate_size // len(self.joint_names), bias=bias))
+        self.add_module(self.output_name, nn.Linear(intermediate_size, hidden_size, bias=bias))
+        self.lay_together()
 
     def forward(self, x: Tensor) -> Tensor:
-        *inputs, down = (getattr(self, name) for name in self.projections)
+        inputs, down = self.joint_modules, getattr(self, self.output_name)
         if all(map(is_plain, inputs)) and is_plain(down):
             weights, biases = parameters_of(inputs)
+            packed = len(inputs) == 1
             return gated_mlp(
-                x, weights, down.weight, biases, down.bias, activation=self.activation, recompute=self.recompute
+                x,
+                weights[0] if packed else weights,
+                down.weight,
+                biases[0] if packed else biases,
+                down.bias,
+                activation=self.activation,
+                recompute=self.recompute,
             )
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
-        *inputs, down = (getattr(self, name) for name in self.projections)
+        inputs, down = self.joint_modules, getattr(self, self.output_name)
         gate, *up = apply_linears(inputs, x)
         if not is_plain(down):
             return down(glu(gate, *up, activation=self.activation))

@@ -219,7 +219,8 @@ class Suite:
         wrong = self.arch.from_config(other, dtype=torch.float32)
         wrong.load_state_dict(model.state_dict())
         assert relative(wrong(ids).logits, expected) > 100 * LOGITS
-        q = model.decoder.layers[0].self_attn.q_proj.weight[: model.config.head_dim]
+        first = model.decoder.layers[0].self_attn.joint_modules[0]  # q_proj, or qkv_proj, which begins with q
+        q = first.weight[: model.config.head_dim]
         with torch.no_grad():  # q rows of one head interleaved, as Meta's own files have them
             q.copy_(q.view(2, -1, q.shape[1]).transpose(0, 1).reshape(q.shape))
         assert relative(model(ids).logits, expected) > 100 * LOGITS

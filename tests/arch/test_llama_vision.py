@@ -107,23 +107,19 @@ def theirs(folder):
     )
 
 
+ON_DISK = (
+    ("model.language_model.", "language_model.model."),
+    ("model.vision_model.", "vision_model."),
+    ("model.multi_modal_projector.", "multi_modal_projector."),
+    ("lm_head.", "language_model.lm_head."),
+)
+
+
 def on_disk(tensors):
     """By transformers' names in memory -> by those on disk."""
-    (later,) = LlamaVision.ALSO_READ
-    named = {}
-    for ours, name in later.items():
-        hub = LlamaVision.DISK_NAMES[ours]
-        named |= {name: hub} if isinstance(name, str) else dict(zip(name, hub, strict=True))
 
     def hub(name):
-        parts = name.split(".")
-        places = [i for i, part in enumerate(parts) if part.isdigit()]
-        pattern = ".".join("{i}" if i in places else part for i, part in enumerate(parts))
-        for w in ("weight", "bias"):
-            generic = pattern.removesuffix(w) + "{w}"
-            if pattern.endswith(w) and generic in named:
-                return named[generic].format(i=parts[places[0]] if places else "", w=w)
-        return named[pattern].replace("{i}", parts[places[0]] if places else "")
+        return next(there + name.removeprefix(here) for here, there in ON_DISK if name.startswith(here))
 
     return {hub(name): tensor for name, tensor in tensors.items()}
 
@@ -269,7 +265,7 @@ class TestText(Suite):
         assert config["dtype"] == config["text_config"]["dtype"] == "float16"
         widened = self.arch.from_hub(folder, dtype=torch.float64, progress=False).state_dict()
         exact = read_tensors(folder)["vision_model.class_embedding"].double()
-        assert torch.equal(widened["vision.class_embedding"], exact)
+        assert torch.equal(widened["model.vision_model.class_embedding"], exact)
 
     def test_wrong_weights_and_a_wrong_base_are_seen(self, hf, model, ids):
         expected = theirs_logits(hf, ids)
@@ -278,7 +274,7 @@ class TestText(Suite):
         wrong = self.arch.from_config(other, dtype=torch.float32)
         wrong.load_state_dict(model.state_dict())
         assert relative(wrong(ids).logits, expected) > 100 * LOGITS
-        own = next(layer for layer in model.decoder.layers if hasattr(layer, "attn"))
+        own = next(layer for layer in model.decoder.layers if hasattr(layer, "self_attn"))
         q = own.self_attn.q_proj.weight[: model.config.head_dim]
         with torch.no_grad():
             q.copy_(q.view(2, -1, q.shape[1]).transpose(0, 1).reshape(q.shape))
@@ -483,7 +479,9 @@ class TestPictures:
             assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
         # A gate behind the unit of a block keeps what the unit makes: its second run may not end before the unit.
         gated = [block.mlp.recompute for block in model.model.vision_model.global_transformer.layers]
-        assert gated == [recompute == "mlp"] * len(gated) and model.model.vision_model.transformer.layers[0].mlp.recompute
+        assert (
+            gated == [recompute == "mlp"] * len(gated) and model.model.vision_model.transformer.layers[0].mlp.recompute
+        )
         tower = model.model.vision_model.checkpointing
         model.gradient_checkpointing_disable()
         assert saved_bytes(step) == kept
@@ -494,7 +492,9 @@ class TestPictures:
     def test_a_frozen_tower_keeps_nothing_and_the_rest_has_its_gradients(self, model, batch):
         ids, labels, shown = batch
         model(ids, labels=labels, **shown).loss.backward()
-        expected = {name: p.grad.clone() for name, p in model.named_parameters() if not name.startswith("vision.")}
+        expected = {
+            name: p.grad.clone() for name, p in model.named_parameters() if not name.startswith("model.vision_model.")
+        }
         model.zero_grad()
         model.model.vision_model.requires_grad_(False)
         assert not model.model.vision_model(*(shown[name][0] for name in ARGUMENTS)).requires_grad
@@ -574,7 +574,9 @@ WRONG = {
         llama_vision, "_opening", lambda gate, rows: gate if rows is None else gate * rows
     ),
     "no_tanh_in_the_tower": lambda model, monkeypatch: [
-        gate.copy_(gate.atanh()) for block in model.model.vision_model.global_transformer.layers for gate in (block.gate_attn, block.gate_ffn)
+        gate.copy_(gate.atanh())
+        for block in model.model.vision_model.global_transformer.layers
+        for gate in (block.gate_attn, block.gate_ffn)
     ],
     "padding_hidden_from_all": lambda model, monkeypatch: monkeypatch.setattr(
         llama_vision_tower, "Batch", lambda padding: Batch(key_mask=~padding)
@@ -596,7 +598,10 @@ WRONG = {
     ],
     "aspect_ratios_off_by_one": lambda model, monkeypatch: [
         table.weight.copy_(table.weight.roll(1, 0))
-        for table in (model.model.vision_model.pre_tile_positional_embedding.embedding, model.model.vision_model.gated_positional_embedding.tile_embedding)
+        for table in (
+            model.model.vision_model.pre_tile_positional_embedding.embedding,
+            model.model.vision_model.gated_positional_embedding.tile_embedding,
+        )
     ],
 }
 

@@ -12,12 +12,14 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import MARK
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
+from ligermodels.kernels.linear import joint, lay_together
 from ligermodels.kernels.rms_norm import add_rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 from tests.kernels.oracle import assert_as_exact, dtypes
 
 module = importlib.import_module("ligermodels.kernels.gated_mlp")
 kernels = importlib.import_module("ligermodels.kernels.glu")
+linear = importlib.import_module("ligermodels.kernels.linear")
 
 HIDDEN, INNER, OUT = 6, 20, 5
 MODES = {"kept": {}, "one tile": {"recompute": True}, "tiles": {"recompute": True, "workspace_bytes": 1}}
@@ -281,9 +283,9 @@ def test_adds_to_the_gradient_in_place(device, poison, monkeypatch, mode):
         setattr(weight, MARK, True)
     expected = run(gated_mlp, inputs, dy)[2:]
     given: list = []
-    name = "give_gradient" if mode == "tiles" else "weight_gradient"
-    real = getattr(module, name)
-    monkeypatch.setattr(module, name, lambda *args: given.append(real(*args)) or given[-1])
+    owner, name = (module, "give_gradient") if mode == "tiles" else (linear, "weight_gradient")
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *args: given.append(real(*args)) or given[-1])
     for _ in range(2):
         gated_mlp(x, *parameters, **MODES[mode]).backward(dy)
     assert given == [None] * 4
@@ -367,7 +369,7 @@ def plain_unit(x, up, packed, activation, *, dtype=None):
     return (ACTIVATIONS[activation](gate) * up).to(dtype or x.dtype)
 
 
-def plain_unit_backward(dh, x, up, packed, activation, *, emit, over):
+def plain_unit_backward(dh, x, up, packed, activation, *, need_x, need_up, emit, over):
     """What the kernel does to x = [gate | up], in PyTorch, for silu."""
     (gate, up), slope = x.chunk(2, -1), torch.sigmoid(x.chunk(2, -1)[0])
     dx = torch.cat([dh * up * slope * (1 + gate * (1 - slope)), dh * gate * slope], -1)
@@ -414,6 +416,217 @@ def test_bad_inputs(device, gated):
             gated_mlp(x, w1[:39], w2)
 
 
+# Gate and up as two weights.
+
+LAID = {"joint": lay_together, "apart": lambda parameters: None}
+BIASES = {"none": None, "both": (True, True), "up": (False, True)}
+NAMES = ["x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+each_laid = pytest.mark.parametrize("laid", LAID)
+
+
+def two_weights(device, laid, *lead, dtype=torch.float32, bias="both", **sizes):
+    """The tensors of a call by name, and dy; and what `make` has packed, as leaves of their own."""
+    inputs, dy = make(device, True, *lead, dtype=dtype, **sizes)
+    x, w1, w2, b1, b2 = inputs
+    there = BIASES[bias] or (False, False)
+    tensors = [x, *w1.chunk(2), w2, *(b if t else None for b, t in zip(b1.chunk(2), there, strict=True)), b2]
+    leaves = {n: None if t is None else nn.Parameter(t.clone()) for n, t in zip(NAMES, tensors, strict=True)}
+    leaves["x"] = x.clone().requires_grad_()
+    LAID[laid]([leaves["gate"], leaves["up"]])
+    if bias == "both":
+        LAID[laid]([leaves["gate_bias"], leaves["up_bias"]])
+    assert (joint([leaves["gate"], leaves["up"]]) is not None) == (laid == "joint")
+    return leaves, dy
+
+
+def call_of_two(op, t, **options):
+    biases = None if t["gate_bias"] is None and t["up_bias"] is None else (t["gate_bias"], t["up_bias"])
+    return op(t["x"], (t["gate"], t["up"]), t["down"], biases, t["down_bias"], **options)
+
+
+def run_two(op, t, dy, **options):
+    y = call_of_two(op, t, **options)
+    trained = {n: leaf for n, leaf in t.items() if leaf is not None and leaf.requires_grad}
+    return {"y": y.detach()} | dict(zip(trained, torch.autograd.grad(y, list(trained.values()), dy), strict=True))
+
+
+def eager_two(x, weights, down, biases, down_bias):
+    h = [F.linear(x, w, b) for w, b in zip(weights, biases or (None, None), strict=True)]
+    return F.linear(F.silu(h[0]) * h[1], down, down_bias)
+
+
+@each_mode
+@each_laid
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("dtype", dtypes(), ids=str)
+def test_two_weights(device, poison, dtype, bias, laid, mode):
+    lead = (2, 131) if mode == "tiles" else (6, 17)
+    t, dy = two_weights(device, laid, *lead, dtype=dtype, bias=bias)
+    actual, allowed = run_two(gated_mlp, t, dy, **MODES[mode]), run_two(eager_two, t, dy)
+    wide = {n: None if leaf is None else leaf.detach().double().requires_grad_() for n, leaf in t.items()}
+    exact = run_two(gated_mlp_reference, wide, dy.double())
+    for name, c in exact.items():
+        a, b = actual[name], allowed[name]
+        assert a.dtype == dtype
+        if dtype == torch.float64:
+            torch.testing.assert_close(a, c, **ALMOST_FP64, msg=lambda m, name=name: f"{name}: {m}")
+        else:
+            slack = FP32_SLACK if dtype == torch.float32 else 1.0
+            assert_as_exact(a, c + slack * (b.double() - c), c, name, terms=dy[..., 0].numel())
+
+
+@each_laid
+def test_two_weights_of_few_rows(device, laid):
+    for lead in ((), (1,), (0,), (2, 0)):
+        t, dy = two_weights(device, laid, *lead, dtype=torch.float64)
+        for options in MODES.values():
+            actual, expected = run_two(gated_mlp, t, dy, **options), run_two(gated_mlp_reference, t, dy)
+            for name, value in expected.items():
+                torch.testing.assert_close(actual[name], value, **ALMOST_FP64)
+
+
+@each_laid
+def test_two_weights_gradcheck(device, laid):
+    t, _ = two_weights(device, laid, 3, dtype=torch.float64, hidden=2, inner=3, out=2)
+    for options in MODES.values():
+        op = lambda *leaves, o=options: call_of_two(gated_mlp, dict(zip(NAMES, leaves, strict=True)), **o)  # noqa: E731
+        assert torch.autograd.gradcheck(op, list(t.values()), fast_mode=True)
+
+
+FROZEN = [("gate",), ("up",), ("down",), ("x",), ("gate", "up"), ("x", "up"), ("gate_bias",), ("up_bias", "gate"),
+          ("x", "gate", "up", "down")]  # fmt: skip
+
+
+@each_mode
+@each_laid
+@pytest.mark.parametrize("trained", FROZEN, ids="+".join)
+def test_two_weights_frozen(device, poison, laid, mode, trained):
+    """A product for z and for dx where they are joint, two where not; one for the gradients of both, or of one."""
+    t, dy = two_weights(device, laid, 130)
+    whole = run_two(gated_mlp, t, dy, **MODES[mode])
+    for name, leaf in t.items():
+        leaf.requires_grad_(name in trained)
+    with Products() as forward:
+        y = call_of_two(gated_mlp, t, **MODES[mode])
+    with Products() as backward:
+        grads = torch.autograd.grad(y, [t[n] for n in trained], dy)
+    for name, grad in zip(trained, grads, strict=True):
+        torch.testing.assert_close(grad, whole[name], **FP32_SUMS)
+    each = 1 if laid == "joint" else 2
+    need_z = any(n != "down" for n in trained)
+    count = need_z + ("down" in trained) + each * ("x" in trained) + ("gate" in trained or "up" in trained)
+    again = each if mode != "kept" else 0
+    tiles = 2 if mode == "tiles" else 1
+    assert forward.count == (each + 1) * tiles
+    assert backward.count == (count + again) * tiles
+
+
+@each_mode
+@each_laid
+def test_two_weights_behind_a_norm(device, poison, laid, mode):
+    """x is made again: the same bits as of an x that is kept."""
+    t, dy = two_weights(device, laid, 2, 70)
+    residual, norm = torch.randn(2, 70, HIDDEN, device=device), torch.randn(HIDDEN, device=device)
+
+    def block(forgets, x, *rest, **options):
+        y, total = add_rms_norm(x, residual, norm)
+        return gated_mlp(y.view_as(y) if forgets else y, *rest, **options) + total.mean(-1, keepdim=True)
+
+    kept, made = (run_two(functools.partial(block, forgets), t, dy, **MODES[mode]) for forgets in (True, False))
+    assert all(torch.equal(kept[name], made[name]) for name in kept)
+
+
+@each_mode
+@each_laid
+@pytest.mark.parametrize("some", [("gate", "up"), ("up",)], ids="+".join)
+def test_two_weights_add_in_place(device, poison, laid, mode, some):
+    t, dy = two_weights(device, laid, 130)
+    expected = run_two(gated_mlp, t, dy)
+    for name in ("gate", "up", "down"):
+        t[name].requires_grad_(name in some)
+        setattr(t[name], MARK, True)
+    memory: list = []
+    for times in (1, 2, 3):
+        call_of_two(gated_mlp, t, **MODES[mode]).backward(dy)
+        for name in some:
+            torch.testing.assert_close(t[name].grad, times * expected[name], **FP32_SUMS)
+        memory.append([t[name].grad.data_ptr() for name in some])
+    assert memory[0] == memory[1] == memory[2]
+    assert len(some) == 1 or joint([t["gate"].grad, t["up"].grad]) is not None
+
+
+@each_mode
+@each_laid
+def test_two_weights_run_twice_and_checkpointed(device, poison, laid, mode):
+    t, dy = two_weights(device, laid, 2, 70)
+    y = call_of_two(gated_mlp, t, **MODES[mode])
+    leaves = list(t.values())
+    first, second = (torch.autograd.grad(y, leaves, dy, retain_graph=True) for _ in range(2))
+    again = checkpoint(call_of_two, gated_mlp, t, use_reentrant=False, **MODES[mode])
+    third = torch.autograd.grad(again, leaves, dy)
+    for a, b, c in zip(first, second, third, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+
+
+def test_two_weights_that_move_before_the_backward(device):
+    """As FSDP moves them: the memory in which they were one is gone."""
+    for options in MODES.values():
+        t, dy = two_weights(device, "joint", 130)
+        expected = run_two(gated_mlp, t, dy, **options)["x"]
+        y, old = call_of_two(gated_mlp, t, **options), joint([t["gate"], t["up"]]).data
+        for name in ("gate", "up"):
+            t[name].data = t[name].data.clone()
+        old.fill_(torch.nan)
+        torch.testing.assert_close(torch.autograd.grad(y, t["x"], dy)[0], expected, **FP32_SUMS)
+
+
+@each_laid
+@pytest.mark.parametrize("mode", ["kept", "one tile"])
+@pytest.mark.parametrize("triton_path", [True, False])
+def test_two_weights_compile_whole(monkeypatch, triton_path, mode, laid):
+    monkeypatch.setattr(module, "use_triton", lambda x: triton_path)
+    for owner in (module, kernels):
+        monkeypatch.setattr(owner, "unit", plain_unit)
+    monkeypatch.setattr(kernels, "unit_backward", plain_unit_backward)
+    t, dy = two_weights("cpu", laid, 3, 7)
+    op = lambda *leaves: call_of_two(gated_mlp, dict(zip(NAMES, leaves, strict=True)), **MODES[mode])  # noqa: E731
+    assert_compiles(op, list(t.values()), [dy], backend="aot_eager")
+
+
+def test_two_weights_under_autocast(device):
+    t, dy = two_weights(device, "joint", 9)
+
+    def under_autocast(op, *args, **options):
+        with torch.autocast(device, dtype=torch.float16):
+            return op(*args, **options)
+
+    actual, expected = (
+        run_two(functools.partial(under_autocast, op), t, dy.half()) for op in (gated_mlp, gated_mlp_reference)
+    )
+    for name, value in expected.items():
+        assert actual[name].dtype == value.dtype
+        # Half precision products of at most 20 terms: some ulp of the largest sums.
+        torch.testing.assert_close(actual[name], value, rtol=1e-2, atol=1e-2 * value.abs().max().item())
+
+
+def test_two_weights_that_do_not_fit(device):
+    t, _ = two_weights(device, "apart", 3)
+    x, gate, up, down, gate_bias, up_bias = (t[n] for n in NAMES[:6])
+    for message, call in {
+        r"\[\(20, 6\), \(19, 6\)\]": lambda: gated_mlp(x, (gate, up[:19]), down),
+        r"\[\(20, 6\)\]": lambda: gated_mlp(x, (gate,), down),
+        r"up_weight \(20, 5\).*expected \[N, 6\]": lambda: gated_mlp(x, (gate, up[:, :5]), down),
+        r"gate_bias \(3,\)": lambda: gated_mlp(x, (gate, up), down, (gate_bias[:3], up_bias)),
+        r"gate_up_bias \(20,\)": lambda: gated_mlp(x, (gate, up), down, gate_bias),
+        r"gate_up_bias \[\(20,\)\]": lambda: gated_mlp(x, (gate, up), down, (gate_bias,)),
+        r"gate_up_bias \[\(20,\), None\]": lambda: gated_mlp(x, gate, down, (gate_bias, None)),
+        "up_weight torch.float64": lambda: gated_mlp(x, (gate, up.double()), down),
+        r"down_weight .*expected \[N, 20\]": lambda: gated_mlp(x, (gate, up), down[:, :19]),
+    }.items():
+        with pytest.raises(InputError, match=message):
+            call()
+
+
 def on_gpu(gated, tokens, *, dtype=torch.bfloat16, hidden=512, inner=1536):
     inputs, dy = make("cuda", gated, tokens, dtype=dtype, hidden=hidden, inner=inner, out=hidden)
     return [t.requires_grad_() for t in inputs], dy
@@ -438,6 +651,18 @@ def test_triton_path_compiles_whole(gated, mode, dynamic):
 def test_captured_and_never_waits(check, mode, gated):
     inputs, dy = on_gpu(gated, 900)
     check(unit(gated, **GPU_MODES[mode])[0], inputs, [dy])
+
+
+@pytest.mark.gpu
+@each_laid
+@pytest.mark.parametrize("mode", GPU_MODES)
+def test_two_weights_on_a_gpu(mode, laid):
+    t, dy = two_weights("cuda", laid, 900, dtype=torch.bfloat16, hidden=512, inner=1536, out=512)
+    op = lambda *leaves: call_of_two(gated_mlp, dict(zip(NAMES, leaves, strict=True)), **GPU_MODES[mode])  # noqa: E731
+    assert_captures(op, list(t.values()), [dy])
+    assert_never_waits(op, list(t.values()), [dy])
+    t, dy = two_weights("cuda", laid, 70, hidden=512, inner=1536, out=512)
+    assert_compiles(op, list(t.values()), [dy])
 
 
 @pytest.mark.gpu
