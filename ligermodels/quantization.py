@@ -271,6 +271,7 @@ def quantizer_of(config: Any) -> BitsAndBytes | TorchAO:
     Raises InputError for other methods, unknown fields and settings that are not supported, and where the library is
     not installed.
     """
+    config = getattr(config, "quantization_config", config)  # of what transformers hangs on a model as hf_quantizer
     if isinstance(config, BitsAndBytes | TorchAO):
         return config
     if _is_of_torchao(config):

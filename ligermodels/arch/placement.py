@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.layers import LMHead
+from ligermodels.layers.linear import JointProjections
 
 _PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -83,17 +84,18 @@ def dispatch(model: nn.Module, plan: Plan, offload_folder: str | Path | None) ->
     offload_folder: where weights wait that go to the disk, each model's in a folder of its own, which stays.
     Raises InputError where parts go to the disk and `offload_folder` is None.
     """
-    if "disk" in plan.values() and offload_folder is None:
-        parts = [name for name, place in plan.items() if place == "disk"]
-        raise InputError(f"device_map puts {', '.join(parts[:3])} on the disk: pass offload_folder=")
-    accelerate = _accelerate(plan)
-    if offload_folder is not None:  # one of its own: accelerate takes what it finds there for this model's
+    folder = None
+    if on_disk := [name for name, place in plan.items() if place == "disk"]:
+        if offload_folder is None:
+            raise InputError(f"device_map puts {', '.join(on_disk[:3])} on the disk: pass offload_folder=")
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        offload_folder = tempfile.mkdtemp(prefix="weights-", dir=offload_folder)
-    accelerate.dispatch_model(model, dict(plan), offload_dir=offload_folder, skip_keys="past_key_values")
+        # One of its own: accelerate takes weights that it finds there for this model's.
+        folder = tempfile.mkdtemp(prefix="weights-", dir=offload_folder)
+    accelerate = _accelerate(plan)
+    accelerate.dispatch_model(model, dict(plan), offload_dir=folder, skip_keys="past_key_values")
     for module in model.modules():
-        if hasattr(module, "_lay_together"):
-            module._lay_together()  # accelerate moves weights one by one
+        if isinstance(module, JointProjections):
+            module.lay_together()  # accelerate moves weights one by one
 
 
 def offloaded_state(model: nn.Module) -> dict[str, Tensor] | None:

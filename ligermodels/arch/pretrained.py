@@ -242,7 +242,8 @@ class Pretrained(nn.Module):
                 "The weights are partitioned by DeepSpeed's ZeRO-3. Call model_engine.save_16bit_model(folder), or "
                 "save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) on every rank."
             )
-        tied, quantizer = self.tied_weights, getattr(self, "hf_quantizer", None)
+        tied = self.tied_weights
+        quantizer = quantization.quantizer_of(self.hf_quantizer) if hasattr(self, "hf_quantizer") else None
         config = copy.copy(self.config)
         config.tie_word_embeddings = bool(tied)
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
@@ -287,12 +288,6 @@ class Pretrained(nn.Module):
         table = next(name for name, module in self.named_modules() if module is self.get_input_embeddings())
         named = {weights.plain_name(name): tensor.dtype for name, tensor in tensors.items()}
         return named.get(f"{weights.plain_name(table)}.weight", self.dtype)
-
-    @property
-    def _no_split_modules(self) -> list[str]:
-        """The classes of the blocks, by the name that accelerate has for what stays on one device."""
-        lists = [module for module in self.modules() if isinstance(module, nn.ModuleList)]
-        return sorted({type(block).__name__ for blocks in lists for block in blocks})
 
     @property
     def tied_weights(self) -> dict[str, str]:
