@@ -1,7 +1,7 @@
 """Where the parts of a model go: one device, or several through accelerate, which is imported on demand."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -72,10 +72,16 @@ def plan(
     return found
 
 
-def device_of(plan: Plan, name: str) -> torch.device:
-    """Where the module `name` is loaded to; what will wait on the disk comes by way of the CPU."""
-    place = _place(plan, name)
-    return torch.device("cpu" if place == "disk" or place is None else place)
+def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:
+    """{name of a module: the device it computes on}. Raises InputError where one is to wait on the disk or the CPU."""
+    places = {name: _place(plan, name) for name in names}
+    offloaded = {"disk", "cpu"} if set(plan.values()) - {"disk", "cpu"} else {"disk"}
+    if away := [name for name, place in places.items() if place in offloaded]:
+        raise InputError(
+            f"quantised modules cannot be offloaded, and device_map puts {', '.join(away[:3])}"
+            f"{', ...' * (len(away) > 3)} on the CPU or the disk; give max_memory more room, or skip them"
+        )
+    return {name: torch.device(place) for name, place in places.items() if place is not None}
 
 
 def dispatch(model: nn.Module, plan: Plan, offload_folder: str | Path | None) -> None:

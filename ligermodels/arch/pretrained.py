@@ -133,7 +133,7 @@ class Pretrained(nn.Module):
                 weights.load(model, cls.DISK_NAMES, reader, **reading)
             else:
                 if place is None:
-                    reading["devices"] = {name: placement.device_of(plan, name) for name, _ in model.named_modules()}
+                    reading["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
                 reading["from_quantized"] = saved_with is not None
                 quantization.load(model, cls.DISK_NAMES, reader, quantizer, **reading)
         if place is None:

@@ -1,0 +1,92 @@
+"""Tiny checkpoints and a tokenizer, written by transformers, and both models of each; theirs is the expectation."""
+
+import os
+from pathlib import Path
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import ligermodels
+
+SIZES = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=44,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    initializer_range=0.2,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=3,
+)
+CONFIGS = {
+    "llama": lambda **changes: transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes}),
+    "qwen2": lambda **changes: transformers.Qwen2Config(**{**SIZES, "tie_word_embeddings": False, **changes}),
+}
+"""One with a tied head, one with an untied head and biases."""
+FAMILIES = tuple(CONFIGS)
+WORDS = ["<unk>", "<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>", *"abcdefghijklmnopqrstuvwxyz"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|> {% generation %}"
+    "{{ message.content }} </s> {% endgeneration %}{% else %}<|user|> {{ message.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+
+
+def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
+    """A token a word, the words being letters; the chat template marks what the assistant says."""
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        additional_special_tokens=["<|user|>", "<|assistant|>"], chat_template=CHAT_TEMPLATE,
+    )  # fmt: skip
+
+
+def write_checkpoint(folder: Path, family: str, seed: int = 0, **changes) -> Path:
+    """Model and tokenizer of a family, as transformers writes them; the biases are not zero."""
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](**changes))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    make_tokenizer().save_pretrained(folder)
+    return Path(folder)
+
+
+def ours(folder: Path, **options):
+    return ligermodels.load(str(folder), device="cpu", progress=False, **options)
+
+
+def theirs(folder: Path, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
+
+
+def both(folder: Path):
+    """(ours, transformers') of one checkpoint."""
+    return ours(folder), theirs(folder)
+
+
+def make_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(len(WORDS), (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+class Texts(torch.utils.data.Dataset):
+    """Rows of ids, their labels, a mask; the ends of some rows are padding."""
+
+    def __init__(self, rows: int = 16, length: int = 12):
+        self.rows, self.length = rows, length
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = make_ids(1, self.length, seed=index)[0]
+        mask = (torch.arange(self.length) < self.length - index % 3).long()
+        return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
