@@ -483,11 +483,11 @@ def test_inspect_asks_the_hub_for_headers_and_not_for_weights(folder, capsys, mo
 
 
 def test_convert_and_verify(folder, capsys, tmp_path):
-    status, out, err = run(capsys, "convert", folder, tmp_path / "native", "--to", "native", "--verify", "logits")
+    status, out, err = run(capsys, "convert", folder, tmp_path / "dcp", "--to", "dcp", "--verify", "logits")
     assert (status, err) == (0, "") and "tensors, " in out and "verified: logits" in out
-    status, out, _ = run(capsys, "verify", folder, tmp_path / "native")
+    status, out, _ = run(capsys, "verify", folder, tmp_path / "dcp")
     assert status == 0 and out.endswith("the same\n") and "difference of logits: 0.0\n" in out
-    status, out, _ = run(capsys, "convert", tmp_path / "native", tmp_path / "half", "--dtype", "fp16", "--json")
+    status, out, _ = run(capsys, "convert", tmp_path / "dcp", tmp_path / "half", "--dtype", "fp16", "--json")
     report = json.loads(out)
     assert status == 0 and report["ok"] and report["to"] == "hf" and report["destination"] == str(tmp_path / "half")
     assert ligermodels.load(tmp_path / "half", progress=False).dtype == torch.float16

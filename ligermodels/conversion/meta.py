@@ -215,8 +215,6 @@ class MetaSource:
     Raises CheckpointError (files that are missing, damaged, at odds with params.json), HubError (cannot be read).
     """
 
-    native = False
-
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False, rope_factor: float | None = None):
         self.folder = Path(folder)
         self.source = str(folder)
@@ -434,8 +432,6 @@ def write_meta(
     Raises CheckpointError (another architecture, or one that Meta's code does not compute), ConfigError, InputError
     (arguments), OSError (cannot be written).
     """
-    if reader.native:
-        raise InputError(f"{reader.source} is native; convert it to Hugging Face's layout first")
     checked = LlamaConfig.from_hf(config)
     params = _params(checked)
     sizes = Sizes(
@@ -525,8 +521,7 @@ def _params(config: LlamaConfig) -> dict[str, Any]:
     )
     if odd:
         raise CheckpointError(
-            f"Meta's code does not compute {', '.join(odd)} of this config.json.\n"
-            "  Next: keep Hugging Face's layout, or the native one."
+            f"Meta's code does not compute {', '.join(odd)} of this config.json.\n  Next: keep Hugging Face's layout."
         )
     multiple, scale = _rounding(config.hidden_size, config.intermediate_size)
     params: dict[str, Any] = {

@@ -10,26 +10,28 @@ from torch import Tensor
 
 from ligermodels import checkpoint, hub, weights
 from ligermodels.arch import ARCHS, CausalLM
-from ligermodels.conversion import dcp, lora, meta, mistral
+from ligermodels.conversion import dcp, lora, meta, mistral, native
 from ligermodels.conversion.source import Described, MismatchError, Source
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 from ligermodels.weights import TensorInfo
 
 
 class FolderSource:
-    """A folder with config.json and safetensors, in Hugging Face's or the native layout, or with pickles.
+    """A folder with config.json and safetensors, or with pickles. What an earlier version packed is seen unpacked.
 
-    places: {tensor: weight file that holds it}. pickled: whether these are pickles.
+    places: {tensor: weight file that holds it}. kind: what is unusual about it, "pickled" or "packed".
     Raises CheckpointError.
     """
 
     def __init__(self, folder: Path, *, allow_pickle: bool = False):
         self.folder, self.source = folder, str(folder)
         self._config = checkpoint.read_json(folder / "config.json")
-        self._reader = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+        opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+        packed = native.is_native(opened.headers)
+        self._reader = native.Unpacked(opened, self._config.get("model_type")) if packed else opened
         self.headers: Mapping[str, TensorInfo] = self._reader.headers
-        self.native, self.places = self._reader.native, self._reader.places
-        self.pickled = isinstance(self._reader, checkpoint.PickleReader)
+        self.places = self._reader.places
+        self.kind = "packed" if packed else "pickled" if isinstance(opened, checkpoint.PickleReader) else None
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -52,36 +54,30 @@ class FolderSource:
 
 
 class View:
-    """A source in Hugging Face's layout or the native one, cast to `dtype` if that is given; a source itself.
+    """A source under the names that Hugging Face has on disk, cast to `dtype` if that is given; a source itself.
 
-    Tied copies and names that the architecture ignores are left out. A read holds the tensor that it returns and,
-    where that is both joined from others and cast, the tensor before the cast.
+    memory: under the names of the model in memory instead, which are transformers' as well. Tied copies and names that
+    the architecture ignores are left out. A read holds the tensor that it returns and, where that is both joined from
+    others and cast, the tensor before the cast.
     arch, model: what the config asks for; the model is on the meta device.
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
     """
 
-    def __init__(self, source: Source, *, native: bool = False, dtype: torch.dtype | None = None):
-        self.origin, self.source, self.native, self.dtype = source, source.source, native, dtype
-        self.model, self.table = model_of(source)
-        check_fit(source, self.model, self.table)
-        model, arch, tied = self.model, type(self.model), self.model.tied_weights
-        self.arch = arch
-        if tied.keys() & source.headers.keys():  # compares a head that is there though it is tied
-            with checkpoint.read_errors(source.source):
-                next(weights.unpack(model, arch.WEIGHTS, source, tied=tied, also=arch.ALSO_READ))
-        self._boxes: dict[str, list[weights.Region]] = {}
-        for region in weights.regions(model, self.table):
-            self._boxes.setdefault(region.param, []).append(region)
-        wanted = weights.regions(model, weights.identity(model) if native else arch.WEIGHTS)
-        self._wanted = {region.source: region for region in wanted}
-        self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        self.headers: Mapping[str, TensorInfo] = {name: self._info(region) for name, region in self._wanted.items()}
+    def __init__(self, source: Source, *, memory: bool = False, dtype: torch.dtype | None = None):
+        self.origin, self.source, self.dtype = source, source.source, dtype
+        self.model, table = model_of(source)
+        self.arch = type(self.model)
+        check_fit(source, self.model, table)
+        with checkpoint.read_errors(source.source):
+            weights.check_tied(self.model, table, source, self.model.tied_weights)
+        self._relaid = weights.Relaid(self.model, source, table, {} if memory else self.arch.DISK_NAMES)
+        self.headers: Mapping[str, TensorInfo] = {
+            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._relaid.headers.items()
+        }
 
     def read(self, name: str) -> Tensor:
-        region = self._wanted[name]
-        same = self._same(region)
         with checkpoint.read_errors(f"{self.source}: {name}"):  # a fault of the source, whatever is being written
-            tensor = self.origin.read(same) if same is not None else self._whole(region.param)[region.index]
+            tensor = self._relaid.read(name)
         return tensor.to(self.dtype or tensor.dtype)
 
     def config(self) -> dict[str, Any]:
@@ -103,41 +99,13 @@ class View:
         places = getattr(self.origin, "places", None)
         if places is None:
             return None
-        sources = {name: self._same(r) or self._boxes[r.param][0].source for name, r in self._wanted.items()}
-        return {name: places[source] for name, source in sources.items()}
+        return {name: places[self._relaid.boxes(name)[0].source] for name in self.headers}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.origin.__exit__(*exc_info)
-
-    def _same(self, region: weights.Region) -> str | None:
-        """The tensor of the source that is this region, if there is one."""
-        return next((box.source for box in self._boxes[region.param] if box.index == region.index), None)
-
-    def _whole(self, param: str) -> Tensor:
-        boxes = self._boxes[param]
-        if boxes[0].index == ():
-            return self.origin.read(boxes[0].source)
-        whole = torch.empty(self._shapes[param], dtype=self._stored(param))
-        for box in boxes:
-            whole[box.index].copy_(self.origin.read(box.source))
-        return whole
-
-    def _stored(self, param: str) -> torch.dtype:
-        """The dtype that holds all parts of a parameter without loss."""
-        dtypes = [self.origin.headers[box.source].dtype for box in self._boxes[param]]
-        widest = dtypes[0]
-        for dtype in dtypes[1:]:
-            widest = torch.promote_types(widest, dtype)
-        return widest
-
-    def _info(self, region: weights.Region) -> TensorInfo:
-        same = self._same(region)
-        stored = self._stored(region.param) if same is None else self.origin.headers[same].dtype
-        shape = torch.empty(self._shapes[region.param], device="meta")[region.index].shape
-        return TensorInfo(self.dtype or stored, tuple(shape))
 
 
 Kind = Literal["folder", "meta", "mistral", "dcp", "adapter"]
@@ -260,7 +228,7 @@ def model_of(source: Described) -> tuple[CausalLM, weights.Table]:
         raise ConfigError(f"{source.source} has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
     arch = ARCHS[model_type]
     model = arch.from_config(config, device="meta")
-    return model, weights.layout(model, arch.WEIGHTS, source.headers, native=source.native, also=arch.ALSO_READ)
+    return model, weights.layout(model, arch.DISK_NAMES, source.headers, also=arch.ALSO_READ)
 
 
 def check_fit(source: Described, model: CausalLM, table: weights.Table) -> None:

@@ -173,5 +173,5 @@ def _spread(logits: Tensor) -> float:
 def _log_probabilities(view: View, ids: Tensor) -> Tensor:
     """fp64 [prompts, length, vocabulary] of the model in fp32."""
     model = view.arch.from_config(view.config(), device="meta", dtype=torch.float32)
-    weights.load(model, view.arch.WEIGHTS, view, device="cpu", dtype=torch.float32, progress=False)
+    weights.load(model, view.arch.DISK_NAMES, view, device="cpu", dtype=torch.float32, progress=False)
     return model.eval()(ids).logits.double().log_softmax(-1)

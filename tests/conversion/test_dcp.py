@@ -53,18 +53,17 @@ def check_equal(source, expected):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model."])
-@pytest.mark.parametrize("names", ["ours", "hf"])
+@pytest.mark.parametrize("names", ["memory", "disk"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_names_are_found_behind_any_prefix(tmp_path, prefix, names, family):
     model = make(family, torch.bfloat16)
-    held = dict(model.named_parameters() if names == "ours" else weights.export(model, model.WEIGHTS))
+    held = dict(model.named_parameters() if names == "memory" else weights.export(model, model.DISK_NAMES))
     state = {prefix + name: tensor.detach() for name, tensor in held.items()}
     beside = {"optimizer.state.norm.weight.exp_avg": torch.ones(32), "lr_scheduler": {"step": 3}, "step": 7}
     save({**state, **beside}, tmp_path)
     configured(tmp_path, model)
     (tmp_path / "tokenizer.json").write_text("{}")
     with DcpSource(tmp_path) as source:
-        assert source.native is (names == "ours")
         check_equal(source, held)
         assert source.config()["model_type"] == family
         assert source.files() == {name: tmp_path / name for name in ("tokenizer.json", "config.json")}
@@ -73,7 +72,7 @@ def test_names_are_found_behind_any_prefix(tmp_path, prefix, names, family):
 def on_two_ranks(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
     model, mesh = make(vocab_size=63), init_device_mesh("cpu", (2,))  # an odd count of rows: uneven shards
-    for layer in model.layers:
+    for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -100,16 +99,16 @@ def test_shards_of_fsdp_are_joined(tmp_path):
         DcpSource(tmp_path / "saved", tmp_path / "config")
 
 
-@pytest.mark.parametrize("names", ["ours", "hf"])
+@pytest.mark.parametrize("names", ["memory", "disk"])
 def test_what_is_written_is_loaded_by_torch(tmp_path, names):
     model = make()
     model.save_pretrained(tmp_path / "hf")
-    reader = Reader(dict(model.named_parameters())) if names == "ours" else SafetensorsReader(tmp_path / "hf")
+    reader = Reader(dict(model.named_parameters())) if names == "memory" else SafetensorsReader(tmp_path / "hf")
     path = tmp_path / "dcp"
     write_dcp(reader, path)
     assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp"]
     check_equal(DcpSource(path, tmp_path / "hf"), {name: reader.read(name) for name in reader.headers})
-    if names == "ours":
+    if names == "memory":
         other = ARCHS["llama"].from_config(SIZES, dtype=torch.float32, device="cpu")
         state = {name: torch.zeros_like(tensor) for name, tensor in other.state_dict().items()}
         dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -119,7 +118,7 @@ def test_what_is_written_is_loaded_by_torch(tmp_path, names):
 
 
 class Reader:
-    native, source = True, "memory"
+    source = "memory"
 
     def __init__(self, tensors):
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
