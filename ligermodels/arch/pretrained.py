@@ -248,12 +248,13 @@ class Pretrained(nn.Module):
         config.tie_word_embeddings = bool(tied)
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
         values, metadata = config.to_hf(), None
+        # What config.json says that there is: a model whose weights FSDP1 or ZeRO-3 holds knows of others, or of none.
+        shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
-            tensors = weights.export(self, self.DISK_NAMES, given, tied=tied)
+            tensors = weights.export(shapes, self.DISK_NAMES, given, tied=tied)
         elif state_dict is not None:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:
-            shapes = type(self)._on_meta(copy.copy(config), self.dtype, "none")
             tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
             values["quantization_config"] = quantizer.to_dict()
         files: dict[str, Any] = {"config.json": checkpoint.json_bytes(values)}
