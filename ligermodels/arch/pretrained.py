@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -315,8 +316,8 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
         return checkpoint.read_json(place)
     if isinstance(config, ModelConfig | Mapping):
         return config
-    if hasattr(config, "to_dict"):  # of transformers
-        return config.to_dict()
+    if hasattr(config, "to_json_string"):  # of transformers
+        return json.loads(config.to_json_string())
     path = Path(config).expanduser()
     return checkpoint.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
 
