@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         Qwen2VLConfig,
         load,
     )
+    from ligermodels.integrations.transformers import from_transformers
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
 
@@ -74,6 +75,7 @@ _ARCH = (
 _HOMES = {
     "Processor": "ligermodels.vision",
     "Tokenizer": "ligermodels.text",
+    "from_transformers": "ligermodels.integrations.transformers",
     **dict.fromkeys(_ARCH, "ligermodels.arch"),
 }
 
@@ -105,6 +107,7 @@ __all__ = [
     "Qwen2VLConfig",
     "Tokenizer",
     "TokenizerError",
+    "from_transformers",
     "kernels",
     "layers",
     "load",

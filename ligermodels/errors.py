@@ -1,5 +1,7 @@
 """The errors a user can cause. Each message says what is wrong, where, the likely cause and the next step."""
 
+import warnings
+
 
 class LigermodelsError(Exception):
     """Base of every error that ligermodels raises on purpose."""
@@ -23,3 +25,13 @@ class TokenizerError(LigermodelsError, ValueError):
 
 class InputError(LigermodelsError, ValueError):
     """Tensors or arguments of a call that do not fit together."""
+
+
+_warned: set[str] = set()
+
+
+def warn_once(reason: str, text: str) -> None:
+    """warnings.warn(text), once in a process for each reason."""
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(text, stacklevel=3)

@@ -25,6 +25,7 @@ from the memory's speed and the card's power: for one to four of Llama-3.2-1B's 
 import dataclasses
 import functools
 import math
+import warnings
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -137,7 +138,10 @@ class Checkpointing:
         if type(offload) is not bool:
             raise InputError(f"offload={offload!r} must be True or False")
         if options.pop("use_reentrant", None):
-            raise InputError("use_reentrant=True is not supported; leave it out or set it to False")
+            warnings.warn(
+                "use_reentrant=True is not used here: checkpointing is non-reentrant, which gives the same gradients",
+                stacklevel=4,
+            )
         if unknown := options.keys() - _OF_TORCH:
             raise InputError(
                 f"activation checkpointing has no option {_words(sorted(unknown))}; there are 'recompute', 'blocks', "

@@ -644,6 +644,19 @@ def test_doctor_says_how_to_fix_what_is_off(capsys, monkeypatch):
     assert status == 1 and "-> pip install -U 'torch>=2.11'" in out and "HF_HOME" in out and "5.0 GB free" in out
 
 
+def test_doctor_says_what_of_a_model_is_fused_without_reading_weights(capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+    config = {"model_type": "gemma2", "head_dim": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    _, out, _ = run(capsys, "doctor", tmp_path)
+    table = {tuple(line.split("  ")[0].split(".")[-1:]): line for line in out.splitlines() if line.startswith("model.")}
+    assert "one op" in table["mlp",] and "gate_proj | up_proj | down_proj" in table["mlp",]
+    assert "attention_reference, scores in memory" in table["self_attn",] and "there is no GPU" in table["self_attn",]
+    status, _, err = run(capsys, "doctor", tmp_path / "nowhere")
+    assert status == 3 and "nowhere" in err
+
+
 @pytest.mark.gpu
 def test_doctor_tries_a_kernel_on_the_gpu():
     done = python("-m", "ligermodels", "doctor")

@@ -49,6 +49,7 @@ MAY_IMPORT = {
         "text",
         "errors",
     },
+    "integrations": {"arch", "layers", "errors"},
     "__main__": {"cli"},
     "cli": {
         "arch",
@@ -99,7 +100,7 @@ def test_nothing_imports_upward(path):
     room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
     assert room in MAY_IMPORT, f"{room}: say in MAY_IMPORT what this room may import"
     for module in _imports(path):
-        assert not module.startswith("transformers"), f"{path.name} imports transformers"
+        assert room == "integrations" or not module.startswith("transformers"), f"{path.name} imports transformers"
         if not module.startswith("ligermodels."):
             continue
         target = _room(module)

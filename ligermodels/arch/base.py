@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.fusion import fusion_report
 from ligermodels.arch.inputs import Targets, check_cu_seqlens, check_labels, packed_sequences, text_positions
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
@@ -21,6 +22,7 @@ from ligermodels.errors import InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
+from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
@@ -34,13 +36,13 @@ class CausalLM(Pretrained, TrainerInterface):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config
+        self.name_or_path = config._name_or_path  # PEFT looks for it in __dict__
+        self.vocab_size = config.vocab_size
         self.generation_config = GenerationConfig()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
         self.model = self._make_model(config)
-        self.lm_head = LMHead(
-            config.hidden_size, config.vocab_size, softcap=getattr(config, "final_logit_softcapping", None)
-        )
+        self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.tie_weights()
 
     def _make_model(self, config: ModelConfig) -> nn.Module:
@@ -112,7 +114,7 @@ class CausalLM(Pretrained, TrainerInterface):
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
             transformers and TRL name them, queries and keys apart; here they are the same. seq_idx, which comes
             with them, says nothing more.
-        skip_logits: `return_logits`, the other way round, as Trainer says it.
+        skip_logits: with labels, `return_logits` the other way round, as Trainer says it.
         inputs: what the model reads besides text; see its own forward.
 
         Raises InputError where arguments do not fit together.
@@ -125,10 +127,12 @@ class CausalLM(Pretrained, TrainerInterface):
             cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         ids = input_ids if inputs_embeds is None else inputs_embeds
         check_labels(labels, ids, num_items_in_batch, logits_to_keep)
-        if skip_logits is not None and return_logits is None:
+        if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", None)
         packing_known = cu_seqlens is not None or attention_mask is not None or past_key_values is not None
         positions = text_positions(position_ids, ids)
         if positions is not None and not packing_known:
@@ -150,22 +154,26 @@ class CausalLM(Pretrained, TrainerInterface):
             output_router_logits=output_router_logits,
             **inputs,
         )
-        x = (
-            output["last_hidden_state"]
-            if output_hidden_states or return_logits is False
-            else output.pop("last_hidden_state")
-        )
+        headless = labels is None and not wants_logits
+        x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
+        head, softcap = unwrapped(self.lm_head), getattr(self.config, "final_logit_softcapping", None)
         if targets is None:
             if wants_logits:
-                computed["logits"] = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
-        elif isinstance(self.lm_head, LMHead) and not wants_logits:
-            computed["loss"] = self.lm_head(
-                x, labels=targets.labels, num_items_in_batch=num_items_in_batch, num_valid=targets.count()
+                computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), softcap)
+        elif takes_labels(head) and not wants_logits:
+            computed["loss"] = head(
+                x,
+                labels=targets.labels,
+                softcap=softcap,
+                num_items_in_batch=num_items_in_batch,
+                num_valid=targets.count(),
             )
         else:
             # An adapter around the head must not be passed by: its logits are made in full.
-            logits = self.lm_head(x)
+            if not takes_labels(head):
+                warn_unfused_head(self.lm_head, x)
+            logits = capped(head(x), softcap)
             computed["loss"] = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
             if wants_logits:
                 computed["logits"] = logits
@@ -176,11 +184,13 @@ class CausalLM(Pretrained, TrainerInterface):
         return CausalLMOutput({**computed, **output})
 
     def _balance(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None, length: int) -> Tensor:
-        assert isinstance(self.config, RoutedConfig)
+        config = self.decoder.config
+        assert isinstance(config, RoutedConfig)
         tokens = None if attention_mask is None else attention_mask[:, -length:]
-        return load_balancing_loss(router_logits, top_k=self.config.num_experts_per_tok, attention_mask=tokens)
+        return load_balancing_loss(router_logits, top_k=config.num_experts_per_tok, attention_mask=tokens)
 
     generate = generate
+    fusion_report = fusion_report
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_length` tokens."""
@@ -194,7 +204,13 @@ class CausalLM(Pretrained, TrainerInterface):
 
     @property
     def device(self) -> torch.device:
-        return self.decoder.embed_tokens.weight.device
+        """Where ids go: the embedding's, or where accelerate's hook brings it while it is offloaded."""
+        table: Any = self.decoder.embed_tokens
+        hook = getattr(table, "_hf_hook", None) if table.weight.is_meta else None
+        for one in getattr(hook, "hooks", [hook]):
+            if getattr(one, "execution_device", None) is not None:
+                return torch.device(one.execution_device)
+        return table.weight.device
 
     @property
     def dtype(self) -> torch.dtype:

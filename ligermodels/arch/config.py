@@ -9,16 +9,19 @@ Source: configuration_utils.py and modeling_rope_utils.py of transformers 4.45, 
 """
 
 import dataclasses
+import json
 import math
 import reprlib
 import typing
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 
+from ligermodels import checkpoint, hub
 from ligermodels.errors import ConfigError
 
 ACTIVATIONS = {
@@ -109,6 +112,10 @@ class ModelConfig:
     """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     _attn_implementation: ClassVar[str] = "sdpa"
+    num_labels: ClassVar[int] = 2
+    """transformers' default, for a causal model too; TRL's RewardTrainer refuses a model by it."""
+    _name_or_path = ""
+    """What the model was loaded by, a repository or a folder; trainers and adapters write it down. Not saved."""
 
     vocab_size: int
     hidden_size: int
@@ -182,6 +189,15 @@ class ModelConfig:
                 stacklevel=3,
             )
         return cls(**values)
+
+    @classmethod
+    def from_pretrained(cls, id_or_folder: str | Path) -> Self:
+        """The config in the config.json of a folder or repository: PEFT compares the vocabulary's size with it.
+
+        Raises ConfigError as `from_hf` does, and HubError.
+        """
+        folder = hub.resolve(id_or_folder, weights=False)
+        return cls.from_hf(checkpoint.read_json(folder / "config.json"))
 
     @classmethod
     def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -353,11 +369,22 @@ class ModelConfig:
             **{key: rope[key] for key in ("original_max_position_embeddings",) if rope["rope_type"] == "longrope"},
         }
 
-    to_dict = to_hf
+    def to_dict(self) -> dict[str, Any]:
+        """`to_hf` and what the model was loaded by, for those who log a run."""
+        return {**self.to_hf(), "_name_or_path": self._name_or_path}
+
+    def to_json_string(self, use_diff: bool = True) -> str:
+        """`to_dict` as JSON, for Trainer's TensorBoard callback. Every field is in it, whatever `use_diff` says."""
+        return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def window(self, layer: int) -> int | None:
         """Tokens that a query of block `layer` sees, counting itself; None where it sees all before it."""
         return None
+
+    @property
+    def per_layer_config(self) -> list[Self]:
+        """This config once a block, by the name under which transformers' caches look for what differs among blocks."""
+        return [self] * self.num_hidden_layers
 
     def get_text_config(self, decoder: bool = True) -> Self:
         """The part that describes the language model: all of it."""

@@ -5,16 +5,18 @@ reads images.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.inputs import check_inputs, packed_sequences, pads_only_after
+from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, packed_sequences, pads_only_after
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.layers.head import keep_table
 from ligermodels.recompute import Checkpointing, must_not_wait, plain
 
 
@@ -43,7 +45,7 @@ class Decoder(nn.Module):
         self.checkpointing = Checkpointing()
         size, rope = config.hidden_size, dict(config.rope_parameters)
         self.embed_tokens = Embedding(
-            config.vocab_size + extra_rows, size, scale=embedding_scale, padding_idx=config.padding_idx
+            config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
         self.rotary_emb = RotaryEmbedding(
             config.head_dim,
@@ -55,6 +57,11 @@ class Decoder(nn.Module):
         )
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
         self.norm = RMSNorm(size, eps=config.rms_norm_eps) if norm is None else norm
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "embed_tokens":
+            keep_table(self, value)
+        super().__setattr__(name, value)
 
     def forward(
         self,
@@ -71,12 +78,20 @@ class Decoder(nn.Module):
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         cross: CrossStates | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
     ) -> CausalLMOutput:
         """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
 
-        Arguments as in `CausalLM.forward`. find_packing: position_ids that restart mark packed sequences, unless the
-        caller has looked for them already. cross: of models with cross-attention, what the tokens may attend to.
+        Arguments as in `CausalLM.forward`; TRL calls this with its collator's batch. find_packing: position_ids that
+        restart mark packed sequences, unless the caller has looked for them already. cross: of models with
+        cross-attention, what the tokens may attend to.
         """
+        if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
+            cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         check_inputs(
             self,
             input_ids=input_ids,

@@ -110,8 +110,6 @@ class LlamaVisionConfig(LlamaConfig):
         text |= {"model_type": "mllama_text_model", "dtype": self.dtype, "torch_dtype": self.dtype}
         return {**self.root, **root, "text_config": text, "vision_config": vision}
 
-    to_dict = to_hf
-
 
 class CrossBlock(nn.Module):
     """Attention to the pictures and gated MLP, both behind tanh of a gate; nothing where there is no picture."""

@@ -49,6 +49,11 @@ class MixtralConfig(RoutedConfig):
         if not self.router_jitter_noise < 1:
             raise self._error("router_jitter_noise", "must be below 1: it scales activations by 1 +- noise")
 
+    @property
+    def num_experts(self) -> int:
+        """`num_local_experts` by the name that TRL's balancing loss reads."""
+        return self.num_local_experts
+
     def window(self, layer: int) -> int | None:
         return self.sliding_window
 

@@ -32,11 +32,13 @@ class CausalLMOutput(Attributes):
     loss: scalar fp32. logits: [B, S, V]. past_key_values: the KVCache. last_hidden_state: [B, S, hidden_size],
     after the final norm. hidden_states: the input of each block and the last hidden state. Of mixtures of experts:
     router_logits: [B * S, experts] of each block. aux_loss: scalar, how unevenly the tokens were spread.
+    attentions: always absent; attention weights are never in memory.
     """
 
-    fields = frozenset(
-        {"loss", "logits", "past_key_values", "last_hidden_state", "hidden_states", "router_logits", "aux_loss"}
-    )
+    fields = frozenset({
+        "loss", "logits", "past_key_values", "last_hidden_state", "hidden_states", "attentions", "router_logits",
+        "aux_loss",
+    })  # fmt: skip
 
 
 class GenerationConfig(Attributes):

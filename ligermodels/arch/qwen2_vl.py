@@ -189,8 +189,6 @@ class Qwen2VLConfig(Qwen2Config):
             del values["video_rule"]
         return values
 
-    to_dict = to_hf
-
 
 class VisionBlock(nn.Module):
     """Attention within a frame and a feed-forward unit, each on the normed residual stream."""

@@ -1,33 +1,60 @@
 """What trainers and adapters call a model by: the names of transformers' models, by duck typing.
 
-transformers' Trainer, TRL, PEFT and accelerate ask for these; none of them is imported.
+transformers' Trainer, TRL, PEFT, accelerate and lm-eval ask for these; none of them is imported.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.distributions import MultivariateNormal, constraints
 
+from ligermodels.errors import InputError
+from ligermodels.layers import Embedding, LMHead
 from ligermodels.recompute import Checkpointing
 
 
 class TrainerInterface(nn.Module):
     """The part of `CausalLM` that trainers read and call."""
 
+    config: Any
     decoder: Any
     lm_head: nn.Module
     model: nn.Module
+    model_tags: list[str]
+    vocab_size: int
 
     loss_type = "ForCausalLM"
     accepts_loss_kwargs = True
     supports_gradient_checkpointing = True
     main_input_name = "input_ids"
     base_model_prefix = "model"
+    _keys_to_ignore_on_save = None
+
+    def _get_name(self) -> str:
+        """A name by which Trainer's label smoothing knows that labels are to be shifted: transformers' name of the
+        class. Trainer does not know the models that also read images, so that these borrow one."""
+        name = self.config.architecture
+        return name if name.endswith("ForCausalLM") else "LlamaForCausalLM"
+
+    def __repr__(self) -> str:
+        return type(self).__name__ + super().__repr__().removeprefix(self._get_name())
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return True
 
     @property
     def base_model(self) -> nn.Module:
         """The model without its head: its output has `last_hidden_state`."""
         return self.model
+
+    @property
+    def _tied_weights_keys(self) -> dict[str, str]:
+        """The head's weight -> the table that it reads in the checkpoints whose config ties the two."""
+        decoder = "model" if self.decoder is self.model else "model.language_model"
+        return {"lm_head.weight": f"{decoder}.embed_tokens.weight"}
 
     def get_decoder(self) -> nn.Module:
         return self.decoder
@@ -36,10 +63,83 @@ class TrainerInterface(nn.Module):
         return self.decoder.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
+        """Makes `embeddings` the token table; a tied head reads it too.
+
+        Where the architecture scales the rows (Gemma), a plain `nn.Embedding` hands its weight to an `Embedding` that
+        does.
+        """
+        scale = getattr(self.decoder.embed_tokens, "embed_scale", None)
+        if scale is not None and type(embeddings) is nn.Embedding:
+            rows, size = embeddings.weight.shape
+            with torch.device("meta"):
+                scaled = Embedding(rows, size, embed_scale=scale, padding_idx=embeddings.padding_idx)
+            scaled.weight = embeddings.weight
+            embeddings = scaled
         self.decoder.embed_tokens = embeddings
 
     def get_output_embeddings(self) -> nn.Module:
         return self.lm_head
+
+    def set_output_embeddings(self, embeddings: nn.Module) -> None:
+        """Makes `embeddings` the head; it is tied if its weight is the table's Parameter, and the config says so then.
+
+        A plain `nn.Linear` hands its parameters to the head that is there, which keeps the fused loss.
+        """
+        head, table = self.lm_head, self.decoder.embed_tokens.weight
+        tied = getattr(embeddings, "weight", None) is table
+        if type(embeddings) is not nn.Linear or not isinstance(head, LMHead):
+            self.lm_head = embeddings
+        else:
+            head.bias, head.out_features = embeddings.bias, embeddings.out_features
+            head.tie(self.decoder) if tied else setattr(head, "weight", embeddings.weight)
+        self.config.tie_word_embeddings = tied
+
+    @torch.no_grad()
+    def resize_token_embeddings(
+        self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
+    ) -> nn.Module:
+        """Gives the token table and the head `new_num_tokens` rows, and the config that vocab_size. Returns the table.
+
+        new_num_tokens: rows at the end are added or dropped; None keeps as many. pad_to_multiple_of: rounds up.
+        mean_resizing: new rows are drawn around the mean of the old ones, with 1e-9 of their covariance, so that the
+            model hardly sees them; else normal, std `initializer_range`. A head of its own is resized alike.
+        The Parameters stay the objects they are. Make the optimizer afterwards: its state has the old shape.
+
+        Raises InputError for a number that cannot be meant, for tables that are sharded, quantised or wrapped, and for
+        a table with rows beyond the vocabulary.
+        """
+        table, head = self.decoder.embed_tokens, self.lm_head
+        if new_num_tokens is None and pad_to_multiple_of is None:
+            return table
+        for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
+            if number is not None and (isinstance(number, bool) or not isinstance(number, int) or number < 1):
+                raise InputError(f"{name}={number!r} must be a positive number of tokens, or None")
+        tied = isinstance(head, LMHead) and head.is_tied
+        for name, module in (("embed_tokens", table), ("lm_head", head)):
+            kind, weight = (nn.Embedding if module is table else LMHead | nn.Linear), getattr(module, "weight", None)
+            if not isinstance(module, kind) or type(weight) is not nn.Parameter or weight.dim() != 2:
+                raise InputError(
+                    f"{name} is a {type(module).__name__} whose weight is a {type(weight).__name__}; resize the tables "
+                    "before they are sharded, quantised or wrapped in an adapter"
+                )
+        if len(table.weight) != len(head.weight):
+            raise InputError(
+                f"embed_tokens has {len(table.weight)} rows and lm_head {len(head.weight)}: the rows beyond the "
+                "vocabulary belong to images, and new tokens would take their ids. This model cannot be resized"
+            )
+        rows = len(table.weight) if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            rows = -(-rows // pad_to_multiple_of) * pad_to_multiple_of
+        std = None if mean_resizing else self.config.initializer_range
+        for parameter in (table.weight,) if tied else (table.weight, head.weight, head.bias):
+            if parameter is not None and len(parameter) != rows:
+                parameter.grad = None
+                parameter.data = _resized(parameter.data, rows, std)
+        table.num_embeddings = head.out_features = rows
+        if table.padding_idx is not None and table.padding_idx >= rows:
+            table.padding_idx = None
+        self.config.vocab_size = self.vocab_size = rows
+        return table
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """Parameters, a tied table counted once."""
@@ -107,3 +207,25 @@ class TrainerInterface(nn.Module):
 
     def add_model_tags(self, tags: list[str] | str) -> None:
         self.model_tags += [tags] if isinstance(tags, str) else tags
+
+
+def _resized(old: Tensor, rows: int, std: float | None) -> Tensor:
+    """`old` [V] or [V, H] with `rows` rows: cut, or lengthened by rows drawn with `std`, or with None around the mean.
+
+    The latter as transformers does, after https://nlp.stanford.edu/~johnhew/vocab-expansion.html.
+    """
+    more = rows - len(old)
+    if more <= 0:
+        return old[:rows].clone()
+    if std is not None:
+        return torch.cat([old, old.new_empty(more, *old.shape[1:]).normal_(0.0, std)])
+    mean = old.float().mean(0)
+    if old.dim() == 1:
+        return torch.cat([old, old.new_empty(more).normal_(mean.item(), 1e-9 * old.float().std().item())])
+    centered = old.float() - mean
+    covariance = 1e-9 * (centered.T @ centered / len(old))
+    if constraints.positive_definite.check(covariance):
+        new = MultivariateNormal(mean, covariance_matrix=covariance).sample((more,))
+    else:  # fewer rows than columns, or all alike
+        new = mean.expand(more, -1)
+    return torch.cat([old, new.to(old.dtype)])

@@ -1,4 +1,4 @@
-"""`ligermodels doctor`: what this machine offers, and how to fix what is missing."""
+"""`ligermodels doctor`: what this machine offers, how to fix what is missing, and what of a model it runs fused."""
 
 import argparse
 import importlib.metadata
@@ -16,7 +16,18 @@ from ligermodels.cli.output import readable_size
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the command to the parser."""
-    doctor = commands.add_parser("doctor", help="what this machine offers, and how to fix what is missing")
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine offers, how to fix what is missing, and what of a model it runs fused",
+        description="Prints a line for each thing that matters here. With MODEL, also which of its parts run as fused\n"
+        "ops on this machine, and why the others do not: of its config.json, with plain weights. Of a model\n"
+        "in memory, with its adapters and hooks, model.fusion_report() says the same.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    doctor.add_argument(
+        "model", metavar="MODEL", nargs="?", help="folder, or repository on the Hub; weights stay unread"
+    )
     doctor.set_defaults(run=_doctor)
 
 
@@ -28,6 +39,8 @@ def _doctor(args: argparse.Namespace) -> int:
         if fix:
             problems += 1
             print(f"     {'':14}-> {fix}")
+    if args.model is not None:
+        print(f"\n{_fusion(args.model)}")
     return 1 if problems else 0
 
 
@@ -91,6 +104,15 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
     if fix is None and free < 10e9:
         fix = "little room for checkpoints: free some, or set HF_HOME to another disk"
     yield "cache", f"{cache}, {readable_size(free)} free", fix
+
+
+def _fusion(model: str) -> str:
+    """The fusion report of the model that config.json in the folder or repository describes."""
+    from ligermodels import arch, checkpoint, hub
+
+    folder = hub.resolve(model, weights=False)
+    config = checkpoint.read_json(folder / "config.json")
+    return str(arch.arch_of(folder).from_config(config, device="meta").fusion_report())
 
 
 def _version(text: str) -> tuple[int, ...]:

@@ -40,7 +40,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels._recipes import backward_alone, remember
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
 from ligermodels.kernels.flash_attention import flash_attention
@@ -166,6 +166,9 @@ def attention(
     if _triton_takes(q, softcap) and (softcap is not None or not ((everything and small) or length == 1)):
         return flash_attention(q, k, v, softcap=softcap, scale=scale, **options)
     if softcap is not None or q.numel() == 0:
+        if q.device.type != "cpu" and q.numel() and length > 1 and not torch.compiler.is_compiling():
+            why = _not_by_triton(q, softcap)
+            warn_once(f"attention: {why}", f"attention with a softcap keeps all scores in memory, because {why}")
         return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
     q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     if length == 1:
@@ -209,6 +212,30 @@ def _triton_takes(q: Tensor, softcap: float | None) -> bool:
     half = q.dtype in (torch.bfloat16, torch.float16)
     capped = q.dtype == torch.float32 and softcap is not None and q.is_cuda and data_centre(q.device.index)
     return use_triton(q) and q.numel() > 0 and q.shape[-1] <= 256 and (half or capped)
+
+
+def _not_by_triton(q: Tensor, softcap: float | None) -> str:
+    """Why `_triton_takes` says no."""
+    if not use_triton(q):
+        return "there is no GPU" if q.device.type == "cpu" else "Triton is not installed"
+    if q.shape[-1] > 256:
+        return f"head_dim {q.shape[-1]} is above 256"
+    half = "bfloat16 and float16"
+    return f"{q.dtype} is not {half}" + (", nor is this a Hopper or Blackwell GPU" if softcap is not None else "")
+
+
+def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None) -> tuple[str, str]:
+    """What `attention` runs on q [B, S, heads, D], causal and longer than the window; and why not its first choice.
+
+    The reason is "" where it is that.
+    """
+    takes = _triton_takes(q, softcap)
+    if takes and (softcap is not None or window is not None):
+        return "flash_attention in Triton", ""
+    if takes:
+        return "torch's engines; packed: flash_attention in Triton", ""
+    name = "torch's engines; packed: with a mask" if window is None else "torch's engines, with a mask"
+    return name if softcap is None else "attention_reference, scores in memory", _not_by_triton(q, softcap)
 
 
 # Elements of q at a time. cuDNN's backward holds dq in fp32, and dk and dv of every query head before it adds up those

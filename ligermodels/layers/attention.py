@@ -12,7 +12,14 @@ from ligermodels.kernels.attention import attention
 from ligermodels.kernels.linear import packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, parameters_of
+from ligermodels.layers.linear import (
+    JointProjections,
+    apply_linear,
+    apply_linears,
+    is_plain,
+    parameters_of,
+    warn_unfused,
+)
 
 
 class Attention(JointProjections):
@@ -92,6 +99,8 @@ class Attention(JointProjections):
         inputs = self.joint_modules
         rotates = batch.cos is not None and batch.sin is not None
         fused = all(map(is_plain, inputs))
+        if not fused and len(inputs) > 1:
+            warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
             qkv = packed_linear(x, *parameters_of(inputs)) if fused else inputs[0](x)
             if rotates:

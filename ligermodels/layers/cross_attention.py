@@ -13,7 +13,7 @@ from ligermodels.cache import CrossCache
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
-from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, warn_unfused
 from ligermodels.layers.norm import RMSNorm
 
 
@@ -66,6 +66,8 @@ class CrossAttention(JointProjections):
             if cache is None or cache.keys is None or cache.values is None:
                 raise InputError("cross-attention: neither states of pictures nor a cache that holds some")
             return cache.keys, cache.values
+        if not all(map(is_plain, self.joint_modules)):
+            warn_unfused(self, self.joint_names, states)
         k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
         k, _ = self.k_norm(k)
         return (k, v) if cache is None else cache.update(k, v)

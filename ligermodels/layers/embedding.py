@@ -8,27 +8,32 @@ from ligermodels.kernels.embedding import embedding
 class Embedding(nn.Embedding):
     """A row per token id: [...] integers -> [..., embedding_dim].
 
-    scale: multiplies the rows, rounded to the table's dtype first, as Gemma's released models were trained; a tied
-    head reads the rows as they are. padding_idx: a row that takes no gradient from here, and starts at 0. Rows start
-    small (normal, std 0.02), as a tied head needs them. The gradient is dense, sums duplicates by sorting, never by
-    atomics, and so is the same in every run.
+    embed_scale: multiplies the rows, rounded to the table's dtype first, as Gemma's released models were trained; a
+    tied head reads the rows as they are. PEFT reads it by this name, to scale what it adds to the rows. padding_idx: a
+    row that takes no gradient from here, and starts at 0. Rows start small (normal, std 0.02), as a tied head needs
+    them. The gradient is dense, sums duplicates by sorting, never by atomics, and so is the same in every run.
 
     Raises InputError for ids that are no int64 or int32, are on another device, or, on the CPU, have no row. On a GPU,
     where looking at them first would mean a wait for the device, the row of such an id is NaN.
     """
 
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, scale: float | None = None, padding_idx: int | None = None
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        embed_scale: float | None = None,
+        padding_idx: int | None = None,
     ):
         super().__init__(num_embeddings, embedding_dim, padding_idx=padding_idx)
-        self.scale = scale
+        self.embed_scale = embed_scale
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
         self._fill_padding_idx_with_zero()
 
     def forward(self, input: Tensor) -> Tensor:
-        return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.scale)
+        return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.embed_scale)
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.scale is None else f", scale={self.scale}")
+        return super().extra_repr() + ("" if self.embed_scale is None else f", embed_scale={self.embed_scale}")

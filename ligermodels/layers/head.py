@@ -4,26 +4,31 @@ Head and loss are one module called as a module, so that FSDP, ZeRO and adapters
 """
 
 import copy
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
+from ligermodels.layers.linear import is_plain, is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
 
 
 class LMHead(nn.Module):
     """A linear head [vocab_size, hidden_size], with a weight of its own or tied to the table of the embedding.
 
-    softcap: logits become softcap * tanh(logits / softcap), in the loss too.
+    It is not an nn.Linear: quantisers and PEFT's "all-linear" take those, and leave the head of a model out.
     tied_to: the module whose `embed_tokens` holds the table. A tied head has no parameter of its own: `weight` is read
         from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
         embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head alone, as
         PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
+        Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
+        of transformers does: see `keep_table`.
     """
 
     chunk_bytes: int | None = None
@@ -39,13 +44,11 @@ class LMHead(nn.Module):
         vocab_size: int,
         *,
         bias: bool = False,
-        softcap: float | None = None,
         tied_to: nn.Module | None = None,
     ):
         super().__init__()
         self.in_features = hidden_size
         self.out_features = vocab_size
-        self.softcap = softcap
         own = None if tied_to is not None else nn.Parameter(torch.empty(vocab_size, hidden_size))
         self._parameters["weight"] = own
         self.bias = nn.Parameter(torch.zeros(vocab_size)) if bias else None
@@ -57,12 +60,17 @@ class LMHead(nn.Module):
         """Drops the head's own weight for the table of `tied_to.embed_tokens`; None changes nothing."""
         if tied_to is not None:
             self._parameters["weight"] = None
-        object.__setattr__(self, "_tied_to", tied_to)  # past nn.Module, which would register it
+            object.__setattr__(tied_to, "_tied_head", self)  # past nn.Module, which would register it
+        object.__setattr__(self, "_tied_to", tied_to)
 
     @property
     def weight(self) -> Tensor:
         own = self._parameters.get("weight")
-        return self._tied_to.embed_tokens.weight if own is None else own  # type: ignore[union-attr,return-value]
+        if own is not None:
+            return own
+        embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
+        adapter = embedding._modules.get("token_adapter")  # PEFT's, which wraps this head too: see `unwrapped`
+        return (embedding if adapter is None else adapter.base_layer).weight
 
     @property
     def is_tied(self) -> bool:
@@ -83,6 +91,8 @@ class LMHead(nn.Module):
         x: Tensor,
         labels: Tensor | None = None,
         *,
+        weight: Tensor | None = None,
+        softcap: float | None = None,
         num_items_in_batch: Tensor | int | None = None,
         num_valid: int | None = None,
         class_weight: Tensor | None = None,
@@ -103,18 +113,18 @@ class LMHead(nn.Module):
     ) -> Tensor | CrossEntropyOutput | LogprobsOutput:
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
 
-        The options are those of `ligermodels.kernels.linear_cross_entropy`, and count only with labels.
+        weight: used in place of the head's own, [V, hidden_size]. softcap: logits become softcap * tanh(logits /
+        softcap). The other options are those of `ligermodels.kernels.linear_cross_entropy`, and count only with labels.
         return_logprobs: log probabilities [...] of the labels instead, as `ligermodels.kernels.linear_logprobs`
         gives them, whose options temperature, return_entropy and return_logits_mean are then available, and of the
         loss's only those that are its own too.
 
         Raises InputError for options that do not go together, and where the tied table is sharded apart from the head.
         """
-        weight = self._weight_for(x)
+        weight = self._weight_for(x) if weight is None else weight
         chunk_bytes = self.chunk_bytes if chunk_bytes is None else chunk_bytes
         if labels is None:
-            logits = nn.functional.linear(x, weight, self.bias)
-            return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+            return capped(nn.functional.linear(x, weight, self.bias), softcap)
         if return_logprobs:
             of_the_loss = {
                 "num_items_in_batch": num_items_in_batch is not None,
@@ -135,7 +145,7 @@ class LMHead(nn.Module):
                 weight,
                 labels,
                 bias=self.bias,
-                softcap=self.softcap,
+                softcap=softcap,
                 ignore_index=ignore_index,
                 temperature=temperature,
                 return_entropy=return_entropy,
@@ -153,7 +163,7 @@ class LMHead(nn.Module):
             weight,
             labels,
             bias=self.bias,
-            softcap=self.softcap,
+            softcap=softcap,
             num_items_in_batch=num_items_in_batch,
             num_valid=num_valid,
             class_weight=class_weight,
@@ -185,6 +195,8 @@ class LMHead(nn.Module):
             hook.pre_forward(embedding)
             weight = embedding.weight
             hook.post_forward(embedding, None)
+        elif hasattr(self, "_hf_hook") and weight.device != x.device and not x.is_meta:
+            weight = weight.to(x.device)  # accelerate's device map has put the head, which it saw empty, elsewhere
         elif hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
             raise InputError(
                 "lm_head is tied to embed_tokens, which FSDP shards as a group of its own, so that its table is not "
@@ -195,4 +207,66 @@ class LMHead(nn.Module):
 
     def extra_repr(self) -> str:
         tied = ", tied" if self.is_tied else ""
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, softcap={self.softcap}{tied}"
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}{tied}"
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap * tanh(logits / softcap); None leaves them as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def keep_table(decoder: nn.Module, embedding: Any) -> None:
+    """Unties the head that is tied to `decoder` if `embedding`, about to replace its table, trains a copy of that.
+
+    That is what PEFT's modules_to_save does. transformers' tied head is left with the original table then, and so is
+    ours; with ensure_weight_tying PEFT wraps the head as well.
+    """
+    inside = getattr(embedding, "_modules", {})
+    if inside.get("modules_to_save") is None or inside.get("original_module") is None:
+        return
+    head = decoder.__dict__.get("_tied_head")
+    if head is not None and head.is_tied and head._tied_to is decoder:
+        head.weight = inside["original_module"].weight
+
+
+def unwrapped(head: nn.Module) -> Callable[..., Any]:
+    """What to call in place of `head`: PEFT's wrappers of an LMHead that only give it another weight are looked into.
+
+    - trainable_token_indices, and TrainableTokensConfig: PEFT computes the heads it knows, which are nn.Linear. The
+      LMHead inside gets the weight with the trained rows in it, the embedding's where the two are tied.
+    - modules_to_save with ensure_weight_tying: an nn.Linear on the embedding's copy. The LMHead inside gets its weight.
+    """
+    if isinstance(head, LMHead) or not is_untouched(head):
+        return head
+    inside: Any = head._modules
+    adapter: Any = inside.get("token_adapter", head)
+    if isinstance(inner := getattr(adapter, "base_layer", None), LMHead) and hasattr(adapter, "get_merged_weights"):
+        source, active = adapter.tied_adapter or adapter, adapter.active_adapters
+        trained = active and not (adapter.disable_adapters or adapter.merged)
+        weight = source.get_merged_weights(active) if trained else source.base_layer.weight
+        return functools.partial(inner, weight=weight)
+    inner, copies = inside.get("original_module"), inside.get("modules_to_save")
+    chooses = isinstance(inner, LMHead) and inner.bias is None and copies and not takes_labels(head)
+    if chooses and all(is_plain(copy) and copy.bias is None for copy in copies.values()):
+        return functools.partial(inner, weight=head.weight)
+    return head
+
+
+def takes_labels(head: Callable[..., Any]) -> bool:
+    """True if head(x, labels=...) is a call of an LMHead, directly or through PEFT's modules_to_save."""
+    head = head.func if isinstance(head, functools.partial) else head
+    inside = getattr(head, "_modules", {})
+    if inside.get("modules_to_save") is not None and "original_module" in inside:
+        return all(isinstance(module, LMHead) for module in inside["modules_to_save"].values())
+    return isinstance(head, LMHead)
+
+
+def warn_unfused_head(head: nn.Module, x: Tensor) -> None:
+    """Warns once in training that the logits of the loss are made in full, since `head` does not take labels."""
+    if warns(x):
+        found = obstacle(head, LMHead)
+        warn_once(
+            "head",
+            f"The loss is not fused with lm_head, because of {found.text if found else 'what wraps it'}: the logits of "
+            "all tokens are in memory. model.fusion_report() says more.",
+        )

@@ -6,12 +6,15 @@ something has, the module is called.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from ligermodels.errors import warn_once
+from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 
 
@@ -33,6 +36,58 @@ def is_untouched(module: nn.Module) -> bool:
         and not (module._backward_hooks or module._backward_pre_hooks)
         and not _has_any_global_hook()
     )
+
+
+class Obstacle(NamedTuple):
+    """Why no fused op stands in for a module. kind: "adapter", "hook", "replaced" (forward), "class" or "weight"."""
+
+    kind: str
+    text: str
+
+
+def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
+    """Why `is_plain(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
+    found, weight = type(module), getattr(module, "weight", None)
+    name = f"{found.__module__}.{found.__qualname__}"
+    if found not in (classes or (nn.Linear,)):
+        if {"base_layer", "original_module", "token_adapter"} & module._modules.keys():
+            return Obstacle("adapter", f"an adapter, {name}")
+        if "parametrizations" in module._modules:
+            return Obstacle("adapter", "a parametrization")
+        return Obstacle("class", f"its class, {name}")
+    if type(weight) not in (nn.Parameter, type(None)):
+        return Obstacle("weight", f"its weight, a {type(weight).__name__}")
+    if "forward" in module.__dict__:
+        hook = module.__dict__.get("_hf_hook")
+        return Obstacle("replaced", "a replaced forward" + (f", by {type(hook).__name__}" if hook else ""))
+    if module._forward_hooks or module._forward_pre_hooks:
+        return Obstacle("hook", "a forward hook")
+    if module._backward_hooks or module._backward_pre_hooks:
+        return Obstacle("hook", "a backward hook")
+    return Obstacle("hook", "a hook on all modules") if _has_any_global_hook() else None
+
+
+def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
+    """Warns once for each kind of obstacle that a child of `owner`, of these names, keeps its op on x from being fused.
+
+    Not of quantised and sharded modules: that they are not fused is expected.
+    """
+    if not warns(x):
+        return
+    for name in names:
+        found = obstacle(owner.get_submodule(name))
+        if found is not None and found.kind in ("adapter", "hook", "replaced"):
+            warn_once(
+                found.kind,
+                f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It and "
+                f"{', '.join(other for other in names if other != name)} are not one fused op then: the step takes "
+                "more memory and a little more time, and gives the same results. model.fusion_report() shows where.",
+            )
+
+
+def warns(x: Tensor) -> bool:
+    """True in training on a GPU, outside of torch.compile: where a fused op that does not run may be missed."""
+    return not torch.compiler.is_compiling() and torch.is_grad_enabled() and use_triton(x)
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
@@ -62,9 +117,15 @@ class JointProjections(nn.Module):
     them. They are laid so again after whatever makes each parameter anew: `.to()`, `.cuda()`, copying, unpickling.
     Parameters stay the objects that optimizers hold, and keep their values. Where something has taken the weights
     apart all the same (FSDP, `load_state_dict(assign=True)`), each has a matmul of its own.
+    In `state_dict()` each has a storage of its own, over the same memory: of tensors that share one, accelerate saves
+    the first alone, and safetensors' save_model and load_model refuse them.
     """
 
     joint_names: Sequence[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_give_own_storages)
 
     def lay_together(self) -> None:
         weights, biases = parameters_of([module for module in self.joint_modules if is_plain(module)])
@@ -84,3 +145,16 @@ class JointProjections(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.lay_together()
+
+
+def _give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Puts other tensors over the same memory for those entries of `state` under `prefix` that fill one storage."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        if name.startswith(prefix) and type(tensor) is Tensor and not tensor.is_meta and tensor.is_contiguous():
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for names in groups.values():
+        whole = state[names[0]].untyped_storage().nbytes()
+        if len(names) > 1 and sum(state[name].nbytes for name in names) == whole:
+            for name in names:
+                state[name] = from_dlpack(to_dlpack(state[name]))

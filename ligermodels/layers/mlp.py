@@ -9,7 +9,14 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.kernels.activation import activate, activation_linear
 from ligermodels.kernels.gated_mlp import gated_mlp, mlp
 from ligermodels.kernels.glu import glu, glu_linear
-from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, parameters_of
+from ligermodels.layers.linear import (
+    JointProjections,
+    apply_linear,
+    apply_linears,
+    is_plain,
+    parameters_of,
+    warn_unfused,
+)
 
 
 class GatedMLP(JointProjections):
@@ -56,6 +63,7 @@ class GatedMLP(JointProjections):
                 activation=self.activation,
                 recompute=self.recompute,
             )
+        warn_unfused(self, (*self.joint_names, self.output_name), x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)
@@ -105,6 +113,7 @@ class MLP(nn.Module):
             return mlp(
                 x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation, recompute=self.recompute
             )
+        warn_unfused(self, self.projections, x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
         return self._layer_by_layer(x)

@@ -74,7 +74,7 @@ def norms(model):
 
 
 def rows_as_they_are(model):
-    model.decoder.embed_tokens.scale = None
+    model.decoder.embed_tokens.embed_scale = None
 
 
 def a_head_that_is_scaled(model):
@@ -123,7 +123,7 @@ def test_the_scale_of_the_embedding_is_rounded_in_its_dtype():
     ]:
         for dtype, scale in ((torch.bfloat16, bf16), (torch.float16, fp16)):
             table = torch.randn(5, size).to(dtype)
-            ours, hf = Embedding(5, size, scale=size**0.5), GemmaTextScaledWordEmbedding(5, size, 0, size**0.5)
+            ours, hf = Embedding(5, size, embed_scale=size**0.5), GemmaTextScaledWordEmbedding(5, size, 0, size**0.5)
             ours.weight.data, hf.weight.data = table, table
             rows = ours(torch.arange(5))
             assert torch.equal(rows, table * scale) and torch.equal(rows, hf(torch.arange(5)))

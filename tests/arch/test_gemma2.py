@@ -77,7 +77,8 @@ class TestGemma2(Suite):
             return attention(q, k, v, softcap=softcap, scale=scale, **options)
 
         monkeypatch.setattr(attention_layer, "attention", recorded)
-        cap, model.lm_head.softcap = model.lm_head.softcap, None
+        cap = model.config.final_logit_softcapping
+        monkeypatch.setattr(model.config, "final_logit_softcapping", None)
         seen.append((model(ids).logits.flatten().detach(), cap))
         assert len(seen) == model.config.num_hidden_layers + 1
         for values, cap in seen:
@@ -196,10 +197,10 @@ def test_what_a_naive_block_gets_wrong_shows(hf, model, ids, mistake):
 
 def test_what_a_naive_ending_gets_wrong_shows(hf, model, ids):
     expected = theirs_logits(hf, ids)
-    scale, cap = model.decoder.embed_tokens.scale, model.lm_head.softcap
+    scale, cap = model.decoder.embed_tokens.embed_scale, model.config.final_logit_softcapping
     for module, name, wrong, right in [
-        (model.decoder.embed_tokens, "scale", None, scale),
-        (model.lm_head, "softcap", None, cap),
+        (model.decoder.embed_tokens, "embed_scale", None, scale),
+        (model.config, "final_logit_softcapping", None, cap),
         (model.decoder.norm, "offset", 0.0, 1.0),
     ]:
         setattr(module, name, wrong)
@@ -242,7 +243,7 @@ def test_the_27b_is_scaled_by_its_own_number():
         attn = model.decoder.layers[0].self_attn
         assert attn.scale == 144**-0.5 != attn.head_dim**-0.5 and attn.num_heads * attn.head_dim != 4608
         assert [layer.self_attn.window for layer in model.decoder.layers] == [4096, None] * 23
-        assert attn.softcap == 50.0 and model.lm_head.softcap == 30.0 and model.lm_head.is_tied
+        assert attn.softcap == 50.0 and model.config.final_logit_softcapping == 30.0 and model.lm_head.is_tied
 
 
 def test_what_config_json_does_not_say_is_as_in_transformers():

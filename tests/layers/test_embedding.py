@@ -13,7 +13,7 @@ IDS = torch.tensor([[1, 3, 1], [0, 10, 1]])
 @pytest.mark.parametrize("padding_idx", [None, 3, -1])
 @pytest.mark.parametrize("ids", [IDS, IDS.int(), IDS[:0], IDS[0, 0]], ids=["int64", "int32", "none", "one"])
 def test_is_torch_embedding_times_the_scale(device, scale, padding_idx, ids):
-    table = L.Embedding(11, 48, scale=scale, padding_idx=padding_idx).to(device)
+    table = L.Embedding(11, 48, embed_scale=scale, padding_idx=padding_idx).to(device)
     ids, weights = ids.to(device), torch.randn(*ids.shape, 48, device=device)
     y = table(ids)
     (grad,) = torch.autograd.grad((y * weights).sum(), table.weight)
@@ -24,10 +24,10 @@ def test_is_torch_embedding_times_the_scale(device, scale, padding_idx, ids):
 
 
 def test_is_an_nn_embedding_with_one_parameter():
-    table = L.Embedding(11, 4, padding_idx=3, scale=2.0)
+    table = L.Embedding(11, 4, padding_idx=3, embed_scale=2.0)
     assert isinstance(table, nn.Embedding) and list(dict(table.named_parameters())) == ["weight"]
     assert (table.weight[3] == 0).all() and 0.005 < L.Embedding(100, 50).weight.std() < 0.05
-    assert repr(table) == "Embedding(11, 4, padding_idx=3, scale=2.0)"
+    assert repr(table) == "Embedding(11, 4, padding_idx=3, embed_scale=2.0)"
 
 
 def test_a_frozen_table_keeps_nothing(device):
@@ -37,7 +37,7 @@ def test_a_frozen_table_keeps_nothing(device):
 
 def test_a_tied_head_adds_its_gradient(device):
     """The head's part of the gradient falls on every row, the table's on those that were read."""
-    table = L.Embedding(11, 4, scale=3.0).to(device)
+    table = L.Embedding(11, 4, embed_scale=3.0).to(device)
     owner = torch.nn.Module()
     owner.embed_tokens = table
     head = L.LMHead(table.embedding_dim, table.num_embeddings, tied_to=owner)
@@ -62,7 +62,7 @@ def test_ids_without_a_row(ids, message):
 
 @pytest.mark.gpu
 def test_ids_without_a_row_are_nan_on_a_gpu():
-    table = L.Embedding(11, 4, scale=2.0).cuda()
+    table = L.Embedding(11, 4, embed_scale=2.0).cuda()
     y = table(torch.tensor([11, 2], device="cuda"))
     assert y[0].isnan().all() and torch.equal(y[1], table.weight[2] * 2)
 

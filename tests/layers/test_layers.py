@@ -401,39 +401,41 @@ def test_embedding():
         table(torch.tensor([11]))
 
 
-def tied_head(embedding, **options):
+def tied_head(embedding):
     owner = nn.Module()
     owner.embed_tokens = embedding
-    return L.LMHead(embedding.embedding_dim, embedding.num_embeddings, tied_to=owner, **options)
+    return L.LMHead(embedding.embedding_dim, embedding.num_embeddings, tied_to=owner)
 
 
-def make_head(kind, softcap=None):
-    if kind == "tied":
-        return tied_head(L.Embedding(13, 6), softcap=softcap)
-    return L.LMHead(6, 13, bias=kind == "bias", softcap=softcap)
+def make_head(kind):
+    return tied_head(L.Embedding(13, 6)) if kind == "tied" else L.LMHead(6, 13, bias=kind == "bias")
 
 
 @pytest.mark.parametrize("kind", ["plain", "bias", "tied"])
 @pytest.mark.parametrize("softcap", [None, 0.5])
-def test_head_gives_logits_or_the_loss(kind, softcap):
-    lm_head = make_head(kind, softcap)
+@pytest.mark.parametrize("given", [False, True])
+def test_head_gives_logits_or_the_loss(kind, softcap, given):
+    """given: with another weight than its own."""
+    lm_head = make_head(kind)
     nn.init.normal_(lm_head.weight)
+    weight = torch.randn(13, 6, requires_grad=True) if given else lm_head.weight
+    settings = {"softcap": softcap, "weight": weight if given else None}
     x = torch.randn(2, 5, 6, requires_grad=True)
     labels = torch.randint(13, (2, 5))
     labels[0, 1] = -100
-    logits = F.linear(x, lm_head.weight, lm_head.bias)
+    logits = F.linear(x, weight, lm_head.bias)
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
-    torch.testing.assert_close(lm_head(x), logits)
+    torch.testing.assert_close(lm_head(x, **settings), logits)
 
     total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    leaves = [x, lm_head.weight] if lm_head.bias is None else [x, lm_head.weight, lm_head.bias]
+    leaves = [x, weight] if lm_head.bias is None else [x, weight, lm_head.bias]
     for options, expected in [
         ({}, total / 9),
         ({"num_items_in_batch": 20}, total / 20),
         ({"num_valid": 9}, total / 9),
     ]:
-        loss = lm_head(x, labels=labels, **options)
+        loss = lm_head(x, labels=labels, **settings, **options)
         torch.testing.assert_close(loss, expected)
         grads = [torch.autograd.grad(y, leaves, retain_graph=True) for y in (loss, expected)]
         torch.testing.assert_close(*grads)
@@ -473,9 +475,9 @@ def test_every_option_reaches_the_op(monkeypatch):
 
     calls = recorder(monkeypatch, head, "linear_cross_entropy")
     for kind in ("plain", "tied"):
-        lm_head = make_head(kind, softcap=5.0)
+        lm_head = make_head(kind)
         lm_head.chunk_bytes = 128
-        lm_head(x, labels, **OPTIONS, **FUSED_OPTIONS, **PER_CALL)
+        lm_head(x, labels, softcap=5.0, **OPTIONS, **FUSED_OPTIONS, **PER_CALL)
         assert calls.pop()[1] == everything
         lm_head(x, labels)
         assert calls.pop()[1]["chunk_bytes"] == 128

@@ -31,21 +31,22 @@ def test_head_gives_logprobs(tied):
     """Through the module itself, so that hooks on it see the weight being used; -nll is the same number."""
     owner = torch.nn.Module()
     owner.embed_tokens = L.Embedding(13, 6)
-    lm_head = L.LMHead(6, 13, bias=not tied, softcap=2.0, tied_to=owner if tied else None)
+    lm_head = L.LMHead(6, 13, bias=not tied, tied_to=owner if tied else None)
     x, labels = torch.randn(2, 5, 6, requires_grad=True), torch.randint(13, (2, 5))
     labels[0, 1] = -100
     seen = []
     lm_head.register_forward_pre_hook(lambda module, args: seen.append(module))
-    out = lm_head(x, labels, return_logprobs=True, temperature=0.5, return_entropy=True, return_logits_mean=True)
-    logits = lm_head(x)
+    wanted = dict(return_logprobs=True, return_entropy=True, return_logits_mean=True)
+    out = lm_head(x, labels, softcap=2.0, temperature=0.5, **wanted)
+    logits = lm_head(x, softcap=2.0)
     assert seen == [lm_head] * 2
     p = torch.distributions.Categorical(logits=logits / 0.5)
     valid = labels != -100
     torch.testing.assert_close(out.logprobs, p.log_prob(labels.clamp(min=0)).where(valid, 0))
     torch.testing.assert_close(out.entropy, p.entropy().where(valid, 0))
     torch.testing.assert_close(out.logits_mean, logits.mean(-1).where(valid, 0))
-    plain = lm_head(x, labels, return_logprobs=True)
-    torch.testing.assert_close(plain, -lm_head(x, labels, reduction="none").view(2, 5))
+    plain = lm_head(x, labels, softcap=2.0, return_logprobs=True)
+    torch.testing.assert_close(plain, -lm_head(x, labels, softcap=2.0, reduction="none").view(2, 5))
     options = {"bias": lm_head.bias, "softcap": 2.0}
     torch.testing.assert_close(plain, linear_logprobs(x, lm_head.weight, labels, **options))
 

@@ -1,0 +1,203 @@
+"""What of a model runs as fused ops, and why the rest does not: `model.fusion_report()`.
+
+Layers look at each call whether a fused op may stand in for their modules (layers/linear.py); the report asks the same
+questions once, and says the answers.
+"""
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ligermodels.kernels._triton import HAS_TRITON, INTERPRET, use_triton
+from ligermodels.kernels.attention import engine
+from ligermodels.kernels.linear import joint
+from ligermodels.layers import MLP, Attention, CrossAttention, Experts, GatedMLP, LayerNorm, LMHead, RMSNorm
+from ligermodels.layers.head import takes_labels, unwrapped
+from ligermodels.layers.linear import obstacle
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionRow:
+    """How one part of some layers runs.
+
+    modules: the names of the layers. part: what in them. runs: how. fused: False where modules are called one by one,
+    or scores or logits are in memory. why: what keeps it from running better; "" where nothing does.
+    """
+
+    modules: tuple[str, ...]
+    part: str
+    runs: str
+    fused: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class FusionReport:
+    """What `fusion_report` found; str() of it is a table. kernels: what the ops are made of on this device."""
+
+    kernels: str
+    rows: tuple[FusionRow, ...]
+
+    @property
+    def unfused(self) -> tuple[FusionRow, ...]:
+        """The rows that are not fused."""
+        return tuple(row for row in self.rows if not row.fused)
+
+    def __str__(self) -> str:
+        table = [("layers", "part", "runs as", "why not better")]
+        table += [(short_names(row.modules), row.part, row.runs, row.why) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table]
+        return "\n".join([f"ops: {self.kernels}", *(line.rstrip() for line in lines)])
+
+
+def fusion_report(model: Any) -> FusionReport:
+    """Which parts of a CausalLM run as fused ops, as it is wrapped now, and why the others do not.
+
+    It is about eager training on the device that the model is on; on the meta device, about the GPU, where there is
+    one, and about weights as loading lays them. `print(model.fusion_report())` shows a table; `.rows` is the same for
+    programs.
+    """
+    device = model.device
+    if device.type == "meta":
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found: dict[tuple[Any, ...], list[str]] = {}
+    gathered = _gathered(model)
+    for name, module in model.named_modules():
+        if ".original_module" in name:
+            continue  # what PEFT keeps beside the copy that is trained
+        for row in _rows_of(module, model.dtype, device, name in gathered):
+            found.setdefault((re.sub(r"\d+", "#", name), *row), []).append(name)
+    head = unwrapped(model.lm_head)
+    if takes_labels(head):
+        found["lm_head", "lm_head, loss", "one op", True, ""] = ["lm_head"]
+    else:
+        reason = obstacle(model.lm_head, LMHead)
+        why = reason.text if reason is not None else "what wraps it"
+        found["lm_head", "lm_head, loss", "logits, all in memory", False, why] = ["lm_head"]
+    rows = (FusionRow(tuple(names), *key[1:]) for key, names in found.items())
+    return FusionReport(_kernels(device), tuple(rows))
+
+
+Found = tuple[str, str, bool, str]
+"""part, runs, fused, why."""
+
+
+def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gathered: bool) -> Iterator[Found]:
+    if isinstance(module, Attention):
+        yield _linears(module, module.joint_names, gathered)
+        q = torch.empty(1, 1, 1, module.head_dim, dtype=dtype, device=device)
+        name, why = engine(q, softcap=module.softcap, window=module.window)
+        yield "scores", name, not name.startswith("attention_reference"), why
+    elif isinstance(module, CrossAttention):
+        yield _linears(module, module.joint_names, gathered)
+    elif isinstance(module, GatedMLP):
+        yield _mlp(module, (*module.joint_names, module.output_name), gathered)
+    elif isinstance(module, MLP):
+        yield _mlp(module, module.projections, gathered)
+    elif isinstance(module, Experts):
+        yield "experts", "one op, grouped matmuls", True, ""
+    elif isinstance(module, RMSNorm | LayerNorm):
+        reason = None if gathered else obstacle(module, RMSNorm, LayerNorm)
+        if reason is None:
+            yield "residual add, norm", "one op", True, ""
+        else:
+            yield "residual add, norm", "one op, its output saved", True, reason.text
+
+
+def _linears(layer: nn.Module, names: Sequence[str], gathered: bool) -> Found:
+    """Of linear modules of one input."""
+    part, reasons = " | ".join(names), _reasons(layer, names, gathered)
+    if not reasons:
+        together, why = _together(layer, names, gathered)
+        return part, "one matmul" if together else "one op, a matmul for each", True, why
+    plain = [name for name in names if name not in reasons]
+    runs = "each by itself" if len(names) > 1 else "by itself"
+    return part, f"one op of {' | '.join(plain)}" if len(plain) > 1 else runs, False, _said(reasons)
+
+
+def _mlp(layer: nn.Module, names: Sequence[str], gathered: bool) -> Found:
+    *inputs, output = names
+    part, reasons = " | ".join(names), _reasons(layer, names, gathered)
+    if not reasons:
+        together, why = _together(layer, inputs, gathered)
+        each = " and ".join(inputs)
+        return part, "one op" if together else f"one op, a matmul for each of {each}", True, why
+    runs = []
+    if len(inputs) > 1 and not reasons.keys() & set(inputs):
+        runs.append(f"one op of {' | '.join(inputs)}")
+    if output not in reasons:
+        runs.append(f"one op of activation, {output}")
+    return part, "; ".join(runs) or "each by itself", False, _said(reasons)
+
+
+def _reasons(layer: nn.Module, names: Sequence[str], gathered: bool) -> dict[str, str]:
+    """Of the modules that are not plain, why."""
+    found = {name: obstacle(layer.get_submodule(name)) for name in names}
+    return {
+        name: reason.text for name, reason in found.items()
+        if reason is not None and not (gathered and reason.kind == "weight")
+    }  # fmt: skip
+
+
+def _said(reasons: dict[str, str]) -> str:
+    by_text: dict[str, list[str]] = {}
+    for name, text in reasons.items():
+        by_text.setdefault(text, []).append(name)
+    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
+
+
+def _together(layer: Any, names: Sequence[str], gathered: bool) -> tuple[bool, str]:
+    """Whether plain modules are one matmul, and why not."""
+    if len(names) == 1:
+        return True, ""
+    if gathered:
+        return False, "FSDP gathers each weight by itself"
+    modules = [getattr(layer, name) for name in names]
+    weights, biases = [m.weight for m in modules], [m.bias for m in modules if m.bias is not None]
+    if any(weight.is_meta for weight in weights):
+        return True, ""  # loading lays them together
+    if joint(weights) is None or (biases and joint(biases) is None):
+        return False, "their weights lie apart in memory"
+    return True, ""
+
+
+def _gathered(model: nn.Module) -> set[str]:
+    """Names of the modules whose sharded weights FSDP2 gathers, as plain ones, before they run."""
+    roots = [name for name, module in model.named_modules() if hasattr(module, "unshard")]
+    return {
+        name for name, module in model.named_modules() for root in roots
+        if root == "" or name == root or name.startswith(root + ".")
+    }  # fmt: skip
+
+
+def _kernels(device: torch.device) -> str:
+    if use_triton(torch.empty(0, device=device)):
+        return "Triton, interpreted" if INTERPRET else f"Triton, on {torch.cuda.get_device_name(device)}"
+    return "plain PyTorch, " + ("on the CPU" if HAS_TRITON or device.type == "cpu" else "as Triton is not installed")
+
+
+def short_names(names: Sequence[str]) -> str:
+    """Names that differ in numbers as one: model.layers.0-15.mlp."""
+    patterns: dict[str, list[tuple[int, ...]]] = {}
+    for name in names:
+        patterns.setdefault(re.sub(r"\d+", "#", name), []).append(tuple(map(int, re.findall(r"\d+", name))))
+    shown = []
+    for pattern, numbers in patterns.items():
+        for column in zip(*numbers, strict=True):
+            pattern = pattern.replace("#", _ranges(sorted(set(column))), 1)
+        shown.append(pattern)
+    return ", ".join(shown)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    runs = []
+    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+        ends = [number for _, number in run]
+        runs.append(str(ends[0]) if len(ends) == 1 else f"{ends[0]}-{ends[-1]}")
+    return ",".join(runs)

@@ -1,0 +1,432 @@
+"""Fused ops where modules are plain, the others by themselves; the report that says which, and the warnings."""
+
+import copy
+import importlib
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
+
+import ligermodels
+import ligermodels.layers as L
+from ligermodels import errors
+from ligermodels.arch.fusion import short_names
+from ligermodels.kernels.linear import joint
+from ligermodels.kernels.rope import rope_qk_reference
+from ligermodels.layers import attention, linear, mlp
+from ligermodels.layers.linear import is_plain, obstacle
+
+attention_op = importlib.import_module("ligermodels.kernels.attention")  # not the function of this name
+
+CONFIG = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=44,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    tie_word_embeddings=True,
+)
+
+
+class Adapter(nn.Module):
+    """base_layer(x) + x @ a @ b, built as PEFT builds its own."""
+
+    def __init__(self, base_layer):
+        super().__init__()
+        self.base_layer = base_layer
+        for parameter in base_layer.parameters():
+            parameter.requires_grad_(False)
+        dtype, self.weight = base_layer.weight.dtype, base_layer.weight
+        self.a = nn.Parameter(torch.randn(base_layer.weight.shape[1], 2, dtype=dtype))
+        self.b = nn.Parameter(torch.randn(2, base_layer.weight.shape[0], dtype=dtype))
+
+    def forward(self, x):
+        return self.base_layer(x) + x @ self.a @ self.b
+
+
+def llama(**changes):
+    return ligermodels.Llama.from_config({**CONFIG, **changes}, dtype=torch.float32, device="cpu")
+
+
+def adapt(model, *names):
+    for name in names:
+        owner, _, child = name.rpartition(".")
+        setattr(model.get_submodule(owner), child, Adapter(model.get_submodule(name)))
+    return model
+
+
+def recorder(monkeypatch, module, name):
+    """The list of (args, options) of the calls of module.name, which runs as before."""
+    calls, real = [], getattr(module, name)
+    monkeypatch.setattr(module, name, lambda *args, **options: calls.append((args, options)) or real(*args, **options))
+    return calls
+
+
+# ---- what stays fused ----
+
+
+@pytest.mark.parametrize("adapted", ["q_proj", "k_proj", "v_proj", "q_proj v_proj", "q_proj k_proj v_proj", "o_proj"])
+def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
+    layer = L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8).double()
+    x = torch.randn(2, 5, 16, dtype=torch.float64)
+    cos, sin = L.RotaryEmbedding(8)(torch.arange(5)[None])
+    batch = L.Batch(cos=cos, sin=sin)
+    adapt(layer, *adapted.split())
+
+    q, k, v = (getattr(layer, name)(x).unflatten(-1, (-1, 8)) for name in ("q_proj", "k_proj", "v_proj"))
+    q, k = rope_qk_reference(q, k, cos, sin)
+    expected = layer.o_proj(attention_op.attention_reference(q, k, v).flatten(2))
+
+    modules = {id(layer.get_submodule(name).weight): name for name in ("q_proj", "k_proj", "v_proj")}
+    packed = [recorder(monkeypatch, module, "packed_linear") for module in (attention, linear)]
+    out = layer(x, batch)
+    torch.testing.assert_close(out, expected)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    weights = torch.randn_like(out)
+    found, right = (torch.autograd.grad((y * weights).sum(), trained) for y in (out, expected))
+    torch.testing.assert_close(found, right)
+    together = [[modules[id(weight)] for weight in args[1]] for calls in packed for args, _ in calls]
+    plain = [name for name in ("q_proj", "k_proj", "v_proj") if name not in adapted.split()]
+    assert together == ([plain] if len(plain) > 1 else [])
+
+
+@pytest.mark.parametrize(
+    ("adapted", "ops"),
+    [
+        ("", {"gated_mlp"}),
+        ("gate_proj", {"glu_linear"}),
+        ("up_proj", {"glu_linear"}),
+        ("gate_proj up_proj", {"glu_linear"}),
+        ("down_proj", {"glu", "packed_linear"}),
+        ("gate_proj down_proj", {"glu"}),
+    ],
+)
+def test_what_an_adapter_leaves_of_the_gated_mlp_is_fused(monkeypatch, adapted, ops):
+    layer, x = adapt(L.GatedMLP(16, 24).double(), *adapted.split()), torch.randn(2, 5, 16, dtype=torch.float64)
+    expected = layer.down_proj(F.silu(layer.gate_proj(x)) * layer.up_proj(x))
+    names = {"gated_mlp": mlp, "glu_linear": mlp, "glu": mlp, "packed_linear": linear}
+    calls = {name: recorder(monkeypatch, module, name) for name, module in names.items()}
+    out = layer(x)
+    torch.testing.assert_close(out, expected)
+    trained = [p for p in layer.parameters() if p.requires_grad]
+    torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), trained) for y in (out, expected)))
+    assert {name for name in calls if calls[name]} == ops
+
+
+# ---- why a module is not plain ----
+
+
+def hooked(module, register, *options):
+    getattr(module, register)(lambda *_: None, *options)
+    return module
+
+
+def with_forward(module):
+    module.forward = lambda x: x
+    return module
+
+
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class OwnLinear(nn.Linear):
+    pass
+
+
+def sharded_weight():
+    module = nn.Linear(4, 4)
+    module.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
+    return module
+
+
+OBSTACLES = {
+    "plain": (lambda: nn.Linear(4, 4), None, ""),
+    "adapter": (lambda: Adapter(nn.Linear(4, 4)), "adapter", f"an adapter, {__name__}.Adapter"),
+    "parametrization": (
+        lambda: parametrize.register_parametrization(nn.Linear(4, 4), "weight", Twice()),
+        "adapter",
+        "a parametrization",
+    ),
+    "forward hook": (lambda: hooked(nn.Linear(4, 4), "register_forward_hook"), "hook", "a forward hook"),
+    "pre-hook": (lambda: hooked(nn.Linear(4, 4), "register_forward_pre_hook"), "hook", "a forward hook"),
+    "backward hook": (lambda: hooked(nn.Linear(4, 4), "register_full_backward_hook"), "hook", "a backward hook"),
+    "forward": (lambda: with_forward(nn.Linear(4, 4)), "replaced", "a replaced forward"),
+    "class": (lambda: OwnLinear(4, 4), "class", f"its class, {__name__}.OwnLinear"),
+    "weight": (sharded_weight, "weight", "its weight, a TwoTensor"),
+}
+
+
+@pytest.mark.parametrize("case", OBSTACLES)
+def test_the_obstacle_is_named_where_a_module_is_not_plain(case):
+    make, kind, text = OBSTACLES[case]
+    module = make()
+    found = obstacle(module)
+    assert (found is None) == is_plain(module) == (kind is None)
+    assert found is None or (found.kind, found.text) == (kind, text)
+
+
+def test_a_hook_on_all_modules_is_an_obstacle_of_each():
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert obstacle(nn.Linear(4, 4)).text == "a hook on all modules" and not is_plain(nn.Linear(4, 4))
+    finally:
+        handle.remove()
+    assert obstacle(nn.Linear(4, 4)) is None
+
+
+# ---- the report ----
+
+
+def rows(model, part):
+    return {short_names(row.modules): (row.runs, row.fused, row.why) for row in model.fusion_report().rows
+            if row.part == part}  # fmt: skip
+
+
+QKV, GATED = "q_proj | k_proj | v_proj", "gate_proj | up_proj | down_proj"
+ADAPTER = f"an adapter, {__name__}.Adapter"
+
+
+def test_report_of_a_model_that_nothing_has_touched():
+    report = llama().fusion_report()
+    assert [(short_names(row.modules), row.part, row.fused) for row in report.rows] == [
+        ("model.layers.0-2.input_layernorm", "residual add, norm", True),
+        ("model.layers.0-2.self_attn", QKV, True),
+        ("model.layers.0-2.self_attn", "scores", True),
+        ("model.layers.0-2.post_attention_layernorm", "residual add, norm", True),
+        ("model.layers.0-2.mlp", GATED, True),
+        ("model.norm", "residual add, norm", True),
+        ("lm_head", "lm_head, loss", True),
+    ]
+    assert report.unfused == () and report.kernels.startswith("plain PyTorch")
+    runs = {row.part: row.runs for row in report.rows}
+    assert (runs[QKV], runs[GATED], runs["lm_head, loss"]) == ("one matmul", "one op", "one op")
+
+
+def test_report_tells_layers_apart_and_says_why():
+    names = "0.self_attn.q_proj 0.self_attn.v_proj 2.self_attn.q_proj 1.mlp.gate_proj 2.mlp.down_proj"
+    model = adapt(llama(), *(f"model.layers.{name}" for name in names.split()))
+    model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    assert rows(model, QKV) == {
+        "model.layers.0.self_attn": ("each by itself", False, f"q_proj, v_proj: {ADAPTER}"),
+        "model.layers.1.self_attn": ("one matmul", True, ""),
+        "model.layers.2.self_attn": ("one op of k_proj | v_proj", False, f"q_proj: {ADAPTER}"),
+    }
+    assert rows(model, GATED) == {
+        "model.layers.0.mlp": ("one op", True, ""),
+        "model.layers.1.mlp": (
+            "one op of activation, down_proj",
+            False,
+            f"gate_proj: {ADAPTER}; up_proj: a forward hook",
+        ),
+        "model.layers.2.mlp": ("one op of gate_proj | up_proj", False, f"down_proj: {ADAPTER}"),
+    }
+    assert len(model.fusion_report().unfused) == 4
+    table = str(model.fusion_report()).splitlines()
+    assert table[0] == "ops: plain PyTorch, on the CPU" and table[1].split("  ")[0] == "layers"
+    line = next(line for line in table if line.startswith("model.layers.2.self_attn") and QKV in line)
+    assert "one op of k_proj | v_proj" in line and line.endswith(f"q_proj: {ADAPTER}")
+
+
+def test_report_of_weights_that_lie_apart():
+    """Which happens where someone replaces one, or copies a merged one in."""
+    model = llama()
+    layer = model.model.layers[1]
+    layer.self_attn.k_proj.weight.data = layer.self_attn.k_proj.weight.data.clone()
+    layer.mlp.gate_proj.weight.data = layer.mlp.gate_proj.weight.data.clone()
+    why = "their weights lie apart in memory"
+    assert rows(model, QKV)["model.layers.1.self_attn"] == ("one op, a matmul for each", True, why)
+    assert rows(model, QKV)["model.layers.0,2.self_attn"] == ("one matmul", True, "")
+    each = ("one op, a matmul for each of gate_proj and up_proj", True, why)
+    assert rows(model, GATED)["model.layers.1.mlp"] == each
+
+
+def test_report_of_shapes_alone_takes_the_weights_as_loading_lays_them():
+    model = ligermodels.Llama.from_config(CONFIG, device="meta")
+    assert rows(model, QKV) == {"model.layers.0-2.self_attn": ("one matmul", True, "")}
+
+
+def test_report_of_heads_norms_and_experts():
+    model = llama(tie_word_embeddings=False)
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda *_: None)
+    norm = ("one op, its output saved", True, "a forward hook")
+    assert rows(model, "residual add, norm")["model.layers.1.input_layernorm"] == norm
+    model.lm_head = Adapter(model.lm_head)
+    assert rows(model, "lm_head, loss") == {"lm_head": ("logits, all in memory", False, ADAPTER)}
+    model = ligermodels.Mixtral.from_config({**CONFIG, "num_local_experts": 2}, device="cpu")
+    assert rows(model, "experts") == {"model.layers.0-2.mlp.experts": ("one op, grouped matmuls", True, "")}
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_report_under_fsdp_is_of_the_gathered_weights(one_rank, monkeypatch):
+    """Outside of a forward they are sharded; in it they are plain, each in memory of its own."""
+    model = llama()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=one_rank)
+    fully_shard(model, mesh=one_rank)
+    assert rows(model, QKV) == {
+        "model.layers.0-2.self_attn": ("one op, a matmul for each", True, "FSDP gathers each weight by itself")
+    }
+    packed, joints, real = recorder(monkeypatch, attention, "packed_linear"), [], attention.attention
+    monkeypatch.setattr(attention, "attention", lambda *q, **o: joints.append(joint(packed[-1][0][1])) or real(*q, **o))
+    model(torch.randint(97, (1, 5)))
+    assert len(packed) == 3 and joints == [None] * 3  # as the report says
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["lm_head"], "lm_head"),
+        ([f"model.layers.{i}.mlp" for i in (0, 1, 2, 5, 7, 8)], "model.layers.0-2,5,7-8.mlp"),
+        ([f"a.{i}.b.{j}" for i in range(2) for j in range(3)], "a.0-1.b.0-2"),
+        (["a.0", "b.1"], "a.0, b.1"),
+    ],
+)
+def test_names_that_differ_in_numbers_are_one(names, expected):
+    assert short_names(names) == expected
+
+
+# ---- the engine of attention ----
+
+
+def test_engine_is_the_one_that_runs():
+    """Without a GPU: with fake tensors of one."""
+    with FakeTensorMode():
+        for device, dtype, size, options, name, why in [
+            ("cuda", torch.bfloat16, 64, {}, "torch's engines; packed: flash_attention in Triton", ""),
+            ("cuda", torch.bfloat16, 64, {"window": 8}, "flash_attention in Triton", ""),
+            ("cuda", torch.bfloat16, 256, {"softcap": 5.0}, "flash_attention in Triton", ""),
+            ("cuda", torch.bfloat16, 512, {"softcap": 5.0}, "attention_reference, scores in memory", "head_dim 512"),
+            ("cuda", torch.bfloat16, 512, {"window": 8}, "torch's engines, with a mask", "head_dim 512"),
+            ("cuda", torch.float32, 64, {}, "torch's engines; packed: with a mask", "torch.float32"),
+            ("cuda", torch.float32, 64, {"softcap": 5.0}, "attention_reference, scores in memory", "Hopper"),
+            ("cpu", torch.bfloat16, 64, {"softcap": 5.0}, "attention_reference, scores in memory", "no GPU"),
+        ]:
+            if device == "cuda" and not attention_op.use_triton(torch.empty(1, device=device)):
+                pytest.skip("needs Triton")
+            found = attention_op.engine(torch.empty(1, 1, 1, size, dtype=dtype, device=device), **options)
+            assert found[0] == name and (why in found[1] if why else found[1] == ""), (found, name, why)
+
+
+@pytest.fixture
+def nothing_told(monkeypatch):
+    monkeypatch.setattr(errors, "_warned", set())
+
+
+def warned(run):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    return [str(warning.message) for warning in caught if "FSDP" not in str(warning.message)]
+
+
+def test_scores_in_memory_are_told_once(nothing_told, monkeypatch):
+    reference = []
+    monkeypatch.setattr(attention_op, "attention_reference", lambda *_, **options: reference.append(options))
+
+    def run(device="cuda", length=4, size=512):
+        with FakeTensorMode():
+            q, k, v = (torch.empty(1, length, 2, size, dtype=torch.bfloat16, device=device) for _ in range(3))
+            attention_op.attention(q, k, v, softcap=5.0)
+
+    assert not warned(lambda: run(device="cpu"))
+    assert not warned(lambda: run(length=1))  # decode: one row of scores
+    (message,) = warned(lambda: [run(), run()])
+    assert "keeps all scores in memory, because head_dim 512 is above 256" in message
+    assert len(reference) == 4
+
+
+# ---- the warning ----
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch, nothing_told):
+    """As far as the warning asks."""
+    monkeypatch.setattr(linear, "use_triton", lambda x: True)
+
+
+IDS = torch.arange(12).view(2, 6)
+
+
+def test_an_adapter_is_told_once(on_a_gpu):
+    model = adapt(
+        llama(), "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj"
+    )
+    (message,) = warned(lambda: [model(IDS, labels=IDS) for _ in range(2)])
+    assert message.startswith(f"Attention calls q_proj as a module, because of {ADAPTER}. It and k_proj, v_proj are")
+    assert "model.fusion_report()" in message
+
+
+def test_each_kind_of_obstacle_is_told(on_a_gpu):
+    model = adapt(llama(), "model.layers.0.mlp.up_proj")
+    model.model.layers[1].mlp.gate_proj.register_forward_hook(lambda *_: None)
+    down = model.model.layers[2].mlp.down_proj
+    down.forward = down.forward
+    found = warned(lambda: model(IDS, labels=IDS))
+    assert len(found) == 3 and all(message.startswith("GatedMLP calls") for message in found)
+    for message, words in zip(
+        found, ("up_proj as a module, because of an adapter", "a forward hook", "a replaced forward"), strict=True
+    ):
+        assert words in message
+
+
+def test_logits_in_memory_are_told(on_a_gpu):
+    model = llama(tie_word_embeddings=False)
+    model.lm_head = Adapter(model.lm_head)
+    (message,) = warned(lambda: model(IDS, labels=IDS))
+    assert f"not fused with lm_head, because of {ADAPTER}" in message
+    assert not warned(lambda: llama()(IDS, labels=IDS, return_logits=True))  # they were asked for
+
+
+def silent_cases():
+    untouched = llama()
+    checkpointed = llama()
+    checkpointed.gradient_checkpointing_enable()
+    output = adapt(llama(), "model.layers.0.self_attn.o_proj")  # nothing is fused with it
+    phi = ligermodels.Phi3.from_config({**CONFIG, "pad_token_id": 0}, device="cpu")
+    adapt(phi, "model.layers.0.self_attn.qkv_proj")
+    return {"untouched": untouched, "checkpointed": checkpointed, "output": output, "one projection": phi}
+
+
+@pytest.mark.parametrize("case", silent_cases())
+def test_what_costs_nothing_is_not_told(on_a_gpu, case):
+    model = silent_cases()[case]
+    assert not warned(lambda: model(IDS, labels=IDS).loss.backward())
+
+
+def test_quantised_and_sharded_modules_are_not_told(on_a_gpu):
+    layer, x = L.GatedMLP(4, 4), torch.randn(2, 4)
+    layer.up_proj, layer.gate_proj = OwnLinear(4, 4), sharded_weight()
+    assert not warned(lambda: linear.warn_unfused(layer, (*layer.joint_names, layer.output_name), x))
+    layer.down_proj = Adapter(layer.down_proj)
+    assert len(warned(lambda: linear.warn_unfused(layer, (*layer.joint_names, layer.output_name), x))) == 1
+
+
+def test_nothing_is_told_outside_of_training_on_a_gpu(on_a_gpu, monkeypatch):
+    model = adapt(llama(), "model.layers.0.self_attn.q_proj")
+    with torch.no_grad():
+        assert not warned(lambda: model(IDS))
+    compiled = torch.compile(copy.deepcopy(model.model.layers[0].mlp), backend="eager")
+    adapt(compiled._orig_mod, "up_proj")
+    assert not warned(lambda: compiled(torch.randn(2, 3, 32)))
+    monkeypatch.setattr(linear, "use_triton", lambda x: False)
+    assert not warned(lambda: model(IDS, labels=IDS))
+    monkeypatch.setattr(linear, "use_triton", lambda x: True)
+    assert len(warned(lambda: model(IDS, labels=IDS))) == 1
