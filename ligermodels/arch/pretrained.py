@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -248,12 +249,13 @@ class Pretrained(nn.Module):
         config.tie_word_embeddings = bool(tied)
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
         values, metadata = config.to_hf(), None
+        # What config.json says that there is: a model whose weights FSDP1 or ZeRO-3 holds knows of others, or of none.
+        shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
-            tensors = weights.export(self, self.DISK_NAMES, given, tied=tied)
+            tensors = weights.export(shapes, self.DISK_NAMES, given, tied=tied)
         elif state_dict is not None:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:
-            shapes = type(self)._on_meta(copy.copy(config), self.dtype, "none")
             tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
             values["quantization_config"] = quantizer.to_dict()
         files: dict[str, Any] = {"config.json": checkpoint.json_bytes(values)}
@@ -314,8 +316,8 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
         return checkpoint.read_json(place)
     if isinstance(config, ModelConfig | Mapping):
         return config
-    if hasattr(config, "to_dict"):  # of transformers
-        return config.to_dict()
+    if hasattr(config, "to_json_string"):  # of transformers
+        return json.loads(config.to_json_string())
     path = Path(config).expanduser()
     return checkpoint.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
 
