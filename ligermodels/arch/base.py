@@ -204,7 +204,13 @@ class CausalLM(Pretrained, TrainerInterface):
 
     @property
     def device(self) -> torch.device:
-        return self.decoder.embed_tokens.weight.device
+        """Where ids go: the embedding's, or where accelerate's hook brings it while it is offloaded."""
+        table: Any = self.decoder.embed_tokens
+        hook = getattr(table, "_hf_hook", None) if table.weight.is_meta else None
+        for one in getattr(hook, "hooks", [hook]):
+            if getattr(one, "execution_device", None) is not None:
+                return torch.device(one.execution_device)
+        return table.weight.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -3,13 +3,15 @@
     from ligermodels.integrations.transformers import AutoModelForCausalLM
     model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", device_map="auto")
 
-For tools that check the type (Trainer's saving, pipeline, GRPO, RewardTrainer). The class of the model is made from
-three: it inherits from ours (forward, generate, activation checkpointing) and from transformers' own class of the same
-name (config, loading, quantisers, device maps, adapters, saving, resizing). Parameter names are equal, so that
-transformers' loader fills our modules as it fills its own, and folders are the same either way. Only transformers'
-way of tying differs from ours, and is kept here: a tied `lm_head.weight` is the Parameter of the embedding.
+For tools that check the type: Trainer's saving, pipeline, GRPO, RewardTrainer, device maps, quantisers. The class of
+such a model inherits from ours and from transformers' class of the same name. Ours are the modules, `forward`,
+`generate` and activation checkpointing; transformers' are config, loading, tying, adapters, resizing and saving. The
+parameters have the same names in both, so that transformers' loader fills our modules as it fills its own.
 
-`from_transformers(model)` needs no class of its own: it is our model over the Parameters of a transformers model.
+- `generate` is ours: it takes transformers' generation_config and options, and raises for beams.
+- A tied `lm_head.weight` is the embedding's Parameter under a second name, as transformers ties it, and not absent.
+
+`from_transformers(model)` makes a plain model of ours over the Parameters of a model of transformers.
 
 Written against modeling_utils.py and models/auto/auto_factory.py of transformers 5.23.
 """
@@ -34,108 +36,121 @@ from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers.linear import JointProjections
 
-_OURS = (
-    "activation_checkpointing_disable",
-    "activation_checkpointing_enable",
-    "forward",
-    "generate",
-    "get_decoder",
-    "get_input_embeddings",
-    "gradient_checkpointing",
-    "gradient_checkpointing_disable",
-    "gradient_checkpointing_enable",
-    "is_gradient_checkpointing",
-    "prepare_inputs_for_generation",
-    "set_input_embeddings",
-    "_no_split_modules",
-)
-"""Of the names that both our class and transformers' have, those that are ours; the others are transformers'."""
+_CAUSAL = {arch.config_class.architecture: arch for arch in ARCHS.values()}
+_SCORED = {
+    name.replace("ForCausalLM", "ForSequenceClassification"): arch
+    for name, arch in _CAUSAL.items()
+    if name.endswith("ForCausalLM")
+}
+"""{name of a class of transformers, and of ours here: our class for its model_type}."""
+
+_OURS = {
+    "activation_checkpointing_disable", "activation_checkpointing_enable", "forward", "generate", "get_decoder",
+    "get_input_embeddings", "gradient_checkpointing", "gradient_checkpointing_disable", "gradient_checkpointing_enable",
+    "is_gradient_checkpointing", "prepare_inputs_for_generation", "set_input_embeddings", "_no_split_modules",
+}  # fmt: skip
+"""What a class takes from ours where both have it. All else that both have is transformers'."""
+
+_OF_QUANTISERS = {"hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method"}
+"""What transformers' quantisers leave on a model, for PEFT and Trainer."""
 
 
 class _Model:
-    """What differs from a transformers model that was built from transformers' modules."""
+    """What differs from transformers' own model, whatever the head. Comes first in the class of a model."""
 
     arch: ClassVar[type[CausalLM]]
 
     @classmethod
     def from_pretrained(cls, *args: Any, **options: Any) -> Any:
-        """As transformers' `from_pretrained`, with all of its arguments; q, k and v then lie in one storage."""
+        """`PreTrainedModel.from_pretrained`; the weights of q, k, v and of gate, up then lie in one storage."""
+        for name in ("distributed_config", "tp_plan", "tp_size"):
+            if options.get(name) is not None:
+                raise InputError(f"{name} is for transformers' layers; load the model, then shard it by other means")
+        for name in ("fusion_config", "kernel_config", "use_kernels"):
+            _ignore(name, options.pop(name, None) or None)
         loaded = PreTrainedModel.from_pretrained.__func__(cls, *args, **options)  # type: ignore[attr-defined]
         _lay_weights_together(loaded[0] if isinstance(loaded, tuple) else loaded)
         return loaded
 
+    from_hub = from_pretrained
+
     @classmethod
-    def from_config(cls, config: PreTrainedConfig, **options: Any) -> Any:
-        """A model with random weights, drawn as `CausalLM.init_weights` does."""
-        return cls._from_config(config, **options)  # type: ignore[attr-defined]
+    def from_config(cls: Any, config: PreTrainedConfig, **options: Any) -> Any:
+        return cls._from_config(config, **options)
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        """False: names on disk are converted as for transformers' own class."""
+        """False: the conversions that transformers knows for names on disk are right for our modules too."""
         return False
 
-    def _make(self, config: PreTrainedConfig) -> CausalLM:
-        """Our model of `config`, in the dtype and on the device that are torch's defaults now."""
+    def _build(self, config: PreTrainedConfig) -> CausalLM:
+        """Our model, from which a class takes its modules, with the dtype and on the device that torch has as default.
+
+        Its weights are drawn, unless the device is meta, on which transformers builds what it is about to load.
+        """
         if is_deepspeed_zero3_enabled():
-            raise InputError(
-                "ZeRO-3 cannot split this model while it is built. Load it by ligermodels.load before the "
-                "TrainingArguments with the DeepSpeed config are made; DeepSpeed then splits the finished model"
-            )
-        device = torch.empty(0).device  # of `with torch.device(...)` too, under which transformers builds on meta
+            raise InputError("ZeRO-3 would split this model while it is built; load it by ligermodels.load instead")
+        device = torch.empty(0).device
         seed = 0 if device.type == "meta" else int(torch.randint(2**31, (), device="cpu"))
         return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=device, seed=seed)
 
-    def initialize_weights(self) -> None:
-        """Draws what a checkpoint lacks; where nothing was loaded, `_make` has drawn everything."""
-        if any(getattr(parameter, "_is_hf_initialized", False) for parameter in self.parameters()):  # type: ignore
-            PreTrainedModel.initialize_weights(self)  # type: ignore[arg-type]
+    def initialize_weights(self: Any) -> None:
+        """Draws what was not in a checkpoint. Without a checkpoint, `_build` has drawn all."""
+        if any(getattr(parameter, "_is_hf_initialized", False) for parameter in self.parameters()):
+            PreTrainedModel.initialize_weights(self)
 
-    def _adjust_missing_and_unexpected_keys(self, loading_info: Any) -> None:
-        PreTrainedModel._adjust_missing_and_unexpected_keys(self, loading_info)  # type: ignore[arg-type]
-        missing = {*loading_info.missing_keys, *(name for name, *_ in loading_info.mismatched_keys)}
-        if missing := sorted(missing - {"score.weight"}):
-            names = f"{', '.join(missing[:3])}{', ...' * (len(missing) > 3)}"
+    def _adjust_missing_and_unexpected_keys(self: Any, loading_info: Any) -> None:
+        """Raises CheckpointError where transformers would go on with random weights, but for a classifier's head."""
+        PreTrainedModel._adjust_missing_and_unexpected_keys(self, loading_info)
+        lacking = loading_info.missing_keys | {name for name, *_ in loading_info.mismatched_keys}
+        if lacking := sorted(lacking - {"score.weight"}):
             raise CheckpointError(
-                f"The checkpoint has no weights of the right shape for {len(missing)} parameters of "
-                f"{type(self).__name__}: {names}. transformers would have drawn them at random"
+                f"{type(self).__name__} has {len(lacking)} parameters that the checkpoint lacks or has in another "
+                f"shape: {_some(lacking)}. Is it a partial copy, or without its head?"
             )
 
-    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **options: Any) -> str:
-        return _ignored("attn_implementation", attn_implementation, "sdpa")
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *_: Any, **__: Any) -> str:
+        _ignore("attn_implementation", attn_implementation, "sdpa")
+        return "sdpa"
 
     def _check_and_adjust_experts_implementation(self, experts_implementation: str | None) -> str:
-        return _ignored("experts_implementation", experts_implementation, "eager")
+        _ignore("experts_implementation", experts_implementation, "eager")
+        return "eager"
 
 
 class _CausalLM(_Model):
-    def __init__(self, config: PreTrainedConfig):
-        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
-        made = self._make(config)
-        self.model, self.lm_head = made.model, made.lm_head
+    def __init__(self: Any, config: PreTrainedConfig):
+        PreTrainedModel.__init__(self, config)
+        built = self._build(config)
+        self.model, self.lm_head = built.model, built.lm_head
         self.vocab_size = config.get_text_config().vocab_size
-        self.warnings_issued: dict[str, bool] = {}
-        self.post_init()  # type: ignore[attr-defined]
+        self.post_init()
 
-    def _get_resized_lm_head(self, head: Any, *args: Any, **options: Any) -> Any:
+    def _get_resized_lm_head(self: Any, head: Any, *args: Any, **options: Any) -> Any:
+        """transformers resizes an nn.Linear; the result goes into our head."""
         plain = nn.Linear(head.in_features, head.out_features, bias=False, device="meta")
         plain.weight, plain.bias = head.weight, head.bias
-        plain = PreTrainedModel._get_resized_lm_head(self, plain, *args, **options)  # type: ignore[arg-type]
+        plain = PreTrainedModel._get_resized_lm_head(self, plain, *args, **options)
         head.weight, head.bias, head.out_features = plain.weight, plain.bias, plain.out_features
         return head
 
+    def init_continuous_batching(self, *_: Any, **__: Any) -> Any:
+        raise InputError("continuous batching runs on transformers' attention layers only; use generate")
+
 
 class _SequenceClassifier(_Model):
-    def __init__(self, config: PreTrainedConfig):
-        PreTrainedModel.__init__(self, config)  # type: ignore[arg-type]
+    def __init__(self: Any, config: Any):
+        PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = self._make(config).model
+        self.model = self._build(config).model
         self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
         nn.init.normal_(self.score.weight, std=config.initializer_range)
-        self.post_init()  # type: ignore[attr-defined]
+        self.post_init()
 
     @property
-    def decoder(self) -> nn.Module:
+    def decoder(self: Any) -> nn.Module:
         return self.model
 
     @classmethod
@@ -143,48 +158,30 @@ class _SequenceClassifier(_Model):
         return False
 
 
+@functools.cache
 def _class_of(name: str) -> type[PreTrainedModel]:
     """The class that stands for transformers' class `name`."""
-    if name not in _classes():
-        raise AttributeError(f"there is no {name} of ligermodels; there are {', '.join(_classes())}")
-    return _make_class(name)
+    arch: Any = (_CAUSAL | _SCORED)[name]
+    theirs = getattr(transformers, name)
+    first, ours = (_SequenceClassifier, TrainerInterface) if name in _SCORED else (_CausalLM, arch)
+    names = {word for cls in ours.__mro__[: -len(nn.Module.__mro__)] for word in vars(cls) if not word.startswith("__")}
+    names = (names & {*dir(theirs)}) - _OURS - {*dir(first)}
+    members = {word: inspect.getattr_static(theirs, word) for word in names}
+    members |= {"arch": arch, "config_class": theirs.config_class, "__module__": __name__}
+    if name in _SCORED:
+        members |= {"forward": _without_count(theirs.forward), "_no_split_modules": arch._no_split_modules}
+    return type(name, (first, ours, theirs), members)
 
 
-def _classes() -> dict[str, type[CausalLM]]:
-    """{name of a class of transformers: our class for its model_type}."""
-    causal = {arch.config_class.architecture: arch for arch in ARCHS.values()}
-    suffix = "ForCausalLM"
-    scored = {
-        f"{name.removesuffix(suffix)}ForSequenceClassification": causal[name]
-        for name in causal
-        if name.endswith(suffix)
-    }
-    return causal | scored
-
-
-@functools.cache
-def _make_class(name: str) -> type[PreTrainedModel]:
-    arch, theirs = _classes()[name], getattr(transformers, name)
-    scores = name.endswith("ForSequenceClassification")
-    mixin, ours = (_SequenceClassifier, TrainerInterface) if scores else (_CausalLM, arch)
-    of_ours = {
-        word for cls in ours.__mro__[: -len(nn.Module.__mro__)] for word in vars(cls) if not word.startswith("__")
-    }
-    of_theirs = (of_ours & set(dir(theirs))) - set(dir(mixin)) - set(_OURS)
-    members = {word: inspect.getattr_static(theirs, word) for word in of_theirs}
-    if scores:
-        members |= {"_no_split_modules": arch._no_split_modules, "forward": _without_count(theirs.forward)}
-    members |= {
-        "arch": arch,
-        "config_class": theirs.config_class,
-        "__module__": __name__,
-        "__doc__": f"{name} of ligermodels.",
-    }
-    return type(name, (mixin, ours, theirs), members)
+def __getattr__(name: str) -> Any:
+    """The classes by name, for pickle and whoever imports one."""
+    if name in _CAUSAL or name in _SCORED:
+        return _class_of(name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def _without_count(forward: Any) -> Any:
-    """Trainer passes num_items_in_batch, which transformers' classifiers leave to **kwargs, and so to the decoder."""
+    """A classifier's forward, which hands all keywords to the decoder, without Trainer's num_items_in_batch."""
 
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, num_items_in_batch: Any = None, **inputs: Any) -> Any:
@@ -193,130 +190,115 @@ def _without_count(forward: Any) -> Any:
     return wrapped
 
 
-def __getattr__(name: str) -> Any:
-    return _class_of(name)  # LlamaForCausalLM and the others; pickle looks them up here
+class _ByConfig(Mapping[type[PreTrainedConfig], type[PreTrainedModel]]):
+    """{class of a config: class of the model}, as transformers' auto classes want it."""
 
-
-class _Mapping(Mapping[type[PreTrainedConfig], type[PreTrainedModel]]):
-    """{class of a config: class of a model}, as transformers' auto classes read it."""
-
-    def __init__(self, ending: str):
-        self.names = [name for name in _classes() if name.endswith("ForSequenceClassification") == (ending == "score")]
+    def __init__(self, archs: Mapping[str, type[CausalLM]]):
+        self._names = {arch.config_class.model_type: name for name, arch in archs.items()}
 
     def __getitem__(self, config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
-        for name in self.names:
-            if _classes()[name].config_class.model_type == config_class.model_type:
-                return _class_of(name)
-        raise KeyError(config_class)
+        return _class_of(self._names[config_class.model_type])
 
     def __iter__(self) -> Iterator[type[PreTrainedConfig]]:
-        return iter(getattr(transformers, name).config_class for name in self.names)
+        return (getattr(transformers, name).config_class for name in self._names.values())
 
     def __len__(self) -> int:
-        return len(self.names)
+        return len(self._names)
 
 
 class AutoModelForCausalLM(_BaseAutoModelClass):
-    """transformers' class of this name, for the architectures of ligermodels; also those that read images.
+    """transformers' class of this name for the architectures of ligermodels, those that read images included.
 
-    `from_pretrained` takes all of transformers' arguments: dtype, device_map, quantization_config, revision and so on,
-    and folders of adapters. attn_implementation and experts_implementation change nothing, and say so. `from_config`
-    draws the weights. `generate` is ours.
-    Raises ConfigError for a config that is not computed, CheckpointError for weights that are missing.
+    `from_pretrained` takes what transformers' does: dtype, device_map, quantization_config, revision, folders of
+    adapters and so on. attn_implementation and experts_implementation change nothing, and say so. The distributed
+    loading of transformers is refused. `from_config` draws the weights as `CausalLM.from_config` does.
+
+    Raises ConfigError for a config that is not computed, CheckpointError for a checkpoint that lacks weights.
     """
 
-    _model_mapping = _Mapping("head")
+    _model_mapping = _ByConfig(_CAUSAL)  # type: ignore[assignment]
 
 
 class AutoModelForSequenceClassification(_BaseAutoModelClass):
-    """transformers' class of this name, for the text architectures: `score` over the last token that is no padding."""
+    """transformers' class of this name for the text architectures: `score` of the last token that is not padding."""
 
-    _model_mapping = _Mapping("score")
+    _model_mapping = _ByConfig(_SCORED)  # type: ignore[assignment]
 
 
 def from_transformers(model: PreTrainedModel) -> CausalLM:
-    """Our model over the Parameters of a transformers model, which stays as it is: training one trains the other.
+    """Our model over the Parameters of a model of transformers: who trains one trains the other.
 
-    Nothing is copied but the weights of q, k, v and of gate, up, which get one storage for each layer (their
-    Parameters, and what an optimizer holds of them, stay): beyond the model, that takes the memory of the largest of
-    these for a moment. Linear modules that were quantised or hold an adapter are taken over as modules. Dtypes,
-    device, requires_grad, training mode, generation_config and name are those of `model`; activation checkpointing,
-    where it is on, is our "block". Hooks on `model` stay there.
+    The weights of q, k, v and of gate, up move into one storage for each layer, so that the largest of these exists
+    twice for a moment; their Parameters stay, with all that an optimizer holds of them. Nothing else is copied. Linear
+    modules that are quantised or hold an adapter become modules of ours. generation_config, name, training mode and
+    activation checkpointing ("block") are taken over. Hooks on `model` are not.
 
-    Raises InputError for what is no plain transformers model: wrapped by PEFT, sharded, offloaded, of a class of
-    one's own. Raises ConfigError for an architecture or option that is not computed.
+    Raises InputError for a model that PEFT or another wrapper holds, that is sharded, offloaded, of a class of one's
+    own, or changed in its parameters; ConfigError for a config that is not computed.
     """
-    arch = _arch_of(model)
-    theirs = dict(model.named_parameters())
-    where = {parameter.device for parameter in theirs.values()}
-    if len(where) > 1 or torch.device("meta") in where or any(hasattr(p, "full_tensor") for p in theirs.values()):
+    if not isinstance(model, PreTrainedModel):
+        peft = hasattr(model, "peft_config")
+        hint = "call from_transformers(model) before get_peft_model" if peft else "pass the model itself, unwrapped"
+        raise InputError(f"from_transformers takes a model of transformers, not a {type(model).__name__}: {hint}")
+    name = type(model).__name__
+    if name not in _CAUSAL or type(model) is not getattr(transformers, name):
         raise InputError(
-            "the model is sharded, offloaded or spread over devices. Call from_transformers before that; for device_map=, "
-            "load by ligermodels.integrations.transformers.AutoModelForCausalLM"
+            f"from_transformers takes transformers' own classes {', '.join(_CAUSAL)}, and this is a "
+            f"{type(model).__module__}.{name}"
         )
-    made = arch._on_meta(_config_of(model.config), model.dtype, "none")
+    theirs: dict[str, Any] = dict(model.named_parameters())
+    away = any(parameter.is_meta or hasattr(parameter, "full_tensor") for parameter in theirs.values())
+    if away or len({parameter.device for parameter in theirs.values()}) > 1:
+        raise InputError(
+            "the model is sharded, offloaded or spread over devices. Call from_transformers before that; for a "
+            "device_map, load by ligermodels.integrations.transformers.AutoModelForCausalLM"
+        )
+    made: Any = _CAUSAL[name]._on_meta(_config_of(model.config), model.dtype, "none")
     modules = dict(model.named_modules())
-    for name, linear in [*made.named_modules()]:
-        if type(linear) is nn.Linear and type(modules.get(name, linear)) is not nn.Linear:
-            made.set_submodule(name, modules[name])
+    for path, linear in [*made.named_modules()]:
+        if type(linear) is nn.Linear and type(modules.get(path, linear)) is not nn.Linear:
+            made.set_submodule(path, modules[path])
     ours = dict(made.named_parameters())
-    different = [f"{name} (not in ours)" for name in theirs if name not in ours]
-    different += [f"{name} (ours alone)" for name in ours if name not in theirs]
-    different += [f"{name} (shape)" for name in ours if name in theirs and ours[name].shape != theirs[name].shape]
+    different = [f"{path} is not in {type(made).__name__}" for path in theirs if path not in ours]
+    different += [f"{path} is missing" for path in ours if path not in theirs]
+    if not different:
+        different = [f"{path} has another shape" for path in ours if ours[path].shape != theirs[path].shape]
     if different:
-        raise InputError(
-            f"{len(different)} parameters of the {type(model).__name__} are not those of {arch.__name__}: "
-            f"{', '.join(different[:5])}{', ...' * (len(different) > 5)}. Was the model changed since it was built?"
-        )
-    for name, parameter in theirs.items():
-        parent, _, leaf = name.rpartition(".")
+        raise InputError(f"the model's parameters are not those of its config: {_some(different)}")
+    for path, parameter in theirs.items():
+        parent, _, leaf = path.rpartition(".")
         made.get_submodule(parent)._parameters[leaf] = parameter
     _lay_weights_together(made)
-    made.generation_config.update(model.generation_config.to_diff_dict())
-    made.config._name_or_path = made.name_or_path = model.name_or_path
-    made.source_folder = Path(model.name_or_path) if Path(model.name_or_path, "config.json").is_file() else None
-    for name in _OF_QUANTISERS & vars(model).keys():
-        setattr(made, name, getattr(model, name))
+    made.generation_config.update(json.loads(model.generation_config.to_json_string(ignore_metadata=True)))
+    source = str(model.name_or_path)
+    made.config._name_or_path = made.name_or_path = source
+    made.source_folder = Path(source) if Path(source, "config.json").is_file() else None
+    vars(made).update({name: value for name, value in vars(model).items() if name in _OF_QUANTISERS})
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         made.gradient_checkpointing_enable()
     return made.train(model.training)
 
 
-_OF_QUANTISERS = {"hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method"}
-"""What transformers' quantisers leave on a model; PEFT and Trainer look for it."""
-
-
-def _arch_of(model: Any) -> type[CausalLM]:
-    """Our class for a model of exactly one of transformers' classes."""
-    if not isinstance(model, PreTrainedModel):
-        peft = hasattr(model, "peft_config")
-        hint = "call from_transformers(model) before get_peft_model" if peft else "pass the model itself, unwrapped"
-        raise InputError(f"from_transformers takes a model of transformers, not a {type(model).__name__}: {hint}")
-    names = {arch.config_class.architecture: arch for arch in ARCHS.values()}
-    arch = names.get(type(model).__name__)
-    if arch is None or type(model) is not getattr(transformers, type(model).__name__):
-        raise InputError(
-            f"from_transformers has no counterpart of {type(model).__module__}.{type(model).__name__}; of transformers' "
-            f"own classes there are {', '.join(names)}"
-        )
-    return arch
-
-
 def _config_of(config: PreTrainedConfig) -> ModelConfig:
-    """Our config. A quantiser has seen to its part of it by now."""
+    """Our config. What it says about quantisation is transformers' business, which has replaced the modules."""
     values = json.loads(config.to_json_string())
     values.pop("quantization_config", None)
     return ARCHS[config.model_type].config_class.from_hf(values)
 
 
 def _lay_weights_together(model: nn.Module) -> None:
-    """Gives the plain weights of each layer's q, k, v and gate, up one storage, so that one matmul serves them."""
+    """Gives the plain weights of q, k, v and of gate, up one storage in each layer, for one matmul."""
     for module in model.modules():
-        if hasattr(module, "_lay_together"):
-            module._lay_together()
+        if isinstance(module, JointProjections):
+            module.lay_together()
 
 
-def _ignored(name: str, value: str | None, default: str) -> str:
+def _ignore(name: str, value: Any, default: Any = None) -> None:
     if value not in (None, default):
-        warnings.warn(f"{name}={value!r} changes nothing: ligermodels has kernels of its own", stacklevel=2)
-    return default
+        warnings.warn(
+            f"{name}={value!r} changes nothing: these are the layers and kernels of ligermodels", stacklevel=3
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

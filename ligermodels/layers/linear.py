@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
@@ -142,9 +143,15 @@ class JointProjections(nn.Module):
     them. They are laid so again after whatever makes each parameter anew: `.to()`, `.cuda()`, copying, unpickling.
     Parameters stay the objects that optimizers hold, and keep their values. Where something has taken the weights
     apart all the same (FSDP, `load_state_dict(assign=True)`), each has a matmul of its own.
+    In `state_dict()` each has a storage of its own, over the same memory: of tensors that share one, accelerate saves
+    the first alone, and safetensors' save_model and load_model refuse them.
     """
 
     joint_names: Sequence[str]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(_give_own_storages)
 
     def lay_together(self) -> None:
         weights, biases = parameters_of([module for module in self.joint_modules if is_plain(module)])
@@ -165,3 +172,16 @@ class JointProjections(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.lay_together()
+
+
+def _give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+    """Puts other tensors over the same memory for those entries of `state` under `prefix` that fill one storage."""
+    groups: dict[int, list[str]] = {}
+    for name, tensor in state.items():
+        if name.startswith(prefix) and type(tensor) is Tensor and not tensor.is_meta and tensor.is_contiguous():
+            groups.setdefault(tensor.untyped_storage()._cdata, []).append(name)
+    for names in groups.values():
+        whole = state[names[0]].untyped_storage().nbytes()
+        if len(names) > 1 and sum(state[name].nbytes for name in names) == whole:
+            for name in names:
+                state[name] = from_dlpack(to_dlpack(state[name]))
