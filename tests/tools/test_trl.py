@@ -10,6 +10,7 @@ from tests.tools.models import FAMILIES, make_ids, make_tokenizer, ours, theirs,
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -69,6 +70,7 @@ SFT = {
     "packed, wrapped": (TEXTS, dict(packing=True, packing_strategy="wrapped", max_length=16)),
     "padding-free": (TEXTS, dict(padding_free=True, max_length=None)),
     "checkpointing": (TEXTS, dict(gradient_checkpointing=True, gradient_accumulation_steps=2)),
+    "selective": (TEXTS, dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": True})),
 }
 
 
@@ -78,6 +80,16 @@ def test_sft(folder, tmp_path, data, options):
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, data, **options)
 
     assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"))
+
+
+def test_sft_of_an_adapter(folder, tmp_path):
+    def run(make):
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        options = {"peft_config": adapter}
+        arguments = dict(packing=True, max_length=16, gradient_checkpointing=True)
+        return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS, options=options, **arguments)
+
+    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy"))
 
 
 def test_sft_of_a_mixture_of_experts(tmp_path):
