@@ -165,17 +165,23 @@ def test_reward_of_a_causal_model_is_refused(folder, tmp_path):
         train(trl.RewardTrainer, trl.RewardConfig, ours(folder), tmp_path, PAIRS)
 
 
-@pytest.mark.parametrize("options", [{}, dict(beta=0.1), dict(gradient_checkpointing=True)], ids=str)
+GRPO = [{}, dict(beta=0.1, gradient_checkpointing=True), dict(top_k=0, top_p=0.9, temperature=0.7)]
+
+
+@pytest.mark.parametrize("options", GRPO, ids=str)
 def test_grpo(folder, tmp_path, options):
+    """Completions are sampled: the same ones from the same seed."""
+
     def reward(completions, completion_ids, **unused):
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     def run(make):
-        arguments = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, top_k=1, **options)
+        arguments = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, **options)
         return train(
             trl.GRPOTrainer, trl.GRPOConfig, make(folder), tmp_path, PROMPTS, options={"reward_funcs": reward},
             **arguments,
         )  # fmt: skip
 
     found, expected = run(ours), run(theirs)
-    assert_same_logs(found, expected, ("loss", "entropy", "reward", "completions/mean_length"))
+    names = ("loss", "grad_norm", "entropy", "reward", "completions/mean_length")
+    assert_same_logs(found, expected, (*names, "kl") if options.get("beta") else names)
