@@ -232,8 +232,8 @@ class Tokenizer(Vocabulary):
             values = list(map(operator.index, plain if isinstance(plain, Iterable) else [plain]))
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"decode takes one text: a list of ints or a 1-D tensor of them, not {short(ids)}. Next step: "
-                "batch_decode for a batch."
+                f"decode takes one text: an int, a list of them or a 1-D tensor, not {short(ids)}. Decode a batch by "
+                "rows, or with batch_decode."
             ) from error
         if wrong := [index for index in values if not 0 <= index <= MAX_ID]:
             raise InputError(f"{short(wrong[0])} is not a token id. Likely cause: labels, where -100 means ignored.")
