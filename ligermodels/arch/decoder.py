@@ -32,7 +32,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        block: Callable[[ModelConfig, int], nn.Module],
+        block: Callable[[Any, int], nn.Module],
         *,
         norm: nn.Module | None = None,
         embedding_scale: float | None = None,
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
         return self.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        self.embed_tokens = embeddings
+        self.embed_tokens = embeddings  # type: ignore[assignment]
 
     def _batch(
         self,
