@@ -46,6 +46,11 @@ class GenerationConfig(Attributes):
 
     fields = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
 
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    to_diff_dict = to_dict  # which transformers' pipelines ask for
+
 
 # FSDP and torch.compile find the tensors in an output through pytree, which does not look into dict subclasses.
 pytree.register_pytree_node(
