@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import functools
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +33,11 @@ class Pretrained(nn.Module):
 
     config: Any
     generation_config: Any
-    name_or_path: str = ""
+    get_input_embeddings: Any
+    _set_checkpointing: Any
+    device: Any
+    dtype: Any
+    name_or_path: str
     """What the model was loaded by: a repository or folder."""
     source_folder: Path | None = None
     """Where the model was loaded from."""
@@ -138,7 +143,6 @@ class Pretrained(nn.Module):
                 quantization.load(model, cls.DISK_NAMES, reader, quantizer, **reading)
         if place is None:
             placement.dispatch(model, plan, offload_folder)
-        model.name_or_path = made._name_or_path
         model.source_folder = folder
         return model.eval()
 
@@ -248,12 +252,13 @@ class Pretrained(nn.Module):
         config.tie_word_embeddings = bool(tied)
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
         values, metadata = config.to_hf(), None
+        # What config.json says that there is: a model whose weights FSDP1 or ZeRO-3 holds knows of others, or of none.
+        shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
-            tensors = weights.export(self, self.DISK_NAMES, given, tied=tied)
+            tensors = weights.export(shapes, self.DISK_NAMES, given, tied=tied)
         elif state_dict is not None:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:
-            shapes = type(self)._on_meta(copy.copy(config), self.dtype, "none")
             tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
             values["quantization_config"] = quantizer.to_dict()
         files: dict[str, Any] = {"config.json": checkpoint.json_bytes(values)}
@@ -285,9 +290,14 @@ class Pretrained(nn.Module):
 
     def _saved_dtype(self, tensors: Mapping[str, Tensor]) -> torch.dtype:
         """The dtype of the embedding among `tensors`, or else of the model."""
-        table = next(name for name, module in self.named_modules() if module is self.get_input_embeddings())
         named = {weights.plain_name(name): tensor.dtype for name, tensor in tensors.items()}
-        return named.get(f"{weights.plain_name(table)}.weight", self.dtype)
+        return named.get(weights.plain_name(self._table_name), self.dtype)
+
+    @property
+    def _table_name(self) -> str:
+        """The name of the embedding's parameter."""
+        table = self.get_input_embeddings()
+        return next(f"{name}.weight" for name, module in self.named_modules() if module is table)
 
     @property
     def tied_weights(self) -> dict[str, str]:
@@ -295,8 +305,7 @@ class Pretrained(nn.Module):
         head: Any = self.lm_head
         if not (isinstance(head, LMHead) and head.is_tied):
             return {}
-        table = next(name for name, module in self.named_modules() if module is self.get_input_embeddings())
-        return {"lm_head.weight": f"{table}.weight"}
+        return {"lm_head.weight": self._table_name}
 
 
 def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:
@@ -314,8 +323,8 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
         return checkpoint.read_json(place)
     if isinstance(config, ModelConfig | Mapping):
         return config
-    if hasattr(config, "to_dict"):  # of transformers
-        return config.to_dict()
+    if hasattr(config, "to_json_string"):  # of transformers
+        return json.loads(config.to_json_string())
     path = Path(config).expanduser()
     return checkpoint.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
 

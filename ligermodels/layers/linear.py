@@ -13,58 +13,84 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ligermodels.errors import warn_once
+from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 
 
-def is_plain(module: nn.Module) -> bool:
-    """True if calling `module` is x @ weight.T + bias and nothing else: a fused kernel may stand in for it.
+def is_plain(*modules: nn.Module) -> bool:
+    """True if calling each module is x @ weight.T + bias and nothing else: a fused kernel may stand in for it.
 
     An adapter wraps the module or replaces its class, a parametrization and FSDP replace its class, tensor
     parallelism, ZeRO-3 and activation probes hang hooks on it, offloading replaces its forward, quantization
     replaces its class or its weight. Passing any of them by would be silently wrong, so each makes this False.
     """
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and is_untouched(module)
+    for module in modules:
+        # _parameters is module.weight, for a fifth of the host's time
+        if type(module) is not nn.Linear or type(module._parameters.get("weight")) is not nn.Parameter or _touched(module):
+            return False
+    return not _has_any_global_hook()
 
 
 def is_untouched(module: nn.Module) -> bool:
     """True if calling `module` is its class's forward and nothing else."""
-    return (
-        "forward" not in module.__dict__
-        and not (module._forward_hooks or module._forward_pre_hooks)
-        and not (module._backward_hooks or module._backward_pre_hooks)
-        and not _has_any_global_hook()
+    return not (_touched(module) or _has_any_global_hook())
+
+
+def _touched(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
     )
 
 
 class Obstacle(NamedTuple):
-    """Why no fused op stands in for a module. kind: "adapter", "hook", "replaced" (forward), "class" or "weight"."""
+    """Why no fused op stands in for `module`.
+
+    kind: "adapter", "parametrization", "class", "weight", "forward", which was replaced, "forward hook", "backward
+    hook", "global hook".
+    """
 
     kind: str
-    text: str
+    module: nn.Module
+
+    @property
+    def text(self) -> str:
+        """The reason in words, to be read behind "because of"."""
+        found = type(self.module)
+        name = f"{found.__module__}.{found.__qualname__}"
+        hook = self.module.__dict__.get("_hf_hook")  # accelerate's, which replaces the forward
+        return {
+            "adapter": f"an adapter, {name}",
+            "class": f"its class, {name}",
+            "weight": f"its weight, a {type(self.module.weight).__name__}",
+            "forward": "a replaced forward" + (f", by {type(hook).__name__}" if hook is not None else ""),
+            "global hook": "a hook on all modules",
+        }.get(self.kind, f"a {self.kind}")
 
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
     """Why `is_plain(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
-    found, weight = type(module), getattr(module, "weight", None)
-    name = f"{found.__module__}.{found.__qualname__}"
-    if found not in (classes or (nn.Linear,)):
-        if {"base_layer", "original_module", "token_adapter"} & module._modules.keys():
-            return Obstacle("adapter", f"an adapter, {name}")
-        if "parametrizations" in module._modules:
-            return Obstacle("adapter", "a parametrization")
-        return Obstacle("class", f"its class, {name}")
-    if type(weight) not in (nn.Parameter, type(None)):
-        return Obstacle("weight", f"its weight, a {type(weight).__name__}")
-    if "forward" in module.__dict__:
-        hook = module.__dict__.get("_hf_hook")
-        return Obstacle("replaced", "a replaced forward" + (f", by {type(hook).__name__}" if hook else ""))
-    if module._forward_hooks or module._forward_pre_hooks:
-        return Obstacle("hook", "a forward hook")
-    if module._backward_hooks or module._backward_pre_hooks:
-        return Obstacle("hook", "a backward hook")
-    return Obstacle("hook", "a hook on all modules") if _has_any_global_hook() else None
+    if type(module) not in (classes or (nn.Linear,)):
+        inside = module._modules.keys()
+        wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
+        kind = "adapter" if wrapped else "parametrization" if "parametrizations" in inside else "class"
+    elif type(module.weight) not in (nn.Parameter, type(None)):
+        kind = "weight"
+    elif "forward" in module.__dict__:
+        kind = "forward"
+    elif module._forward_hooks or module._forward_pre_hooks:
+        kind = "forward hook"
+    elif module._backward_hooks or module._backward_pre_hooks:
+        kind = "backward hook"
+    elif _has_any_global_hook():
+        kind = "global hook"
+    else:
+        return None
+    return Obstacle(kind, module)
 
 
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
@@ -75,8 +101,8 @@ def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
     if not warns(x):
         return
     for name in names:
-        found = obstacle(owner.get_submodule(name))
-        if found is not None and found.kind in ("adapter", "hook", "replaced"):
+        found = obstacle(owner._modules[name])  # type: ignore[arg-type]
+        if found is not None and found.kind not in ("class", "weight") and is_new(found.kind):
             warn_once(
                 found.kind,
                 f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It and "
@@ -106,8 +132,8 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and the biases of linear modules."""
-    return [module.weight for module in modules], [module.bias for module in modules]  # type: ignore[misc]
+    """The weights and the biases of plain linear modules."""
+    return [module._parameters["weight"] for module in modules], [module._parameters["bias"] for module in modules]  # type: ignore[misc]
 
 
 class JointProjections(nn.Module):
@@ -135,7 +161,8 @@ class JointProjections(nn.Module):
 
     @property
     def joint_modules(self) -> list[nn.Module]:
-        return [getattr(self, name) for name in self.joint_names]
+        modules = self._modules
+        return [modules[name] for name in self.joint_names]  # type: ignore[misc]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         super()._apply(fn, recurse)

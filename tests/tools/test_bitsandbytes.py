@@ -1,4 +1,4 @@
-"""bitsandbytes quantises our linear modules as it does transformers': at load, by its converter, under adapters, saved."""
+"""bitsandbytes quantises our linear modules as it does transformers': at load, by converters, under adapters, saved."""
 
 import json
 
@@ -263,11 +263,11 @@ def test_settings_are_checked(folders, saved, tmp_path):
     config["quantization_config"]["bnb_4bit_quant_type"] = "nf5"
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "model.safetensors").write_bytes((saved / "nf4" / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match="quantised by bitsandbytes: .*nf5"):
+    with pytest.raises(ConfigError, match=r"quantised by bitsandbytes: .*nf5"):
         ours(tmp_path)
     with pytest.warns(UserWarning, match="quantised already: its own settings"):
         assert ours(saved / "nf4", quantization_config=dict(load_in_8bit=True)).is_loaded_in_4bit
-    with pytest.raises(InputError, match="cannot be offloaded, and device_map puts model.layers.0"):
+    with pytest.raises(InputError, match=r"cannot be offloaded, and device_map puts model\.layers\.0"):
         ligermodels.load(
             folders["llama"],
             progress=False,

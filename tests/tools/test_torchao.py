@@ -208,7 +208,7 @@ def test_settings_are_checked(folders, tmp_path, monkeypatch):
     config = json.loads((tmp_path / "config.json").read_text())
     config["quantization_config"]["quant_type"]["default"]["_type"] = "Nothing"
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match="quantised by torchao: .*Nothing"):
+    with pytest.raises(ConfigError, match=r"quantised by torchao: .*Nothing"):
         ours(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "torchao.core.config", None)
     with pytest.raises(ConfigError, match="pip install -U torchao"):
