@@ -49,6 +49,11 @@ class GenerationConfig(Attributes):
 
     fields = frozenset(field.name for field in dataclasses.fields(Options))
 
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    to_diff_dict = to_dict  # which transformers' pipelines ask for
+
 
 # FSDP and torch.compile find the tensors in an output through pytree, which does not look into dict subclasses.
 pytree.register_pytree_node(
