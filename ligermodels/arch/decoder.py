@@ -111,6 +111,8 @@ class Decoder(nn.Module):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch_size, length = x.shape[:2]
         if use_cache and past_key_values is None:
+            if cu_seqlens is not None:
+                raise InputError("packed sequences (cu_seqlens) go with neither a cache nor use_cache=True")
             past_key_values = self.new_cache(batch_size, length)
         if cu_seqlens is None and find_packing and attention_mask is None and past_key_values is None:
             cu_seqlens, max_seqlen = packed_sequences(position_ids, x)

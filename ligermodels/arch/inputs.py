@@ -227,6 +227,7 @@ def text_positions(position_ids: Any, x: Any) -> Tensor | None:
     if position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
     fits = position_ids.dim() == 2 and x.dim() >= 2 and position_ids.shape[0] in (1, x.shape[0])
+    fits = fits and position_ids.device == x.device
     return position_ids if fits and position_ids.shape[1] == x.shape[1] and position_ids.numel() else None
 
 
