@@ -460,6 +460,7 @@ def test_pipeline(folders):
         dict(target_modules="all-linear"),
         dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
         dict(target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
+        dict(target_modules=["q_proj"], trainable_token_indices=[5, 6]),
     ],
     ids=str,
 )
