@@ -48,8 +48,12 @@ class LayerCache:
         Without gradients these are views of the buffers, good until the next update, and k and v themselves
         where there is no past; a call of more tokens than the buffers of a window hold gets a copy. With
         gradients the new tokens keep theirs and the past is constant: the buffers hold values only.
+        An empty cache goes to the device of the first tokens: a model that accelerate has offloaded or spread over
+        devices computes elsewhere than its weights are, or in several places.
         Raises InputError if batch size, heads or dtype are not those of the cache.
         """
+        if self.length == 0 and k.device != self.keys.device:
+            self.keys, self.values = (torch.empty_like(x, device=k.device) for x in (self.keys, self.values))
         self._check(k, v)
         past, new = self._past, k.shape[1]
         if past == 0:

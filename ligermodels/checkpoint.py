@@ -23,16 +23,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, HubError, LigermodelsError
-from ligermodels.weights import TensorInfo, same_bits
+from ligermodels.weights import TensorInfo, plain_name, same_bits
 
-NATIVE = {"format": "ligermodels", "version": "1"}
-"""The safetensors metadata of a native checkpoint: our names, packed."""
-
-COMPANIONS = (
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json",
-    "additional_chat_templates/*.jinja", "preprocessor_config.json", "processor_config.json",
-    "video_preprocessor_config.json",
+    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+COMPANIONS = (
+    *TOKENIZER, *TEMPLATES, "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 """The files that belong to a model beside its configs and weights."""
 
@@ -87,12 +86,23 @@ def may(path: Path, mode: int) -> bool:
     return os.access(path, mode, effective_ids=os.access in os.supports_effective_ids)
 
 
-def companion_files(folder: Path) -> dict[str, Path]:
-    """{name: path} of the tokenizer, template and processor files in `folder`. Raises as `check_file`."""
-    found = [path for pattern in COMPANIONS for path in sorted(folder.glob(pattern)) if path.is_file()]
-    for path in found:
+def companion_files(folder: Path, target: Path | None = None) -> dict[str, Path]:
+    """{name: path} of the tokenizer, template and processor files in `folder`. Raises as `check_file`.
+
+    target: a folder that they are to be saved to. What it holds already stays out: a file of that name, and, where
+    there is a tokenizer, all files of one. Its user has saved it there, with added tokens perhaps.
+    """
+    there = _found(target, COMPANIONS) if target is not None else {}
+    kept = (*TOKENIZER, *TEMPLATES) if any(name in there for name in TOKENIZER) else ()
+    found = _found(folder, [pattern for pattern in COMPANIONS if pattern not in kept])
+    for path in found.values():
         check_file(path, folder)
-    return {path.relative_to(folder).as_posix(): path for path in found}
+    return {name: path for name, path in found.items() if name not in there}
+
+
+def _found(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path for path in paths}
 
 
 def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
@@ -123,9 +133,11 @@ def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
 def _other_layout(folder: Path) -> str:
     """What a folder may be that lacks config.json."""
     with contextlib.suppress(OSError):
-        if any(re.match(r"consolidated.*\.(pth|safetensors)|adapter_config\.json|\.metadata$", name)
-               for name in os.listdir(folder)):  # fmt: skip
+        names = os.listdir(folder)
+        if any(re.match(r"consolidated.*\.(pth|safetensors)|adapter_config\.json|\.metadata$", name) for name in names):
             return f"It is of another layout: `ligermodels inspect {folder}` says of which, and what reads it."
+        if any(name.startswith((SAFETENSORS, PICKLES)) for name in names):
+            return "Weights alone, as trainers leave them: give the model's configuration with config= (--config DIR)."
     return f"Is {folder} the folder of a checkpoint?"
 
 
@@ -235,8 +247,9 @@ def open_safetensors(folder: Path, files: Iterable[str]) -> dict[str, Safetensor
 class SafetensorsReader:
     """The tensors of a checkpoint folder, mapped from its files. A context manager.
 
-    headers: {name: TensorInfo} in file order. places: {name: file}. metadata: the first file's. native: the names are
-    ours, packed. With an index, what it does not name is not part of the checkpoint; its total_size is not looked at.
+    headers: {name: TensorInfo} in file order, without what wrappers put into the names. places: {name: file}.
+    metadata: the first file's. With an index, what it does not name is not part of the checkpoint; its total_size is
+    not looked at.
     Raises CheckpointError for an index or file that is missing, damaged, or not what its name says, and for a file
     or folder that was replaced meanwhile; HubError for one that cannot be read.
     """
@@ -246,6 +259,7 @@ class SafetensorsReader:
         self.source = str(folder)
         self.headers: dict[str, TensorInfo] = {}
         self.places: dict[str, str] = {}
+        self._stored: dict[str, str] = {}
         with unreplaced(self.folder):
             files, weight_map = weight_files(self.folder, SAFETENSORS)
             self._files = open_safetensors(self.folder, files)
@@ -255,34 +269,39 @@ class SafetensorsReader:
                 if weight_map is not None and weight_map.get(name) != file:
                     twice += [(name, opened)] if name in weight_map else []
                     continue
-                self.headers[name] = opened.info(name)
-                self.places[name] = file
+                plain = _plain_name(opened.path, name, self._stored)
+                self.headers[plain], self.places[plain] = opened.info(name), file
         for name, file in (weight_map or {}).items():
-            if name not in self.headers:
+            if self._stored.get(plain_name(name)) != name:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
         for name, opened in twice:
-            if not same_bits(self.read(name), opened.read(name)):
+            plain = plain_name(name)
+            if not same_bits(self.read(plain), opened.read(name)):
                 raise CheckpointError(
-                    f"{opened.path} and {self.places[name]} hold different tensors {name}.\n"
+                    f"{opened.path} and {self.places[plain]} hold different tensors {name}.\n"
                     "  Likely: shards of two checkpoints in one folder; fetch them again into an empty one."
                 )
         self.metadata = self._files[files[0]].metadata
-        self.native = self.metadata.get("format") == NATIVE["format"]
-        if self.native and self.metadata.get("version") != NATIVE["version"]:
-            raise CheckpointError(
-                f"{folder} is a native checkpoint of version {self.metadata.get('version')}; this one "
-                f"reads version {NATIVE['version']}. Upgrade ligermodels."
-            )
 
     def read(self, name: str) -> Tensor:
         """As `SafetensorsFile.read`."""
-        return self._files[self.places[name]].read(name)
+        return self._files[self.places[name]].read(self._stored[name])
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self._files.clear()
+
+
+def _plain_name(where: Path, name: str, stored: dict[str, str]) -> str:
+    """`plain_name`, noted in `stored`, {plain name: name in the file}."""
+    plain = plain_name(name)
+    if stored.setdefault(plain, name) != name:
+        raise CheckpointError(
+            f"{where} holds {name} and {stored[plain]}, which are one name; keep the one that is right"
+        )
+    return plain
 
 
 def versions(paths: Iterable[Path], home: Path) -> dict[Path, tuple[int, ...]]:
@@ -421,22 +440,22 @@ def read_pickle(path: Path, home: Path | None = None) -> dict[str, Tensor]:
 class PickleReader:
     """SafetensorsReader's twin for pytorch_model.bin and its index."""
 
-    native = False
-
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.source = str(folder)
         self.metadata: dict[str, str] = {}
         self.places: dict[str, str] = {}
         self._tensors: dict[str, Tensor] = {}
+        stored: dict[str, str] = {}
         files, weight_map = weight_files(self.folder, PICKLES)
         self._seen = versions((self.folder / file for file in files), self.folder)
         for file in files:
             for name, tensor in read_pickle(self.folder / file, self.folder).items():
                 if weight_map is None or weight_map.get(name) == file:
-                    self._tensors[name], self.places[name] = tensor, file
+                    plain = _plain_name(self.folder / file, name, stored)
+                    self._tensors[plain], self.places[plain] = tensor, file
         for name, file in (weight_map or {}).items():
-            if name not in self._tensors:
+            if stored.get(plain_name(name)) != name:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
         self.headers = {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in self._tensors.items()}
 
@@ -455,7 +474,7 @@ class PickleReader:
 def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> SafetensorsReader | PickleReader:
     """A reader for the weights in `folder`: its safetensors or, if it has none and they are allowed, pickles.
 
-    Raises CheckpointError, and HubError for a folder or file that cannot be read.
+    No config.json is needed. Raises CheckpointError, and HubError for a folder or file that cannot be read.
     """
     with read_errors(Path(folder)):
         present = {name.removesuffix(".index.json") for name in os.listdir(folder)}

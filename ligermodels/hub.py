@@ -10,7 +10,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ligermodels.checkpoint import COMPANIONS, PICKLES, SAFETENSORS, weight_files
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import HubError, LigermodelsError
 
 
 def resolve(
@@ -62,9 +62,9 @@ def resolve(
         )
     try:
         snapshot = _download(repo, revision, inside, token, cache_dir, weights, allow_pickle)
-    except CheckpointError:
-        raise
     except Exception as error:
+        if not refused(error):
+            raise
         explained = _explained(error, repo, revision, token)
         if not cached or lacking or isinstance(error, errors.RevisionNotFoundError):
             raise explained from error
@@ -137,6 +137,14 @@ def _download(
         if all((snapshot / inside / file).is_file() for file in files):
             break
     return snapshot
+
+
+def refused(error: Exception) -> bool:
+    """Whether network, disk or Hub said no, rather than that the program went wrong."""
+    packages = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    theirs = packages & {"huggingface_hub", "hf_xet", "httpx", "httpx2", "requests"}
+    system = isinstance(error, OSError) or type(error) is RuntimeError  # the latter is hf_xet's
+    return bool(theirs) or (system and not isinstance(error, LigermodelsError))
 
 
 def _explained(error: Exception, repo: str, revision: str | None, token: str | bool | None) -> HubError:
@@ -226,5 +234,7 @@ def push(
             commit_message=commit_message,
         )
     except Exception as error:
+        if not refused(error):
+            raise
         raise _explained(error, repo, revision, token) from error
     return commit.pr_url or commit.commit_url

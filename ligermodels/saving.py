@@ -1,5 +1,6 @@
 """A checkpoint folder written in one step: whoever looks finds the old one or the new, also after a crash."""
 
+import collections
 import contextlib
 import ctypes
 import errno
@@ -37,38 +38,66 @@ def write_checkpoint(
     max_shard_size: int | str = "5GB",
     expected_bytes: int = 0,
     overwrite: bool = True,
+    is_main: bool = True,
 ) -> Path:
     """Writes a checkpoint folder in one step: whoever looks finds the old one or the new. Returns its path.
 
-    tensors: consumed one shard at a time. files: {name in the folder: its bytes, or a file to copy}.
+    tensors: (name, tensor), taken one shard at a time. files: {name in the folder: its bytes, or a file to copy}.
     metadata: of the safetensors files, by default {"format": "pt"}.
     max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
     expected_bytes: what the tensors come to; without room for it on the disk, nothing is written.
     overwrite: False refuses a folder that holds anything; True replaces weights and `files`, the rest stays.
+    is_main: False takes the tensors and writes nothing. Where `tensors` gathers sharded weights, every rank calls
+    this, one of them with True; the others return before the folder is there: put a barrier behind it.
 
-    The new folder grows beside the old one, then the two are swapped: atomic on Linux, two renames elsewhere.
+    The new folder grows beside the old one, whose other files it gets as hard links (copies where the file system has
+    none), then the two are swapped: atomic on Linux, two renames elsewhere. A killed process leaves the old folder or
+    the new one, whole, and another that is named .<name>.saving-*.
     Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by
-    file, the weights last, and a second one is refused. A killed process leaves a folder .<name>.saving-*.
+    file, the weights last, and a second one is refused.
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
     """
     limit = num_bytes(max_shard_size)
     target = absolute(folder)
+    tensors = iter(tensors)
+    try:
+        if is_main:
+            _write(target, tensors, files or {}, dict(metadata or {"format": "pt"}), limit, expected_bytes, overwrite)
+    except Exception:
+        _take_all(tensors)  # the other ranks wait for this one's part of each
+        raise
+    _take_all(tensors)
+    return target
+
+
+def _take_all(tensors: Iterator[object]) -> None:
+    collections.deque(tensors, maxlen=0)
+
+
+def _write(
+    target: Path,
+    tensors: Iterator[tuple[str, Tensor]],
+    files: Mapping[str, bytes | Path],
+    metadata: dict[str, str],
+    limit: int,
+    expected_bytes: int,
+    overwrite: bool,
+) -> None:
     with write_errors(target):
         fixed = check_target(target, overwrite)
         home = target if fixed else target.parent
         home.mkdir(parents=True, exist_ok=True)
         prefix = f".{target.name[:100]}.saving-"
-        _check_room(home, prefix, expected_bytes)
+        check_room(home, expected_bytes, prefix)
         staging = home / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             staging.mkdir()
-            _write_shards(staging, tensors, limit, dict(metadata or {"format": "pt"}))
-            finish(staging, files or {})
+            _write_shards(staging, tensors, limit, metadata)
+            finish(staging, files)
         except BaseException:
             shutil.rmtree(staging, ignore_errors=True)
             raise
         install(staging, target, fixed=fixed)
-    return target
 
 
 def absolute(path: str | Path) -> Path:
@@ -128,10 +157,11 @@ def _is_weights(name: str) -> bool:
     return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name) is not None
 
 
-def _check_room(home: Path, prefix: str, expected: int) -> None:
+def check_room(home: Path, expected: int, prefix: str | None = None) -> None:
+    """Raises OSError where the disk has fewer bytes free than expected; names what begins with `prefix` there."""
     free = shutil.disk_usage(home).free
     if expected > free:
-        left = ", ".join(name for name in os.listdir(home) if name.startswith(prefix))
+        left = ", ".join(name for name in os.listdir(home) if prefix and name.startswith(prefix))
         raise OSError(
             errno.ENOSPC,
             f"it takes {expected / 1e9:.2f} GB and {free / 1e9:.2f} GB are free"
@@ -202,27 +232,49 @@ def _sync(path: Path) -> None:
 
 
 def _swap(staging: Path, target: Path) -> None:
-    """Puts `staging` in the place of `target`. What else was there, neither weights nor new, moves over."""
-    if target.is_dir():
-        shutil.copymode(target, staging)
+    """Puts `staging` in the place of `target`, with what else was there, neither weights nor new."""
     old = staging.with_name(f"{staging.name}-old")
     try:
+        if target.is_dir():
+            shutil.copymode(target, staging)
+            with contextlib.suppress(FileNotFoundError):  # another save has moved it; what it held is kept below
+                _keep(target, staging)
         while not _rename(staging, target):
             if _exchange(staging, target):
                 old = staging
                 break
             with contextlib.suppress(FileNotFoundError):
                 os.rename(target, old)
-    except OSError:
+    except BaseException:
         if old.exists() and not target.exists():
             os.rename(old, target)
         shutil.rmtree(staging, ignore_errors=True)
         raise
     if old.exists():
-        for path in old.iterdir():
-            if not _is_weights(path.name) and not (target / path.name).exists():
-                os.rename(path, target / path.name)
+        _keep(old, target)  # what came while the two were swapped
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _keep(old: Path, new: Path, *, weights: bool = False) -> None:
+    """Gives `new` what it lacks of the files in `old`, its weights aside: the same files, under one more name each."""
+    for path in old.iterdir():
+        place = new / path.name
+        if path.is_dir() and not path.is_symlink() and (place.is_dir() or not os.path.lexists(place)):
+            if os.path.ismount(path):
+                raise OSError(errno.EBUSY, "another file system is mounted in it", str(path))
+            place.mkdir(exist_ok=True)
+            _keep(path, place, weights=True)
+            shutil.copystat(path, place)
+        elif os.path.lexists(place) or (_is_weights(path.name) and not weights):
+            continue
+        elif path.is_symlink():
+            os.symlink(os.readlink(path), place)
+        else:
+            try:
+                os.link(path, place)
+            except OSError:  # no links here, or none to the files of others
+                shutil.copy2(path, place)
+    _sync(new)
 
 
 def _rename(a: Path, b: Path) -> bool:

@@ -72,8 +72,9 @@ class Region:
 
 
 def plain_name(name: str) -> str:
-    """The name without what DDP, FSDP, torch.compile and checkpoint wrappers put into it."""
-    return ".".join(word for word in name.split(".") if word not in _WRAPPERS)
+    """The name without what DDP, FSDP, torch.compile, checkpoint wrappers and PEFT put into it."""
+    plain = ".".join(word for word in name.split(".") if word not in _WRAPPERS).removeprefix("base_model.model.")
+    return plain or name
 
 
 def regions(model: nn.Module, table: Table) -> list[Region]:
@@ -222,7 +223,7 @@ def export(
     given = model.named_parameters() if state_dict is None else state_dict.items()
     tensors = {plain_name(name): tensor.detach() for name, tensor in given}
     for name, ours in (tied or {}).items():
-        copy, own = tensors.pop(name, None), tensors.get(ours)
+        copy, own = tensors.pop(name, None), tensors.get(plain_name(ours))
         if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
             raise CheckpointError(f"{name} differs from {ours}, though the config ties the two; untie them, or drop it")
     _check_saveable(model, tensors)

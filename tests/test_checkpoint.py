@@ -1,5 +1,6 @@
 """Checkpoint folders: which files are read, how damage is told, and that a save is all or nothing."""
 
+import datetime
 import errno
 import json
 import os
@@ -14,11 +15,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from ligermodels import saving
+from ligermodels import saving, weights
 from ligermodels.checkpoint import (
-    NATIVE,
     SafetensorsReader,
     companion_files,
     open_checkpoint,
@@ -57,7 +61,7 @@ def test_headers_without_reading(tmp_path):
         assert reader.headers == {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
         assert {name: info.nbytes for name, info in reader.headers.items()} == {n: x.nbytes for n, x in tensors.items()}
         assert torch.equal(reader.read("half"), tensors["half"])
-        assert reader.metadata == {"format": "pt"} and not reader.native
+        assert reader.metadata == {"format": "pt"}
 
 
 def test_file_order(tmp_path):
@@ -198,12 +202,33 @@ def test_four_bit_formats_are_named(tmp_path):
         open_checkpoint(tmp_path)
 
 
-def test_native_metadata(tmp_path):
-    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", NATIVE)
-    assert open_checkpoint(tmp_path).native
-    save_file({"a": torch.ones(1)}, tmp_path / "model.safetensors", {**NATIVE, "version": "99"})
-    with pytest.raises(CheckpointError, match=r"(?s)version 99.*Upgrade"):
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
+@pytest.mark.parametrize("kind", ["safetensors", "shards", "pickle"])
+def test_a_state_dict_under_a_wrappers_names(tmp_path, wrapper, kind):
+    """A folder with weights alone, as a trainer leaves it; no config.json."""
+    held = {f"{wrapper}model.a": torch.ones(2), f"{wrapper}model._checkpoint_wrapped_module.b": torch.zeros(3)}
+    if kind == "safetensors":
+        save_file(held, tmp_path / "model.safetensors")
+    elif kind == "pickle":
+        torch.save(held, tmp_path / "pytorch_model.bin")
+    else:
+        for k, name in enumerate(held, 1):
+            save_file({name: held[name]}, tmp_path / shard(k, 2))
+        index(tmp_path, {name: shard(k, 2) for k, name in enumerate(held, 1)})
+    reader = open_checkpoint(tmp_path, allow_pickle=True)
+    assert set(reader.headers) == set(reader.places) == {"model.a", "model.b"}
+    assert torch.equal(reader.read("model.a"), torch.ones(2)) and torch.equal(reader.read("model.b"), torch.zeros(3))
+
+
+def test_one_name_twice_behind_a_wrapper(tmp_path):
+    held = {"a": torch.ones(1), "module.a": torch.zeros(1)}
+    save_file(held, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"holds (module\.)?a and (module\.)?a, which are one name"):
         open_checkpoint(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(held, tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=r"holds module\.a and a, which are one name"):
+        open_checkpoint(tmp_path, allow_pickle=True)
 
 
 class Payload:
@@ -222,7 +247,7 @@ def test_pickles_only_when_allowed_and_never_run(tmp_path):
         open_checkpoint(tmp_path)
     with open_checkpoint(tmp_path, allow_pickle=True) as reader:
         assert reader.headers == {"a": TensorInfo(torch.float32, (2,)), "b": TensorInfo(torch.bfloat16, (3,))}
-        assert torch.equal(reader.read("a"), torch.ones(2)) and not reader.native
+        assert torch.equal(reader.read("a"), torch.ones(2))
     torch.save({"a": Payload(str(tmp_path / "run"))}, tmp_path / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="cannot be read as a file of plain tensors"):
         open_checkpoint(tmp_path, allow_pickle=True)
@@ -386,6 +411,35 @@ def test_files_are_copied_along(tmp_path):
     assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "x.bin").exists()
 
 
+@pytest.mark.parametrize(
+    ("there", "written"),
+    [
+        ([], ["chat_template.jinja", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"]),
+        (["tokenizer.json"], ["preprocessor_config.json"]),  # and no template: its tokenizer may have none
+        (["tokenizer.model", "preprocessor_config.json"], []),
+        (["vocab.json", "config.json"], ["preprocessor_config.json"]),
+        (["chat_template.jinja"], ["preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"]),
+        (["model.safetensors"],
+         ["chat_template.jinja", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"]),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_is_there_stays(tmp_path, there, written):
+    source, target = tmp_path / "source", tmp_path / "target"
+    for folder, names in (
+        (source, ["chat_template.jinja", "preprocessor_config.json", "tokenizer.json", "tokenizer_config.json"]),
+        (target, there),
+    ):
+        folder.mkdir()
+        for name in names:
+            (folder / name).write_text(folder.name)
+    found = companion_files(source, target)
+    assert sorted(found) == written
+    write_checkpoint(target, tensors(1.0), files=found)
+    expected = dict.fromkeys(written, "source") | dict.fromkeys(set(there) - {"model.safetensors"}, "target")
+    assert {path.name: path.read_text() for path in target.iterdir() if path.suffix != ".safetensors"} == expected
+    assert companion_files(source, tmp_path / "absent").keys() == companion_files(source).keys()
+
+
 def test_everyone_may_read_what_the_umask_allows(tmp_path):
     folder = save(tmp_path / "out", 1.0, max_shard_size=800)
     (tmp_path / "plain").write_bytes(b"")
@@ -419,9 +473,46 @@ def test_saving_over_a_checkpoint(tmp_path):
 def test_saving_where_renameat2_is_missing(tmp_path, monkeypatch):
     monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
     folder = save(tmp_path / "out", 1.0)
-    (folder / "README.md").write_text("mine")
+    put_beside(folder)
     save(folder, 2.0)
-    assert value_of(folder) == 2.0 and (folder / "README.md").exists()
+    assert value_of(folder) == 2.0 and is_beside(folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_where_files_cannot_be_linked_they_are_copied(tmp_path, monkeypatch):
+    def link(*args, **kwargs):
+        raise OSError(errno.EPERM, "no links here")
+
+    folder = save(tmp_path / "out", 1.0)
+    put_beside(folder)
+    monkeypatch.setattr(os, "link", link)
+    save(folder, 2.0)
+    assert value_of(folder) == 2.0 and is_beside(folder)
+    assert (folder / "checkpoint-5").stat().st_mode & 0o777 == 0o750
+
+
+def test_a_file_that_comes_while_the_folders_are_swapped(tmp_path, monkeypatch):
+    folder, exchange = save(tmp_path / "out", 1.0), saving._exchange
+    put_beside(folder)
+
+    def late(a, b):
+        (folder / "checkpoint-5" / "runs" / "late").write_text("mine")
+        return exchange(a, b)
+
+    monkeypatch.setattr(saving, "_exchange", late)
+    save(folder, 2.0)
+    assert is_beside(folder) and (folder / "checkpoint-5" / "runs" / "late").read_text() == "mine"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_file_system_that_is_mounted_inside(tmp_path, monkeypatch):
+    """Neither copied nor emptied."""
+    folder, ismount = save(tmp_path / "out", 1.0), os.path.ismount
+    put_beside(folder)
+    monkeypatch.setattr(os.path, "ismount", lambda path: Path(path).name == "runs" or ismount(path))
+    with pytest.raises(HubError, match=r"(?s)another file system is mounted in it.*checkpoint-5/runs"):
+        save(folder, 2.0)
+    assert value_of(folder) == 1.0 and is_beside(folder)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -569,8 +660,23 @@ def test_an_exception_midway_leaves_the_old_checkpoint(tmp_path, error):
 
 
 STEPS = [(saving, "save_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),
-         (os, "unlink"), (os, "rmdir"), (os, "open"), (saving, "_exchange"),
-         (saving.shutil, "copymode")]  # fmt: skip
+         (os, "unlink"), (os, "rmdir"), (os, "open"), (os, "link"), (os, "symlink"), (saving, "_exchange"),
+         (saving.shutil, "copymode"), (saving.shutil, "copystat"), (saving.shutil, "copy2")]  # fmt: skip
+
+
+def put_beside(folder: Path) -> None:
+    """What a user keeps in the folder of a checkpoint: notes, logs, a link, a checkpoint of the training."""
+    (folder / "README.md").write_text("mine")
+    (folder / "checkpoint-5" / "runs").mkdir(parents=True)
+    (folder / "checkpoint-5" / "runs" / "log").write_text("mine")
+    (folder / "checkpoint-5" / "model.safetensors").write_text("mine")
+    (folder / "checkpoint-5").chmod(0o750)
+    (folder / "latest").symlink_to("checkpoint-5")
+
+
+def is_beside(folder: Path) -> bool:
+    files = ("README.md", "checkpoint-5/runs/log", "checkpoint-5/model.safetensors", "latest/model.safetensors")
+    return (folder / "latest").is_symlink() and all((folder / file).read_text() == "mine" for file in files)
 
 
 def die_at_step(n: int, folder: Path) -> None:
@@ -593,12 +699,12 @@ def test_killed_at_every_step_leaves_the_old_or_the_new(tmp_path):
     outcomes = []
     for n in range(1, 200):
         folder = save(tmp_path / f"{n}" / "out", 1.0)
-        (folder / "README.md").write_text("mine")
+        put_beside(folder)
         status = Child(lambda: die_at_step(n, folder)).wait()  # noqa: B023
         outcomes.append(value_of(folder))
-        assert len(list(folder.parent.rglob("README.md"))) == 1, "a file of the user is gone"
+        assert is_beside(folder), "a file of the user is gone"
         save(folder, 3.0)
-        assert value_of(folder) == 3.0
+        assert value_of(folder) == 3.0 and is_beside(folder)
         if status == 0:
             break
         assert status == -signal.SIGKILL
@@ -647,3 +753,51 @@ def test_two_writers(tmp_path):
     assert not errors
     assert value_of(folder) in (1.0, 2.0) and (folder / "README.md").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# Of several ranks
+
+
+def sharded(rank: int, root: Path) -> None:
+    meeting, limit = f"file://{root / 'meeting'}", datetime.timedelta(seconds=60)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2, timeout=limit)
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+    expected = {name: x.clone() for name, x in model.state_dict().items()}
+    fully_shard(model[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    table = {"1.{w}": ("a.{w}", "b.{w}", "c.{w}")}
+    for given in (None, model.state_dict()):
+        stream = weights.export(model, table, given)
+        write_checkpoint(root / "out", stream, is_main=rank == 0, max_shard_size=100)
+        dist.barrier()
+        reader = SafetensorsReader(root / "out")
+        assert set(reader.headers) == {"0.weight", "0.bias", *(f"{x}.{w}" for x in "abc" for w in ("weight", "bias"))}
+        assert torch.equal(reader.read("0.weight"), expected["0.weight"])
+        for w in ("weight", "bias"):
+            assert torch.equal(torch.cat([reader.read(f"{x}.{w}") for x in "abc"]), expected[f"1.{w}"])
+    (root / "file").write_text("mine")
+    dist.barrier()
+    try:  # the main rank fails, and the other is not left waiting for it
+        write_checkpoint(root / "file", weights.export(model, table), is_main=rank == 0)
+        failed = False
+    except HubError:
+        failed = True
+    assert failed == (rank == 0)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_sharded_weights_are_gathered_and_one_rank_writes(tmp_path):
+    mp.spawn(sharded, args=(tmp_path,), nprocs=2)
+    assert {path.name for path in tmp_path.iterdir()} <= {"file", "meeting", "out"}
+
+
+def test_who_is_not_the_main_process_writes_nothing(tmp_path):
+    seen = []
+    stream = (seen.append(name) or (name, x) for name, x in tensors(1.0))
+    write_checkpoint(tmp_path / "out", stream, files={"config.json": b"{}"}, is_main=False)
+    assert len(seen) == 6 and not list(tmp_path.iterdir())
+    with pytest.raises(InputError, match="max_shard_size"):  # alike on every rank
+        write_checkpoint(tmp_path / "out", tensors(1.0), is_main=False, max_shard_size="x")

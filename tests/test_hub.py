@@ -475,6 +475,15 @@ def test_a_complete_copy_stands_in_with_a_warning(cached, name):
         hub.resolve(REPO, revision="dev")
 
 
+@pytest.mark.parametrize("error", [TypeError("a bug"), KeyError("a bug"), HubError("the index cannot be read")])
+def test_a_failure_of_our_own_is_not_taken_for_the_hubs(cached, monkeypatch, error):
+    cached.failure = error
+    (cached.storage / "refs" / "dev").write_text(OLD)
+    with pytest.raises(type(error)) as caught:
+        hub.resolve(REPO, revision="dev")
+    assert caught.value is error
+
+
 @pytest.mark.parametrize(
     "token, environment, login, source",
     [
@@ -606,7 +615,7 @@ def test_what_is_on_this_machine_needs_no_network(tmp_path):
         model.generate(ids, max_new_tokens=2)
         model.save_pretrained(folder + "-2")
         for arguments in (["inspect", folder], ["verify", folder, folder + "-2"],
-                          ["convert", folder, folder + "-3", "--to", "native"]):
+                          ["convert", folder, folder + "-3"]):
             try:
                 assert not main(arguments), arguments
             except SystemExit as end:

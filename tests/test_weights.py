@@ -12,9 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ligermodels import weights
-from ligermodels.checkpoint import NATIVE, SafetensorsReader
+from ligermodels.checkpoint import SafetensorsReader
 from ligermodels.errors import CheckpointError
 from ligermodels.saving import write_checkpoint
 from ligermodels.weights import TensorInfo, same_bits
@@ -24,18 +25,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*NaN or infinity")
 VOCAB, HIDDEN, INTERMEDIATE, LAYERS, EXPERTS = 32, 16, 24, 2, 3
 
 
-class Packed(nn.Linear):
-    def __init__(self, in_features: int, parts: dict[str, int], bias: bool = False):
-        super().__init__(in_features, sum(parts.values()), bias)
-        self.parts = parts
-
-
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.parts = {"gate": INTERMEDIATE, "up": INTERMEDIATE}
-        self.gate_up = nn.Parameter(torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN))
-        self.down = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTERMEDIATE))
+        self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN))
+        self.down_proj = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTERMEDIATE))
 
 
 class Angles(nn.Module):
@@ -54,53 +48,41 @@ class Angles(nn.Module):
 class Block(nn.Module):
     def __init__(self, stacked: bool):
         super().__init__()
-        self.attn = nn.Module()
-        self.attn.qkv_proj = Packed(HIDDEN, {"q": 16, "k": 8, "v": 8}, bias=True)
-        self.attn.o_proj = nn.Linear(16, HIDDEN, bias=False)
-        self.attn_norm = nn.RMSNorm(HIDDEN)
+        self.self_attn = nn.Module()
+        for part, rows in (("q", 16), ("k", 8), ("v", 8)):
+            self.self_attn.add_module(f"{part}_proj", nn.Linear(HIDDEN, rows))
+        self.self_attn.o_proj = nn.Linear(16, HIDDEN, bias=False)
+        self.input_layernorm = nn.RMSNorm(HIDDEN)
         self.mlp = nn.Module()
         if stacked:
             self.mlp.experts = Experts()
         else:
-            self.mlp.gate_up_proj = Packed(HIDDEN, {"gate": INTERMEDIATE, "up": INTERMEDIATE})
+            self.mlp.gate_up_proj = nn.Linear(HIDDEN, 2 * INTERMEDIATE, bias=False)
             self.mlp.down_proj = nn.Linear(INTERMEDIATE, HIDDEN, bias=False)
 
 
 class Tiny(nn.Module):
     def __init__(self, tied: bool = False, stacked: bool = False):
         super().__init__()
-        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.rotary = Angles()
-        self.layers = nn.ModuleList(Block(stacked) for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(HIDDEN)
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.model.rotary_emb = Angles()
+        self.model.layers = nn.ModuleList(Block(stacked) for _ in range(LAYERS))
+        self.model.norm = nn.RMSNorm(HIDDEN)
         if not tied:
             self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
 
 
-HF = "model.layers.{i}."
-TABLE = {
-    "embed_tokens.weight": "model.embed_tokens.weight",
-    "layers.{i}.attn_norm.weight": HF + "input_layernorm.weight",
-    "layers.{i}.attn.qkv_proj.{w}": tuple(HF + f"self_attn.{part}_proj.{{w}}" for part in "qkv"),
-    "layers.{i}.attn.o_proj.weight": HF + "self_attn.o_proj.weight",
-    "layers.{i}.mlp.gate_up_proj.weight": (HF + "mlp.gate_proj.weight", HF + "mlp.up_proj.weight"),
-    "layers.{i}.mlp.down_proj.weight": HF + "mlp.down_proj.weight",
-    "layers.{i}.mlp.experts.gate_up": (HF + "mlp.experts.{e}.w1.weight", HF + "mlp.experts.{e}.w3.weight"),
-    "layers.{i}.mlp.experts.down": HF + "mlp.experts.{e}.w2.weight",
-    "norm.weight": "model.norm.weight",
-    "lm_head.weight": "lm_head.weight",
+LAYER = "model.layers.{i}."
+EXPERT = LAYER + "moe.experts.{e}."
+TABLE = {  # names that differ on disk; some parts of them cut
+    LAYER + "mlp.experts.gate_up_proj": (EXPERT + "w1.weight", EXPERT + "w3.weight"),
+    LAYER + "mlp.experts.down_proj": EXPERT + "w2.weight",
+    LAYER + "mlp.gate_up_proj.{w}": (LAYER + "mlp.gate_proj.{w}", LAYER + "mlp.up_proj.{w}"),
 }
-STACKED = {  # experts in one tensor each, as transformers 5 has them in memory
-    **TABLE,
-    "layers.{i}.mlp.experts.gate_up": HF + "mlp.experts.gate_up_proj",
-    "layers.{i}.mlp.experts.down": HF + "mlp.experts.down_proj",
-}
-HALVES = {  # ours in other pieces: attention packed, experts under other names, gate and up of all experts apart
-    **TABLE,
-    "layers.{i}.attn.qkv_proj.{w}": HF + "attention.qkv.{w}",
-    "layers.{i}.mlp.experts.gate_up": (HF + "mlp.experts.{e}.gate.weight", HF + "mlp.experts.{e}.up.weight"),
-}
-TIED = {"lm_head.weight": "embed_tokens.weight"}
+STACKED = {}  # names that do not
+OTHERS = {**TABLE, LAYER + "{rest}": "decoder.blocks.{i}.{rest}"}  # the first that matches counts
+TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 Q = "model.layers.0.self_attn.q_proj.weight"
 
 
@@ -115,8 +97,9 @@ def random_bits(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 def random_tensors(model: nn.Module, dtype: torch.dtype = torch.float32, table=TABLE) -> dict[str, Tensor]:
-    """What a checkpoint of `model` holds under Hugging Face's names."""
-    return {name: random_bits(tuple(tensor.shape), dtype) for name, tensor in weights.export(model, table)}
+    """What a checkpoint of `model` holds."""
+    params = dict(model.named_parameters())
+    return {r.source: random_bits(tuple(params[r.param][r.index].shape), dtype) for r in weights.regions(model, table)}
 
 
 def relaid(tensors: dict[str, Tensor], table) -> dict[str, Tensor]:
@@ -161,50 +144,77 @@ def test_same_bits():
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
-def test_regions_tile_every_element_exactly_once(tied, stacked):
+@pytest.mark.parametrize("table", [TABLE, STACKED, OTHERS], ids=["table", "identity", "others"])
+def test_regions_tile_every_element_exactly_once(tied, stacked, table):
     model = Tiny(tied, stacked)
     counts = {name: torch.zeros_like(param) for name, param in model.named_parameters()}
-    for region in weights.regions(model, TABLE):
+    for region in weights.regions(model, table):
         counts[region.param][region.index] += 1
     assert all((count == 1).all() for count in counts.values())
 
 
-def test_rows_are_stacked_in_the_order_of_the_table(tmp_path):
+def test_rows_are_cut_in_the_order_of_the_table(tmp_path):
     tensors = random_tensors(on_meta(stacked=True))
     model = on_meta(stacked=True)
-    weights.load(model, TABLE, save(tmp_path, tensors), device="cpu")
-    block, layer = model.layers[1], "model.layers.1."
-    qkv = torch.cat([tensors[f"{layer}self_attn.{part}_proj.bias"] for part in "qkv"])
-    assert same_bits(block.attn.qkv_proj.bias.detach(), qkv)
+    weights.load(model, TABLE, save(tmp_path / "stacked", tensors), device="cpu")
+    expert = "model.layers.1.moe.experts"
     gate_up = torch.stack(
-        [torch.cat([tensors[f"{layer}mlp.experts.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in range(EXPERTS)]
+        [torch.cat([tensors[f"{expert}.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in range(EXPERTS)]
     )
-    assert same_bits(block.mlp.experts.gate_up.detach(), gate_up)
+    assert same_bits(model.model.layers[1].mlp.experts.gate_up_proj.detach(), gate_up)
+    down = torch.stack([tensors[f"{expert}.{e}.w2.weight"] for e in range(EXPERTS)])
+    assert same_bits(model.model.layers[1].mlp.experts.down_proj.detach(), down)
+    tensors, model = random_tensors(on_meta()), on_meta()
+    weights.load(model, TABLE, save(tmp_path / "plain", tensors), device="cpu")
+    gate_up = torch.cat([tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+    assert same_bits(model.model.layers[1].mlp.gate_up_proj.weight.detach(), gate_up)
 
 
-def test_a_parameter_needs_exactly_one_entry():
-    with pytest.raises(ValueError, match=r"norm\.weight matches 0 entries"):
-        weights.regions(on_meta(), {ours: theirs for ours, theirs in TABLE.items() if ours != "norm.weight"})
-    with pytest.raises(ValueError, match=r"layers\.0\.attn\.qkv_proj\.weight matches 2 entries"):
-        weights.regions(on_meta(), {**TABLE, "layers.{i}.attn.qkv_proj.weight": "x"})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight in two places"):
-        weights.regions(on_meta(), {**TABLE, "lm_head.weight": "model.norm.weight"})
+def test_names_are_the_models_unless_the_table_says_otherwise():
+    model = on_meta(stacked=True)
+    names = [name for name, _ in model.named_parameters()]
+    assert [region.source for region in weights.regions(model, {})] == names
+    table = {LAYER + "self_attn.q_proj.{w}": "q.{i}.{w}", LAYER + "self_attn.{rest}": "a.{i}.{rest}"}
+    sources = {region.param: region.source for region in weights.regions(model, table)}
+    assert sources["model.layers.1.self_attn.q_proj.bias"] == "q.1.bias"  # the first that matches, and not the second
+    assert sources["model.layers.1.self_attn.o_proj.weight"] == "a.1.o_proj.weight"
+    assert sources["model.layers.1.mlp.experts.down_proj"] == "model.layers.1.mlp.experts.down_proj"
 
 
 def test_patterns_match_whole_names():
     """`experts` must not find `shared_experts`, nor a dot any character."""
     model = nn.Module()
     model.shared_experts = nn.Linear(2, 2, bias=False)
-    for ours in ("experts.weight", "shared_experts", "sharedXexperts.weight", "shared_experts.weigh."):
-        with pytest.raises(ValueError, match="matches 0"):
-            weights.regions(model, {ours: "x"})
+    for ours in ("experts.weight", "shared_experts", "shared_expert..weight", "shared_experts.weigh.", "{rest}.bias"):
+        assert [region.source for region in weights.regions(model, {ours: "x"})] == ["shared_experts.weight"]
 
 
-def test_parts_must_make_up_the_parameter():
-    model = on_meta()
-    model.layers[0].attn.qkv_proj.parts = {"q": 16, "k": 8, "v": 7}
-    with pytest.raises(AssertionError, match="has 32 rows"):
-        weights.regions(model, TABLE)
+def test_tables_that_cannot_be():
+    with pytest.raises(ValueError, match=r"put model\.norm\.weight in two places"):
+        weights.regions(on_meta(), {"lm_head.weight": "model.norm.weight"})
+    with pytest.raises(ValueError, match=r"lm_head\.weight \[32, 16\] cannot be cut into 3 equal parts"):
+        weights.regions(on_meta(), {"lm_head.weight": ("a", "b", "c")})
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    ["module.model.norm.weight", "_orig_mod.model.norm.weight", "model._fsdp_wrapped_module.norm.weight",
+     "module._orig_mod.model._checkpoint_wrapped_module.norm.weight", "base_model.model.model.norm.weight"],
+)  # fmt: skip
+def test_what_wrappers_put_into_names_counts_for_nothing(wrapped):
+    assert weights.plain_name(wrapped) == "model.norm.weight"
+    assert weights.plain_name("module") == "module"
+
+
+def test_a_wrapped_model_has_the_same_names_on_disk():
+    model = Tiny(stacked=True)
+    plain = weights.regions(model, TABLE)
+    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
+    model.model.norm = torch.compile(model.model.norm)
+    wrapped = weights.regions(model, TABLE)
+    assert [(r.index, r.source) for r in wrapped] == [(r.index, r.source) for r in plain]
+    assert [r.param for r in wrapped] != [r.param for r in plain]
+    assert [name for name, _ in weights.export(model, TABLE)] == [region.source for region in plain]
 
 
 # Loading
@@ -233,41 +243,33 @@ def test_tensors_are_read_once_in_file_order(tmp_path):
 
 
 def test_dtypes(tmp_path):
-    tensors = random_tensors(on_meta(), torch.bfloat16)
-    tensors[Q] = torch.randn(16, HIDDEN, dtype=torch.float16)
-    tensors["model.norm.weight"] = torch.randn(HIDDEN)
+    tensors = random_tensors(on_meta(), torch.bfloat16) | {"model.norm.weight": torch.randn(HIDDEN)}
     reader = save(tmp_path, tensors)
     for dtype, expected in [(None, torch.float32), (torch.float16, torch.float16)]:
         model = on_meta()
         weights.load(model, TABLE, reader, device="cpu", dtype=dtype)
         assert {param.dtype for param in model.parameters()} == {expected}
-    assert torch.equal(model.norm.weight, tensors["model.norm.weight"].half())
-    model = on_meta()
-    weights.load(model, TABLE, reader, device="cpu", dtype="stored")
-    assert model.norm.weight.dtype == torch.float32
-    assert model.lm_head.weight.dtype == torch.bfloat16
-    qkv = model.layers[0].attn.qkv_proj.weight
-    assert qkv.dtype == torch.float32 and torch.equal(qkv[:16], tensors[Q].float())
+    assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"].half())
 
 
 def test_what_a_loaded_model_keeps_and_has(tmp_path):
     model = on_meta()
-    model.norm.weight.requires_grad_(False)
+    model.model.norm.weight.requires_grad_(False)
     weights.load(model, TABLE, save(tmp_path, random_tensors(model)), device="cpu")
     assert not any(x.is_meta for x in [*model.parameters(), *model.buffers()])
-    assert torch.equal(model.rotary.angles, torch.arange(4.0))
-    assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["norm.weight"]
+    assert torch.equal(model.model.rotary_emb.angles, torch.arange(4.0))
+    assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["model.norm.weight"]
     model.lm_head.weight.sum().backward()
     assert model.lm_head.weight.grad is not None
 
 
 def test_a_model_with_memory_or_orphan_buffers_is_refused(tmp_path):
     reader = save(tmp_path, random_tensors(on_meta()))
-    with pytest.raises(AssertionError, match="meta device; embed_tokens"):
+    with pytest.raises(AssertionError, match=r"meta device; model\.embed_tokens"):
         weights.load(Tiny(), TABLE, reader, device="cpu")
     model = on_meta()
-    model.norm.register_buffer("steps", torch.empty(1, device="meta"))
-    with pytest.raises(AssertionError, match="norm has buffers"):
+    model.model.norm.register_buffer("steps", torch.empty(1, device="meta"))
+    with pytest.raises(AssertionError, match=r"model\.norm has buffers"):
         weights.load(model, TABLE, reader, device="cpu")
 
 
@@ -290,8 +292,6 @@ MEMORY = """
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(2048, 6 * 2048, bias=False) for _ in range(3))
-            for layer in self.layers:
-                layer.parts = {"a": 4096, "b": 4096, "c": 4096}
 
     def anonymous():
         with open("/proc/self/status") as status:
@@ -411,6 +411,10 @@ def test_only_floats_are_weights(dtype):
         (lambda n: n.replace("q_proj.weight", "q_proj.lora_A.weight"), "adapter"),
         (lambda n: n.replace("self_attn.q_proj", "attention.wq"), "Meta's or Mistral's"),
         (lambda n: n.replace("q_proj", "qkv_proj"), "Phi-3"),
+        (
+            lambda n: n.removeprefix("model.").replace("self_attn.q_proj", "attn.qkv_proj"),
+            "`ligermodels convert OLD NEW`",
+        ),
         (lambda n: "language_model." + n, "larger model that holds this one behind 'language_model.'"),
         (lambda n: n.removeprefix("model."), "bare model, saved without its head: its names lack 'model.'"),
         (lambda n: n.replace("layers.1", "layers.5"), "6 layers on disk, 2 expected"),
@@ -433,20 +437,15 @@ def test_a_tied_copy_must_equal_the_embedding(tmp_path):
     reader = save(tmp_path / "same", {**tensors, "lm_head.weight": head})
     model = on_meta(tied=True, dtype=torch.float16)
     weights.load(model, TABLE, reader, device="cpu", tied=TIED)
-    assert same_bits(model.embed_tokens.weight.detach(), embedding)
-    assert "lm_head.weight" not in dict(weights.unpack(on_meta(tied=True), TABLE, reader, tied=TIED))
+    assert same_bits(model.model.embed_tokens.weight.detach(), embedding)
+    weights.check_tied(on_meta(tied=True), TABLE, reader, TIED)
 
     one_bit = head.view(torch.int16).clone()
     one_bit[-1, -1] ^= 1
     for name, wrong in [("bit", one_bit.view(torch.float16)), ("dtype", head.float())]:
         reader = save(tmp_path / name, {**tensors, "lm_head.weight": wrong})
-        for use in (
-            lambda: weights.load(on_meta(tied=True), TABLE, reader, device="cpu", tied=TIED),  # noqa: B023
-            lambda: list(weights.pack(on_meta(tied=True), TABLE, reader, tied=TIED)),  # noqa: B023
-            lambda: list(weights.unpack(on_meta(tied=True), TABLE, reader, tied=TIED)),  # noqa: B023
-        ):
-            with pytest.raises(CheckpointError, match=r"differs from model\.embed_tokens.*config ties"):
-                use()
+        with pytest.raises(CheckpointError, match=r"differs from model\.embed_tokens.*config ties"):
+            weights.load(on_meta(tied=True), TABLE, reader, device="cpu", tied=TIED)
 
 
 def test_an_untied_model_without_a_head_is_refused():
@@ -454,33 +453,9 @@ def test_an_untied_model_without_a_head_is_refused():
     assert "missing (1 of 25): lm_head.weight" in message and "set tie_word_embeddings" in message
 
 
-# Native checkpoints
-
-
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_native_round_trip(tmp_path, poison, dtype, tied, stacked):
-    tensors = random_tensors(on_meta(tied, stacked), dtype)
-    source = save(tmp_path / "hf", tensors, shards=2)
-    write_checkpoint(tmp_path / "native", weights.pack(on_meta(tied, stacked), TABLE, source), metadata=NATIVE)
-    native = SafetensorsReader(tmp_path / "native")
-    assert native.native and not source.native
-    assert native.headers.keys() == dict(on_meta(tied, stacked).named_parameters()).keys()
-    for reader in (source, native):
-        back = dict(weights.unpack(on_meta(tied, stacked), TABLE, reader))
-        assert back.keys() == tensors.keys() and all(same_bits(back[name], tensors[name]) for name in tensors)
-        packed = dict(weights.pack(on_meta(tied, stacked), TABLE, reader))
-        assert all(same_bits(packed[name], native.read(name)) for name in native.headers)
-    model = on_meta(tied, stacked, dtype)
-    weights.load(model, TABLE, native, device="cpu", tied=TIED if tied else None)
-    assert all(same_bits(param.detach(), native.read(name)) for name, param in model.named_parameters())
-
-
 def test_a_wrong_table_does_not_survive_the_comparison(tmp_path):
     """Negative control: gate and up exchanged have the right names and shapes, and other bits."""
-    swapped = dict(TABLE)
-    swapped["layers.{i}.mlp.gate_up_proj.weight"] = TABLE["layers.{i}.mlp.gate_up_proj.weight"][::-1]
+    swapped = {ours: theirs if isinstance(theirs, str) else theirs[::-1] for ours, theirs in TABLE.items()}
     tensors = random_tensors(on_meta())
     model = on_meta()
     weights.load(model, swapped, save(tmp_path, tensors), device="cpu")
@@ -493,57 +468,45 @@ def test_a_wrong_table_does_not_survive_the_comparison(tmp_path):
 # Other layouts on disk
 
 
-@pytest.mark.parametrize("other", [STACKED, HALVES], ids=["stacked", "halves"])
+@pytest.mark.parametrize("other", [STACKED, OTHERS], ids=["stacked", "others"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_another_layout_loads_packs_and_unpacks_to_the_same_bits(tmp_path, poison, dtype, other):
-    tensors = random_tensors(on_meta(stacked=True), dtype)
+def test_another_layout_loads_and_is_relaid_to_the_same_bits(tmp_path, poison, dtype, other):
+    tensors, also = random_tensors(on_meta(stacked=True), dtype), [STACKED, OTHERS]
     first, second = save(tmp_path / "a", tensors), save(tmp_path / "b", relaid(tensors, other), shards=3)
     assert set(first.headers) - set(second.headers) and set(second.headers) - set(first.headers)
-    ours = {name: x.detach() for name, x in weights.export(Tiny(stacked=True), weights.identity(on_meta(stacked=True)))}
-    for reader in (first, second):
+    for reader, stored in ((first, TABLE), (second, other)):
         model = on_meta(stacked=True, dtype=dtype)
-        weights.load(model, TABLE, reader, device="cpu", also=[STACKED, HALVES])
+        weights.load(model, TABLE, reader, device="cpu", also=also)
         exported = dict(weights.export(model, TABLE))
-        packed = dict(weights.pack(on_meta(stacked=True), TABLE, reader, also=[STACKED, HALVES]))
-        unpacked = dict(weights.unpack(on_meta(stacked=True), TABLE, reader, also=[STACKED, HALVES]))
-        assert packed.keys() == ours.keys() and exported.keys() == unpacked.keys() == tensors.keys()
-        assert all(same_bits(exported[name], tensors[name]) for name in tensors)
-        assert all(same_bits(unpacked[name], tensors[name]) for name in tensors)
-        assert all(same_bits(packed[name], param.detach()) for name, param in model.named_parameters())
-        back = dict(weights.unpack(on_meta(stacked=True), other, reader, also=[TABLE]))
-        assert all(same_bits(back[name], second.read(name)) for name in second.headers)
-    write_checkpoint(
-        tmp_path / "native", weights.pack(on_meta(stacked=True), TABLE, second, also=[other]), metadata=NATIVE
-    )
-    native = SafetensorsReader(tmp_path / "native")
-    for table in (TABLE, other):
-        back = dict(weights.unpack(on_meta(stacked=True), table, native, also=[STACKED, HALVES]))
-        wanted = first if table is TABLE else second
-        assert back.keys() == wanted.headers.keys() and all(same_bits(back[n], wanted.read(n)) for n in back)
+        assert exported.keys() == tensors.keys() and all(same_bits(exported[name], tensors[name]) for name in tensors)
+        for wanted, expected in ((TABLE, first), (other, second)):
+            seen = weights.Relaid(on_meta(stacked=True), reader, stored, wanted)
+            assert dict(seen.headers) == {name: expected.headers[name] for name in seen.headers}
+            assert seen.headers.keys() == expected.headers.keys()
+            assert all(same_bits(seen.read(name), expected.read(name)) for name in seen.headers)
 
 
-def test_parts_of_another_layout_are_packed_in_the_wider_dtype(tmp_path):
-    tensors = relaid(random_tensors(on_meta(stacked=True), torch.bfloat16), HALVES)
-    name = "model.layers.0.mlp.experts.1.up.weight"
+def test_parts_of_another_layout_are_joined_in_the_wider_dtype(tmp_path):
+    tensors = random_tensors(on_meta(stacked=True), torch.bfloat16)
+    name = "model.layers.0.moe.experts.1.w3.weight"
     tensors[name] = torch.randn(INTERMEDIATE, HIDDEN)
-    reader = save(tmp_path, tensors)
-    back = dict(weights.unpack(on_meta(stacked=True), STACKED, reader, also=[HALVES]))
-    packed = back["model.layers.0.mlp.experts.gate_up_proj"]
-    assert packed.dtype == torch.float32 and torch.equal(packed[1, INTERMEDIATE:], tensors[name])
-    assert back["model.layers.1.mlp.experts.gate_up_proj"].dtype == torch.bfloat16
+    seen = weights.Relaid(on_meta(stacked=True), save(tmp_path, tensors), TABLE, STACKED)
+    joined = seen.read("model.layers.0.mlp.experts.gate_up_proj")
+    assert joined.dtype == torch.float32 == seen.headers["model.layers.0.mlp.experts.gate_up_proj"].dtype
+    assert torch.equal(joined[1, INTERMEDIATE:], tensors[name])
+    assert seen.read("model.layers.1.mlp.experts.gate_up_proj").dtype == torch.bfloat16
 
 
 def test_the_layout_that_fits_best_is_read():
-    model, also = on_meta(stacked=True), [STACKED, HALVES]
-    names = {table: set(dict(weights.export(model, which))) for table, which in enumerate([TABLE, *also])}
+    model, also = on_meta(stacked=True), [STACKED, OTHERS]
+    names = [{region.source for region in weights.regions(model, which)} for which in (TABLE, *also)]
     for table, which in enumerate([TABLE, *also]):
         assert weights.layout(model, TABLE, names[table], also=also) is which
-        partial = {name for name in names[table] if "layers.1" not in name}
+        partial = {name for name in names[table] if ".1." not in name}
         assert weights.layout(model, TABLE, partial, also=also) is which
     assert weights.layout(model, TABLE, names[1]) is TABLE
     assert weights.layout(model, TABLE, names[0] & names[1], also=also) is TABLE  # a draw
     assert weights.layout(model, TABLE, set(), also=also) is TABLE
-    assert weights.layout(model, TABLE, names[1], native=True, also=also) == weights.identity(model)
 
 
 def test_what_is_missing_is_named_as_the_layout_on_disk_names_it(tmp_path):
@@ -572,3 +535,83 @@ def test_a_tied_copy_is_compared_in_another_layout_too(tmp_path):
     reader = save(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)})
     with pytest.raises(CheckpointError, match="config ties"):
         weights.load(model, TABLE, reader, device="cpu", tied=TIED, also=[STACKED])
+
+
+# Giving out
+
+
+def test_a_state_dict_takes_the_place_of_the_weights():
+    model = Tiny(stacked=True)
+    given = {"module." + name: torch.randn_like(x) for name, x in model.state_dict().items()}
+    expected = dict(weights.export(model, TABLE, given))
+    load = {name.removeprefix("module."): x for name, x in given.items()}
+    model.load_state_dict(load)
+    assert expected.keys() == dict(weights.export(model, TABLE)).keys()
+    assert all(same_bits(expected[name], x) for name, x in weights.export(model, TABLE))
+    on_disk = dict(weights.export(on_meta(stacked=True), TABLE, load))  # the model gives names and shapes alone
+    assert all(same_bits(on_disk[name], expected[name]) for name in expected)
+
+
+def test_a_tied_copy_in_a_state_dict_is_left_out():
+    given = Tiny(tied=True).state_dict()
+    copy = {**given, "lm_head.weight": given["model.embed_tokens.weight"].clone()}
+    assert "lm_head.weight" not in dict(weights.export(on_meta(tied=True), TABLE, copy, tied=TIED))
+    copy["lm_head.weight"] += 1
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
+        list(weights.export(on_meta(tied=True), TABLE, copy, tied=TIED))
+
+
+class Quantised(Tensor):
+    """Claims to be floats, as torchao's tensors do."""
+
+
+def adapted(model: Tiny) -> None:
+    model.model.layers[0].self_attn.q_proj.base_layer = nn.Linear(2, 2)
+
+
+def offloaded(model: Tiny) -> None:
+    model.model.norm.to("meta")
+
+
+def codes(model: Tiny) -> None:
+    model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN, dtype=torch.uint8), requires_grad=False)
+
+
+def disguised(model: Tiny) -> None:
+    model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN).as_subclass(Quantised))
+
+
+def partitioned(model: Tiny) -> None:
+    """As DeepSpeed's ZeRO-3 leaves a parameter."""
+    model.lm_head.weight = nn.Parameter(torch.empty(0))
+    model.lm_head.weight.ds_shape = torch.Size([VOCAB, HIDDEN])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (adapted, r"(?s)not the model's \(2\): \S+q_proj\.base_layer\.weight.*merge them first"),
+        (offloaded, r"model\.norm\.weight has no memory here.*state_dict="),
+        (codes, r"lm_head\.weight is quantised \(Tensor of torch\.uint8\)"),
+        (disguised, r"lm_head\.weight is quantised \(Quantised of torch\.float32\)"),
+        (partitioned, r"lm_head\.weight is \[0\], the model has \[32, 16\].*get_state_dict"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_not_given_out(spoil, words):
+    model = Tiny()
+    whole = model.state_dict()
+    spoil(model)
+    with pytest.raises(CheckpointError, match=words):
+        next(weights.export(model, TABLE))
+    if spoil in (offloaded, partitioned):
+        assert len(list(weights.export(model, TABLE, whole))) == len(random_tensors(on_meta()))
+
+
+def test_a_state_dict_must_be_the_models():
+    given = Tiny().state_dict()
+    given["other"] = given.pop("model.norm.weight")
+    with pytest.raises(CheckpointError, match=r"(?s)missing \(1\): model\.norm\.weight.*not the model's \(1\): other"):
+        next(weights.export(Tiny(), TABLE, given))
+    flat = {"model._fsdp_wrapped_module._flat_param": torch.zeros(3)}
+    with pytest.raises(CheckpointError, match=r"(?s)cannot be saved.*FSDP1; pass its whole state dict"):
+        next(weights.export(Tiny(), TABLE, flat))

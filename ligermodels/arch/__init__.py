@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from ligermodels import checkpoint, hub
+from ligermodels import hub
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig, short
 from ligermodels.arch.gemma import Gemma, GemmaConfig
@@ -13,6 +13,7 @@ from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig
 from ligermodels.arch.mistral import Mistral, MistralConfig
 from ligermodels.arch.mixtral import Mixtral, MixtralConfig
 from ligermodels.arch.phi3 import Phi3, Phi3Config
+from ligermodels.arch.pretrained import config_values
 from ligermodels.arch.qwen2 import Qwen2, Qwen2Config
 from ligermodels.arch.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from ligermodels.errors import ConfigError
@@ -51,9 +52,13 @@ ARCHS: dict[str, type[CausalLM]] = {
 """model_type of config.json -> the class that reads it."""
 
 
-def arch_of(folder: Path) -> type[CausalLM]:
-    """The class for the checkpoint in `folder`. Raises ConfigError for a model_type that is not in the zoo."""
-    model_type = checkpoint.read_json(folder / "config.json").get("model_type")
+def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
+    """The class for the checkpoint in `folder`, or for `config`; arguments as for `pretrained.config_values`.
+
+    Raises ConfigError for a model_type that is not in the zoo.
+    """
+    values = config_values(folder, config, **found)
+    model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHS:
         raise ConfigError(f"{folder}: config.json has model_type {short(model_type)}; the zoo holds {', '.join(ARCHS)}")
     return ARCHS[model_type]
@@ -62,6 +67,7 @@ def arch_of(folder: Path) -> type[CausalLM]:
 def load(
     id_or_folder: str | Path,
     *,
+    config: Any = None,
     revision: str | None = None,
     subfolder: str | None = None,
     token: str | bool | None = None,
@@ -70,19 +76,13 @@ def load(
     allow_pickle: bool = False,
     **options: Any,
 ) -> CausalLM:
-    """The model of a repository or folder, of whichever class its model_type asks for.
+    """The model of a repository or folder, of whichever class its model_type, or that of `config`, asks for.
 
-    `options` (dtype, device, progress, activation_checkpointing) and the rest are those of `CausalLM.from_hub`.
+    `options` (dtype, device, device_map, quantization_config, ...) and the rest are those of `CausalLM.from_hub`.
     """
-    folder = hub.resolve(
-        id_or_folder,
-        revision=revision,
-        subfolder=subfolder,
-        token=token,
-        cache_dir=cache_dir,
-        local_files_only=local_files_only,
-        allow_pickle=allow_pickle,
-    )
-    model = arch_of(folder).from_hub(folder, allow_pickle=allow_pickle, **options)
+    found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+    folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
+    arch = arch_of(folder, config, **found)
+    model = arch.from_hub(folder, config=config, allow_pickle=allow_pickle, **found, **options)
     model.config._name_or_path = model.name_or_path = str(id_or_folder)
     return model

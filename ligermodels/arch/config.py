@@ -112,6 +112,8 @@ class ModelConfig:
     """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
     _attn_implementation: ClassVar[str] = "sdpa"
+    num_labels: ClassVar[int] = 2
+    """transformers' default, for a causal model too; TRL's RewardTrainer refuses a model by it."""
     _name_or_path = ""
     """What the model was loaded by, a repository or a folder; trainers and adapters write it down. Not saved."""
 

@@ -1,16 +1,21 @@
 """How a model is made, loaded from a checkpoint, and saved as one."""
 
+import copy
+import dataclasses
+import functools
+import json
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from ligermodels import checkpoint, hub, saving, weights
+from ligermodels import checkpoint, hub, quantization, saving, weights
+from ligermodels.arch import arguments, placement
 from ligermodels.arch.config import DTYPES, ModelConfig, check_generation_config
-from ligermodels.errors import ConfigError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.pictures import PatchEmbedding
 
@@ -28,6 +33,12 @@ class Pretrained(nn.Module):
 
     config: Any
     generation_config: Any
+    get_input_embeddings: Any
+    _set_checkpointing: Any
+    device: Any
+    dtype: Any
+    name_or_path: str
+    """What the model was loaded by: a repository or folder."""
     source_folder: Path | None = None
     """Where the model was loaded from."""
 
@@ -61,56 +72,90 @@ class Pretrained(nn.Module):
         cls,
         id_or_folder: str | Path,
         *,
+        config: ModelConfig | Mapping[str, Any] | str | Path | None = None,
         revision: str | None = None,
         subfolder: str | None = None,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         local_files_only: bool = False,
-        dtype: torch.dtype | str = "auto",
-        device: torch.device | str | None = None,
+        dtype: torch.dtype | str | None = "auto",
+        torch_dtype: torch.dtype | str | None = None,
+        device: torch.device | str | int | None = None,
+        device_map: Any = None,
+        max_memory: Mapping[Any, int | str] | None = None,
+        offload_folder: str | Path | None = None,
+        quantization_config: Any = None,
         progress: bool = True,
         allow_pickle: bool = False,
         activation_checkpointing: str | Mapping[str, Any] = "none",
+        **options: Any,
     ) -> Self:
         """The model of a repository on the Hub, or of a folder in its layout, ready for inference (`eval()`).
 
+        config: a config, the contents of a config.json, its path, or the folder or repository that holds it; for a
+            folder of weights alone, as Trainer, TRL and accelerate leave it. Default: the folder's own config.json.
         revision: branch, tag or commit. token: True takes the one that is logged in. A complete copy in the cache
-        needs neither network nor token. dtype: "auto" is config.json's own. Weights are read from safetensors, one
-        tensor at a time, straight to `device`; pickled ones only with `allow_pickle=True`. activation_checkpointing:
-        as in `from_config`.
+            needs neither network nor token.
+        dtype: "auto" is config.json's own, and beside `config` that of the weights. torch_dtype: its older name.
+        device: all goes there. Weights are read one tensor at a time, straight to their place.
+        device_map: a device as well, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the
+            model is spread by accelerate, within `max_memory`; what goes to "disk" is kept in `offload_folder`.
+        quantization_config: bitsandbytes or torchao quantise the linear modules as they are read, see
+            `quantization.quantizer_of`; with bitsandbytes the default device is the GPU.
+        allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
+            `from_config`.
+        options: fields of the config to change, such as use_cache=False. Other arguments of transformers' models are
+            known too: they say something that is so anyway, or raise and say what to do.
+
         Raises HubError, ConfigError, CheckpointError or InputError.
         """
-        folder = hub.resolve(
-            id_or_folder,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            allow_pickle=allow_pickle,
-        )
+        changes = arguments.config_changes(options, cls)
+        dtype = arguments.one_dtype(dtype, torch_dtype)
+        place = placement.one_device(device, device_map)
+        found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+        folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
         with checkpoint.unreplaced(folder):
-            config = cls.config_class.from_hf(checkpoint.read_json(folder / "config.json"))
-            config._name_or_path = str(id_or_folder)
-            model = cls._on_meta(config, dtype, activation_checkpointing)
+            values, saved_with = quantization.split(config_values(folder, config, **found))
+            made = cls._checked_config(values, changes)
+            made._name_or_path = str(id_or_folder)
+            quantizer = quantization.choose(quantization_config, saved_with)
             opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+            if config is not None and dtype == "auto":
+                dtype = _dtype_of(opened.headers) or dtype
+            model = cls._on_meta(made, dtype, activation_checkpointing)
             if (folder / "generation_config.json").is_file():
-                values = checkpoint.read_json(folder / "generation_config.json", lenient=True)
-                check_generation_config(str(folder / "generation_config.json"), values)
-                model.generation_config.update(values)
+                generation = checkpoint.read_json(folder / "generation_config.json", lenient=True)
+                check_generation_config(str(folder / "generation_config.json"), generation)
+                model.generation_config.update(generation)
+        if place is None:
+            plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
+        elif device is None and device_map is None and quantizer is not None:
+            place = quantizer.default_device(place)
+        reading: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress, ignore=cls.IGNORE)
+        reading |= dict(tied=model.tied_weights, also=(*cls.ALSO_READ, {}))  # {}: a state dict, under its own names
         with opened as reader:
-            weights.load(
-                model,
-                cls.DISK_NAMES,
-                reader,
-                device=device or torch.get_default_device(),
-                progress=progress,
-                ignore=cls.IGNORE,
-                tied=model.tied_weights,
-                also=cls.ALSO_READ,
-            )
+            if quantizer is None:
+                weights.load(model, cls.DISK_NAMES, reader, **reading)
+            else:
+                if place is None:
+                    reading["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
+                reading["from_quantized"] = saved_with is not None
+                quantization.load(model, cls.DISK_NAMES, reader, quantizer, **reading)
+        if place is None:
+            placement.dispatch(model, plan, offload_folder)
         model.source_folder = folder
         return model.eval()
+
+    from_pretrained = from_hub
+
+    @classmethod
+    def _checked_config(cls, values: ModelConfig | Mapping[str, Any], changes: Mapping[str, Any]) -> Any:
+        """A config of its own, with `changes`. Raises ConfigError."""
+        if not isinstance(values, ModelConfig):
+            values = cls.config_class.from_hf(values)
+        if not isinstance(values, cls.config_class):
+            raise ConfigError(f"config is a {type(values).__name__}; {cls.__name__} has a {cls.config_class.__name__}")
+        return dataclasses.replace(copy.deepcopy(values), **changes)
 
     @classmethod
     def _on_meta(
@@ -156,35 +201,103 @@ class Pretrained(nn.Module):
             elif isinstance(module, LayerNorm):
                 module.reset_parameters()
 
-    def save_pretrained(self, folder: str | Path, *, max_shard_size: int | str = "5GB") -> Path:
+    def save_pretrained(
+        self,
+        folder: str | Path,
+        *,
+        state_dict: Mapping[str, Tensor] | None = None,
+        is_main_process: bool | None = None,
+        max_shard_size: int | str = "5GB",
+        push_to_hub: bool = False,
+        **options: Any,
+    ) -> Path:
         """Writes a checkpoint in Hugging Face's layout, which transformers loads. Returns the folder.
 
         Holds config.json, generation_config.json, safetensors in shards of at most `max_shard_size`, and the
-        tokenizer and template files of the checkpoint that this model came from. Written beside `folder` and
-        renamed when complete: an interruption leaves the old contents.
+        tokenizer and template files of the checkpoint that this model came from, unless the folder has a tokenizer
+        already. Written beside `folder` and renamed when complete: an interruption leaves the old contents.
+
+        state_dict: {name of a parameter: tensor} to save in place of the model's own weights, as
+            accelerator.get_state_dict(model) gives them.
+        is_main_process: False writes nothing. Every rank calls this where weights are sharded (FSDP2, tensor
+            parallelism): they are gathered one by one, and by default rank 0 writes. The others may return before the
+            folder is there. Else the default is True: whoever calls writes.
+        push_to_hub: uploads the folder too, to `repo_id`, by default its name; options are those of `hub.push`.
+        options: what else transformers' save_pretrained takes; what is not done raises.
+
+        Weights that accelerate has offloaded are fetched; a quantised model is saved with its quantization_config.
+        Raises CheckpointError for weights that cannot be saved so, HubError where the folder cannot be written,
+        InputError.
         """
-        self.config.dtype = str(self.dtype).removeprefix("torch.")  # the model may have been cast since
-        files: dict[str, Any] = {"config.json": checkpoint.json_bytes(self.config.to_hf())}
+        for_hub = arguments.hub_options(options, push_to_hub)
+        target = saving.absolute(folder)
+        if state_dict is None and any(parameter.is_meta for parameter in self.parameters()):
+            state_dict = placement.offloaded_state(self)
+        given = dict(self.named_parameters()) if state_dict is None else dict(state_dict)
+        sharded = any(hasattr(tensor, "full_tensor") for tensor in (*given.values(), *self.parameters()))
+        if is_main_process is None:
+            is_main_process = not sharded or torch.distributed.get_rank() == 0
+        if not is_main_process and not any(hasattr(tensor, "full_tensor") for tensor in given.values()):
+            return target
+        if state_dict is None and any(
+            getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()
+        ):
+            raise CheckpointError(
+                "The weights are partitioned by DeepSpeed's ZeRO-3. Call model_engine.save_16bit_model(folder), or "
+                "save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) on every rank."
+            )
+        tied = self.tied_weights
+        quantizer = quantization.quantizer_of(self.hf_quantizer) if hasattr(self, "hf_quantizer") else None
+        config = copy.copy(self.config)
+        config.tie_word_embeddings = bool(tied)
+        config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
+        values, metadata = config.to_hf(), None
+        # What config.json says that there is: a model whose weights FSDP1 or ZeRO-3 holds knows of others, or of none.
+        shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
+        if quantizer is None:
+            tensors = weights.export(shapes, self.DISK_NAMES, given, tied=tied)
+        elif state_dict is not None:
+            raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
+        else:
+            tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
+            values["quantization_config"] = quantizer.to_dict()
+        files: dict[str, Any] = {"config.json": checkpoint.json_bytes(values)}
         if self.generation_config:
             files["generation_config.json"] = checkpoint.json_bytes(dict(self.generation_config))
         if self.source_folder is not None:
-            files = {**checkpoint.companion_files(self.source_folder), **files}
-        return saving.write_checkpoint(
-            folder,
-            weights.export(self, self.DISK_NAMES),
+            files = {**checkpoint.companion_files(self.source_folder, target), **files}
+        saving.write_checkpoint(
+            target,
+            tensors,
             files=files,
+            metadata=metadata,
             max_shard_size=max_shard_size,
-            expected_bytes=sum(parameter.nbytes for parameter in self.parameters()),
+            expected_bytes=sum(tensor.nbytes for tensor in given.values()),
+            is_main=is_main_process,
         )
+        if push_to_hub and is_main_process:
+            hub.push(target, for_hub.pop("repo_id", target.name), **for_hub)
+        return target
 
-    def push_to_hub(self, repo: str, *, max_shard_size: int | str = "5GB", **options: Any) -> str:
-        """Saves the model and uploads it to `repo` ("owner/name"). Returns the URL of the commit.
+    def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Any) -> str:
+        """Saves the model and uploads it to `repo_id` ("owner/name"). Returns the URL of the commit.
 
         options: private, revision, create_pr, commit_message, token; see hub.push.
         """
         with tempfile.TemporaryDirectory() as folder:
             saved = self.save_pretrained(Path(folder) / "model", max_shard_size=max_shard_size)
-            return hub.push(saved, repo, **options)
+            return hub.push(saved, repo_id, **options)
+
+    def _saved_dtype(self, tensors: Mapping[str, Tensor]) -> torch.dtype:
+        """The dtype of the embedding among `tensors`, or else of the model."""
+        named = {weights.plain_name(name): tensor.dtype for name, tensor in tensors.items()}
+        return named.get(weights.plain_name(self._table_name), self.dtype)
+
+    @property
+    def _table_name(self) -> str:
+        """The name of the embedding's parameter."""
+        table = self.get_input_embeddings()
+        return next(f"{name}.weight" for name, module in self.named_modules() if module is table)
 
     @property
     def tied_weights(self) -> dict[str, str]:
@@ -192,5 +305,31 @@ class Pretrained(nn.Module):
         head: Any = self.lm_head
         if not (isinstance(head, LMHead) and head.is_tied):
             return {}
-        table = next(name for name, module in self.named_modules() if module is self.get_input_embeddings())
-        return {"lm_head.weight": f"{table}.weight"}
+        return {"lm_head.weight": self._table_name}
+
+
+def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:
+    """The config that `config` stands for, see `from_hub`, or the contents of its config.json; by default the folder's.
+
+    found: token, cache_dir and local_files_only of `hub.resolve`. Raises CheckpointError or HubError.
+    """
+    if config is None:
+        place = folder / "config.json"
+        if not place.exists() and any(folder.glob("model*.safetensors")):
+            raise CheckpointError(
+                f"{place} is not there: {folder} holds weights alone, as Trainer and accelerate leave them.\n"
+                "  Next: pass config=, the folder or repository that the model came from, or its config."
+            )
+        return checkpoint.read_json(place)
+    if isinstance(config, ModelConfig | Mapping):
+        return config
+    if hasattr(config, "to_json_string"):  # of transformers
+        return json.loads(config.to_json_string())
+    path = Path(config).expanduser()
+    return checkpoint.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
+
+
+def _dtype_of(headers: Mapping[str, weights.TensorInfo]) -> torch.dtype | None:
+    """The dtype that holds every weight as it is."""
+    floats = {info.dtype for info in headers.values()} & set(weights.FLOATS)
+    return functools.reduce(torch.promote_types, floats) if floats else None

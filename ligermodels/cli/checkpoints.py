@@ -13,15 +13,15 @@ from ligermodels.errors import HubError, InputError, LigermodelsError
 if TYPE_CHECKING:
     from ligermodels.conversion import Inspection, Report
 
-_LAYOUTS = ("hf", "native", "meta", "dcp", "gguf")
+_LAYOUTS = ("hf", "meta", "dcp", "gguf")
 _EPILOG = """\
 layouts, found out by the files of the folder:
-  Hugging Face, native  model.safetensors, or model-*.safetensors and their index
-  pickled               pytorch_model*.bin, with --allow-pickle
-  Meta                  consolidated.NN.pth and params.json, with --allow-pickle
-  Mistral               consolidated*.safetensors and params.json
-  distributed           .metadata and *.distcp; if there is no config.json, with --config
-  LoRA adapter          adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
+  Hugging Face  model.safetensors, or model-*.safetensors and their index; also what earlier versions packed
+  pickled       pytorch_model*.bin, with --allow-pickle
+  Meta          consolidated.NN.pth and params.json, with --allow-pickle
+  Mistral       consolidated*.safetensors and params.json
+  distributed   .metadata and *.distcp; if there is no config.json, with --config, as for a trainer's weights alone
+  LoRA adapter  adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
 
 exit status:
   0    done
@@ -39,7 +39,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument("--allow-pickle", action="store_true", help="read pickled weights too, as plain tensors only")
     shared.add_argument("--json", action="store_true", help="print the report as JSON")
     shared.add_argument(
-        "--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed checkpoint without them"
+        "--config",
+        metavar="DIR",
+        help="folder of config.json and tokenizer, for a distributed checkpoint or a trainer's weights without them",
     )
     shared.add_argument(
         "--rope-factor",
@@ -82,8 +84,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--to",
         choices=_LAYOUTS,
         default="hf",
-        help="layout to write: Hugging Face's, the packed one of ligermodels, Meta's (Llamas), a torch distributed "
-        "checkpoint, or one GGUF file for llama.cpp (default: hf)",
+        help="layout to write: Hugging Face's, Meta's (Llamas), a torch distributed checkpoint, or one GGUF file for "
+        "llama.cpp (default: hf)",
     )
     convert.add_argument(
         "--dtype", choices=["keep", "bf16", "fp16", "fp32"], default="keep", help="cast to this (default: keep)"

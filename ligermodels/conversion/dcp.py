@@ -59,7 +59,7 @@ class _Chunk:
 
 
 class DcpSource:
-    """The model in a distributed checkpoint, under our names or Hugging Face's: a source. A context manager.
+    """The model in a distributed checkpoint, under the names of memory or disk: a source. A context manager.
 
     config_folder: holds config.json and the tokenizer; by default `folder` does.
     Of all names, those under the prefix that fits the model best ("model.", "module.", "") are taken, without
@@ -77,7 +77,7 @@ class DcpSource:
             )
         self._config = read_json(self.config_folder / "config.json")
         stored, chunks = _read_metadata(self.folder)
-        prefix, self.native = self._prefix(stored)
+        prefix = self._prefix(stored)
         self._stored_names = {
             name.removeprefix(prefix): name
             for name in stored
@@ -114,28 +114,30 @@ class DcpSource:
     def __exit__(self, *exc_info: object) -> None:
         self._chunks.clear()
 
-    def _prefix(self, stored: Mapping[str, TensorInfo]) -> tuple[str, bool]:
-        """(what stands before the names of the model, whether those are ours)."""
+    def _prefix(self, stored: Mapping[str, TensorInfo]) -> str:
+        """What stands before the names of the model."""
         kind = self._config.get("model_type")
         if not isinstance(kind, str) or kind not in ARCHS:
             raise ConfigError(f"{self.config_folder}: config.json has model_type {kind!r}; known: {', '.join(ARCHS)}")
         arch = ARCHS[kind]
         with torch.device("meta"):
             model = arch(arch.config_class.from_hf(self._config))
-        best, found = 0, ("", False)
-        for native, table in ((False, arch.WEIGHTS), *((False, one) for one in arch.ALSO_READ), (True, None)):
-            names = [region.source for region in weights.regions(model, table or weights.identity(model))]
+        best, found = 0, ""
+        for table in (arch.DISK_NAMES, *arch.ALSO_READ):
+            names = [region.source for region in weights.regions(model, table)]
             embedding = next(name for name in names if name.endswith("embed_tokens.weight"))
             for prefix in sorted({name.removesuffix(embedding) for name in stored if name.endswith(embedding)}):
                 hits = sum(prefix + name in stored for name in names) if not _BESIDE.match(prefix) else 0
                 if hits > best:
-                    best, found = hits, (prefix, native)
+                    best, found = hits, prefix
         if not best:
             some = ", ".join(list(stored)[:3]) or "no tensor"
-            raise CheckpointError(
-                f"{self.folder} holds no {arch.__name__}: it has {some}.\n"
-                "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."
-            )
+            likely = "a checkpoint of another model, or of the optimizer alone; or config.json is another's"
+            if any(re.search(r"\blayers\.\d+\.attn\.", name) for name in stored):
+                likely = (
+                    "packed by an earlier ligermodels; save it as safetensors with that version, then convert those"
+                )
+            raise CheckpointError(f"{self.folder} holds no {arch.__name__}: it has {some}.\n  Likely: {likely}.")
         return found
 
     def _check_files(self) -> None:
@@ -172,8 +174,8 @@ class DcpSource:
 def write_dcp(reader: weights.Reader, folder: str | Path) -> None:
     """Writes the tensors of `reader`, under its names, into `folder` as a distributed checkpoint of one file.
 
-    `torch.distributed.checkpoint.load` reads it into any sharding of a model whose state dict has these names: with a
-    native reader our models, else transformers'. One tensor is in memory at a time.
+    `torch.distributed.checkpoint.load` reads it into any sharding of a model whose state dict has these names. One
+    tensor is in memory at a time.
     Raises OSError if it cannot be written, and what `reader` raises.
     """
     import torch.distributed.checkpoint as dcp

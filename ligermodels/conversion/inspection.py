@@ -124,13 +124,15 @@ def _of_model(
         parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
     config, arch = model.config, type(model).__name__
     if kind == "folder":
-        pickled = isinstance(source, FolderSource) and source.pickled
-        layout = "native, packed" if source.native else KINDS[kind]
-        layout += ", pickled" if pickled else ""
+        found = source.kind if isinstance(source, FolderSource) else None
+        layout = {None: KINDS[kind], "pickled": f"{KINDS[kind]}, pickled", "packed": "of an earlier version, packed"}[
+            found
+        ]
         at = "" if revision is None else f", revision={revision!r}"
-        use = f"ligermodels.load({src!r}{at}{', allow_pickle=True' if pickled else ''})"
+        use = f"ligermodels.load({src!r}{at}{', allow_pickle=True' if found == 'pickled' else ''})"
     else:
-        layout = KINDS[kind]
+        layout, found = KINDS[kind], None
+    if kind != "folder" or found == "packed" or "--config" in flags:
         use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
     return Inspection(
         source=src,
@@ -195,7 +197,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
 
 
 class _Remote:
-    """A repository of the Hub in Hugging Face's layout or the native one, of which headers and small files are fetched.
+    """A repository of the Hub in Hugging Face's layout, of which headers and small files are fetched.
 
     sizes: {weight file: bytes}.
     """
@@ -209,6 +211,8 @@ class _Remote:
         try:
             shards = HfApi().get_safetensors_metadata(repo, revision=self.folder.name).files_metadata
         except Exception as error:
+            if not hub.refused(error):
+                raise
             raise HubError(
                 f"{repo}: the headers of its weight files could not be read ({type(error).__name__}).\n"
                 "  Likely: it has no model.safetensors, or the network failed; try again, or `hf download` it first."
@@ -220,8 +224,6 @@ class _Remote:
         }
         ends = {name: max(info.data_offsets[1] for info in shard.tensors.values()) for name, shard in shards.items()}
         self.sizes = dict(sorted(ends.items()))
-        native = checkpoint.NATIVE["format"]
-        self.native = any((shard.metadata or {}).get("format") == native for shard in shards.values())
 
     def config(self) -> dict[str, Any]:
         return self._config
@@ -233,11 +235,11 @@ def _sizes(paths: list[Path]) -> dict[str, int]:
 
 def _part(name: str) -> str:
     """The part of a model that a parameter counts to."""
-    words = name.split(".")
+    words = name.removeprefix("model.").removeprefix("language_model.").split(".")
     if words[0] == "norm" or (words[0] == "layers" and words[-2].endswith("norm")):
         return "norms"
     if words[0] == "layers":
-        return {"attn": "attention"}.get(words[2], words[2])
+        return {"self_attn": "attention"}.get(words[2], words[2])
     return {"embed_tokens": "embedding"}.get(words[0], words[0])
 
 

@@ -1,6 +1,7 @@
 """A LoRA adapter as PEFT saves it, merged into its base model: W + scale * B A, in fp32, rounded once.
 
-- The adapter may have been trained on Hugging Face's modules (q_proj) or on ours (qkv_proj: its rows are split).
+- The adapter may have been trained on today's modules (q_proj) or on those that earlier versions packed (qkv_proj:
+  its rows are split).
 - scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; rank_pattern and alpha_pattern name exceptions.
 - What modules_to_save and `bias` put beside the factors replaces the base's tensor.
 - fan_in_fan_out is for transposed layers (GPT-2); the zoo has none, and PEFT ignores it on plain ones, as here.
@@ -22,8 +23,9 @@ from torch import Tensor
 from ligermodels import checkpoint, weights
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import companion_files, json_bytes, read_json
+from ligermodels.conversion import native
 from ligermodels.conversion.source import Source
-from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.weights import TensorInfo, same_bits
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -66,11 +68,7 @@ class MergedSource:
     Raises CheckpointError for an adapter that is damaged, incomplete, of another model, or not plain LoRA.
     """
 
-    native = False
-
     def __init__(self, base: "Source", adapter_folder: str | Path, *, allow_pickle: bool = False):
-        if base.native:
-            raise InputError(f"{base.source} has native names; convert it to Hugging Face's first, then merge into it")
         self.base, self.folder = base, Path(adapter_folder)
         self.source = f"{base.source} + {self.folder}"
         self._config = dict(base.config())
@@ -181,9 +179,9 @@ class MergedSource:
         if not found:
             self._fail(f"the base has no {name}", "the adapter of another model, or of a part that has no weights here")
         for source, index in found:
-            if index and patch.shape != places.shape(name):
+            if index and patch.shape != (shape := places.shape(found)):
                 self._fail(
-                    f"{name} would change by {list(patch.shape)}, the model has {list(places.shape(name))}",
+                    f"{name} would change by {list(patch.shape)}, the model has {list(shape)}",
                     "the adapter of another model, or of another size",
                 )
             if source in self._patches:
@@ -199,7 +197,7 @@ class MergedSource:
         narrowed = any(options.get(key) not in (None, [], {}) for key in ("layers_to_transform", "exclude_modules"))
         if not isinstance(targets, list) or narrowed or not found:
             return
-        for module in places.modules(ours=all(places.is_ours(f"{name}.weight") for name in found)):
+        for module in places.modules(like=found):
             if any(module == target or module.endswith(f".{target}") for target in targets) and module not in found:
                 self._fail(f"target_modules asks for {module}, which is not in the file", "a partial copy of it")
 
@@ -237,40 +235,53 @@ class _Places:
     def __init__(self, base: "Source", config: Mapping[str, Any]):
         if (kind := config.get("model_type")) not in ARCHS:
             raise ConfigError(f"{base.source}: config.json has model_type {kind!r}; the zoo holds {', '.join(ARCHS)}")
-        arch = ARCHS[kind]
+        self._kind, arch = kind, ARCHS[kind]
         with torch.device("meta"):
             model = arch(arch.config_class.from_hf(config))
-        table = weights.layout(model, arch.WEIGHTS, base.headers, also=arch.ALSO_READ)
+        table = weights.layout(model, arch.DISK_NAMES, base.headers, also=arch.ALSO_READ)
         weights.check(model, table, base.headers, ignore=arch.IGNORE, tied=model.tied_weights, where=base.source)
         self.tied, self._base = bool(model.tied_weights), base
-        self._params = {name: tuple(param.shape) for name, param in model.named_parameters()}
         self._boxes: dict[str, list[weights.Region]] = {}
         for region in weights.regions(model, table):
             self._boxes.setdefault(region.param, []).append(region)
-        tables = (arch.WEIGHTS, *arch.ALSO_READ)
-        self._other = {region.source: region for one in tables for region in weights.regions(model, one)}
-        self.embedding = self._boxes[_EMBEDDING][0].source
+        self._other = {r.source: r for one in (arch.DISK_NAMES, *arch.ALSO_READ) for r in weights.regions(model, one)}
+        self.embedding = next(name for name in base.headers if name.endswith(_EMBEDDING))
 
-    def is_ours(self, name: str) -> bool:
-        return name in self._params and name not in self._base.headers
+    def modules(self, *, like: set[str]) -> list[str]:
+        """All that have a weight, under the names by which `like` goes: those of memory, or else of the base."""
+        in_memory = {name.removesuffix(".weight") for name in self._boxes if name.endswith(".weight")}
+        on_disk = {name.removesuffix(".weight") for name in self._base.headers if name.endswith(".weight")}
+        names = in_memory if like <= in_memory else on_disk
+        return sorted(names) if like & names else []
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of the parameter that has this name in the model."""
-        return self._params[name]
+    def shape(self, found: list[tuple[str, tuple[slice, ...]]]) -> tuple[int, ...]:
+        """Of a tensor that `find` has found in these pieces."""
+        shapes = [self._base.headers[source].shape for source, _ in found]
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
-    def modules(self, *, ours: bool) -> list[str]:
-        names = self._params if ours else self._base.headers
-        return [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    def find(self, name: str) -> list[tuple[str, tuple[slice, ...]]]:
+        """[(tensor of the base, the rows of the named tensor that go there)]; empty where there is none."""
+        if source := self._source(name):
+            return [(source, ())]
+        sources = [self._source(part) for part in native.names_of(name, self._kind)]
+        start = 0
+        found: list[tuple[str, tuple[slice, ...]]] = []
+        for source in sources:
+            if source is None:
+                return []
+            end = start + self._base.headers[source].shape[0]
+            found.append((source, (slice(start, end),) if len(sources) > 1 else ()))
+            start = end
+        return found
 
-    def find(self, name: str) -> list[tuple[str, tuple[int | slice, ...]]]:
-        """(tensor of the base, the box of the named tensor that goes there); empty where there is none."""
+    def _source(self, name: str) -> str | None:
+        """The tensor of the base that has this name in any layout of the architecture."""
         if name in self._base.headers or (self.tied and name == _HEAD):
-            return [(name, ())]
-        if name in self._boxes:
-            return [(box.source, box.index) for box in self._boxes[name]]
+            return name
+        index: tuple[int | slice, ...] = ()
         if box := self._other.get(name):
-            return [(same.source, ()) for same in self._boxes[box.param] if same.index == box.index]
-        return []
+            name, index = box.param, box.index
+        return next((box.source for box in self._boxes.get(name, ()) if box.index == index), None)
 
 
 def headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorInfo]:

@@ -215,8 +215,6 @@ class MetaSource:
     Raises CheckpointError (files that are missing, damaged, at odds with params.json), HubError (cannot be read).
     """
 
-    native = False
-
     def __init__(self, folder: str | Path, *, allow_pickle: bool = False, rope_factor: float | None = None):
         self.folder = Path(folder)
         self.source = str(folder)
@@ -425,6 +423,7 @@ def write_meta(
 ) -> None:
     """Writes consolidated.00.pth ... and params.json of a Llama with Hugging Face names into `folder`.
 
+    reader: without a copy of what is tied, as a `View` is.
     config: the contents of its config.json. shards: tensor-parallel ranks; must divide heads and key/value heads.
     embedding_axis: the dim along which tok_embeddings is cut; None: 0 for a rope_theta of 500000 (Llama 3), else 1.
     A tied head is written as a copy, as Meta does. The longest text has no field in params.json and is lost.
@@ -434,8 +433,6 @@ def write_meta(
     Raises CheckpointError (another architecture, or one that Meta's code does not compute), ConfigError, InputError
     (arguments), OSError (cannot be written).
     """
-    if reader.native:
-        raise InputError(f"{reader.source} is native; convert it to Hugging Face's layout first")
     checked = LlamaConfig.from_hf(config)
     params = _params(checked)
     sizes = Sizes(
@@ -444,15 +441,8 @@ def write_meta(
     )  # fmt: skip
     check_layers(sizes, len(reader.headers), reader.source)
     layout = places(sizes)
-    ignored = {name for name in reader.headers if name.endswith("rotary_emb.inv_freq")}
     tied = {"lm_head.weight"} if checked.tie_word_embeddings else set()
-    check_names(set(layout) - tied, set(reader.headers) - ignored - tied, reader.source)
-    for name in tied & set(reader.headers):
-        if not same_bits(reader.read(name), reader.read("model.embed_tokens.weight")):
-            raise CheckpointError(
-                f"{reader.source}: {name} differs from the embedding, though config.json ties the two.\n"
-                "  Likely: trained apart from it. Then set tie_word_embeddings to false in config.json."
-            )
+    check_names(set(layout) - tied, reader.headers, reader.source)
     if embedding_axis is None:
         embedding_axis = 0 if params["rope_theta"] == _LLAMA3_THETA else 1
     axes = {name: place.axes[0] if place.axes else None for name, place in layout.items()}
@@ -525,8 +515,7 @@ def _params(config: LlamaConfig) -> dict[str, Any]:
     )
     if odd:
         raise CheckpointError(
-            f"Meta's code does not compute {', '.join(odd)} of this config.json.\n"
-            "  Next: keep Hugging Face's layout, or the native one."
+            f"Meta's code does not compute {', '.join(odd)} of this config.json.\n  Next: keep Hugging Face's layout."
         )
     multiple, scale = _rounding(config.hidden_size, config.intermediate_size)
     params: dict[str, Any] = {

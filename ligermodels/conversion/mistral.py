@@ -55,8 +55,6 @@ class MistralSource:
     Raises CheckpointError (files that are missing, damaged, at odds with params.json), HubError (cannot be read).
     """
 
-    native = False
-
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self.source = str(folder)

@@ -6,13 +6,12 @@ keeps those whose digest is still the receipt's.
 """
 
 import contextlib
-import errno
 import hashlib
 import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +32,8 @@ from ligermodels.weights import TensorInfo
 DTYPES: dict[str, torch.dtype | None] = {
     "keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 }  # fmt: skip
-Layout = Literal["hf", "native", "meta", "dcp", "gguf"]
-LAYOUTS: tuple[Layout, ...] = ("hf", "native", "meta", "dcp", "gguf")
+Layout = Literal["hf", "meta", "dcp", "gguf"]
+LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "dcp", "gguf")
 RECEIPT = "conversion.json"
 GGUF = "model.gguf"
 _CODES = {dtype: code for code, dtype in checkpoint.DTYPES.items()}
@@ -44,13 +43,15 @@ _CODES = {dtype: code for code, dtype in checkpoint.DTYPES.items()}
 class Options:
     """What to make of a checkpoint.
 
-    to: "hf", "native", "meta" (Llamas only), "dcp" or "gguf" (one file, for llama.cpp).
+    to: "hf", "meta" (Llamas only), "dcp" (under the names that models have in memory, ours and transformers') or
+    "gguf" (one file, for llama.cpp).
     dtype: "keep", "bf16", "fp16" or "fp32".
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
     instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
     embedding, by default 0 for a rope_theta of 500000 (Llama 3), else 1.
-    adapter: the folder of a LoRA adapter to merge. config: of a distributed checkpoint, the folder of config.json and
-    tokenizer if it has none itself. rope_factor: of Meta's files with `use_scaled_rope` and a size without a known one.
+    adapter: the folder of a LoRA adapter to merge. config: the folder of config.json and tokenizer, for a distributed
+    checkpoint or a trainer's state dict without them. rope_factor: of Meta's files with `use_scaled_rope` and a size
+    without a known one.
     revision: of a repository. allow_pickle: read pickled weights, as plain tensors.
     verify: how far the result is compared with the source before it takes its place; see `verify`.
     overwrite: replace weights and files in the destination. resume: go on from an interrupted conversion.
@@ -101,11 +102,11 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
         adapter=adapter,
     ) as source:
         dtype, origin = DTYPES[options.dtype], _origin(src, folder, adapter)
-        view = View(source, native=options.to == "native", dtype=None if options.to == "gguf" else dtype)
+        view = View(source, memory=options.to == "dcp", dtype=None if options.to == "gguf" else dtype)
         file = None
         if options.to == "gguf":
             file = gguf.GgufView(view, dtype=dtype, name=Path(origin.get("folder") or origin["repository"]).name)
-        plan = _plan(view, options) if options.to in ("hf", "native") else {}
+        plan = _plan(view, options) if options.to == "hf" else {}
         headers = view.headers if file is None else file.headers
         size = sum(info.nbytes for info in headers.values())
         report = Report(str(src), None if dst is None else str(dst), len(headers), size)
@@ -148,10 +149,10 @@ def _check_options(dst: str | Path | None, options: Options) -> Path | None:
     for name, known in (("to", LAYOUTS), ("dtype", tuple(DTYPES)), ("verify", LEVELS)):
         if getattr(options, name) not in known:
             raise InputError(f"{name}={getattr(options, name)!r} is not known; known: {', '.join(known)}")
-    if options.to in ("hf", "native"):
+    if options.to == "hf":
         saving.num_bytes(_shard_size(options))
     elif options.like or options.resume or options.max_shard_size is not None:
-        raise InputError(f"like, resume and max_shard_size are for the layouts hf and native, not for {options.to}")
+        raise InputError(f"like, resume and max_shard_size are for the layout hf, not for {options.to}")
     if (options.ranks != 1 or options.embedding_axis is not None) and options.to != "meta":
         raise InputError(f"ranks and embedding_axis are for the layout meta, not for {options.to}")
     if options.embedding_axis not in (None, 0, 1):
@@ -260,16 +261,13 @@ def _fill(
     """Shards, index, other files and, last, the complete receipt."""
     receipt["state"] = _digest_of([[str(path), *_state_of_source(path)] for path in sources])
     done = _kept(staging, receipt) if options.resume else {}
-    for path in staging.iterdir():
-        if path.name not in done and path.name != RECEIPT:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _clear(staging, {*done, RECEIPT})
     receipt["shards"] = done
     _write_receipt(staging, receipt)
     report.details["kept"] = len(done)
     left = {file: names for file, names in plan.items() if file not in done}
     size = sum(view.headers[name].nbytes for names in left.values() for name in names)
-    _check_room(staging, size)
-    metadata = checkpoint.NATIVE if view.native else {"format": "pt"}
+    saving.check_room(staging, size)
     with (
         ThreadPoolExecutor(1) as read,
         ThreadPoolExecutor(1) as wrote,
@@ -282,7 +280,7 @@ def _fill(
         written: dict[str, Future[str]] = {}
         try:
             for file, names in left.items():
-                _write_shard(staging / file, names, view, metadata, bar)
+                _write_shard(staging / file, names, view, bar)
                 written[file] = wrote.submit(_sha256, staging / file)
                 _note(staging, receipt, written, wait=False)
         except BaseException:
@@ -302,9 +300,8 @@ def _fill(
 
 def _fill_other(staging: Path, view: View, receipt: dict[str, Any], sources: list[Path], options: Options) -> None:
     """The layouts that are written whole, by their own writers."""
-    for path in staging.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _check_room(staging, sum(info.nbytes for info in view.headers.values()))
+    _clear(staging)
+    saving.check_room(staging, sum(info.nbytes for info in view.headers.values()))
     files = view.files()
     if options.to == "dcp":
         dcp.write_dcp(view, staging)
@@ -329,9 +326,8 @@ def _fill_gguf(
     report: Report,
 ) -> None:
     """The file, compared with what it was to be where that is asked for, and its receipt."""
-    for path in staging.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _check_room(staging, report.bytes)
+    _clear(staging)
+    saving.check_room(staging, report.bytes)
     disable = None if options.progress else True
     written = staging / GGUF
     with tqdm(desc="Converting", total=report.bytes, unit="B", unit_scale=True, disable=disable) as bar:
@@ -358,6 +354,12 @@ def _move_file(staging: Path, target: Path) -> None:
         descriptor = os.open(target.parent, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def _clear(staging: Path, but: Container[str] = ()) -> None:
+    for path in staging.iterdir():
+        if path.name not in but:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _finish(staging: Path, receipt: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> None:
@@ -397,10 +399,10 @@ def _write_receipt(staging: Path, receipt: Mapping[str, Any]) -> None:
     new.replace(staging / RECEIPT)
 
 
-def _write_shard(path: Path, names: list[str], view: View, metadata: Mapping[str, str], bar: Any) -> None:
+def _write_shard(path: Path, names: list[str], view: View, bar: Any) -> None:
     """A safetensors file, written from its header on: one tensor is in memory at a time."""
     infos = {name: view.headers[name] for name in sorted(names, key=lambda n: -view.headers[n].dtype.itemsize)}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, info in infos.items():
         start, end = end, end + info.nbytes
@@ -431,12 +433,6 @@ def _check_report(report: Report) -> None:
     if not report.ok:
         lines = "\n  ".join(report.mismatches[:5])
         raise MismatchError(f"{report.destination} was not written, for the result differs from the source:\n  {lines}")
-
-
-def _check_room(staging: Path, size: int) -> None:
-    free = shutil.disk_usage(staging).free
-    if size > free:
-        raise OSError(errno.ENOSPC, f"it takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
 
 
 def _origin(src: str | Path, folder: Path, adapter: Path | None) -> dict[str, Any]:

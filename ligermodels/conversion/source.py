@@ -22,10 +22,7 @@ class Described(Protocol):
 
     @property
     def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, under Hugging Face's name, or ours if `native`."""
-
-    @property
-    def native(self) -> bool: ...
+        """Every tensor, under Hugging Face's name."""
 
     def config(self) -> dict[str, Any]:
         """The contents of a config.json."""

@@ -10,26 +10,30 @@ from torch import Tensor
 
 from ligermodels import checkpoint, hub, weights
 from ligermodels.arch import ARCHS, CausalLM
-from ligermodels.conversion import dcp, lora, meta, mistral
+from ligermodels.conversion import dcp, lora, meta, mistral, native
 from ligermodels.conversion.source import Described, MismatchError, Source
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
 from ligermodels.weights import TensorInfo
 
 
 class FolderSource:
-    """A folder with config.json and safetensors, in Hugging Face's or the native layout, or with pickles.
+    """A folder with config.json and safetensors, or with pickles. What an earlier version packed is seen unpacked.
 
-    places: {tensor: weight file that holds it}. pickled: whether these are pickles.
+    config_folder: holds config.json and the tokenizer, where `folder` has a trainer's state dict alone.
+    places: {tensor: weight file that holds it}. kind: what is unusual about it, "pickled" or "packed".
     Raises CheckpointError.
     """
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False):
+    def __init__(self, folder: Path, config_folder: Path | None = None, *, allow_pickle: bool = False):
         self.folder, self.source = folder, str(folder)
-        self._config = checkpoint.read_json(folder / "config.json")
-        self._reader = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+        self._small_files = config_folder or folder
+        self._config = checkpoint.read_json(self._small_files / "config.json")
+        opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+        packed = native.is_native(opened.headers)
+        self._reader = native.Unpacked(opened, self._config.get("model_type")) if packed else opened
         self.headers: Mapping[str, TensorInfo] = self._reader.headers
-        self.native, self.places = self._reader.native, self._reader.places
-        self.pickled = isinstance(self._reader, checkpoint.PickleReader)
+        self.places = self._reader.places
+        self.kind = "packed" if packed else "pickled" if isinstance(opened, checkpoint.PickleReader) else None
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -40,8 +44,9 @@ class FolderSource:
     def files(self) -> dict[str, bytes | Path]:
         names = ("config.json", "generation_config.json", "original/tokenizer.model")
         return {
+            **checkpoint.companion_files(self._small_files, self.folder),
             **checkpoint.companion_files(self.folder),
-            **{name: self.folder / name for name in names if (self.folder / name).is_file()},
+            **{name: self._small_files / name for name in names if (self._small_files / name).is_file()},
         }
 
     def __enter__(self) -> Self:
@@ -52,36 +57,30 @@ class FolderSource:
 
 
 class View:
-    """A source in Hugging Face's layout or the native one, cast to `dtype` if that is given; a source itself.
+    """A source under the names that Hugging Face has on disk, cast to `dtype` if that is given; a source itself.
 
-    Tied copies and names that the architecture ignores are left out. A read holds the tensor that it returns and,
-    where that is both joined from others and cast, the tensor before the cast.
+    memory: under the names of the model in memory instead, which are transformers' as well. Tied copies and names that
+    the architecture ignores are left out. A read holds the tensor that it returns and, where that is both joined from
+    others and cast, the tensor before the cast.
     arch, model: what the config asks for; the model is on the meta device.
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
     """
 
-    def __init__(self, source: Source, *, native: bool = False, dtype: torch.dtype | None = None):
-        self.origin, self.source, self.native, self.dtype = source, source.source, native, dtype
-        self.model, self.table = model_of(source)
-        check_fit(source, self.model, self.table)
-        model, arch, tied = self.model, type(self.model), self.model.tied_weights
-        self.arch = arch
-        if tied.keys() & source.headers.keys():  # compares a head that is there though it is tied
-            with checkpoint.read_errors(source.source):
-                next(weights.unpack(model, arch.WEIGHTS, source, tied=tied, also=arch.ALSO_READ))
-        self._boxes: dict[str, list[weights.Region]] = {}
-        for region in weights.regions(model, self.table):
-            self._boxes.setdefault(region.param, []).append(region)
-        wanted = weights.regions(model, weights.identity(model) if native else arch.WEIGHTS)
-        self._wanted = {region.source: region for region in wanted}
-        self._shapes = {name: tuple(param.shape) for name, param in model.named_parameters()}
-        self.headers: Mapping[str, TensorInfo] = {name: self._info(region) for name, region in self._wanted.items()}
+    def __init__(self, source: Source, *, memory: bool = False, dtype: torch.dtype | None = None):
+        self.origin, self.source, self.dtype = source, source.source, dtype
+        self.model, table = model_of(source)
+        self.arch = type(self.model)
+        check_fit(source, self.model, table)
+        with checkpoint.read_errors(source.source):
+            weights.check_tied(self.model, table, source, self.model.tied_weights)
+        self._relaid = weights.Relaid(self.model, source, table, {} if memory else self.arch.DISK_NAMES)
+        self.headers: Mapping[str, TensorInfo] = {
+            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._relaid.headers.items()
+        }
 
     def read(self, name: str) -> Tensor:
-        region = self._wanted[name]
-        same = self._same(region)
         with checkpoint.read_errors(f"{self.source}: {name}"):  # a fault of the source, whatever is being written
-            tensor = self.origin.read(same) if same is not None else self._whole(region.param)[region.index]
+            tensor = self._relaid.read(name)
         return tensor.to(self.dtype or tensor.dtype)
 
     def config(self) -> dict[str, Any]:
@@ -103,41 +102,13 @@ class View:
         places = getattr(self.origin, "places", None)
         if places is None:
             return None
-        sources = {name: self._same(r) or self._boxes[r.param][0].source for name, r in self._wanted.items()}
-        return {name: places[source] for name, source in sources.items()}
+        return {name: places[self._relaid.boxes(name)[0].source] for name in self.headers}
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.origin.__exit__(*exc_info)
-
-    def _same(self, region: weights.Region) -> str | None:
-        """The tensor of the source that is this region, if there is one."""
-        return next((box.source for box in self._boxes[region.param] if box.index == region.index), None)
-
-    def _whole(self, param: str) -> Tensor:
-        boxes = self._boxes[param]
-        if boxes[0].index == ():
-            return self.origin.read(boxes[0].source)
-        whole = torch.empty(self._shapes[param], dtype=self._stored(param))
-        for box in boxes:
-            whole[box.index].copy_(self.origin.read(box.source))
-        return whole
-
-    def _stored(self, param: str) -> torch.dtype:
-        """The dtype that holds all parts of a parameter without loss."""
-        dtypes = [self.origin.headers[box.source].dtype for box in self._boxes[param]]
-        widest = dtypes[0]
-        for dtype in dtypes[1:]:
-            widest = torch.promote_types(widest, dtype)
-        return widest
-
-    def _info(self, region: weights.Region) -> TensorInfo:
-        same = self._same(region)
-        stored = self._stored(region.param) if same is None else self.origin.headers[same].dtype
-        shape = torch.empty(self._shapes[region.param], device="meta")[region.index].shape
-        return TensorInfo(self.dtype or stored, tuple(shape))
 
 
 Kind = Literal["folder", "meta", "mistral", "dcp", "adapter"]
@@ -191,6 +162,12 @@ def kind_of(folder: Path) -> Kind:
     return "adapter" if lora.CONFIG in names else "folder"
 
 
+def takes_config(folder: Path) -> bool:
+    """Whether its config.json may be elsewhere: a distributed checkpoint, or a state dict alone."""
+    kind = kind_of(folder)
+    return kind == "dcp" or (kind == "folder" and not os.path.lexists(folder / "config.json"))
+
+
 def open_source(
     folder: Path,
     *,
@@ -201,7 +178,7 @@ def open_source(
 ) -> Source:
     """The checkpoint in `folder`, of whichever kind.
 
-    config: the folder of config.json and tokenizer, for a distributed checkpoint that has none. rope_factor: for
+    config: the folder of config.json and tokenizer, where this one has none; see `takes_config`. rope_factor: for
     Meta's files, see there. adapter: a LoRA adapter to merge. Raises CheckpointError, HubError, InputError.
     """
     kind = kind_of(folder)
@@ -210,8 +187,8 @@ def open_source(
             f"{folder} holds an adapter, not a whole model.\n"
             "  Next: give its base model as SRC, and this folder with --adapter (adapter=...)."
         )
-    if config is not None and kind != "dcp":
-        raise InputError(f"--config is for distributed checkpoints; {folder} has its own configuration")
+    if config is not None and not takes_config(folder):
+        raise InputError(f"--config is for weights without one; {folder} has its own configuration")
     if rope_factor is not None and kind != "meta":
         raise InputError(f"--rope-factor is for Meta's files; {folder} has its own configuration")
     source: Source
@@ -222,7 +199,7 @@ def open_source(
     elif kind == "dcp":
         source = dcp.DcpSource(folder, config)
     else:
-        source = FolderSource(folder, allow_pickle=allow_pickle)
+        source = FolderSource(folder, config, allow_pickle=allow_pickle)
     return source if adapter is None else lora.MergedSource(View(source), adapter, allow_pickle=allow_pickle)
 
 
@@ -260,7 +237,7 @@ def model_of(source: Described) -> tuple[CausalLM, weights.Table]:
         raise ConfigError(f"{source.source} has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
     arch = ARCHS[model_type]
     model = arch.from_config(config, device="meta")
-    return model, weights.layout(model, arch.WEIGHTS, source.headers, native=source.native, also=arch.ALSO_READ)
+    return model, weights.layout(model, arch.DISK_NAMES, source.headers, also=arch.ALSO_READ)
 
 
 def check_fit(source: Described, model: CausalLM, table: weights.Table) -> None:

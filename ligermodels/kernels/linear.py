@@ -200,6 +200,10 @@ def bias_gradients(total: Tensor, weights: Sequence[Tensor], needs: Sequence[boo
     return [part if need else None for part, need in zip(total.split(_sizes(weights)), needs, strict=True)]
 
 
+def _nothing(count: int) -> list[Tensor | None]:
+    return [None] * count
+
+
 class _Linear(torch.autograd.Function):
     """x: [..., K], of two dims or more; recipe: that of x, or None; parameters: `count` weights [N_i, K], and to each a
     bias [N_i] or None -> [..., sum N_i]."""
@@ -220,7 +224,7 @@ class _Linear(torch.autograd.Function):
         weights, made_of = saved[:count], saved[count:]
         need_x, _, _, *needs = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
-        dx, dweights, dbiases = None, [None] * count, [None] * count
+        dx, dweights, dbiases = None, _nothing(count), _nothing(count)
         if made_of:  # first, so that x and dx are never there together
             dweights = weight_gradients(weights, needs[:count], rows, make(ctx.function, made_of).flatten(0, -2))
         if need_x:

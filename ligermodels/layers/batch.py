@@ -1,12 +1,26 @@
 """What a forward pass tells every attention layer about its tokens."""
 
 from dataclasses import dataclass
+from typing import Self
 
+import torch
 from torch import Tensor
 
 
+class _Inputs:
+    """Tensors that a block is called with, under names."""
+
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
+        """The same on `device`; accelerate's hooks call this for blocks on several devices."""
+        moved = {
+            name: value.to(device, non_blocking=non_blocking) if hasattr(value, "to") else value
+            for name, value in vars(self).items()
+        }
+        return type(self)(**moved)
+
+
 @dataclass(frozen=True, kw_only=True)
-class CrossStates:
+class CrossStates(_Inputs):
     """What the tokens of one forward pass may attend to besides each other.
 
     states: [B, N, states_size] of new pictures; None where all keys and values are in the cache already.
@@ -22,8 +36,7 @@ class CrossStates:
     mlp_rows: Tensor | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(_Inputs):
     """Where the tokens of one forward pass stand, and which of them are real.
 
     cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None where nothing rotates.
@@ -34,12 +47,26 @@ class Batch:
     padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
         attention that is not causal.
     cross: what `CrossAttention` attends to; None where there are no pictures, here or in the cache.
+
+    A plain class, on purpose: FSDP's mixed precision casts all floating-point tensors that it finds in a block's
+    inputs. It looks into dataclasses, tuples and dicts, and would round cos and sin to bf16.
     """
 
-    cos: Tensor | None = None
-    sin: Tensor | None = None
-    key_mask: Tensor | None = None
-    cu_seqlens: Tensor | None = None
-    max_seqlen: int | None = None
-    padding: Tensor | None = None
-    cross: CrossStates | None = None
+    def __init__(
+        self,
+        *,
+        cos: Tensor | None = None,
+        sin: Tensor | None = None,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        padding: Tensor | None = None,
+        cross: CrossStates | None = None,
+    ):
+        self.cos = cos
+        self.sin = sin
+        self.key_mask = key_mask
+        self.cu_seqlens = cu_seqlens
+        self.max_seqlen = max_seqlen
+        self.padding = padding
+        self.cross = cross

@@ -195,6 +195,8 @@ class LMHead(nn.Module):
             hook.pre_forward(embedding)
             weight = embedding.weight
             hook.post_forward(embedding, None)
+        elif hasattr(self, "_hf_hook") and weight.device != x.device and not x.is_meta:
+            weight = weight.to(x.device)  # accelerate's device map has put the head, which it saw empty, elsewhere
         elif hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
             raise InputError(
                 "lm_head is tied to embed_tokens, which FSDP shards as a group of its own, so that its table is not "

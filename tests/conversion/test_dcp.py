@@ -53,18 +53,17 @@ def check_equal(source, expected):
 
 
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model."])
-@pytest.mark.parametrize("names", ["ours", "hf"])
+@pytest.mark.parametrize("names", ["memory", "disk"])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_names_are_found_behind_any_prefix(tmp_path, prefix, names, family):
     model = make(family, torch.bfloat16)
-    held = dict(model.named_parameters() if names == "ours" else weights.export(model, model.WEIGHTS))
+    held = dict(model.named_parameters() if names == "memory" else weights.export(model, model.DISK_NAMES))
     state = {prefix + name: tensor.detach() for name, tensor in held.items()}
     beside = {"optimizer.state.norm.weight.exp_avg": torch.ones(32), "lr_scheduler": {"step": 3}, "step": 7}
     save({**state, **beside}, tmp_path)
     configured(tmp_path, model)
     (tmp_path / "tokenizer.json").write_text("{}")
     with DcpSource(tmp_path) as source:
-        assert source.native is (names == "ours")
         check_equal(source, held)
         assert source.config()["model_type"] == family
         assert source.files() == {name: tmp_path / name for name in ("tokenizer.json", "config.json")}
@@ -73,7 +72,7 @@ def test_names_are_found_behind_any_prefix(tmp_path, prefix, names, family):
 def on_two_ranks(rank, folder):
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=2)
     model, mesh = make(vocab_size=63), init_device_mesh("cpu", (2,))  # an odd count of rows: uneven shards
-    for layer in model.layers:
+    for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
@@ -100,16 +99,16 @@ def test_shards_of_fsdp_are_joined(tmp_path):
         DcpSource(tmp_path / "saved", tmp_path / "config")
 
 
-@pytest.mark.parametrize("names", ["ours", "hf"])
+@pytest.mark.parametrize("names", ["memory", "disk"])
 def test_what_is_written_is_loaded_by_torch(tmp_path, names):
     model = make()
     model.save_pretrained(tmp_path / "hf")
-    reader = Reader(dict(model.named_parameters())) if names == "ours" else SafetensorsReader(tmp_path / "hf")
+    reader = Reader(dict(model.named_parameters())) if names == "memory" else SafetensorsReader(tmp_path / "hf")
     path = tmp_path / "dcp"
     write_dcp(reader, path)
     assert sorted(os.listdir(path)) == [".metadata", "__0_0.distcp"]
     check_equal(DcpSource(path, tmp_path / "hf"), {name: reader.read(name) for name in reader.headers})
-    if names == "ours":
+    if names == "memory":
         other = ARCHS["llama"].from_config(SIZES, dtype=torch.float32, device="cpu")
         state = {name: torch.zeros_like(tensor) for name, tensor in other.state_dict().items()}
         dcp.load(state, checkpoint_id=path, no_dist=True)
@@ -119,7 +118,7 @@ def test_what_is_written_is_loaded_by_torch(tmp_path, names):
 
 
 class Reader:
-    native, source = True, "memory"
+    source = "memory"
 
     def __init__(self, tensors):
         self.tensors = {name: tensor.detach() for name, tensor in tensors.items()}
@@ -167,11 +166,11 @@ def written(data):
 
 
 def entry(held):
-    return held.state_dict_metadata["norm.weight"]
+    return held.state_dict_metadata["model.norm.weight"]
 
 
 def info(held):
-    return next(value for key, value in held.storage_data.items() if key.fqn == "norm.weight")
+    return next(value for key, value in held.storage_data.items() if key.fqn == "model.norm.weight")
 
 
 def cut(folder):
@@ -185,7 +184,11 @@ def zeroed(folder):
 
 
 def swapped(held):
-    keys = [key for key in held.storage_data if key.fqn in ("layers.0.attn_norm.weight", "embed_tokens.weight")]
+    keys = [
+        key
+        for key in held.storage_data
+        if key.fqn in ("model.layers.0.input_layernorm.weight", "model.embed_tokens.weight")
+    ]
     a, b = (held.storage_data[key] for key in keys)
     for name in ("offset", "length"):
         x, y = getattr(a, name), getattr(b, name)
@@ -198,9 +201,9 @@ def overlapping(held):
         box(torch.Size([0]), torch.Size([20])), box(torch.Size([10]), torch.Size([12])),
     ]  # fmt: skip
     stored = info(held)
-    del held.storage_data[next(key for key in held.storage_data if key.fqn == "norm.weight")]
+    del held.storage_data[next(key for key in held.storage_data if key.fqn == "model.norm.weight")]
     for offset in (0, 10):
-        held.storage_data[metadata.MetadataIndex("norm.weight", [offset])] = stored
+        held.storage_data[metadata.MetadataIndex("model.norm.weight", [offset])] = stored
 
 
 def elsewhere(path):
@@ -237,13 +240,17 @@ BAD = {
     "a shape of text": (edited(lambda h: setattr(entry(h), "size", "32")), "is not the metadata"),
     "no chunks": (edited(lambda h: entry(h).chunks.clear()), "is not the metadata"),
     "a lost shard": (
-        edited(lambda h: h.storage_data.pop(next(k for k in h.storage_data if k.fqn == "norm.weight")) and None),
+        edited(lambda h: h.storage_data.pop(next(k for k in h.storage_data if k.fqn == "model.norm.weight")) and None),
         "do not make up",
     ),
     "shards that overlap": (edited(overlapping), "do not make up"),
     "no dtype": (edited(lambda h: setattr(entry(h).properties, "dtype", "float32")), "dtype"),
     "another dtype": (edited(lambda h: setattr(entry(h).properties, "dtype", torch.float16)), "torch.float32"),
     "places swapped": (edited(swapped), "two checkpoints|bytes for a shard"),
+    "packed by an earlier version": (
+        lambda f: save({"model.layers.0.attn.qkv_proj.weight": torch.ones(64, 32)}, f),
+        "an earlier ligermodels",
+    ),
     "no tensor of a model": (
         edited(lambda h: [h.state_dict_metadata.pop(k) for k in list(h.state_dict_metadata)] and None),
         "holds no Llama",

@@ -18,7 +18,8 @@ from tests.conversion import layouts
 from tests.conversion.layouts import PARAMETERS
 
 LAYOUTS = {
-    "hf": "Hugging Face", "sharded": "Hugging Face", "native": "native, packed", "bin": "Hugging Face, pickled",
+    "hf": "Hugging Face", "sharded": "Hugging Face", "native": "of an earlier version, packed",
+    "bin": "Hugging Face, pickled",
     "meta": "Meta's own (consolidated.NN.pth, params.json)", "dcp": "torch distributed checkpoint",
     "mistral": "Mistral's own (consolidated*.safetensors, params.json)",
 }  # fmt: skip
@@ -48,7 +49,7 @@ def test_every_layout_says_the_same_of_its_model(folders, layout, unread):
     found = inspect(folder, allow_pickle=True)
     assert found.ok and found.layout == LAYOUTS[layout] and found.folder == str(folder)
     assert found.parts == PARAMETERS and found.parameters == sum(PARAMETERS.values())
-    assert found.tensors == (15 if layout == "native" else 21)
+    assert found.tensors == 21
     assert found.dtypes == {"bfloat16" if layout == "mistral" else "float32": sum(PARAMETERS.values())}
     weights = {path.name: path.stat().st_size for path in folder.iterdir() if "json" not in path.suffix and path.suffix}
     assert found.files == weights and len(found.files) == {"sharded": len(weights), "meta": 2}.get(layout, 1)

@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import ligermodels
 from ligermodels import weights
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import SafetensorsReader, companion_files, read_json
 from ligermodels.conversion.lora import MergedSource
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import CheckpointError
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -196,11 +197,12 @@ def test_a_tied_head_stays_tied_or_is_parted(tmp_path):
 def test_merged_weights_give_the_adapted_models_logits(tmp_path):
     """x W' + b_A b_B of the running model, by hooks; then the merged checkpoint, loaded."""
     base = a_base(tmp_path / "base")
-    tensors = an_adapter(tmp_path / "adapter", {f"layers.{i}.attn.qkv_proj": (64, 32) for i in range(2)})
+    tensors = an_adapter(tmp_path / "adapter", hf_modules("q_proj", "down_proj"))
     model = ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")
-    for i, layer in enumerate(model.layers):
-        a, b = (tensors[f"base_model.model.layers.{i}.attn.qkv_proj.lora_{half}.weight"] for half in "AB")
-        layer.attn.qkv_proj.register_forward_hook(lambda _, x, y, a=a, b=b: y + 1.5 * (x[0] @ a.T) @ b.T)
+    for name in hf_modules("q_proj", "down_proj"):
+        a, b = (tensors[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
+        hook = lambda _, x, y, a=a, b=b: y + 1.5 * (x[0] @ a.T) @ b.T  # noqa: E731
+        model.get_submodule(name).register_forward_hook(hook)
     ids = torch.arange(20).reshape(2, 10)
     expected = model(ids).logits
     source = MergedSource(base, tmp_path / "adapter")
@@ -213,14 +215,12 @@ def test_merged_weights_give_the_adapted_models_logits(tmp_path):
     assert (found - ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")(ids).logits).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("modules", [["q_proj", "v_proj", "down_proj"], ["qkv_proj", "gate_up_proj"]], ids=str)
-def test_peft_merges_to_the_same(tmp_path, modules):
+@pytest.mark.parametrize("whose", ["theirs", "ours"])
+def test_peft_merges_to_the_same(tmp_path, whose):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    base = a_base(tmp_path / "base")
-    if "q_proj" in modules:
-        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    else:
-        model = ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")
+    base, modules = a_base(tmp_path / "base"), ["q_proj", "v_proj", "gate_proj", "down_proj"]
+    cls = transformers.AutoModelForCausalLM if whose == "theirs" else ligermodels.Llama
+    model = (cls.from_pretrained if whose == "theirs" else cls.from_hub)(tmp_path / "base")
     options = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=modules, r=4, lora_alpha=7, use_rslora=True, init_lora_weights=False,
         rank_pattern={"layers.1.mlp.down_proj": 2}, modules_to_save=["lm_head"],
@@ -329,10 +329,3 @@ def test_a_pickle_is_read_only_where_allowed(tmp_path):
     torch.save({"step": 3, **held}, tmp_path / "adapter" / "adapter_model.bin")
     with pytest.raises(CheckpointError, match="flat dictionary"):
         MergedSource(base, tmp_path / "adapter", allow_pickle=True)
-
-
-def test_a_native_base_is_refused(tmp_path):
-    base = a_base(tmp_path / "base")
-    base.native = True
-    with pytest.raises(InputError, match="native names"):
-        MergedSource(base, tmp_path)

@@ -124,7 +124,13 @@ def test_logits_are_mistrals_and_not_without_the_permutation(tmp_path, changes, 
             with torch.device("meta"):
                 model = arch(arch.config_class.from_hf(source.config()))
             weights.load(
-                model, arch.WEIGHTS, source, device="cpu", progress=False, ignore=arch.IGNORE, tied=model.tied_weights
+                model,
+                arch.DISK_NAMES,
+                source,
+                device="cpu",
+                progress=False,
+                ignore=arch.IGNORE,
+                tied=model.tied_weights,
             )
             return (model.eval()(ids).logits - expected).abs().max() / expected.abs().max()
 

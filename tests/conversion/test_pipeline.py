@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,12 +18,13 @@ import ligermodels
 from ligermodels import weights
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import SafetensorsReader, json_bytes, read_json
-from ligermodels.conversion import MismatchError, Options, convert, pipeline
+from ligermodels.conversion import MismatchError, Options, convert, inspect, pipeline, verify
+from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.sources import FolderSource, View
 from ligermodels.errors import CheckpointError, HubError, InputError
 from ligermodels.weights import same_bits
 from tests.children import Child
-from tests.conversion.layouts import SIZES, write_mistral
+from tests.conversion.layouts import SIZES, write_mistral, write_native
 
 EXTRA = {
     "mixtral": {"num_local_experts": 2}, "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 4},
@@ -53,10 +55,12 @@ def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, sha
     draw = random.Random(f"{family} {dtype} {tied} {shards} {seed}")
     torch.manual_seed(draw.randrange(1 << 30))
     model = arch.from_config(config, device="meta")
-    tensors = {
-        name: torch.randint(0, 256, (*x.shape, dtype.itemsize), dtype=torch.uint8).view(dtype).reshape(x.shape)
-        for name, x in weights.export(model, arch.WEIGHTS)
-    }
+    params = dict(model.named_parameters())
+    tensors = {}
+    for region in weights.regions(model, arch.DISK_NAMES):
+        shape = params[region.param][region.index].shape
+        bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensors[region.source] = bits.view(dtype).reshape(shape)
     names = draw.sample(sorted(tensors), len(tensors))
     folder.mkdir()
     for name, content in {"config.json": json_bytes(config), **FILES}.items():
@@ -91,19 +95,18 @@ def names(folder):
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("shards, dtype", [(1, torch.float32), (2, torch.bfloat16), (7, torch.float16)], ids=str)
 def test_round_trips_return_the_same_bits(tmp_path, family, tied, shards, dtype):
+    """Through the names of memory, with what is stacked there, and back; in one file, and divided otherwise."""
     tensors = a_checkpoint(tmp_path / "hf", family, dtype=dtype, tied=tied, shards=shards)
-    quiet = {"progress": False, "verify": "bytes", "max_shard_size": 1 + 9000 // shards}
-    convert(tmp_path / "hf", tmp_path / "native", Options(to="native", **quiet))
-    parameters = dict(
-        ARCHS[family].from_config(read_json(tmp_path / "hf" / "config.json"), device="meta").named_parameters()
-    )
-    native = stored(tmp_path / "native")
-    assert {name: x.shape for name, x in native.items()} == {name: x.shape for name, x in parameters.items()}
-    convert(tmp_path / "native", tmp_path / "back", Options(**quiet))
+    quiet = {"progress": False, "verify": "bytes"}
+    convert(tmp_path / "hf", tmp_path / "dcp", Options(to="dcp", **quiet))
+    model = ARCHS[family].from_config(read_json(tmp_path / "hf" / "config.json"), device="meta")
+    with DcpSource(tmp_path / "dcp") as held:
+        assert {n: x.shape for n, x in held.headers.items()} == {n: tuple(p.shape) for n, p in model.named_parameters()}
+    convert(tmp_path / "dcp", tmp_path / "back", Options(max_shard_size=1 + 9000 // shards, **quiet))
     assert same(stored(tmp_path / "back"), tensors)
     for name in ("config.json", *FILES):
         assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()
-    assert names(tmp_path) == ["back", "hf", "native"]
+    assert names(tmp_path) == ["back", "dcp", "hf"]
 
 
 def test_like_the_source(tmp_path):
@@ -112,13 +115,6 @@ def test_like_the_source(tmp_path):
     weight_map = {n: read_json(tmp_path / n / "model.safetensors.index.json")["weight_map"] for n in ("hf", "out")}
     assert weight_map["hf"] == weight_map["out"]
     assert same(stored(tmp_path / "out"), {name: x.float() for name, x in tensors.items()})
-    convert(tmp_path / "hf", tmp_path / "native", Options(like=True, to="native"))
-    native = read_json(tmp_path / "native" / "model.safetensors.index.json")["weight_map"]
-    for ours, first in {
-        "norm.weight": "model.norm.weight",
-        "layers.0.attn.qkv_proj.weight": "model.layers.0.self_attn.q_proj.weight",
-    }.items():
-        assert native[ours] == weight_map["hf"][first]
 
 
 def test_the_receipt_says_what_was_made_from_what(tmp_path):
@@ -166,8 +162,7 @@ def test_meta_and_back(tmp_path, options):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_distributed_and_back(tmp_path, family):
     tensors = finite(tmp_path / "hf", family)
-    convert(tmp_path / "hf", tmp_path / "native", Options(to="native", progress=False))
-    convert(tmp_path / "native", tmp_path / "dcp", Options(to="dcp", progress=False, verify="logits"))
+    convert(tmp_path / "hf", tmp_path / "dcp", Options(to="dcp", progress=False, verify="logits"))
     assert {".metadata", "config.json", "tokenizer.json", "conversion.json"} < set(names(tmp_path / "dcp"))
     (tmp_path / "dcp" / "config.json").unlink()
     options = Options(config=tmp_path / "hf", progress=False, verify="bytes")
@@ -177,6 +172,32 @@ def test_distributed_and_back(tmp_path, family):
         convert(tmp_path / "hf", tmp_path / "again", options)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "pickle", "packed"])
+def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
+    tensors = finite(tmp_path / "hf")
+    left = tmp_path / "left"
+    write_native(left, tmp_path / "hf") if kind == "packed" else shutil.copytree(tmp_path / "hf", left)
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (tmp_path / "hf" / name).write_bytes(FILES[name])
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        (left / name).unlink(missing_ok=True)
+    if kind == "pickle":
+        torch.save({f"module.{n}": x for n, x in tensors.items()}, left / "pytorch_model.bin")
+        (left / "model.safetensors").unlink()
+    (left / "tokenizer.json").write_text('{"added": 1}')
+    with pytest.raises(CheckpointError, match=r"config\.json is not there. Weights alone.*--config"):
+        convert(left, tmp_path / "out", Options(allow_pickle=True))
+    options = {"config": tmp_path / "hf", "allow_pickle": True}
+    found = inspect(left, **options)
+    assert found.ok and "--config" in found.use
+    convert(left, tmp_path / "out", Options(verify="bytes", progress=False, **options))
+    assert same(stored(tmp_path / "out"), tensors)
+    assert verify(left, tmp_path / "out", level="bytes", progress=False, **options).ok
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added": 1}'
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()  # that of another tokenizer
+    assert ligermodels.load(tmp_path / "out").generation_config["eos_token_id"] == 2
+
+
 def test_mistrals_own_files(tmp_path):
     tensors = finite(tmp_path / "hf", "mistral", sliding_window=None, rope_theta=10000.0)
     write_mistral(tmp_path / "own", tensors)
@@ -184,10 +205,13 @@ def test_mistrals_own_files(tmp_path):
     assert same(stored(tmp_path / "back"), tensors)
 
 
-@pytest.mark.parametrize("layout", ["hf", "native"])
+@pytest.mark.parametrize("layout", ["hf", "dcp", "native"])
 def test_an_adapter_is_merged(tmp_path, layout):
     tensors = finite(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "base", Options(to=layout, progress=False))
+    if layout == "native":
+        write_native(tmp_path / "base", tmp_path / "hf")
+    else:
+        convert(tmp_path / "hf", tmp_path / "base", Options(to=layout, progress=False))
     (tmp_path / "adapter").mkdir()
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "target_modules": ["q_proj"], "bias": "none"}
     (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
@@ -327,7 +351,7 @@ def test_two_conversions_into_one_folder(tmp_path, monkeypatch):
     def write_while_another_begins(*arguments):
         if not errors:
             with pytest.raises(HubError, match="in use") as caught:
-                convert(tmp_path / "hf", tmp_path / "out", Options(to="native", progress=False))
+                convert(tmp_path / "hf", tmp_path / "out", Options(progress=False))
             errors.append(caught)
         write(*arguments)
 
@@ -365,7 +389,7 @@ def test_no_room_is_found_before_anything_is_written(tmp_path, monkeypatch):
     assert caught.value.errno == 28 and names(tmp_path) == ["hf"]
 
 
-LAYOUTS_OF_FOLDERS = ["hf", "native", "meta", "dcp"]
+LAYOUTS_OF_FOLDERS = ["hf", "meta", "dcp"]
 
 
 @pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)

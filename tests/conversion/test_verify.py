@@ -46,9 +46,9 @@ def permuted(tensors):
             tensors[name] = x.unflatten(0, (heads, 2, 8)).transpose(1, 2).reshape(x.shape).contiguous()
 
 
-@pytest.mark.parametrize("to", ["hf", "native"])
+@pytest.mark.parametrize("to", ["hf", "dcp"])
 def test_either_layout_is_the_same_model(tmp_path, folder, to):
-    convert(folder, tmp_path / "b", Options(to=to, max_shard_size="20KB", progress=False, verify="logits"))
+    convert(folder, tmp_path / "b", Options(to=to, progress=False, verify="logits"))
     report = verify(folder, tmp_path / "b", progress=False)
     assert report.ok and report.tensors == 21 and report.details["difference_of_logits"] < 1e-7
     assert report.to_json() | {"ok": True, "verified": "logits", "positions": 192} == report.to_json()

@@ -189,12 +189,11 @@ FILES: dict[str, tuple[Spoil, type, str]] = {
     "a shard twice": (
         lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[0]).read_bytes()), CheckpointError, "lacks .*index"),
     "a tensor in two shards, unequal": (twice_other, CheckpointError, "different tensors"),
-    "native of a later version": (
-        header(lambda h: h.update(__metadata__={"format": "ligermodels", "version": "99"})),
-        CheckpointError, "Upgrade"),
-    "native by its metadata alone": (
-        header(lambda h: h.update(__metadata__={"format": "ligermodels", "version": "1"})),
-        CheckpointError, "does not match"),
+    "packed by an earlier version": (
+        header(lambda h: h.update({"layers.0.attn.qkv_proj.weight": h.pop("model.layers.0.self_attn.q_proj.weight")})),
+        CheckpointError, "ligermodels convert OLD NEW"),
+    "a name twice behind a wrapper": (
+        header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), CheckpointError, "one name"),
     "config.json a pipe": (place("config.json", os.mkfifo), CheckpointError, "not a regular"),
     "config.json a directory": (place("config.json", os.mkdir), CheckpointError, "not a regular"),
     "config.json endless": (

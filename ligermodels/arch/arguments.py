@@ -1,0 +1,117 @@
+"""Keyword arguments that callers of transformers' from_pretrained and save_pretrained pass, and what they mean here."""
+
+import dataclasses
+import difflib
+import inspect
+import warnings
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from ligermodels.errors import InputError
+
+_NOTHING_TO_DO = {"low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "disable_mmap"}
+_NOTHING_TO_DO |= {"tqdm_class", "resume_download"}
+"""What is so in any case, or is a detail of how transformers reads."""
+
+_WARNED = {
+    "attn_implementation": "the attention of ligermodels is its own, whatever the name",
+    "experts_implementation": "the experts of ligermodels are its own, whatever the name",
+    "use_kernels": "the kernels of ligermodels are its own",
+    "trust_remote_code": "ligermodels runs no code from a repository; the model is the zoo's own",
+}
+"""What a call may ask for and cannot change: None and False say nothing, other values get a warning."""
+
+_REFUSED = {
+    "adapter_kwargs": "load the model, then PeftModel.from_pretrained(model, adapter)",
+    "device_mesh": "load the model, then shard it with torch.distributed.fsdp.fully_shard or parallelize_module",
+    "distributed_config": "load the model, then shard it with torch.distributed.fsdp.fully_shard",
+    "force_download": "`hf download --force-download` fetches anew what the cache holds",
+    "from_flax": "weights are read from safetensors",
+    "from_tf": "weights are read from safetensors",
+    "generation_config": "set model.generation_config after loading",
+    "gguf_file": "`ligermodels convert` makes a folder of a GGUF file",
+    "ignore_mismatched_sizes": "every weight must fit; correct config.json",
+    "key_mapping": "rename the tensors on disk",
+    "load_in_4bit": 'pass quantization_config={"load_in_4bit": True}',
+    "load_in_8bit": 'pass quantization_config={"load_in_8bit": True}',
+    "output_loading_info": "loading raises for every missing and unexpected weight, so there is nothing to report",
+    "proxies": "set HTTPS_PROXY",
+    "state_dict": "make the model with from_config(config), then model.load_state_dict(state_dict)",
+    "tp_plan": "load the model, then shard it with torch.distributed.tensor.parallel.parallelize_module",
+    "tp_size": "load the model, then shard it with torch.distributed.tensor.parallel.parallelize_module",
+    "variant": "rename the files to model.safetensors or model-*-of-*.safetensors with their index",
+}
+"""What is not done, and what to do instead. None and False are what transformers passes where nobody asked."""
+
+_SAVING = {
+    "distributed_checkpoint": "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder) writes one",
+    "variant": "rename the files afterwards",
+}
+_HUB = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
+
+
+def config_changes(options: Mapping[str, Any], arch: Any) -> dict[str, Any]:
+    """Those of the further keyword arguments of `arch.from_hub` that change fields of its config.
+
+    Raises InputError for what is not done and for names that nobody knows; warns of what changes nothing here.
+    """
+    fields, changes = [field.name for field in dataclasses.fields(arch.config_class)], {}
+    for name, value in options.items():
+        if name in fields:
+            changes[name] = value
+        elif name == "use_safetensors":
+            if value is False:
+                raise InputError("use_safetensors=False: allow_pickle=True reads pickles where there is nothing else")
+        elif name in _WARNED:
+            if value:
+                warnings.warn(f"{name}={value!r} changes nothing: {_WARNED[name]}", stacklevel=3)
+        elif name in _REFUSED:
+            _refuse(name, value, _REFUSED[name])
+        elif name not in _NOTHING_TO_DO:
+            known = inspect.signature(arch.from_hub).parameters
+            raise _unknown(name, [*known, *fields, *_WARNED, *_REFUSED, *_NOTHING_TO_DO])
+    return changes
+
+
+def hub_options(options: Mapping[str, Any], push_to_hub: bool) -> dict[str, Any]:
+    """Those of the further keyword arguments of `save_pretrained` that are for the Hub. Raises InputError."""
+    found = {}
+    for name, value in options.items():
+        if name == "safe_serialization":
+            if not value:
+                raise InputError("safe_serialization=False: weights are written as safetensors only, never as pickles")
+        elif name == "save_original_format":
+            if not value:
+                raise InputError("save_original_format=False: names on disk are always those of the Hub's checkpoints")
+        elif name in _SAVING:
+            _refuse(name, value, _SAVING[name])
+        elif name in _HUB:
+            found[name] = value
+        elif name not in ("save_function", "save_peft_format"):  # how transformers writes; there are no adapters here
+            known = ["safe_serialization", "save_function", *_SAVING, *_HUB]
+            raise _unknown(name, [*known, "state_dict", "is_main_process", "max_shard_size", "push_to_hub"])
+    if not push_to_hub:
+        if given := sorted(found.keys() - {"token"}):
+            raise InputError(f"{given[0]}= is for the Hub: it goes with push_to_hub=True")
+        return {}
+    return found
+
+
+def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str:
+    """The dtype by its newer name or its older one; "auto" where neither is given."""
+    if torch_dtype is not None and dtype not in (None, "auto", torch_dtype):
+        raise InputError(f"dtype={dtype} and torch_dtype={torch_dtype} are one argument under two names; pass dtype")
+    chosen = torch_dtype if torch_dtype is not None else dtype
+    return "auto" if chosen is None else chosen.removeprefix("torch.") if isinstance(chosen, str) else chosen
+
+
+def _refuse(name: str, value: Any, instead: str) -> None:
+    if value is not None and value is not False and value != {}:
+        raise InputError(f"{name}={value!r} is not supported: {instead}")
+
+
+def _unknown(name: str, known: Collection[str]) -> InputError:
+    near = difflib.get_close_matches(name, known, n=1)
+    return InputError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

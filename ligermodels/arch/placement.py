@@ -1,0 +1,127 @@
+"""Where the parts of a model go: one device, or several through accelerate, which is imported on demand."""
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.layers.linear import JointProjections
+
+_PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
+
+Device = torch.device | str | int
+Plan = Mapping[str, Device]
+"""{name of a module, "" for all: its device, "cpu" or "disk"}."""
+
+
+def one_device(device: Device | None, device_map: Device | Plan | None) -> torch.device | None:
+    """The device that the whole model goes to; None where `device_map` asks for several. Raises InputError."""
+    if device_map is None:
+        return torch.get_default_device() if device is None else torch.device(device)
+    if device is not None:
+        raise InputError("device and device_map both say where the model goes; pass one of them")
+    places = set(device_map.values()) if isinstance(device_map, Mapping) else {device_map}
+    if len(places) > 1 or places & {"disk", *_PLANS}:
+        return None
+    try:
+        return torch.device(places.pop())
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise InputError(
+            f"device_map={device_map!r} is no device; expected one such as 'cuda:0', {', '.join(map(repr, _PLANS))}, "
+            "or a dict {name of a module: device}"
+        ) from error
+
+
+def plan(
+    model: Any,
+    device_map: Device | Plan,
+    *,
+    max_memory: Mapping[Any, int | str] | None = None,
+    **sizes: Any,
+) -> dict[str, Device]:
+    """The device of each part of `model`, which is on meta, as accelerate finds it or as the dict says.
+
+    max_memory: {device: bytes, or such as "10GB"} that may be used. sizes: `dtype` and `special_dtypes` of accelerate,
+    where weights will take less than they do now.
+    A tied head goes where the table is that it reads. Raises InputError.
+    """
+    accelerate = _accelerate(device_map)
+    if isinstance(device_map, Mapping):
+        found: dict[str, Any] = dict(device_map)
+    else:
+        options = {"no_split_module_classes": model._no_split_modules, **sizes}
+        if device_map != "sequential":
+            low_zero = device_map == "balanced_low_0"
+            max_memory = accelerate.utils.get_balanced_memory(model, max_memory, low_zero=low_zero, **options)
+        found = dict(accelerate.infer_auto_device_map(model, max_memory=max_memory, **options))
+    names = [name for name, _ in model.named_parameters()]
+    if lacking := [name for name in names if _place(found, name) is None]:
+        raise InputError(f"device_map has no device for {', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}")
+    if strange := found.keys() - {name for name, _ in model.named_modules()} - set(names):
+        raise InputError(f"device_map names {sorted(strange)[0]!r}, which the model does not have")
+    if model.tied_weights and "" not in found:
+        found["lm_head"] = _place(found, model.tied_weights["lm_head.weight"])
+    return found
+
+
+def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:
+    """{name of a module: the device it computes on}. Raises InputError where one is to wait on the disk or the CPU."""
+    places = {name: _place(plan, name) for name in names}
+    offloaded = {"disk", "cpu"} if set(plan.values()) - {"disk", "cpu"} else {"disk"}
+    if away := [name for name, place in places.items() if place in offloaded]:
+        raise InputError(
+            f"quantised modules cannot be offloaded, and device_map puts {', '.join(away[:3])}"
+            f"{', ...' * (len(away) > 3)} on the CPU or the disk; give max_memory more room, or skip them"
+        )
+    return {name: torch.device(place) for name, place in places.items() if place is not None}
+
+
+def dispatch(model: nn.Module, plan: Plan, offload_folder: str | Path | None) -> None:
+    """Puts the parts of a loaded model on their devices, with hooks that move what goes from one to the next.
+
+    offload_folder: where weights wait that go to the disk, each model's in a folder of its own, which stays.
+    Raises InputError where parts go to the disk and `offload_folder` is None.
+    """
+    folder = None
+    if on_disk := [name for name, place in plan.items() if place == "disk"]:
+        if offload_folder is None:
+            raise InputError(f"device_map puts {', '.join(on_disk[:3])} on the disk: pass offload_folder=")
+        Path(offload_folder).mkdir(parents=True, exist_ok=True)
+        # One of its own: accelerate takes weights that it finds there for this model's.
+        folder = tempfile.mkdtemp(prefix="weights-", dir=offload_folder)
+    accelerate = _accelerate(plan)
+    accelerate.dispatch_model(model, dict(plan), offload_dir=folder, skip_keys="past_key_values")
+    for module in model.modules():
+        if isinstance(module, JointProjections):
+            module.lay_together()  # accelerate moves weights one by one
+
+
+def offloaded_state(model: nn.Module) -> dict[str, Tensor] | None:
+    """The weights of a model that accelerate has offloaded, all in host memory; None where it has not."""
+    if not any(hasattr(module, "_hf_hook") for module in model.modules()):
+        return None
+    return _accelerate("a plan").utils.modeling.get_state_dict_offloaded_model(model)
+
+
+def _place(plan: Plan, name: str) -> Device | None:
+    """The entry for `name`, or for the innermost module around it."""
+    while name not in plan and name:
+        name = name.rpartition(".")[0]
+    return plan.get(name)
+
+
+def _accelerate(device_map: Any) -> ModuleType:
+    try:
+        import accelerate
+        import accelerate.utils
+    except ImportError as error:
+        raise InputError(
+            f"device_map={device_map!r} spreads the model by accelerate, which is not installed: "
+            "`pip install accelerate`, or name one device"
+        ) from error
+    return accelerate

@@ -1,0 +1,416 @@
+"""`from_pretrained`, `load` and `save_pretrained` in transformers' words, and folders that other tools leave."""
+
+import copy
+import json
+import sys
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ligermodels
+from ligermodels import CheckpointError, ConfigError, HubError, InputError, Llama, Mixtral, Qwen2, hub
+from ligermodels.arch import placement
+from ligermodels.weights import same_bits
+
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.2,
+)  # fmt: skip
+FAMILIES = {
+    "llama": dict(tie_word_embeddings=True),
+    "qwen2": dict(tie_word_embeddings=False),
+    "mixtral": dict(num_local_experts=4),  # names in memory are not those on disk
+}
+IDS = torch.randint(97, (2, 12), generator=torch.Generator().manual_seed(0))
+# fp32 on both sides, a few hundred roundings deep.
+FP32 = dict(rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Checkpoints of transformers, in bf16 by their config."""
+    made = {}
+    for family, own in FAMILIES.items():
+        made[family] = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(family, **SIZES, **own)
+        transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(made[family])
+    return made
+
+
+def load(folder, **options):
+    return ligermodels.load(folder, progress=False, **options)
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def read(folder):
+    tensors = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    return tensors
+
+
+def same_weights(a, b):
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+class TestArguments:
+    @pytest.mark.parametrize(
+        "given, dtype",
+        [
+            (dict(), torch.bfloat16),
+            (dict(dtype=None), torch.bfloat16),
+            (dict(torch_dtype="auto"), torch.bfloat16),
+            (dict(torch_dtype="float32"), torch.float32),
+            (dict(torch_dtype=torch.float16), torch.float16),
+            (dict(dtype="torch.float64"), torch.float64),
+            (dict(dtype=torch.float32, torch_dtype=torch.float32), torch.float32),
+        ],
+        ids=str,
+    )
+    def test_dtypes(self, folders, given, dtype):
+        for make in (load, Llama.from_pretrained, Llama.from_hub):
+            assert make(folders["llama"], progress=False, **given).dtype == dtype if make is not load else True
+        assert load(folders["llama"], **given).dtype == dtype
+
+    @pytest.mark.parametrize(
+        "place", ["cpu", torch.device("cpu"), {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}], ids=str
+    )
+    def test_a_device_map_of_one_device_needs_no_accelerate(self, folders, place, monkeypatch):
+        monkeypatch.setitem(sys.modules, "accelerate", None)
+        model = load(folders["llama"], device_map=place)
+        assert torch.equal(logits(model), logits(load(folders["llama"], device="cpu")))
+
+    def test_what_lm_eval_and_others_always_pass(self, folders):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            load(
+                folders["llama"], revision="main", subfolder="", trust_remote_code=False, gguf_file=None,
+                quantization_config=None, device_map=None, attn_implementation=None, low_cpu_mem_usage=True,
+                use_safetensors=True, token=None, cache_dir=None, local_files_only=False, variant=None,
+                offload_folder="nowhere", max_memory=None, tp_plan=None, weights_only=True, adapter_kwargs={},
+            )  # fmt: skip
+
+    @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2"])
+    def test_attention_is_our_own_whatever_its_name(self, folders, name):
+        with pytest.warns(UserWarning, match=f"attn_implementation='{name}' changes nothing") as told:
+            model = load(folders["llama"], attn_implementation=name)
+        assert len(told) == 1 and torch.equal(logits(model), logits(load(folders["llama"])))
+
+    def test_no_remote_code_is_run(self, folders):
+        with pytest.warns(UserWarning, match="runs no code from a repository"):
+            load(folders["llama"], trust_remote_code=True)
+
+    def test_fields_of_the_config_can_be_changed(self, folders):
+        model = load(folders["mixtral"], use_cache=False, router_aux_loss_coef=0.5)
+        assert model.config.use_cache is False and model.config.router_aux_loss_coef == 0.5
+        assert load(folders["mixtral"]).config.use_cache is True
+
+    @pytest.mark.parametrize(
+        "given, error, words",
+        [
+            (dict(devicemap="auto"), InputError, "did you mean 'device_map'"),
+            (dict(torch_dtyp="auto"), InputError, "did you mean 'torch_dtype'"),
+            (dict(attn_implementatio="sdpa"), InputError, "did you mean 'attn_implementation'"),
+            (dict(num_hidden_layer=3), InputError, "did you mean 'num_hidden_layers'"),
+            (dict(wibble=3), InputError, "unknown argument 'wibble'$"),
+            (dict(dtype=torch.bfloat16, torch_dtype=torch.float32), InputError, "one argument under two names"),
+            (dict(dtype="int3"), ConfigError, "'int3' is not supported"),
+            (dict(device="cpu", device_map="cpu"), InputError, "both say where"),
+            (dict(device_map="gpu"), InputError, "expected one such as 'cuda:0', 'auto'"),
+            (dict(use_safetensors=False), InputError, "allow_pickle=True"),
+            (dict(variant="fp16"), InputError, "rename the files"),
+            (dict(gguf_file="x.gguf"), InputError, "ligermodels convert"),
+            (dict(load_in_4bit=True), InputError, "quantization_config="),
+            (dict(state_dict={"a": 1}), InputError, "load_state_dict"),
+            (dict(tp_plan="auto"), InputError, "parallelize_module"),
+            (dict(ignore_mismatched_sizes=True), InputError, "every weight must fit"),
+            (dict(config="nowhere/../x"), HubError, "x is not there"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_done_says_so(self, folders, given, error, words):
+        with pytest.raises(error, match=words):
+            load(folders["llama"], **given)
+
+    def test_the_name_is_kept_and_not_saved(self, folders, tmp_path, monkeypatch):
+        for name in (str(folders["llama"]), folders["llama"]):
+            for model in (load(name), Llama.from_pretrained(name, progress=False)):
+                assert vars(model)["name_or_path"] == model.config._name_or_path == str(folders["llama"])
+        model.save_pretrained(tmp_path / "saved")
+        assert "_name_or_path" not in json.loads((tmp_path / "saved" / "config.json").read_text())
+        monkeypatch.setattr(hub, "resolve", lambda *args, **options: folders["llama"])
+        assert load("owner/name").name_or_path == "owner/name"
+
+
+class TestWeightsAlone:
+    """What Trainer, TRL and accelerate write of a model that is not a transformers one."""
+
+    @pytest.fixture(params=FAMILIES)
+    def family(self, request):
+        return request.param
+
+    @pytest.fixture
+    def model(self, folders, family):
+        """Trained in fp32, though the config says bf16."""
+        model = load(folders[family], dtype=torch.float32).train()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1e-3)
+        return model
+
+    def test_every_form_of_config(self, folders, family, model, tmp_path):
+        save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=r"(?s)config\.json is not there.*weights alone.*pass config="):
+            load(tmp_path)
+        source = folders[family]
+        for config in (
+            model.config,
+            json.loads((source / "config.json").read_text()),
+            source,
+            str(source),
+            source / "config.json",
+            transformers.AutoConfig.from_pretrained(source),
+        ):
+            before = copy.deepcopy(config)
+            for make in (load, type(model).from_pretrained):
+                found = make(tmp_path, config=config, **({} if make is load else {"progress": False}))
+                assert type(found) is type(model) and found.dtype == torch.float32
+                assert same_weights(found.state_dict(), model.state_dict())
+            assert config == before if not hasattr(config, "to_dict") else config.to_dict() == before.to_dict()
+        assert load(tmp_path, config=source, dtype=torch.bfloat16).dtype == torch.bfloat16
+
+    def test_a_trainer_s_folder(self, folders, family, model, tmp_path):
+        pytest.importorskip("accelerate")
+        arguments = transformers.TrainingArguments(
+            tmp_path / "run", max_steps=2, save_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+            disable_tqdm=True,
+        )  # fmt: skip
+        rows = [{"input_ids": row, "labels": row} for row in IDS]
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        trainer.save_model(tmp_path / "out")
+        for folder in (tmp_path / "out", tmp_path / "run" / "checkpoint-2"):
+            found = load(folder, config=folders[family])
+            assert same_weights(found.state_dict(), model.state_dict())
+            found.save_pretrained(tmp_path / "again")
+            hf = transformers.AutoModelForCausalLM.from_pretrained(
+                tmp_path / "again", dtype=torch.float32, attn_implementation="eager"
+            )
+            torch.testing.assert_close(logits(hf), logits(found), **FP32)
+
+    def test_accelerate_s_folders(self, folders, family, model, tmp_path):
+        accelerate = pytest.importorskip("accelerate")
+        accelerator = accelerate.Accelerator(cpu=True)
+        prepared = accelerator.prepare(model)
+        accelerator.save_model(prepared, tmp_path / "shards", max_shard_size="20KB")
+        accelerator.save_state(tmp_path / "state")
+        assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+        for folder in (tmp_path / "shards", tmp_path / "state"):
+            assert same_weights(load(folder, config=folders[family]).state_dict(), model.state_dict())
+        accelerator.unwrap_model(prepared).save_pretrained(
+            tmp_path / "saved",
+            is_main_process=accelerator.is_main_process,
+            save_function=accelerator.save,
+            state_dict=accelerator.get_state_dict(prepared),
+        )
+        assert same_weights(load(tmp_path / "saved").state_dict(), model.state_dict())
+
+    def test_a_config_of_another_model(self, folders, tmp_path):
+        save_file(load(folders["llama"]).state_dict(), tmp_path / "model.safetensors")
+        with pytest.raises(ConfigError, match="config is a Qwen2Config; Llama has a LlamaConfig"):
+            Llama.from_pretrained(tmp_path, config=load(folders["qwen2"]).config)
+        with pytest.raises(CheckpointError, match="does not match Qwen2"):
+            load(tmp_path, config=folders["qwen2"])
+
+
+class TestDevices:
+    def test_auto_on_the_cpu(self, folders):
+        pytest.importorskip("accelerate")
+        expected = logits(load(folders["llama"]))
+        for device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
+            model = load(folders["llama"], device_map=device_map)
+            assert model.hf_device_map == {"": "cpu"} and torch.equal(logits(model), expected)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_parts_on_the_disk(self, folders, family, tmp_path):
+        pytest.importorskip("accelerate")
+        plain = load(folders[family])
+        plan = {"model.embed_tokens": "disk", "model.layers.1": "disk", "model.norm": "cpu"}
+        plan |= {"model.layers.0": "cpu", "model.layers.2": "cpu"}
+        for given in ({**plan, "lm_head": "cpu"}, {"model": "disk", "lm_head": "cpu"}):
+            model = load(folders[family], device_map=given, offload_folder=tmp_path / "offload")
+            assert any(parameter.is_meta for parameter in model.parameters())
+            if family == "llama":
+                assert model.hf_device_map["lm_head"] == "disk"  # where the table is that a tied head reads
+            assert torch.equal(logits(model), logits(plain))
+            model.save_pretrained(tmp_path / "saved")
+            assert same_weights(read(tmp_path / "saved"), read(folders[family]))
+        assert len(list((tmp_path / "offload").iterdir())) == 2
+
+    @pytest.mark.parametrize("family", ["llama", "qwen2"])
+    def test_the_plan_keeps_blocks_whole_and_a_tied_head_with_its_table(self, folders, family):
+        pytest.importorskip("accelerate")
+        loaded = load(folders[family])
+        model = type(loaded).from_config(loaded.config, device="meta")
+        block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+        # Room for the table, a block and the one that may have to visit; then for all the rest.
+        plan = placement.plan(model, "sequential", max_memory={0: int(2.5 * block), 1: 9 * block, "cpu": 9 * block})
+        assert [plan[f"model.layers.{i}"] for i in range(3)] == [0, 1, 1]
+        assert plan["model.embed_tokens"] == 0 and plan["model.norm"] == 1
+        assert plan["lm_head"] == (0 if family == "llama" else 1)
+
+    @pytest.mark.parametrize(
+        "given, words",
+        [
+            ({"model": "cpu", "lm_head": "disk"}, "puts lm_head on the disk: pass offload_folder="),
+            ({"model": "disk", "lm_heads": "cpu"}, "no device for lm_head.weight"),
+            ({"model": "disk", "lm_head": "cpu", "models": "cpu"}, "names 'models', which the model does not have"),
+        ],
+    )
+    def test_plans_that_do_not_fit(self, folders, given, words):
+        pytest.importorskip("accelerate")
+        with pytest.raises(InputError, match=words):
+            load(folders["qwen2"], device_map=given)
+
+    def test_without_accelerate(self, folders, monkeypatch):
+        monkeypatch.setitem(sys.modules, "accelerate", None)
+        with pytest.raises(InputError, match="pip install accelerate"):
+            load(folders["llama"], device_map="auto")
+
+    @pytest.mark.gpu
+    def test_blocks_on_two_devices(self, folders):
+        pytest.importorskip("accelerate")
+        for family in FAMILIES:
+            expected = logits(load(folders[family], dtype=torch.float32, device="cuda"))
+            last = f"cuda:{torch.cuda.device_count() - 1}"
+            plan = {"model.embed_tokens": "cuda:0", "model.layers.0": "cpu", "model.layers.1": last}
+            plan |= {"model.layers.2": "cuda:0", "model.norm": last, "lm_head": last}
+            model = load(folders[family], dtype=torch.float32, device_map=plan)
+            torch.testing.assert_close(logits(model).to("cuda:0"), expected.to("cuda:0"), **FP32)
+            ids = IDS.cuda()
+            wanted = load(folders[family], dtype=torch.float32, device="cuda").generate(ids, max_new_tokens=8)
+            assert torch.equal(model.generate(ids, max_new_tokens=8), wanted)
+
+
+class TestSaving:
+    def test_a_state_dict_takes_the_place_of_the_weights(self, folders, tmp_path):
+        model = load(folders["mixtral"])
+        state = {f"module._orig_mod.{name}": tensor.float() + 1 for name, tensor in model.state_dict().items()}
+        model.save_pretrained(tmp_path / "out", state_dict=state)
+        saved = load(tmp_path / "out")
+        assert saved.dtype == torch.float32 and model.dtype == torch.bfloat16
+        assert model.config.dtype == "bfloat16"  # the model itself is as it was
+        assert same_weights(
+            saved.state_dict(), {name.removeprefix("module._orig_mod."): t for name, t in state.items()}
+        )
+        hf = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "out", attn_implementation="eager", experts_implementation="eager"
+        )
+        torch.testing.assert_close(logits(hf), logits(saved), **FP32)
+
+    @pytest.mark.parametrize(
+        "state, words",
+        [
+            (lambda state: state.popitem(), "missing"),
+            (lambda state: state.update(v_head=torch.ones(3)), "not the model's"),
+            (lambda state: state.update({"lm_head.weight": torch.ones(97, 32)}), "lm_head.weight differs"),
+            (lambda state: state.update({"model.norm.weight": torch.ones(31)}), r"is \[31\], the model has \[32\]"),
+        ],
+    )
+    def test_a_state_dict_of_something_else(self, folders, tmp_path, state, words):
+        model = load(folders["llama"])
+        changed = dict(model.state_dict())
+        state(changed)
+        with pytest.raises(CheckpointError, match=words):
+            model.save_pretrained(tmp_path / "out", state_dict=changed)
+        assert not (tmp_path / "out").exists()
+
+    def test_other_processes_write_nothing(self, folders, tmp_path):
+        model = load(folders["llama"])
+        assert model.save_pretrained(tmp_path / "out", is_main_process=False) == tmp_path / "out"
+        model.save_pretrained(tmp_path / "out", is_main_process=False, state_dict={})
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize(
+        "given, words",
+        [
+            (dict(safe_serialization=False), "never as pickles"),
+            (dict(variant="fp16"), "rename the files afterwards"),
+            (dict(save_original_format=False), "names on disk"),
+            (dict(distributed_checkpoint=True), "torch.distributed.checkpoint"),
+            (dict(max_shard_sizes="1GB"), "did you mean 'max_shard_size'"),
+            (dict(private=True), "goes with push_to_hub=True"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_done_says_so(self, folders, tmp_path, given, words):
+        with pytest.raises(InputError, match=words):
+            load(folders["llama"]).save_pretrained(tmp_path / "out", **given)
+        assert not list(tmp_path.iterdir())
+
+    def test_what_transformers_says_beside(self, folders, tmp_path, monkeypatch):
+        pushed = []
+        monkeypatch.setattr(hub, "push", lambda *args, **options: pushed.append((args, options)))
+        model = load(folders["llama"])
+        usual = dict(safe_serialization=True, save_peft_format=True, variant=None, token="t", save_function=torch.save)
+        model.save_pretrained(tmp_path / "name", **usual)
+        assert not pushed
+        model.save_pretrained(tmp_path / "name", push_to_hub=True, private=True, **usual)
+        model.save_pretrained(tmp_path / "name", push_to_hub=True, repo_id="me/model")
+        model.save_pretrained(tmp_path / "name", push_to_hub=True, is_main_process=False)
+        folder = tmp_path / "name"
+        assert pushed == [((folder, "name"), dict(token="t", private=True)), ((folder, "me/model"), {})]
+
+    @pytest.mark.parametrize("how", ["a Parameter", "a copy"])
+    def test_a_head_that_was_untied_is_saved_so(self, folders, tmp_path, how):
+        model = load(folders["llama"], dtype=torch.float32)
+        if how == "a copy":  # as PEFT leaves it after modules_to_save=["lm_head"]
+            model.lm_head = copy.deepcopy(model.lm_head)
+        else:
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2)
+        model.save_pretrained(tmp_path)
+        assert json.loads((tmp_path / "config.json").read_text())["tie_word_embeddings"] is False
+        assert torch.equal(logits(load(tmp_path)), logits(model))
+        hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(logits(hf), logits(model), **FP32)
+
+    def test_a_model_that_config_json_does_not_describe(self, folders, tmp_path):
+        model = load(folders["qwen2"])
+        model.model.embed_tokens = nn.Embedding(99, 32)
+        with pytest.raises(CheckpointError, match=r"embed_tokens.weight is \[99, 32\], the model has \[97, 32\]"):
+            model.save_pretrained(tmp_path / "out")
+        model = load(folders["qwen2"])
+        model.v_head = nn.Linear(32, 1)
+        with pytest.raises(CheckpointError, match=r"(?s)not the model's \(2\): v_head"):
+            model.save_pretrained(tmp_path / "out")
+
+    def test_the_tokenizer_that_the_user_saved_stays(self, folders, tmp_path):
+        source = tmp_path / "source"
+        load(folders["llama"]).save_pretrained(source)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (source / name).write_text("the source's")
+        model = load(source)
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "tokenizer.json").write_text("the user's")
+        model.save_pretrained(tmp_path / "out")
+        assert (tmp_path / "out" / "tokenizer.json").read_text() == "the user's"
+        assert not (tmp_path / "out" / "chat_template.jinja").exists()
+        model.save_pretrained(tmp_path / "new")
+        assert (tmp_path / "new" / "chat_template.jinja").read_text() == "the source's"
+
+
+def test_classes_load_what_is_theirs(folders):
+    assert type(load(folders["mixtral"])) is Mixtral and type(load(folders["qwen2"])) is Qwen2
+    with pytest.raises(ConfigError, match="model_type 'qwen2'"):
+        Llama.from_pretrained(folders["qwen2"])

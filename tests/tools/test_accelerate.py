@@ -1,0 +1,154 @@
+"""accelerate: loops, saved states, offloading, device maps. Losses and logits are those of transformers' own models."""
+
+import shutil
+
+import pytest
+import safetensors.torch
+import torch
+
+from tests.tools.models import FAMILIES, Texts, make_ids, ours, theirs, write_checkpoint
+
+accelerate = pytest.importorskip("accelerate")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
+
+
+@pytest.fixture
+def accelerator():
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    yield accelerate.Accelerator(cpu=True, gradient_accumulation_steps=2)
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def prepared(accelerator, model):
+    accelerator.free_memory()  # of the objects of an earlier loop
+    loader = torch.utils.data.DataLoader(Texts(), batch_size=2)
+    return accelerator.prepare(model.train(), torch.optim.AdamW(model.parameters(), lr=1e-2), loader)
+
+
+def steps(accelerator, model, optimizer, loader, number=8):
+    losses = []
+    for batch, _ in zip(loader, range(number), strict=False):
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+def test_a_loop_has_the_losses_of_transformers_and_saves(folder, tmp_path, accelerator):
+    expected = steps(accelerator, *prepared(accelerator, theirs(folder)))
+    model, optimizer, loader = prepared(accelerator, ours(folder))
+    # fp32 on both sides: gradients differ in their last bits, which Adam's division spreads over the steps.
+    torch.testing.assert_close(steps(accelerator, model, optimizer, loader), expected, rtol=1e-4, atol=0)
+
+    accelerator.save_state(tmp_path / "state")
+    then = steps(accelerator, model, optimizer, loader, 2)
+    other, other_optimizer, other_loader = prepared(accelerator, ours(folder))
+    accelerator.load_state(tmp_path / "state")
+    assert torch.equal(steps(accelerator, other, other_optimizer, other_loader, 2), then)
+
+    unwrapped, ids = accelerator.unwrap_model(model), make_ids(2, 6)
+    unwrapped.save_pretrained(
+        tmp_path / "saved", is_main_process=accelerator.is_main_process, save_function=accelerator.save,
+        state_dict=accelerator.get_state_dict(model),
+    )  # fmt: skip
+    accelerator.save_model(model, tmp_path / "weights")
+    shutil.copy(folder / "config.json", tmp_path / "weights")
+    for saved in (tmp_path / "saved", tmp_path / "weights"):
+        for load in (ours, theirs):
+            torch.testing.assert_close(load(saved)(ids).logits, unwrapped.eval()(ids).logits, rtol=0, atol=1e-5)  # fp32
+
+
+DEVICE_MAP = {
+    "model.embed_tokens": "disk", "model.rotary_emb": "cpu", "model.layers.0": "disk", "model.layers.1": "cpu",
+    "model.norm": "disk", "lm_head": "disk",
+}  # fmt: skip
+
+
+def load_and_dispatch(folder, tmp_path, device_map):
+    arch = ours(folder)
+    with accelerate.init_empty_weights():
+        model = type(arch).from_config(arch.config)
+    return accelerate.load_checkpoint_and_dispatch(model, str(folder), device_map, offload_folder=str(tmp_path)).eval()
+
+
+OFFLOADED = {
+    "cpu": lambda folder, tmp_path: accelerate.cpu_offload(ours(folder), execution_device="cpu"),
+    "disk": lambda folder, tmp_path: accelerate.disk_offload(ours(folder), str(tmp_path), execution_device="cpu"),
+    "dispatched": lambda folder, tmp_path: accelerate.dispatch_model(
+        ours(folder), DEVICE_MAP, main_device="cpu", offload_dir=str(tmp_path)
+    ),
+    "loaded": lambda folder, tmp_path: load_and_dispatch(folder, tmp_path, None),
+    "loaded, one device": lambda folder, tmp_path: load_and_dispatch(folder, tmp_path, {"": "cpu"}),
+    "loaded, dispatched": lambda folder, tmp_path: load_and_dispatch(folder, tmp_path, DEVICE_MAP),
+}
+
+
+@pytest.mark.parametrize("load", OFFLOADED.values(), ids=OFFLOADED.keys())
+def test_offloaded_models_compute_what_they_did(folder, tmp_path, load):
+    model, expected = load(folder, tmp_path), theirs(folder)
+    ids = make_ids(2, 6)
+    assert model.device == torch.device("cpu")
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids).logits, expected(ids).logits, rtol=0, atol=1e-5)  # fp32 logits of about 5
+        torch.testing.assert_close(model(ids, labels=ids).loss, expected(ids, labels=ids).loss, rtol=1e-5, atol=0)
+        cached = model(ids, use_cache=True).past_key_values
+        following = model(ids[:, :1], past_key_values=cached).logits
+        expected_cache = expected(ids, use_cache=True).past_key_values
+        expected_following = expected(ids[:, :1], past_key_values=expected_cache).logits
+        torch.testing.assert_close(following, expected_following, rtol=0, atol=1e-5)
+    options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4)
+    assert torch.equal(model.generate(ids, **options), expected.generate(ids, do_sample=False, **options))
+
+
+@pytest.mark.gpu
+def test_a_tied_head_on_another_device_than_its_table(folder):
+    """A device map may put the head, in which accelerate sees no weight while it is tied, apart from the table."""
+    model, ids = ours(folder), make_ids(2, 6)
+    expected = model(ids).logits
+    if model.lm_head.is_tied:
+        hook = accelerate.hooks.AlignDevicesHook(execution_device="cuda", io_same_device=True)
+        accelerate.hooks.add_hook_to_module(model.lm_head, hook)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)  # fp32 logits of about 5
+        model(ids, labels=ids).loss.backward()
+        assert model.get_input_embeddings().weight.grad.device.type == "cpu"
+
+
+def test_state_dicts_share_memory_with_the_model_and_no_storage_within(folder, tmp_path):
+    """Tools tell tied tensors by their storage, and drop or refuse all of it but one."""
+    model, other = ours(folder), ours(folder)
+    state = model.state_dict()
+    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
+    safetensors.torch.save_model(model, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for tensor in other.state_dict().values():
+            tensor.zero_()
+    assert not any(parameter.any() for parameter in other.parameters())
+    safetensors.torch.load_model(other, tmp_path / "model.safetensors")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter) and torch.equal(state[name], parameter)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_device_maps_keep_blocks_whole(tmp_path, family):
+    folder = write_checkpoint(tmp_path / "model", family, num_hidden_layers=4)
+    for model in (ours(folder), theirs(folder)):
+        block, table = (
+            sum(tensor.nbytes for tensor in module.state_dict().values())
+            for module in (model.model.layers[0], model.get_input_embeddings())
+        )
+        # accelerate leaves room for the largest part on the device, for what is offloaded.
+        room = {"cpu": table + int(2.7 * block) + max(block, table), "disk": 10**9}
+        found, split = (
+            accelerate.infer_auto_device_map(model, max_memory=room, no_split_module_classes=classes)
+            for classes in (model._no_split_modules, [])
+        )
+        places = [found[f"model.layers.{i}"] for i in range(4)]
+        assert places == ["cpu", "cpu", "disk", "disk"]
+        assert any(f"model.layers.{i}" not in split for i in range(4))

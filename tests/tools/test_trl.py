@@ -1,0 +1,187 @@
+"""TRL's trainers: the losses and metrics of our models are those of transformers' own."""
+
+import shutil
+
+import pytest
+import torch
+
+from ligermodels.integrations.transformers import AutoModelForSequenceClassification
+from tests.tools.models import FAMILIES, make_ids, make_tokenizer, ours, theirs, write_checkpoint
+
+transformers = pytest.importorskip("transformers")
+datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
+trl = pytest.importorskip("trl")
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def folder(request, tmp_path_factory):
+    return write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
+
+
+def words(seed, length):
+    return " ".join("abcdefghijklmnopqrstuvwxyz"[i % 26] for i in make_ids(1, length, seed)[0].tolist())
+
+
+def chat(*turns):
+    return [{"role": ("user", "assistant")[i % 2], "content": turn} for i, turn in enumerate(turns)]
+
+
+TEXTS = [{"text": words(i, 5 + i % 4)} for i in range(16)]
+CHATS = [{"messages": chat(words(i, 3), words(i + 50, 4), words(i + 60, 2), words(i + 70, 5))} for i in range(16)]
+PAIRS = [
+    {"prompt": words(i, 3), "chosen": " " + words(i + 50, 4), "rejected": " " + words(i + 90, 5)} for i in range(8)
+]
+SINGLES = [{"prompt": words(i, 3), "completion": " " + words(i + 50, 4), "label": i % 2 == 0} for i in range(8)]
+PROMPTS = [{"prompt": words(i, 2 + i % 3)} for i in range(8)]
+
+
+def train(trainer_class, config_class, model, folder, data, *, options=None, **arguments):
+    """The trainer after training."""
+    defaults = dict(
+        max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, report_to=[], save_strategy="no", use_cpu=True,
+        bf16=False, disable_tqdm=True, logging_steps=1, seed=1, gradient_checkpointing=False,
+    )  # fmt: skip
+    trainer = trainer_class(
+        model, args=config_class(str(folder), **{**defaults, **arguments}),
+        train_dataset=datasets.Dataset.from_list(data), **{"processing_class": make_tokenizer(), **(options or {})},
+    )  # fmt: skip
+    trainer.train()
+    return trainer
+
+
+def assert_same_logs(found, expected, names):
+    histories = [trainer.state.log_history for trainer in (found, expected)]
+    for name in names:
+        one, other = (torch.tensor([float(entry[name]) for entry in log if name in entry]) for log in histories)
+        assert len(other) > 1
+        # fp32 on both sides; the log rounds to four or six digits.
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+SFT = {
+    "text": (TEXTS, dict()),
+    "nll": (TEXTS, dict(loss_type="nll", label_smoothing_factor=0.1)),
+    "dft": (TEXTS, dict(loss_type="dft")),
+    "chat": (CHATS, dict()),
+    "assistant only": (CHATS, dict(assistant_only_loss=True)),
+    "packed": (TEXTS, dict(packing=True, max_length=16)),
+    "packed, wrapped": (TEXTS, dict(packing=True, packing_strategy="wrapped", max_length=16)),
+    "padding-free": (TEXTS, dict(padding_free=True, max_length=None)),
+    "checkpointing": (TEXTS, dict(gradient_checkpointing=True, gradient_accumulation_steps=2)),
+    "selective": (TEXTS, dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": True})),
+}
+
+
+@pytest.mark.parametrize(("data", "options"), SFT.values(), ids=SFT.keys())
+def test_sft(folder, tmp_path, data, options):
+    def run(make):
+        return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, data, **options)
+
+    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"))
+
+
+def test_sft_of_an_adapter(folder, tmp_path):
+    def run(make):
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        options = {"peft_config": adapter}
+        arguments = dict(packing=True, max_length=16, gradient_checkpointing=True)
+        return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS, options=options, **arguments)
+
+    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy"))
+
+
+def test_sft_of_a_mixture_of_experts(tmp_path):
+    folder = write_checkpoint(tmp_path / "model", "mixtral")
+
+    def run(make):
+        return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS)
+
+    assert_same_logs(run(ours), run(theirs), ("loss", "aux_loss", "entropy"))
+
+
+def test_sft_takes_tokenizer_and_template_by_name(folder, tmp_path):
+    """Without a processing class, the name of the model says where its tokenizer is."""
+    source = make_tokenizer()
+    source.add_tokens(["<think>", "</think>"])
+    source.save_pretrained(tmp_path / "source")
+
+    def run(make):
+        options = {"processing_class": None}
+        arguments = dict(chat_template_path=str(tmp_path / "source"), max_steps=2)
+        return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, CHATS, options=options, **arguments)
+
+    found, expected = run(ours), run(theirs)
+    assert_same_logs(found, expected, ("loss", "entropy"))
+    assert found.model.vocab_size == expected.model.vocab_size == found.model.config.vocab_size
+    found.save_model(tmp_path / "saved")
+    ids, logits = make_ids(1, 6), found.model.eval()(make_ids(1, 6)).logits
+    found.model.save_pretrained(tmp_path / "ours")
+    shutil.copy(tmp_path / "ours" / "config.json", tmp_path / "saved")
+    for load in (ours, theirs):
+        # fp32 logits of about 5
+        torch.testing.assert_close(load(tmp_path / "saved")(ids).logits, logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_dpo(folder, tmp_path, by_name):
+    def run(make):
+        options = {"processing_class": None} if by_name else {"ref_model": make(folder)}
+        return train(trl.DPOTrainer, trl.DPOConfig, make(folder), tmp_path, PAIRS, options=options)
+
+    names = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "logits/chosen")
+    assert_same_logs(run(ours), run(theirs), names)
+
+
+@pytest.mark.parametrize("by_name", [False, True])
+def test_kto(folder, tmp_path, by_name):
+    def run(make):
+        options = {"processing_class": None} if by_name else {"ref_model": make(folder)}
+        return train(trl.KTOTrainer, trl.KTOConfig, make(folder), tmp_path, SINGLES, options=options)
+
+    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "kl"))
+
+
+def test_reward_of_the_integrations_classifier(folder, tmp_path):
+    theirs_class = transformers.AutoModelForSequenceClassification
+    torch.manual_seed(0)
+    theirs_class.from_pretrained(folder, num_labels=1).save_pretrained(tmp_path / "reward")
+
+    def run(auto_class):
+        model = auto_class.from_pretrained(tmp_path / "reward")
+        return train(trl.RewardTrainer, trl.RewardConfig, model, tmp_path / "run", PAIRS)
+
+    found, expected = run(AutoModelForSequenceClassification), run(theirs_class)
+    assert_same_logs(found, expected, ("loss", "grad_norm", "accuracy", "margin"))
+    found.save_model(tmp_path / "saved")
+    again, ids = theirs_class.from_pretrained(tmp_path / "saved"), make_ids(2, 6)
+    with torch.no_grad():
+        torch.testing.assert_close(again(ids).logits, found.model.eval()(ids).logits, rtol=0, atol=1e-5)  # fp32
+
+
+def test_reward_of_a_causal_model_is_refused(folder, tmp_path):
+    with pytest.raises(ValueError, match="num_labels=2"):
+        train(trl.RewardTrainer, trl.RewardConfig, ours(folder), tmp_path, PAIRS)
+
+
+GRPO = [{}, dict(beta=0.1, gradient_checkpointing=True), dict(top_k=0, top_p=0.9, temperature=0.7)]
+
+
+@pytest.mark.parametrize("options", GRPO, ids=str)
+def test_grpo(folder, tmp_path, options):
+    """Completions are sampled: the same ones from the same seed."""
+
+    def reward(completions, completion_ids, **unused):
+        return [float(sum(ids) % 7) for ids in completion_ids]
+
+    def run(make):
+        arguments = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, **options)
+        return train(
+            trl.GRPOTrainer, trl.GRPOConfig, make(folder), tmp_path, PROMPTS, options={"reward_funcs": reward},
+            **arguments,
+        )  # fmt: skip
+
+    found, expected = run(ours), run(theirs)
+    names = ("loss", "grad_norm", "entropy", "reward", "completions/mean_length")
+    assert_same_logs(found, expected, (*names, "kl") if options.get("beta") else names)
