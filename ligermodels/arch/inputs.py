@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.cache import KVCache
+from ligermodels.cache import BorrowedCache, KVCache
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import check_count
 from ligermodels.recompute import is_captured, must_not_wait
@@ -64,6 +64,15 @@ def check_inputs(
         _check_packing(cu_seqlens, max_seqlen, shape.numel())
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(attention_mask, position_ids)
+
+
+def check_own_cache(cache: Any) -> None:
+    """Raises InputError for a cache of transformers, in which a model with images could not remember them."""
+    if cache is not None and (not isinstance(cache, KVCache) or isinstance(cache, BorrowedCache)):
+        raise InputError(
+            f"past_key_values is a {type(cache).__name__}; a model that reads images needs a KVCache, as "
+            "model.new_cache makes"
+        )
 
 
 def check_labels(

@@ -189,14 +189,14 @@ class TrainerInterface(nn.Module):
         blocks = self.decoder.layers
         self.decoder.checkpointing = Checkpointing.of(settings, len(blocks))
         self.decoder.checkpointing.prepare(blocks)
-        towers = [module for module in self.model.modules() if "checkpointing" in vars(module)]
+        towers: list[Any] = [module for module in self.model.modules() if "checkpointing" in vars(module)]
         for tower in towers:
             if tower is self.decoder:
                 continue
             tower.checkpointing = self.decoder.checkpointing.for_all()
-            for blocks in tower.modules():
-                if isinstance(blocks, nn.ModuleList):
-                    tower.checkpointing.prepare(blocks)
+            for stack in tower.modules():
+                if isinstance(stack, nn.ModuleList):
+                    tower.checkpointing.prepare(stack)
 
     def enable_input_require_grads(self) -> None:
         """Makes the embedding's output require a gradient, as adapters under checkpointing may need."""

@@ -148,6 +148,7 @@ class JointProjections(nn.Module):
     """
 
     joint_names: Sequence[str]
+    output_name: str = "o_proj"
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +159,11 @@ class JointProjections(nn.Module):
         for parameters in (weights, biases):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 lay_together(parameters)  # type: ignore[arg-type]
+
+    @property
+    def output_module(self) -> Any:
+        """The linear module of the layer's output."""
+        return self._modules[self.output_name]
 
     @property
     def joint_modules(self) -> list[nn.Module]:
