@@ -4,7 +4,7 @@ transformers' Trainer, TRL, PEFT, accelerate and lm-eval ask for these; none of 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ class TrainerInterface(nn.Module):
         Raises InputError for a number that cannot be meant, for tables that are sharded, quantised or wrapped, and for
         a table with rows beyond the vocabulary.
         """
-        table, head = self.decoder.embed_tokens, self.lm_head
+        table, head = self.decoder.embed_tokens, cast(Any, self.lm_head)
         if new_num_tokens is None and pad_to_multiple_of is None:
             return table
         for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
