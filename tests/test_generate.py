@@ -57,11 +57,12 @@ class Tiny(nn.Module):
         self.config = SimpleNamespace(
             vocab_size=VOCAB, eos_token_id=None, pad_token_id=None, max_position_embeddings=positions
         )
+        self.config.get_text_config = lambda: self.config
         self.generation_config = {}
         self.calls, self.pictures = [], []
-        self.own_inputs = {"picture"}
+        self.extra_inputs = {"picture"}
         self.rotary = SimpleNamespace(switches=lambda past, length: past == self.switches_at)
-        self.model = SimpleNamespace(rotary_emb=self.rotary)
+        self.decoder = SimpleNamespace(rotary_emb=self.rotary)
         self.switches_at = None
 
     @property

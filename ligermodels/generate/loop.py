@@ -213,7 +213,7 @@ def _decode(
         key_mask[:, :start] = request.mask[copied]
     processors = make_processors(
         options, request.processors, prompt_length=start, mask=None if key_mask is None else key_mask[:, :start],
-        stop_ids=[i for i in request.eos_ids if i in range(model.config.vocab_size)], device=device,
+        stop_ids=[i for i in request.eos_ids if i in range(model.config.get_text_config().vocab_size)], device=device,
     )  # fmt: skip
     generator = None if request.seed is None else torch.Generator(device).manual_seed(int(request.seed))
 
@@ -263,7 +263,7 @@ def _decode(
         )
         raw = output.logits[:, -1].float()
         if cached and cache is None:
-            cache = as_kv_cache(output.past_key_values, model.config.num_hidden_layers)
+            cache = as_kv_cache(output.past_key_values, model.config.get_text_config().num_hidden_layers)
             virtual = cache.length - length
         if once and cache is not None:
             cache.reorder(copied)

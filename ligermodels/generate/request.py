@@ -57,7 +57,7 @@ class Request:
         """Returns the request, or raises InputError. inputs: the other keywords, options and model inputs."""
         options, explicit = Options.merged(inputs, generation_config, model)
         inputs = {name: value for name, value in inputs.items() if value is not None}
-        vocabulary = range(model.config.vocab_size)
+        vocabulary = range(model.config.get_text_config().vocab_size)
         eos_ids = tuple(dict.fromkeys(_flat_ids(options.eos_token_id)))
         if "eos_token_id" not in explicit:  # some checkpoints write -1 for "none"
             eos_ids = tuple(i for i in eos_ids if i in vocabulary)
@@ -67,7 +67,7 @@ class Request:
             input_ids = _only_bos(model, options.bos_token_id, attention_mask)
         mask, longest = _checked_prompt(model, input_ids, attention_mask, None if pad_id in eos_ids else pad_id)
         rows, length = input_ids.shape
-        limit = getattr(model.config, "max_position_embeddings", None)
+        limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         max_new_tokens = options.longest(length, limit, explicit)
         if inputs and (unknown := inputs.keys() - model.extra_inputs):
             raise InputError(
@@ -186,7 +186,7 @@ def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Opti
         raise InputError("use_cache=False contradicts past_key_values; leave one of them out")
     if is_adapted(model):
         raise InputError("past_key_values cannot be passed where an adapter adds virtual tokens; leave it out")
-    cache = as_kv_cache(cache, model.config.num_hidden_layers)
+    cache = as_kv_cache(cache, model.config.get_text_config().num_hidden_layers)
     if cache.length >= length:
         raise InputError(
             f"past_key_values holds {cache.length} tokens and input_ids {length}: pass the whole text, the tokens in "
