@@ -29,13 +29,19 @@ Parts = Mapping[str, Tensor]
 class Quantizer(Protocol):
     """What loading and saving ask of `BitsAndBytes` and `TorchAO`."""
 
-    quant_method: str
-    flags: Mapping[str, bool]
-    """Attributes by which tools know such a model."""
-    skipped: Sequence[str]
-    """Names of modules that stay as they are."""
-    element: Any
-    """What accelerate calls the dtype of a quantised weight."""
+    quant_method: ClassVar[str]
+
+    @property
+    def flags(self) -> Mapping[str, bool]:
+        """Attributes by which tools know such a model."""
+
+    @property
+    def skipped(self) -> Sequence[str]:
+        """Names of modules that stay as they are."""
+
+    @property
+    def element(self) -> Any:
+        """What accelerate calls the dtype of a quantised weight."""
 
     def default_device(self, device: torch.device) -> torch.device:
         """Where the model goes if the call does not say; `device` is torch's default."""

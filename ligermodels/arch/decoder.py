@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, packed_sequences, pads_only_after
+from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, check_outputs, packed_sequences, pads_only_after
 from ligermodels.arch.output import CausalLMOutput
-from ligermodels.cache import KVCache
+from ligermodels.cache import KVCache, as_kv_cache
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.head import keep_table
@@ -32,7 +32,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        block: Callable[[ModelConfig, int], nn.Module],
+        block: Callable[[Any, int], nn.Module],
         *,
         norm: nn.Module | None = None,
         embedding_scale: float | None = None,
@@ -78,6 +78,8 @@ class Decoder(nn.Module):
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         cross: CrossStates | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
@@ -86,10 +88,14 @@ class Decoder(nn.Module):
     ) -> CausalLMOutput:
         """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
 
-        Arguments as in `CausalLM.forward`; TRL calls this with its collator's batch. find_packing: position_ids that
-        restart mark packed sequences, unless the caller has looked for them already. cross: of models with
-        cross-attention, what the tokens may attend to.
+        Arguments as in `CausalLM.forward`, all but those of the head: TRL, and PEFT with it, call this in its place.
+        find_packing: position_ids that restart mark packed sequences, unless the caller has looked for them already.
+        cross: of models with cross-attention, what the tokens may attend to.
         """
+        check_outputs(output_attentions, return_dict)
+        returned = past_key_values
+        if past_key_values is not None:
+            past_key_values = as_kv_cache(past_key_values, self.config.num_hidden_layers)
         if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
             cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         check_inputs(
@@ -119,7 +125,7 @@ class Decoder(nn.Module):
         x = self.hidden(x, batch, past_key_values, hidden_states, router_logits).reshape(batch_size, length, -1)
         output = CausalLMOutput(last_hidden_state=x)
         if past_key_values is not None:
-            output["past_key_values"] = past_key_values
+            output["past_key_values"] = past_key_values if returned is None else returned
         if hidden_states is not None:
             output["hidden_states"] = (*(state.reshape(batch_size, length, -1) for state in hidden_states), x)
         if router_logits is not None:
@@ -177,7 +183,7 @@ class Decoder(nn.Module):
         return self.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        self.embed_tokens = embeddings
+        self.embed_tokens = embeddings  # type: ignore[assignment]
 
     def _batch(
         self,

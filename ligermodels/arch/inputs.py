@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.cache import KVCache
+from ligermodels.cache import BorrowedCache, KVCache
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import check_count
 from ligermodels.recompute import is_captured, must_not_wait
@@ -66,6 +66,15 @@ def check_inputs(
         _check_values(attention_mask, position_ids)
 
 
+def check_own_cache(cache: Any) -> None:
+    """Raises InputError for a cache of transformers, in which a model with images could not remember them."""
+    if cache is not None and (not isinstance(cache, KVCache) or isinstance(cache, BorrowedCache)):
+        raise InputError(
+            f"past_key_values is a {type(cache).__name__}; a model that reads images needs a KVCache, as "
+            "model.new_cache makes"
+        )
+
+
 def check_labels(
     labels: Tensor | None,
     x: Tensor | None,
@@ -106,6 +115,14 @@ def _check_tensors(**given: Tensor | None) -> dict[str, Tensor]:
         if name in ("position_ids", "labels", "input_ids") and tensor.dtype not in _IDS:
             raise InputError(f"{name} are {tensor.dtype}; they must be torch.int64 or torch.int32")
     return tensors
+
+
+def check_outputs(output_attentions: bool | None, return_dict: bool | None) -> None:
+    """Raises InputError for a form of output that there is not."""
+    if output_attentions:
+        raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
+    if return_dict is False:
+        raise InputError("return_dict=False is not supported: the output is a dict with attributes")
 
 
 def check_cu_seqlens(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Tensor:

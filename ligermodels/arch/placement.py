@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers import LMHead
 from ligermodels.layers.linear import JointProjections
 
 _PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
@@ -39,7 +38,7 @@ def one_device(device: Device | None, device_map: Device | Plan | None) -> torch
 
 
 def plan(
-    model: nn.Module,
+    model: Any,
     device_map: Device | Plan,
     *,
     max_memory: Mapping[Any, int | str] | None = None,
@@ -53,7 +52,7 @@ def plan(
     """
     accelerate = _accelerate(device_map)
     if isinstance(device_map, Mapping):
-        found = dict(device_map)
+        found: dict[str, Any] = dict(device_map)
     else:
         options = {"no_split_module_classes": model._no_split_modules, **sizes}
         if device_map != "sequential":
@@ -65,10 +64,8 @@ def plan(
         raise InputError(f"device_map has no device for {', '.join(lacking[:3])}{', ...' * (len(lacking) > 3)}")
     if strange := found.keys() - {name for name, _ in model.named_modules()} - set(names):
         raise InputError(f"device_map names {sorted(strange)[0]!r}, which the model does not have")
-    head: Any = model.lm_head
-    if isinstance(head, LMHead) and head.is_tied and "" not in found:
-        table = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())  # type: ignore[operator]
-        found["lm_head"] = _place(found, table)
+    if model.tied_weights and "" not in found:
+        found["lm_head"] = _place(found, model.tied_weights["lm_head.weight"])
     return found
 
 

@@ -33,7 +33,11 @@ class Pretrained(nn.Module):
 
     config: Any
     generation_config: Any
-    name_or_path: str = ""
+    get_input_embeddings: Any
+    _set_checkpointing: Any
+    device: Any
+    dtype: Any
+    name_or_path: str
     """What the model was loaded by: a repository or folder."""
     source_folder: Path | None = None
     """Where the model was loaded from."""
@@ -139,7 +143,6 @@ class Pretrained(nn.Module):
                 quantization.load(model, cls.DISK_NAMES, reader, quantizer, **reading)
         if place is None:
             placement.dispatch(model, plan, offload_folder)
-        model.name_or_path = made._name_or_path
         model.source_folder = folder
         return model.eval()
 
@@ -287,9 +290,14 @@ class Pretrained(nn.Module):
 
     def _saved_dtype(self, tensors: Mapping[str, Tensor]) -> torch.dtype:
         """The dtype of the embedding among `tensors`, or else of the model."""
-        table = next(name for name, module in self.named_modules() if module is self.get_input_embeddings())
         named = {weights.plain_name(name): tensor.dtype for name, tensor in tensors.items()}
-        return named.get(f"{weights.plain_name(table)}.weight", self.dtype)
+        return named.get(weights.plain_name(self._table_name), self.dtype)
+
+    @property
+    def _table_name(self) -> str:
+        """The name of the embedding's parameter."""
+        table = self.get_input_embeddings()
+        return next(f"{name}.weight" for name, module in self.named_modules() if module is table)
 
     @property
     def tied_weights(self) -> dict[str, str]:
@@ -297,8 +305,7 @@ class Pretrained(nn.Module):
         head: Any = self.lm_head
         if not (isinstance(head, LMHead) and head.is_tied):
             return {}
-        table = next(name for name, module in self.named_modules() if module is self.get_input_embeddings())
-        return {"lm_head.weight": f"{table}.weight"}
+        return {"lm_head.weight": self._table_name}
 
 
 def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:
