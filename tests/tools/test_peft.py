@@ -197,6 +197,7 @@ def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case,
     merged = logits(theirs)
     torch.testing.assert_close(logits(ours), merged, **LOGITS)
     torch.testing.assert_close(logits(on_ours), merged, **LOGITS)  # without a forward in between
+    assert not isinstance(ours.lm_head, LMHead) or ours.lm_head.is_tied == theirs.config.tie_word_embeddings
     ours.save_pretrained(tmp_path / "merged")
     said = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert said["tie_word_embeddings"] == theirs.config.tie_word_embeddings
@@ -348,3 +349,21 @@ def test_a_copied_model_is_wrapped_as_the_first(folders, copied):
     ours, theirs = wrap(copied(ours), config), wrap(theirs, config)
     torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
     torch.testing.assert_close(logits(ours.merge_and_unload()), logits(theirs.merge_and_unload()), **LOGITS)
+
+
+@pytest.mark.parametrize("kind", ["LoRA", "tokens", "LoRA of the table", *prompts()])
+def test_adapted_models_generate(folders, kind):
+    """Greedy tokens after prompts of which one is padded on the left; they are not those of the base."""
+    configs = prompts() | {
+        "LoRA": lora(target_modules=USUAL),
+        "tokens": beside_q(trainable_token_indices=SEEN),
+        "LoRA of the table": lora(target_modules=["q_proj", "embed_tokens"]),
+    }
+    ours, theirs = wrapped_alike(folders, "llama", configs[kind])
+    losses(ours), losses(theirs)
+    mask = torch.ones_like(IDS)
+    mask[0, :3] = 0
+    options = dict(input_ids=IDS, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    expected = theirs.generate(**options)
+    assert ours.generate(**options).tolist() == expected.tolist()
+    assert models.theirs(folders["llama"]).generate(**options).tolist() != expected.tolist()
