@@ -25,7 +25,7 @@ class LMHead(nn.Module):
     It is not an nn.Linear: quantisers and PEFT's "all-linear" take those, and leave the head of a model out.
     tied_to: the module whose `embed_tokens` holds the table. A tied head has no parameter of its own: `weight` is read
         from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
-        embedding is the head's too. Assigning another Parameter to `weight` unties the head. A copy of the head
+        embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head
         alone, as PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
         Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
         of transformers does: see `keep_table`.
@@ -71,11 +71,6 @@ class LMHead(nn.Module):
         embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
         adapter = embedding._modules.get("token_adapter")  # PEFT's, which wraps this head too: see `unwrapped`
         return (embedding if adapter is None else adapter.base_layer).weight
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "weight" and self.is_tied and value is self.weight:
-            return  # the table is read already
-        super().__setattr__(name, value)
 
     @property
     def is_tied(self) -> bool:
@@ -231,7 +226,7 @@ def keep_table(decoder: nn.Module, embedding: Any) -> None:
         return
     head = decoder.__dict__.get("_tied_head")
     if head is not None and head.is_tied and head._tied_to is decoder:
-        head.register_parameter("weight", inside["original_module"].weight)
+        head.weight = inside["original_module"].weight
 
 
 def unwrapped(head: nn.Module) -> Callable[..., Any]:

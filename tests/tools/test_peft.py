@@ -197,7 +197,6 @@ def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case,
     merged = logits(theirs)
     torch.testing.assert_close(logits(ours), merged, **LOGITS)
     torch.testing.assert_close(logits(on_ours), merged, **LOGITS)  # without a forward in between
-    assert not isinstance(ours.lm_head, LMHead) or ours.lm_head.is_tied == theirs.config.tie_word_embeddings
     ours.save_pretrained(tmp_path / "merged")
     said = json.loads((tmp_path / "merged" / "config.json").read_text())
     assert said["tie_word_embeddings"] == theirs.config.tie_word_embeddings
