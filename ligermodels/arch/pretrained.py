@@ -301,11 +301,14 @@ class Pretrained(nn.Module):
 
     @property
     def tied_weights(self) -> dict[str, str]:
-        """Name on disk of a tensor that has no parameter of its own -> the parameter whose copy it must be."""
-        head: Any = self.lm_head
-        if not (isinstance(head, LMHead) and head.is_tied):
-            return {}
-        return {"lm_head.weight": self._table_name}
+        """Name on disk of a tensor that has no parameter of its own -> the parameter whose copy it must be.
+
+        The head is tied where it reads the table, and where its weight is the table's Parameter, as PEFT may leave it.
+        """
+        head, table = self.lm_head, self.get_input_embeddings().weight
+        if (isinstance(head, LMHead) and head.is_tied) or getattr(head, "weight", None) is table:
+            return {"lm_head.weight": self._table_name}
+        return {}
 
 
 def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:

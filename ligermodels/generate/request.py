@@ -237,7 +237,7 @@ def _checked_prompt(
             raise InputError(f"{name} is on {tensor.device}, the model on {model.device}: use .to(model.device)")
     padding = input_ids == (-1 if pad_id is None else pad_id)
     low, high, is_padded = torch.stack([*input_ids.aminmax(), padding.any()]).tolist()
-    rows = model.get_input_embeddings().num_embeddings  # more than vocab_size where the head has none for pictures
+    rows = len(model.get_input_embeddings().weight)  # more than vocab_size where the head has none for pictures
     if low < 0 or high >= rows:
         raise InputError(
             f"input_ids reach from {low} to {high}, the vocabulary from 0 to {rows - 1}; "

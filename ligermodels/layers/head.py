@@ -25,8 +25,8 @@ class LMHead(nn.Module):
     It is not an nn.Linear: quantisers and PEFT's "all-linear" take those, and leave the head of a model out.
     tied_to: the module whose `embed_tokens` holds the table. A tied head has no parameter of its own: `weight` is read
         from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
-        embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head alone, as
-        PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
+        embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head
+        alone, as PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
         Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
         of transformers does: see `keep_table`.
     """
