@@ -48,7 +48,7 @@ def load(folder, **options):
 
 def logits(model):
     with torch.no_grad():
-        return model(IDS).logits
+        return model(IDS.to(model.device)).logits
 
 
 def read(folder):
