@@ -133,9 +133,11 @@ def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
 def _other_layout(folder: Path) -> str:
     """What a folder may be that lacks config.json."""
     with contextlib.suppress(OSError):
-        if any(re.match(r"consolidated.*\.(pth|safetensors)|adapter_config\.json|\.metadata$", name)
-               for name in os.listdir(folder)):  # fmt: skip
+        names = os.listdir(folder)
+        if any(re.match(r"consolidated.*\.(pth|safetensors)|adapter_config\.json|\.metadata$", name) for name in names):
             return f"It is of another layout: `ligermodels inspect {folder}` says of which, and what reads it."
+        if any(name.startswith((SAFETENSORS, PICKLES)) for name in names):
+            return "Weights alone, as trainers leave them: give the model's configuration with config= (--config DIR)."
     return f"Is {folder} the folder of a checkpoint?"
 
 

@@ -88,7 +88,7 @@ def _write(
         home = target if fixed else target.parent
         home.mkdir(parents=True, exist_ok=True)
         prefix = f".{target.name[:100]}.saving-"
-        _check_room(home, prefix, expected_bytes)
+        check_room(home, expected_bytes, prefix)
         staging = home / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             staging.mkdir()
@@ -157,10 +157,11 @@ def _is_weights(name: str) -> bool:
     return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name) is not None
 
 
-def _check_room(home: Path, prefix: str, expected: int) -> None:
+def check_room(home: Path, expected: int, prefix: str | None = None) -> None:
+    """Raises OSError where the disk has fewer bytes free than expected; names what begins with `prefix` there."""
     free = shutil.disk_usage(home).free
     if expected > free:
-        left = ", ".join(name for name in os.listdir(home) if name.startswith(prefix))
+        left = ", ".join(name for name in os.listdir(home) if prefix and name.startswith(prefix))
         raise OSError(
             errno.ENOSPC,
             f"it takes {expected / 1e9:.2f} GB and {free / 1e9:.2f} GB are free"

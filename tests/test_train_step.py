@@ -674,13 +674,13 @@ def test_what_a_provider_sends_to_the_host_and_how_large_its_chunks_are(tmp_path
     parity.prepare(case, options, tmp_path)
     folder, build = tmp_path / "model", providers.build
     plain = build(Provider.of("ligermodels", case, "none"), case, folder, "cpu")
-    assert plain.lm_head.chunk_bytes is None and not plain.checkpointing.enabled
+    assert plain.lm_head.chunk_bytes is None and not plain.is_gradient_checkpointing
     model = build(Provider.of("ligermodels+chunks+offload:none-1", case, "none"), case, folder, "cpu")
-    policy = model.checkpointing
+    policy = model.decoder.checkpointing
     assert model.lm_head.chunk_bytes == 2**28
     assert (policy.recompute, policy.blocks, policy.offload is not None) == ("none", 1, True)
     many = Provider.of("ligermodels:mlp-99", case, "none")
-    assert build(many, case, folder, "cpu", shallow=True).checkpointing.blocks == len(model.decoder.layers)
+    assert build(many, case, folder, "cpu", shallow=True).decoder.checkpointing.blocks == len(model.decoder.layers)
     with pytest.raises(LigermodelsError, match="blocks=99"):
         build(many, case, folder, "cpu")
     with pytest.raises(ValueError, match="unknown provider"):

@@ -20,7 +20,7 @@ layouts, found out by the files of the folder:
   pickled       pytorch_model*.bin, with --allow-pickle
   Meta          consolidated.NN.pth and params.json, with --allow-pickle
   Mistral       consolidated*.safetensors and params.json
-  distributed   .metadata and *.distcp; if there is no config.json, with --config
+  distributed   .metadata and *.distcp; if there is no config.json, with --config, as for a trainer's weights alone
   LoRA adapter  adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
 
 exit status:
@@ -39,7 +39,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument("--allow-pickle", action="store_true", help="read pickled weights too, as plain tensors only")
     shared.add_argument("--json", action="store_true", help="print the report as JSON")
     shared.add_argument(
-        "--config", metavar="DIR", help="folder of config.json and tokenizer, for a distributed checkpoint without them"
+        "--config",
+        metavar="DIR",
+        help="folder of config.json and tokenizer, for a distributed checkpoint or a trainer's weights without them",
     )
     shared.add_argument(
         "--rope-factor",

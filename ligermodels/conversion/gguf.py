@@ -109,7 +109,7 @@ class GgufView:
         most = max(sizes, key=lambda dtype: sizes[dtype])
         self._writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[most]))
         self._writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-        _describe(self._writer, gguf, config, view.model.rotary)
+        _describe(self._writer, gguf, config, view.model.decoder.rotary_emb)
         strips = add_tokenizer(self._writer, view.files(), config.vocab_size, view.source)
         self._writer.add_name(_named(name, strips))
         for tensor, info in self.headers.items():
@@ -232,7 +232,7 @@ def check(model: Any, where: str) -> None:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
     if kind == "phi3" and config.head_dim * config.num_attention_heads != config.hidden_size:
         odd.append(f"head_dim {config.head_dim} (it takes hidden_size / num_attention_heads)")
-    odd += _odd_rope(config, model.rotary, arch)
+    odd += _odd_rope(config, model.decoder.rotary_emb, arch)
     for name in ("max_position_embeddings", "original_max_position_embeddings", "sliding_window"):
         value = rope.get(name) or getattr(config, name, None) or 0
         odd += [f"{name} {value}"] * (value > _LARGEST)
@@ -311,7 +311,7 @@ def _describe(writer: Any, gguf: Any, config: ModelConfig, rotary: Any) -> None:
 
 def _parts(gguf: Any, view: View, arch: str, dtype: torch.dtype | None) -> dict[str, _Part]:
     """{name in the file: where it comes from}, tables first."""
-    rotary: Any = view.model.rotary
+    rotary: Any = view.model.decoder.rotary_emb
     config, kind = view.model.config, gguf.MODEL_TENSOR
     names = gguf.get_tensor_name_map(getattr(gguf.MODEL_ARCH, arch.upper()), config.num_hidden_layers)
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads} if arch == "llama" else {}

@@ -132,7 +132,7 @@ def _of_model(
         use = f"ligermodels.load({src!r}{at}{', allow_pickle=True' if found == 'pickled' else ''})"
     else:
         layout, found = KINDS[kind], None
-    if kind != "folder" or found == "packed":
+    if kind != "folder" or found == "packed" or "--config" in flags:
         use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
     return Inspection(
         source=src,

@@ -248,10 +248,11 @@ class _Places:
         self.embedding = next(name for name in base.headers if name.endswith(_EMBEDDING))
 
     def modules(self, *, like: set[str]) -> list[str]:
-        """All that have a weight: by their names in memory where all of `like` are, else by those in the base."""
+        """All that have a weight, under the names by which `like` goes: those of memory, or else of the base."""
         in_memory = {name.removesuffix(".weight") for name in self._boxes if name.endswith(".weight")}
         on_disk = {name.removesuffix(".weight") for name in self._base.headers if name.endswith(".weight")}
-        return sorted(in_memory if like <= in_memory else on_disk)
+        names = in_memory if like <= in_memory else on_disk
+        return sorted(names) if like & names else []
 
     def shape(self, found: list[tuple[str, tuple[slice, ...]]]) -> tuple[int, ...]:
         """Of a tensor that `find` has found in these pieces."""

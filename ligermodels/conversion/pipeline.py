@@ -6,13 +6,12 @@ keeps those whose digest is still the receipt's.
 """
 
 import contextlib
-import errno
 import hashlib
 import importlib.metadata
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,8 +49,9 @@ class Options:
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
     instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
     embedding, by default 0 for a rope_theta of 500000 (Llama 3), else 1.
-    adapter: the folder of a LoRA adapter to merge. config: of a distributed checkpoint, the folder of config.json and
-    tokenizer if it has none itself. rope_factor: of Meta's files with `use_scaled_rope` and a size without a known one.
+    adapter: the folder of a LoRA adapter to merge. config: the folder of config.json and tokenizer, for a distributed
+    checkpoint or a trainer's state dict without them. rope_factor: of Meta's files with `use_scaled_rope` and a size
+    without a known one.
     revision: of a repository. allow_pickle: read pickled weights, as plain tensors.
     verify: how far the result is compared with the source before it takes its place; see `verify`.
     overwrite: replace weights and files in the destination. resume: go on from an interrupted conversion.
@@ -261,15 +261,13 @@ def _fill(
     """Shards, index, other files and, last, the complete receipt."""
     receipt["state"] = _digest_of([[str(path), *_state_of_source(path)] for path in sources])
     done = _kept(staging, receipt) if options.resume else {}
-    for path in staging.iterdir():
-        if path.name not in done and path.name != RECEIPT:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    _clear(staging, {*done, RECEIPT})
     receipt["shards"] = done
     _write_receipt(staging, receipt)
     report.details["kept"] = len(done)
     left = {file: names for file, names in plan.items() if file not in done}
     size = sum(view.headers[name].nbytes for names in left.values() for name in names)
-    _check_room(staging, size)
+    saving.check_room(staging, size)
     with (
         ThreadPoolExecutor(1) as read,
         ThreadPoolExecutor(1) as wrote,
@@ -302,9 +300,8 @@ def _fill(
 
 def _fill_other(staging: Path, view: View, receipt: dict[str, Any], sources: list[Path], options: Options) -> None:
     """The layouts that are written whole, by their own writers."""
-    for path in staging.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _check_room(staging, sum(info.nbytes for info in view.headers.values()))
+    _clear(staging)
+    saving.check_room(staging, sum(info.nbytes for info in view.headers.values()))
     files = view.files()
     if options.to == "dcp":
         dcp.write_dcp(view, staging)
@@ -329,9 +326,8 @@ def _fill_gguf(
     report: Report,
 ) -> None:
     """The file, compared with what it was to be where that is asked for, and its receipt."""
-    for path in staging.iterdir():
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
-    _check_room(staging, report.bytes)
+    _clear(staging)
+    saving.check_room(staging, report.bytes)
     disable = None if options.progress else True
     written = staging / GGUF
     with tqdm(desc="Converting", total=report.bytes, unit="B", unit_scale=True, disable=disable) as bar:
@@ -358,6 +354,12 @@ def _move_file(staging: Path, target: Path) -> None:
         descriptor = os.open(target.parent, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def _clear(staging: Path, but: Container[str] = ()) -> None:
+    for path in staging.iterdir():
+        if path.name not in but:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def _finish(staging: Path, receipt: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> None:
@@ -431,12 +433,6 @@ def _check_report(report: Report) -> None:
     if not report.ok:
         lines = "\n  ".join(report.mismatches[:5])
         raise MismatchError(f"{report.destination} was not written, for the result differs from the source:\n  {lines}")
-
-
-def _check_room(staging: Path, size: int) -> None:
-    free = shutil.disk_usage(staging).free
-    if size > free:
-        raise OSError(errno.ENOSPC, f"it takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
 
 
 def _origin(src: str | Path, folder: Path, adapter: Path | None) -> dict[str, Any]:

@@ -19,13 +19,15 @@ from ligermodels.weights import TensorInfo
 class FolderSource:
     """A folder with config.json and safetensors, or with pickles. What an earlier version packed is seen unpacked.
 
+    config_folder: holds config.json and the tokenizer, where `folder` has a trainer's state dict alone.
     places: {tensor: weight file that holds it}. kind: what is unusual about it, "pickled" or "packed".
     Raises CheckpointError.
     """
 
-    def __init__(self, folder: Path, *, allow_pickle: bool = False):
+    def __init__(self, folder: Path, config_folder: Path | None = None, *, allow_pickle: bool = False):
         self.folder, self.source = folder, str(folder)
-        self._config = checkpoint.read_json(folder / "config.json")
+        self._small_files = config_folder or folder
+        self._config = checkpoint.read_json(self._small_files / "config.json")
         opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
         packed = native.is_native(opened.headers)
         self._reader = native.Unpacked(opened, self._config.get("model_type")) if packed else opened
@@ -42,8 +44,9 @@ class FolderSource:
     def files(self) -> dict[str, bytes | Path]:
         names = ("config.json", "generation_config.json", "original/tokenizer.model")
         return {
+            **checkpoint.companion_files(self._small_files, self.folder),
             **checkpoint.companion_files(self.folder),
-            **{name: self.folder / name for name in names if (self.folder / name).is_file()},
+            **{name: self._small_files / name for name in names if (self._small_files / name).is_file()},
         }
 
     def __enter__(self) -> Self:
@@ -159,6 +162,12 @@ def kind_of(folder: Path) -> Kind:
     return "adapter" if lora.CONFIG in names else "folder"
 
 
+def takes_config(folder: Path) -> bool:
+    """Whether its config.json may be elsewhere: a distributed checkpoint, or a state dict alone."""
+    kind = kind_of(folder)
+    return kind == "dcp" or (kind == "folder" and not os.path.lexists(folder / "config.json"))
+
+
 def open_source(
     folder: Path,
     *,
@@ -169,7 +178,7 @@ def open_source(
 ) -> Source:
     """The checkpoint in `folder`, of whichever kind.
 
-    config: the folder of config.json and tokenizer, for a distributed checkpoint that has none. rope_factor: for
+    config: the folder of config.json and tokenizer, where this one has none; see `takes_config`. rope_factor: for
     Meta's files, see there. adapter: a LoRA adapter to merge. Raises CheckpointError, HubError, InputError.
     """
     kind = kind_of(folder)
@@ -178,8 +187,8 @@ def open_source(
             f"{folder} holds an adapter, not a whole model.\n"
             "  Next: give its base model as SRC, and this folder with --adapter (adapter=...)."
         )
-    if config is not None and kind != "dcp":
-        raise InputError(f"--config is for distributed checkpoints; {folder} has its own configuration")
+    if config is not None and not takes_config(folder):
+        raise InputError(f"--config is for weights without one; {folder} has its own configuration")
     if rope_factor is not None and kind != "meta":
         raise InputError(f"--rope-factor is for Meta's files; {folder} has its own configuration")
     source: Source
@@ -190,7 +199,7 @@ def open_source(
     elif kind == "dcp":
         source = dcp.DcpSource(folder, config)
     else:
-        source = FolderSource(folder, allow_pickle=allow_pickle)
+        source = FolderSource(folder, config, allow_pickle=allow_pickle)
     return source if adapter is None else lora.MergedSource(View(source), adapter, allow_pickle=allow_pickle)
 
 

@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from ligermodels import weights
 from ligermodels.arch.config import ModelConfig
-from ligermodels.conversion.sources import View, kind_of, locate, open_source
+from ligermodels.conversion.sources import View, kind_of, locate, open_source, takes_config
 from ligermodels.errors import InputError
 
 Level = Literal["none", "keys", "bytes", "logits"]
@@ -68,23 +68,22 @@ def verify(
     level: "keys" reads headers only and compares names, shapes and dtypes, and from the configs what texts of some
     lengths alone would show: rope and windows; "bytes" every bit too; "logits" also runs
     both models in fp32 on the CPU, one after the other, on the same prompts: memory holds one model in fp32.
-    config, rope_factor: as in `Options`, for those of the two that are distributed checkpoints or Meta's files.
+    config, rope_factor: as in `Options`, for those of the two that have none or are Meta's files.
     Raises MismatchError if one of them does not fit its own config; what differs between the two is in the report.
     """
     folders = [locate(one, allow_pickle=allow_pickle) for one in (a, b)]
-    kinds = [kind_of(folder) for folder in folders]
-    if config is not None and "dcp" not in kinds:
-        raise InputError(f"--config is for distributed checkpoints, and neither {a} nor {b} is one")
-    if rope_factor is not None and "meta" not in kinds:
+    given = Path(os.path.expanduser(config)) if config is not None else None
+    if given and not any(map(takes_config, folders)):
+        raise InputError(f"--config is for weights without one, and {a} and {b} have their own")
+    if rope_factor is not None and not any(kind_of(folder) == "meta" for folder in folders):
         raise InputError(f"--rope-factor is for Meta's files, and neither {a} nor {b} holds some")
 
-    def view(index: int) -> View:
-        meta, dcp = kinds[index] == "meta", kinds[index] == "dcp"
-        folder = Path(os.path.expanduser(config)) if config is not None and dcp else None
-        factor = rope_factor if meta else None
-        return View(open_source(folders[index], allow_pickle=allow_pickle, config=folder, rope_factor=factor))
+    def view(folder: Path) -> View:
+        its = given if takes_config(folder) else None
+        factor = rope_factor if kind_of(folder) == "meta" else None
+        return View(open_source(folder, allow_pickle=allow_pickle, config=its, rope_factor=factor))
 
-    with view(0) as one, view(1) as other:
+    with view(folders[0]) as one, view(folders[1]) as other:
         size = sum(info.nbytes for info in one.headers.values())
         report = Report(str(a), str(b), len(one.headers), size)
         return compare(one, other, level=level, report=report, progress=progress)

@@ -126,7 +126,6 @@ class _CausalLM(_Model):
         built = self._build(config)
         self.model, self.lm_head = built.model, built.lm_head
         self.vocab_size = config.get_text_config().vocab_size
-        self.warnings_issued = dict[str, bool]()
         self.post_init()
 
     def _get_resized_lm_head(self: Any, head: Any, *args: Any, **options: Any) -> Any:
@@ -262,11 +261,8 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     ours = dict(made.named_parameters())
     different = [f"{path} is not in {type(made).__name__}" for path in theirs if path not in ours]
     different += [f"{path} is missing" for path in ours if path not in theirs]
-    different += [
-        f"{path} has another shape"
-        for path in ours
-        if ours[path].shape != getattr(theirs.get(path), "shape", ours[path].shape)
-    ]
+    if not different:
+        different = [f"{path} has another shape" for path in ours if ours[path].shape != theirs[path].shape]
     if different:
         raise InputError(f"the model's parameters are not those of its config: {_some(different)}")
     for path, parameter in theirs.items():

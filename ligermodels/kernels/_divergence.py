@@ -120,8 +120,8 @@ def _raise(z, m, s, h, SCALE: tl.constexpr, HARD: tl.constexpr):
 
 
 @triton.jit
-def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, DTYPE: tl.constexpr,
-                STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
+def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, BACKWARDS: tl.constexpr,
+                DTYPE: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Of two rows of logits: maximum and log sum exp((z - maximum) SCALE), and the student's log sum exp(z - maximum).
 
     Maximum and sum are kept apart: rounded into one number, they would cost each probability half an ulp of it.
@@ -130,8 +130,10 @@ def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, DT
     APART: tl.constexpr = HARD and SCALE != 1.0
     m, n = tl.full([R], -float("inf"), DTYPE), tl.full([R], -float("inf"), DTYPE)
     s, t, h = tl.zeros([R], DTYPE), tl.zeros([R], DTYPE), tl.zeros([R], DTYPE)
-    for start in tl.range(0, V, R * 8, num_stages=STAGES):
-        columns = start + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
+    tiles = tl.cdiv(V, R * 8)
+    for i in tl.range(0, tiles, num_stages=STAGES):
+        tile = (tiles - 1 - i) if BACKWARDS else i
+        columns = tile * (R * 8) + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
         z = tl.load(student + columns, mask=columns < V, other=-float("inf"), eviction_policy="evict_last")
         u = tl.load(teacher + columns, mask=columns < V, other=-float("inf"), eviction_policy="evict_last")
         m, s, h = _raise(z.to(DTYPE), m, s, h, SCALE, APART)
@@ -151,8 +153,9 @@ def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log
            WRITE: tl.constexpr, BACKWARDS: tl.constexpr, DTYPE: tl.constexpr, EXACT: tl.constexpr,
            STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """One pass over a row of each. SUM: the sums of the loss and of its derivative by x. WRITE: soft times the
-    gradients, and for HARD hard times those of cross entropy; d_student may be student, as a tile is read before it
-    is written. BACKWARDS begins with the tiles that the pass before left in the cache.
+    gradients, and for HARD hard times those of cross entropy. d_student may begin where student begins: a tile is read
+    before it is written and, of narrower numbers than student's, written where tiles before it were, so that a pass
+    that writes goes forwards. BACKWARDS begins with the tiles that the pass before left in the cache.
     """
     loss, slope = tl.zeros([R], DTYPE), tl.zeros([R], DTYPE)
     tiles = tl.cdiv(V, R * 8)
@@ -179,6 +182,8 @@ def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log
                 dx *= soft
                 if HARD:
                     dx += hard * (_weight((z - s_max) - h_log, 1.0) - tl.where(columns == label, 1.0, 0.0))
+                if LOGITS and d_student.dtype.element_ty != student.dtype.element_ty:
+                    tl.debug_barrier()  # other threads hold the columns that lie where this one writes
                 tl.store(d_student + columns, dx.to(d_student.dtype.element_ty), mask=columns < V)
             if d_teacher is not None:
                 tl.store(d_teacher + columns, (soft * dy).to(d_teacher.dtype.element_ty), mask=columns < V)
@@ -235,7 +240,7 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
             s_max, s_log = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
             t_max, t_log, h_log = s_max, s_log, s_log
             if LOGITS:
-                s_max, s_log, t_max, t_log, h_log = _statistics(x, y, V, SCALE, HARD, DTYPE, STAGES, R)
+                s_max, s_log, t_max, t_log, h_log = _statistics(x, y, V, SCALE, HARD, AT_ONCE, DTYPE, STAGES, R)
             if HARD:
                 z_label = tl.load(x + label, mask=(label >= 0) & (label < V), other=0.0).to(DTYPE)
                 hard = (h_log - (z_label - s_max)) * known
@@ -251,7 +256,7 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
                 soft, slope = _sweep(
                     x, y, dx, dy, V, s_max, s_log, t_max, t_log, h_log, slope, factor * WEIGHT_SOFT,
                     factor * WEIGHT_HARD, label, BETA, LOGITS, SCALE, CROSS, True, AT_ONCE,
-                    LOGITS, DTYPE, EXACT, STAGES, R,
+                    LOGITS and not AT_ONCE, DTYPE, EXACT, STAGES, R,
                 )  # fmt: skip
                 soft *= known
             if GRADIENT and (loss is None or not AT_ONCE):
@@ -279,22 +284,23 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
 def launch_rows(
     student: Tensor, teacher: Tensor, options: JSDOptions, *, strides: tuple[int, int], logits: bool,
     valid: Tensor | None, count: int, labels: Tensor | None, losses: Sequence[Tensor | None] = (None, None, None),
-    d_student: Tensor | None = None, d_teacher: Tensor | None = None, upstream: Tensor | None = None,
-    first_row: int = 0, undivided: bool = False,
+    d_student: Tensor | None = None, d_teacher: Tensor | None = None, d_stride: int | None = None,
+    upstream: Tensor | None = None, first_row: int = 0, undivided: bool = False,
 ) -> None:  # fmt: skip
     """Fills what is not None from the rows of student and teacher [C, V], the tokens from first_row on.
 
     losses [T] are the loss, and without their weights its soft and hard part, all with the divisor of the mean.
-    Gradients are contiguous [C, V], or d_student is student; upstream, contiguous [T] or one number, multiplies
-    them. strides are those of the rows, which torch.compile does not know in backward. The mean is over `valid`, a
-    number on the device, or else over count tokens.
+    Gradients are [C, V] with rows d_stride apart, or contiguous; each row of d_student may begin where that of student
+    begins, if it is not wider. upstream, contiguous [T] or one number, multiplies them. strides are those of student
+    and teacher, which torch.compile does not know in backward. The mean is over `valid`, a number on the device, or
+    else over count tokens.
     """
     rows, vocab = student.shape
     programs, tiling = _tiling(student, teacher, logits)
     launch(
         _rows_kernel, (programs,),
         student, teacher, d_student, d_teacher, labels, valid, upstream, *losses, *strides,
-        strides[0] if d_student is student else vocab, 0 if upstream is None else upstream.dim(), first_row, rows,
+        vocab if d_stride is None else d_stride, 0 if upstream is None else upstream.dim(), first_row, rows,
         count, vocab, options.beta, options.ignore_index, options.reduction == "mean", logits,
         1.0 / options.temperature, options.weight_hard, options.weight_soft,
         options.weight_hard != 0 or losses[2] is not None, undivided, **tiling,

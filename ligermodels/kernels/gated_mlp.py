@@ -151,7 +151,7 @@ class _MLP(torch.autograd.Function):
         tiles = _tiles(len(dy), rows) if need_z or need_w2 else []
         several = len(tiles) > 1
         over = need_z and (rows is not None or (kept.is_contiguous() and read_last(kept)))
-        dw1, dw2 = _Gradients(w1, need_w1, several), _Gradients([w2], [need_w2], several)
+        of_w1, of_w2 = _Gradients(w1, need_w1, several), _Gradients([w2], [need_w2], several)
         x: Any = None
         dx, db1, room = x, x, x
         if inputs:
@@ -166,10 +166,10 @@ class _MLP(torch.autograd.Function):
             needs = dict(need_x=need_z, need_h=need_w2)
             dz, _, h = unit_linear_backward(dyt, z, None, w2, packed, activation, over=over, **needs)
             if need_w2:
-                dw2.add(dyt, h)
+                of_w2.add(dyt, h)
             del h
             if any(need_w1):
-                dw1.add(dz, x[tile])
+                of_w1.add(dz, x[tile])
             if any(need_b1):
                 part = dz.sum(0, dtype=accumulator(dz.dtype) if several else None)
                 db1 = part if db1 is None else db1 + part
@@ -178,7 +178,7 @@ class _MLP(torch.autograd.Function):
                 dx = part if dx is None else dx
         if several:
             del room, z, dz  # before the sums are rounded, one behind the other
-        dw1, dw2 = dw1.take(), dw2.take()
+        dw1, dw2 = of_w1.take(), of_w2.take()
         db1 = [None] * count if db1 is None else bias_gradients(db1.to(w2.dtype), w1, need_b1)
         db2 = dy.sum(0) if need_b2 else None
         dx = None if dx is None else dx.view(shape)
@@ -196,6 +196,8 @@ def _apply(
 ) -> Tensor:  # fmt: skip
     with torch.no_grad():
         z = pack(x, w1, b1) if rows is None else None
+    if z is not None and not torch.is_grad_enabled():
+        return F.linear(unit(z, None, packed, activation), w2, b2)
     y = _MLP.apply(x, z, recipe_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
     if not torch.compiler.is_compiling():
         with torch.no_grad():

@@ -219,8 +219,9 @@ def unit_linear_backward(
         needs = dict(need_x=need_x, need_up=need_up, emit=need_h, over=over)
         dx, d_up = unit_backward(h, x, up, packed, activation, **needs)
         return dx, d_up, h if need_h else None
-    h = unit(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1]) if need_h else None
-    return None, None, h
+    if not need_h:
+        return None, None, None
+    return None, None, unit(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1])
 
 
 def _linear(

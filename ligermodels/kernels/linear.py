@@ -26,6 +26,7 @@ from ligermodels.kernels._recipes import Recipe, backward_alone, make, recipe_of
 from ligermodels.kernels._triton import once_differentiable, use_triton
 
 _PLAIN = (nn.Parameter, Tensor)
+_OF_LAYERS = frozenset((*_PLAIN, type(None)))
 
 
 def joint(tensors: Sequence[Tensor]) -> Tensor | None:
@@ -98,17 +99,25 @@ def _sizes(weights: Sequence[Tensor]) -> list[int]:
 
 def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
     """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given; without autograd."""
-    whole, bias = _as_one(weights), biases[0]
-    if whole is not None and len(biases) > 1 and any(b is not None for b in biases):
-        bias = joint(biases) if all(b is not None for b in biases) else None  # type: ignore[arg-type]
-        whole = None if bias is None else whole
+    whole = _layer(weights, biases)
     if whole is not None:
-        return _one(x, whole, bias, out)
+        return _one(x, *whole, out)
     sizes = _sizes(weights)
     out = x.new_empty(x.shape[0], sum(sizes)) if out is None else out
     for w, b, columns in zip(weights, biases, out.split(sizes, 1), strict=True):
         _one(x, w, b, columns)
     return out
+
+
+def _layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[Tensor, Tensor | None] | None:
+    """The weight and the bias of the one linear layer that these are; None where they lie apart."""
+    weight = _as_one(weights)
+    if weight is None or len(weights) == 1:
+        return None if weight is None else (weight, biases[0])
+    if all(b is None for b in biases):
+        return weight, None
+    bias = None if any(b is None for b in biases) else joint(biases)  # type: ignore[arg-type]
+    return None if bias is None else (weight, bias)
 
 
 def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -121,6 +130,9 @@ def pack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) 
     """`product` of an x [..., K]: [..., sum N_i], a tensor of its own, row by row."""
     if torch.compiler.is_compiling():
         return side_by_side(x, weights, biases)
+    whole = _layer(weights, biases)
+    if whole is not None:
+        return F.linear(x, *whole)
     y = x.new_empty((*x.shape[:-1], sum(_sizes(weights))))
     product(_rows(x), weights, biases, out=_rows(y))
     return y
@@ -188,6 +200,10 @@ def bias_gradients(total: Tensor, weights: Sequence[Tensor], needs: Sequence[boo
     return [part if need else None for part, need in zip(total.split(_sizes(weights)), needs, strict=True)]
 
 
+def _nothing(count: int) -> list[Tensor | None]:
+    return [None] * count
+
+
 class _Linear(torch.autograd.Function):
     """x: [..., K], of two dims or more; recipe: that of x, or None; parameters: `count` weights [N_i, K], and to each a
     bias [N_i] or None -> [..., sum N_i]."""
@@ -208,7 +224,7 @@ class _Linear(torch.autograd.Function):
         weights, made_of = saved[:count], saved[count:]
         need_x, _, _, *needs = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
-        dx, dweights, dbiases = None, [None] * count, [None] * count
+        dx, dweights, dbiases = None, _nothing(count), _nothing(count)
         if made_of:  # first, so that x and dx are never there together
             dweights = weight_gradients(weights, needs[:count], rows, make(ctx.function, made_of).flatten(0, -2))
         if need_x:
@@ -225,8 +241,7 @@ def _left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         torch.compiler.is_compiling()
         or type(x) is not Tensor
         or x.dim() < 2
-        or any(type(w) not in _PLAIN for w in weights)
-        or any(b is not None and type(b) not in _PLAIN for b in biases)
+        or not _OF_LAYERS.issuperset(map(type, (*weights, *biases)))
         or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
         or transformed()
     )

@@ -7,21 +7,25 @@
 averaged over the tokens that count. The temperature leaves the hard loss alone, and no power of it multiplies the
 soft one: for Hinton's form, weight_soft = temperature^2.
 
-Forward walks over chunks of C tokens with two workspaces [C, V]. cuBLAS writes both logits, the kernel of `jsd` turns
-the student's into their gradient where they lie, and cuBLAS multiplies that with the weight (dx) and into x (dweight,
+Forward walks over chunks of C tokens with two workspaces [C, V]. cuBLAS writes both logits, in fp32 of 16-bit inputs
+too: the gradient is made of differences between them, of which rounding would leave little where the student is near
+its teacher. The kernel of `jsd` turns the student's into their gradient where they lie, in the dtype of the inputs,
+which takes the first half of each row then, and cuBLAS multiplies that with the weight (dx) and into x (dweight,
 accumulated in fp32 over the chunks). Gradients are ready after forward, and backward multiplies them by the upstream
 gradient, in place. Four GEMMs, of which one is the teacher's; beside them each logit is read three times (twice at
 beta = 0, where the gradient needs no sum over the row) and the student's written once, in part from the cache: the
 least for rows that do not fit on the chip, because the log-sum-exps come before the loss, and the loss before the
 gradient.
 
-Memory beyond the inputs: both workspaces (together at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32 instead, which at the end is rounded into its own room.
+Memory beyond the inputs: both workspaces (8 bytes for a token and a class, 16 in fp64; together at most chunk_bytes,
+but 128 rows), dx, and dweight; with fp32 accumulation dweight in fp32 instead, which at the end is rounded into its own
+room.
 
 Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649; Hsu et al., arXiv:2410.10989, section 3.2
 (gradients in forward).
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -31,8 +35,20 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, gather, hand_out, keep
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
+from ligermodels.kernels._gradients import accumulate
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
+
+
+def _wide_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear of inputs of the dtype that it would take, under autocast too, with an unrounded fp32 result."""
+    kind, dtype = x.device.type, x.dtype
+    cast = not x.is_meta and torch.is_autocast_enabled(kind)
+    if cast and torch.float64 not in (dtype, weight.dtype):
+        dtype = torch.get_autocast_dtype(kind)
+    with torch.autocast(kind, enabled=False) if cast else contextlib.nullcontext():
+        x, weight = (t.to(dtype).to(accumulator(dtype)) for t in (x, weight))
+        return F.linear(x, weight, None if bias is None else bias.to(dtype).to(x.dtype))
 
 
 class LinearJSDOutput(NamedTuple):
@@ -52,9 +68,9 @@ def linear_jsd_reference(
     """What `linear_jsd` computes, in plain PyTorch, which holds all logits."""
     vocab = student_weight.shape[0]
     with torch.no_grad():
-        u = F.linear(teacher_x, teacher_weight, teacher_bias)[..., :vocab]
-    z = F.linear(student_x, student_weight, student_bias)
-    z, u = (logits.to(accumulator(torch.promote_types(z.dtype, u.dtype))) for logits in (z, u))
+        u = _wide_logits(teacher_x, teacher_weight, teacher_bias)[..., :vocab]
+    z = _wide_logits(student_x, student_weight, student_bias)
+    z, u = (logits.to(torch.promote_types(z.dtype, u.dtype)) for logits in (z, u))
     valid = valid_tokens(labels, z, ignore_index)
     z, u = (logits.masked_fill(~valid[..., None], 0) for logits in (z, u))
     soft = jsd_reference(*((t / temperature).log_softmax(-1) for t in (z, u)), labels=labels, beta=beta,
@@ -90,6 +106,13 @@ def _undivided(options: JSDOptions, settings: Settings, needs: tuple[bool, bool,
     return settings.dtype == torch.float16 and options.reduction == "mean" and any(needs) and options.beta < 1
 
 
+def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """The logits of x [C, H] in `out` [C, V], which may be wider than the inputs."""
+    if bias is not None:
+        out.copy_(bias)
+    accumulate(out, x.t(), weight.t(), first=bias is None)
+
+
 def _run(
     x: Tensor, weight: Tensor, bias: Tensor | None, teacher_x: Tensor, teacher_weight: Tensor,
     teacher_bias: Tensor | None, labels: Tensor | None, upstream: Tensor | None, parts: bool,
@@ -99,15 +122,17 @@ def _run(
     marks, ignore_index = labels, options.ignore_index
     if marks is None:
         marks, ignore_index = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device), -1
-    sizes = settings.dtype.itemsize, teacher_dtype.itemsize
-    half = settings._replace(chunk_bytes=max(settings.chunk_bytes * sizes[0] // sum(sizes), 1))
-    chunks = Chunks(x, weight, bias, marks, ignore_index, half)
+    wides = accumulator(settings.dtype), accumulator(teacher_dtype)
+    # Chunks counts bytes of logits as wide as its inputs.
+    chunk_bytes = settings.chunk_bytes * settings.dtype.itemsize // sum(wide.itemsize for wide in wides)
+    chunks = Chunks(x, weight, bias, marks, ignore_index, settings._replace(chunk_bytes=max(chunk_bytes, 1)))
     if chunks.source is not None:
         teacher_x = gather(teacher_x, chunks.source)
     teacher_x, w = teacher_x.to(teacher_dtype), teacher_weight[: chunks.vocab].to(teacher_dtype)
     b = None if teacher_bias is None else teacher_bias[: chunks.vocab].to(teacher_dtype)
-    workspace = chunks.workspace()
-    teacher_space = torch.empty(chunks.rows, chunks.pitch, dtype=teacher_dtype, device=x.device)[:, : chunks.vocab]
+    pitch, vocab = chunks.pitch, chunks.vocab
+    spaces = [torch.empty(chunks.rows, pitch, dtype=wide, device=x.device) for wide in wides]
+    narrow = spaces[0].view(settings.dtype)  # gradients of the student's logits, each row where the logits' begins
 
     kept, count = (None if labels is None else chunks.labels), len(chunks.labels)
     valid = None if kept is None or options.reduction != "mean" else (kept != ignore_index).sum()
@@ -118,14 +143,18 @@ def _run(
     wide = settings.wide(weight)
     gradients = Gradients(chunks, needs, wide, wide if undivided else weight.dtype)
     upstream = chunks.per_row(upstream)
-    for start, z in chunks.logits(workspace):
-        u, rows = teacher_space[: len(z)], teacher_x[start : start + len(z)]
-        torch.mm(rows, w.t(), out=u) if b is None else torch.addmm(b, rows, w.t(), out=u)
-        launch_rows(z, u, options, strides=(chunks.pitch, chunks.pitch), logits=True, valid=valid, count=count,
-                    labels=kept, losses=losses, d_student=z if any(needs) else None, upstream=upstream,
-                    first_row=start, undivided=undivided)  # fmt: skip
-        gradients.add(chunks, start, z)
-        del z, u, rows
+    for start in range(0, len(chunks.labels), max(chunks.rows, 1)):
+        student, teacher = (rows[start : start + chunks.rows] for rows in (chunks.x, teacher_x))
+        z, u = (space[: len(student), :vocab] for space in spaces)
+        _project(student, chunks.weight, chunks.bias, z)
+        _project(teacher, w, b, u)
+        dz = narrow[: len(student), :vocab] if any(needs) else None
+        launch_rows(z, u, options, strides=(pitch, pitch), logits=True, valid=valid, count=count, labels=kept,
+                    losses=losses, d_student=dz, d_stride=narrow.shape[1], upstream=upstream, first_row=start,
+                    undivided=undivided)  # fmt: skip
+        if dz is not None:
+            gradients.add(chunks, start, dz)
+        del z, u, dz, student, teacher
     gradients.finish(chunks.place)
     if options.reduction == "none":
         loss, soft_loss, hard_loss = (chunks.per_token(each, 0) for each in losses)
@@ -135,7 +164,7 @@ def _run(
     if undivided:
         factor = torch.full((), count, device=x.device) if valid is None else valid
         factor = factor.to(dtype).clamp(min=1).reciprocal()
-    del workspace, teacher_space, chunks, teacher_x, w  # before dweight is rounded, a peak
+    del spaces, narrow, chunks, teacher_x, w  # before dweight is rounded, a peak
     dx, dweight, dbias = gradients.dx, gradients.take_dweight(), gradients.dbias
     if not undivided:
         dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)

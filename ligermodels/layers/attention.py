@@ -9,12 +9,11 @@ from ligermodels.cache import LayerCache
 from ligermodels.errors import InputError
 from ligermodels.kernels._recipes import carry
 from ligermodels.kernels.attention import attention
-from ligermodels.kernels.linear import packed_linear
+from ligermodels.kernels.linear import linear, packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.linear import (
     JointProjections,
-    apply_linear,
     apply_linears,
     is_plain,
     parameters_of,
@@ -71,7 +70,8 @@ class Attention(JointProjections):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
-        o_proj = getattr(self, self.output_name)
+        o_proj: nn.Module = self._modules[self.output_name]  # type: ignore[assignment]
+        fused_output = is_plain(o_proj)
         q, k, v = self._qkv(x, batch)
         key_mask = batch.key_mask
         if cache is not None:
@@ -90,15 +90,16 @@ class Attention(JointProjections):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
-            turns=is_plain(o_proj),
+            turns=fused_output,
         )
-        return apply_linear(o_proj, carry(out, out.flatten(2)))
+        out = carry(out, out.flatten(2))
+        return linear(out, o_proj.weight, o_proj.bias) if fused_output else o_proj(out)  # type: ignore[arg-type]
 
     def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
         inputs = self.joint_modules
         rotates = batch.cos is not None and batch.sin is not None
-        fused = all(map(is_plain, inputs))
+        fused = is_plain(*inputs)
         if not fused and len(inputs) > 1:
             warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):

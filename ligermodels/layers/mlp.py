@@ -50,8 +50,8 @@ class GatedMLP(JointProjections):
         self.lay_together()
 
     def forward(self, x: Tensor) -> Tensor:
-        inputs, down = self.joint_modules, getattr(self, self.output_name)
-        if all(map(is_plain, inputs)) and is_plain(down):
+        inputs, down = self.joint_modules, self._modules[self.output_name]
+        if is_plain(*inputs, down):
             weights, biases = parameters_of(inputs)
             packed = len(inputs) == 1
             return gated_mlp(
@@ -69,7 +69,7 @@ class GatedMLP(JointProjections):
         return self._layer_by_layer(x)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
-        inputs, down = self.joint_modules, getattr(self, self.output_name)
+        inputs, down = self.joint_modules, self._modules[self.output_name]
         gate, *up = apply_linears(inputs, x)
         if not is_plain(down):
             return down(glu(gate, *up, activation=self.activation))
@@ -109,7 +109,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.projections)
-        if is_plain(fc1) and is_plain(fc2):
+        if is_plain(fc1, fc2):
             return mlp(
                 x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation, recompute=self.recompute
             )

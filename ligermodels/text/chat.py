@@ -3,8 +3,14 @@
 A template sees plain data only (what JSON can hold); other objects, such as images, appear as "<TypeName>".
 Limits on what it may do: `ligermodels.text.sandbox`. Checked against transformers 5.23,
 `render_jinja_template`.
+
+Which characters are the assistant's: a template says it with {% generation %}. To find their places in the whole
+text, the template is rendered a second time with marks around them, and the text without the marks must be that of
+the first rendering. A place that is counted while the text is made, as transformers counts it, is wrong inside a
+macro or a {% set %} block.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
@@ -34,7 +40,8 @@ class ChatTemplates:
         self.templates = dict(templates)
         self._variables = dict(variables)
         self._folder = folder
-        self._compiled: dict[str, CodeType] = {}
+        # (text of the template, with marks or not) -> (its program, whether it has {% generation %})
+        self._compiled: dict[tuple[str, bool], tuple[CodeType, bool]] = {}
 
     def render(
         self,
@@ -46,7 +53,11 @@ class ChatTemplates:
         continue_final_message: bool,
         template: str | None,
         variables: Mapping[str, Any],
-    ) -> str:
+        with_spans: bool = False,
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """The text, and with `with_spans` the (start, end) of each stretch of it that is the assistant's."""
+        if continue_final_message and with_spans:
+            raise TokenizerError("continue_final_message goes with no assistant mask: the message has no end yet.")
         if continue_final_message and add_generation_prompt:
             raise TokenizerError(
                 "continue_final_message and add_generation_prompt exclude each other: the one goes on with "
@@ -62,8 +73,23 @@ class ChatTemplates:
         seen |= {"tools": copy(tools), "documents": copy(documents), "add_generation_prompt": add_generation_prompt}
         if continue_final_message:
             _mark_end(seen["messages"])
-        text = self._run(source, where, seen, copy.given)
-        return _cut_at_end(text) if continue_final_message else text
+        text, has_marks = self._run(source, where, seen, copy.given)
+        if not with_spans:
+            return (_cut_at_end(text) if continue_final_message else text), []
+        if not has_marks:
+            raise TokenizerError(
+                f"{where} does not say which text is the assistant's: it has no {{% generation %}} ... "
+                "{% endgeneration %}. Next step: put them around the assistant's text, in a template passed as "
+                "chat_template=...; TRL has such variants of the usual templates."
+            )
+        marked, spans = _spans(self._run(source, where, seen, copy.given, with_marks=True)[0], where)
+        if marked != text:
+            raise TokenizerError(
+                f"{where} changes the text that {{% generation %}} stands around, so that its place cannot be told. "
+                "Likely cause: a filter over the tag, such as trim, or a message that holds the marks. Next step: put "
+                "the tag around the filter."
+            )
+        return text, spans
 
     def turn_end(self) -> str:
         """What the default template writes after the text of an assistant's turn; "" if it shows none.
@@ -72,7 +98,7 @@ class ChatTemplates:
         """
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         try:
-            text = self.render(
+            text, _ = self.render(
                 turns,
                 tools=None,
                 documents=None,
@@ -88,7 +114,7 @@ class ChatTemplates:
     def _choose(self, template: str | None, has_tools: bool) -> tuple[str, str]:
         """(text, what an error calls it) of the template asked for by name or as text, or of the usual names."""
         if template is not None and not isinstance(template, str):
-            raise TokenizerError(f"template must be a name or a template's text, not {type(template).__name__}.")
+            raise TokenizerError(f"chat_template must be a name or a template's text, not {type(template).__name__}.")
         names = short(list(self.templates))
         if template is not None and template not in self.templates:
             if "{" in template:
@@ -97,23 +123,28 @@ class ChatTemplates:
         if not self.templates:
             raise TokenizerError(
                 f"{self._folder} has no chat template. Likely cause: a base model, not an instruct model. "
-                "Next step: pass template=..., or encode a prompt of your own."
+                "Next step: pass chat_template=..., or encode a prompt of your own."
             )
         name = template or ("tool_use" if has_tools and "tool_use" in self.templates else "default")
         if name not in self.templates:
             raise TokenizerError(
-                f"{self._folder} has no default chat template. Next step: pass template= one of {names}."
+                f"{self._folder} has no default chat template. Next step: pass chat_template= one of {names}."
             )
         return self.templates[name], f"the chat template {short(name)} of {self._folder}"
 
-    def _run(self, source: str, where: str, variables: Mapping[str, Any], given: int) -> str:
+    def _run(
+        self, source: str, where: str, variables: Mapping[str, Any], given: int, with_marks: bool = False
+    ) -> tuple[str, bool]:
+        """(text, whether the template has {% generation %})."""
         account = limits.Account(given)
-        environment = sandbox.TemplateSandbox(account)
+        environment = sandbox.TemplateSandbox(account, with_marks)
         try:
-            if source not in self._compiled:
-                self._compiled[source] = environment.compile_checked(source)
-            program = jinja2.Template.from_code(environment, self._compiled[source], environment.make_globals(None))
-            return limits.join(program.generate(variables), account.largest)
+            key = source, with_marks
+            if key not in self._compiled:
+                self._compiled[key] = environment.compile_checked(source), environment.has_marks
+            code, has_marks = self._compiled[key]
+            program = jinja2.Template.from_code(environment, code, environment.make_globals(None))
+            return limits.join(program.generate(variables), account.largest), has_marks
         except sandbox.RaisedByTemplate as error:
             raise TokenizerError(f"{where} refuses these messages: {_words(error)}") from error
         except Exception as error:
@@ -122,7 +153,7 @@ class ChatTemplates:
 
 def _reason(error: Exception) -> str:
     """What went wrong in a template, the likely cause and the next step."""
-    other = "Next step: take the template from the checkpoint's repository again, or pass another as template=..."
+    other = "Next step: take the template from the checkpoint's repository again, or pass another as chat_template=..."
     match error:
         case jinja2.TemplateSyntaxError():
             return f"syntax error: {_words(error.message)}. Likely cause: a hand edit, or a damaged file. {other}"
@@ -182,6 +213,24 @@ class _Copy:
         if isinstance(value, list | tuple):
             return [self(item, depth + 1) for item in value]
         return f"<{type(value).__name__}>"
+
+
+def _spans(marked: str, where: str) -> tuple[str, list[tuple[int, int]]]:
+    """(the text without the marks, the (start, end) in it of each stretch between them)."""
+    text, spans, starts = "", [], []
+    for part in re.split(f"({sandbox.SPAN_START}|{sandbox.SPAN_END})", marked):
+        if part == sandbox.SPAN_START:
+            starts.append(len(text))
+        elif part == sandbox.SPAN_END and starts:
+            spans.append((starts.pop(), len(text)))
+        elif part == sandbox.SPAN_END:
+            starts.append(0)
+            break
+        else:
+            text += part
+    if starts:
+        raise TokenizerError(f"{where} leaves a {{% generation %}} without its end. Likely cause: break or continue.")
+    return text, spans
 
 
 def _mark_end(chat: list[dict[str, Any]]) -> None:

@@ -28,8 +28,12 @@ MAX_FILE_BYTES = 2**26
 _MAX_JSON_BYTES, _MAX_JSON_ITEMS, _MAX_WIDE_BYTES = 2**24, 600_000, 2**22
 # Each comma that is mended costs a parse of all.
 _MAX_MENDED = 2**16
-_MAX_TEMPLATES, _MAX_CONTENT = 100, 1000
+_MAX_TEMPLATES, MAX_CONTENT = 100, 1000
 MAX_ID = 2**31 - 1
+# Classes of transformers that pad on the left where the file does not say, and what stands for no limit there.
+_LEFT, _NO_LIMIT = ("GemmaTokenizer", "GemmaTokenizerFast"), int(1e30)
+
+MORE_TEMPLATES = "additional_chat_templates"
 
 COPIED_FILES = (
     "tokenizer.json",
@@ -76,7 +80,8 @@ class TokenizerFiles:
     pad_token_id: int | None
     # Rows of the model's embedding as config.json states them; None without config.json.
     model_vocab_size: int | None
-    copied: tuple[Path, ...] = field(repr=False)
+    # The files that are the tokenizer, and what `stamp` says of each.
+    copied: Mapping[Path, tuple[int, int]] = field(repr=False)
 
     def path(self, name: str) -> Path | None:
         return _existing(self.folder, name)
@@ -125,8 +130,35 @@ def read_files(folder: str | Path) -> TokenizerFiles:
             None,
         ),
         model_vocab_size=next((size for size in sizes if type(size) is int), None),
-        copied=(*(path for name in COPIED_FILES if (path := _existing(folder, name))), *_more_templates(folder)),
+        copied={
+            path: stamp(path)
+            for path in (*(_existing(folder, name) for name in COPIED_FILES), *_more_templates(folder))
+            if path is not None
+        },
     )
+
+
+def stamp(path: Path) -> tuple[int, int]:
+    """Another one after the file has been written anew."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+def call_settings(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The sides of padding and truncation and the length that a tokenizer_config.json states, or transformers' own."""
+    length = config.get("model_max_length")
+    found = {
+        "padding_side": config.get("padding_side") or ("left" if config.get("tokenizer_class") in _LEFT else "right"),
+        "truncation_side": config.get("truncation_side") or "right",
+        "model_max_length": _NO_LIMIT if length is None else length,
+    }
+    sides = {found["padding_side"], found["truncation_side"]} <= {"left", "right"}
+    if not sides or isinstance(length, bool) or not isinstance(found["model_max_length"], int | float):
+        raise TokenizerError(
+            f"{folder / 'tokenizer_config.json'}: {short(found)}: the sides must be 'left' or 'right', the length a "
+            "number. Likely cause: a hand edit."
+        )
+    return found
 
 
 def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes:
@@ -168,7 +200,7 @@ def _existing(folder: Path, name: str) -> Path | None:
 
 
 def _more_templates(folder: Path) -> list[Path]:
-    found = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    found = sorted((folder / MORE_TEMPLATES).glob("*.jinja"))
     if len(found) > _MAX_TEMPLATES:
         raise TokenizerError(f"{folder} has {len(found)} additional chat templates; at most {_MAX_TEMPLATES} are read.")
     return [path for path in found if _existing(folder, path.relative_to(folder).as_posix())]
@@ -240,14 +272,14 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
                 is_special = content in special
                 tokens.append(AddedToken(id=int(index), content=content, special=is_special, normalized=not is_special))
         for token in tokens:
-            if not (isinstance(token.content, str) and 0 < len(token.content) <= _MAX_CONTENT):
+            if not (isinstance(token.content, str) and 0 < len(token.content) <= MAX_CONTENT):
                 raise ValueError(f"content {short(token.content)}")
             if not 0 <= token.id <= MAX_ID:
                 raise ValueError(f"id {short(token.id)}")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerError(
             f"{folder}: an added token cannot be read ({type(error).__name__}: {str(error)[:80]}). It must have a "
-            f"content of 1 to {_MAX_CONTENT:,} characters and an id of 0 or more and below 2**31, in "
+            f"content of 1 to {MAX_CONTENT:,} characters and an id of 0 or more and below 2**31, in "
             "tokenizer_config.json (added_tokens_decoder) or added_tokens.json."
         ) from error
     return tuple(sorted(tokens, key=lambda token: token.id))

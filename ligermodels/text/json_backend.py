@@ -21,7 +21,7 @@ from typing import Any
 
 from ligermodels.errors import TokenizerError
 from ligermodels.text import pieces
-from ligermodels.text.files import TokenizerFiles, read_text
+from ligermodels.text.files import AddedToken, TokenizerFiles, read_text
 
 # How many times longer the steps before the vocabulary, or the decoder, may make a text. SentencePiece's nmt_nfkc
 # alone says 33, a replacement by pattern 2.
@@ -33,7 +33,7 @@ _PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
 
 class JsonBackend:
-    """`tokenizers.Tokenizer` behind the four calls that `Tokenizer` and `StreamDecoder` need."""
+    """`tokenizers.Tokenizer` behind the calls that `Tokenizer` and `StreamDecoder` need."""
 
     def __init__(self, path: Path, files: TokenizerFiles) -> None:
         import tokenizers
@@ -47,7 +47,8 @@ class JsonBackend:
             raise TokenizerError(f"{path} cannot be loaded: {_diagnose(text)}. ({error})") from error
         self._native.no_truncation()
         self._native.no_padding()
-        self._merge_added(path, files)
+        self._path = path
+        self.update(files)
         self._falls_back = _has_byte_fallback(self.decoder)
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
@@ -55,6 +56,12 @@ class JsonBackend:
         with _native_errors("encode"):
             found = self._native.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         return [encoding.ids for encoding in found]
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids, and the (start, end) of each in the text; (0, 0) of those that are added."""
+        with _native_errors("encode"):
+            found = self._native.encode(text, add_special_tokens=add_special_tokens)
+        return found.ids, found.offsets
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         with _native_errors("decode"):
@@ -71,6 +78,18 @@ class JsonBackend:
 
     def id_to_token(self, index: int) -> str | None:
         return self._native.id_to_token(index)
+
+    def vocab(self) -> dict[str, int]:
+        return self._native.get_vocab(with_added_tokens=True)
+
+    def to_json(self) -> str:
+        """tokenizer.json with all tokens that were added."""
+        return self._native.to_str(pretty=True)
+
+    @property
+    def added(self) -> dict[int, AddedToken]:
+        found = self._native.get_added_tokens_decoder().items()
+        return {index: AddedToken(id=index, **token.__getstate__()) for index, token in found}
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -90,9 +109,11 @@ class JsonBackend:
         """The `decoder` object of tokenizer.json."""
         return json.loads(self._native.decoder.__getstate__()) if self._native.decoder else None
 
-    def _merge_added(self, path: Path, files: TokenizerFiles) -> None:
+    def update(self, files: TokenizerFiles) -> None:
+        """Adds the tokens that are new in `files`, and makes special those that are named there."""
         import tokenizers
 
+        path = self._path
         present = self._native.get_added_tokens_decoder()
         new, size = [], self.vocab_size
         for token in files.added:
@@ -118,6 +139,9 @@ class JsonBackend:
         # All at once: each call builds the search for all of them anew.
         with _native_errors(f"{path}, adding tokens"):
             self._native.add_tokens(new)
+            if any(t.id in present and present[t.id].normalized and not t.normalized for t in files.added):
+                # The library goes on with the normalised spelling of the token otherwise.
+                self._native = tokenizers.Tokenizer.from_str(self._native.to_str())
         for token in files.added:
             if (found := self._native.token_to_id(token.content)) != token.id:
                 raise TokenizerError(

@@ -57,14 +57,23 @@ class RaisedByTemplate(Exception):
     """The template called raise_exception."""
 
 
+# Around the assistant's text, where marks are asked for.
+SPAN_START, SPAN_END = "\ue000assistant\ue000", "\ue000end\ue000"
+
+
 class GenerationTag(Extension):
-    """{% generation %} ... {% endgeneration %} marks the assistant's text; it prints its body."""
+    """{% generation %} ... {% endgeneration %} marks the assistant's text; it prints its body, with marks around it
+    if the environment's `with_marks` says so. `has_marks` of the environment says that a template has the tag."""
 
     tags = {"generation"}  # noqa: RUF012
 
     def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
+        self.environment.has_marks = True  # type: ignore[attr-defined]
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if self.environment.with_marks:  # type: ignore[attr-defined]
+            start, end = (nodes.Output([nodes.TemplateData(mark)], lineno=line) for mark in (SPAN_START, SPAN_END))
+            body = [start, *body, end]
         return nodes.Scope(body, lineno=line)
 
 
@@ -73,7 +82,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
-    def __init__(self, account: Account) -> None:
+    def __init__(self, account: Account, with_marks: bool = False) -> None:
+        self.with_marks, self.has_marks = with_marks, False
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,

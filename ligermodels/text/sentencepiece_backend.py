@@ -61,12 +61,20 @@ def is_tiktoken(data: bytes) -> bool:
 
 
 class SentencePieceBackend:
-    """A SentencePieceProcessor and added tokens behind the four calls of `Tokenizer` and `StreamDecoder`."""
+    """A SentencePieceProcessor and added tokens behind the calls of `Tokenizer` and `StreamDecoder`."""
 
     def __init__(self, path: Path, files: TokenizerFiles) -> None:
+        self._path, self._native = path, read_model(path)
+        self.update(files)
+
+    def __reduce__(self) -> Any:
+        return _rebuilt, (self._path, self._native.serialized_model_proto(), self._files)
+
+    def update(self, files: TokenizerFiles) -> None:
+        """Takes the added and special tokens from `files`, and what they say about spaces and the edges of a text."""
         import sentencepiece
 
-        self._native = read_model(path)
+        self._files, path = files, self._path
         normalized = self._native.normalize("a  b")
         if normalized.endswith(SPACE):
             raise TokenizerError(f"{path}: treat_whitespace_as_suffix is not supported.")
@@ -75,9 +83,9 @@ class SentencePieceBackend:
         self._prefixes = normalized.startswith(SPACE) and config.get("add_prefix_space") is not False
         self._legacy = bool(config.get("legacy", False))
         self._bare = type(self._native)(model_proto=self._native.serialized_model_proto() + _NO_DUMMY_PREFIX)
-        self._added = self._collect_added(path, files)
-        self._added_ids = {token.content: token.id for token in self._added.values()}
-        self.special_ids = frozenset(token.id for token in self._added.values() if token.special)
+        self.added = self._collect_added(path, files)
+        self._added_ids = {token.content: token.id for token in self.added.values()}
+        self.special_ids = frozenset(token.id for token in self.added.values() if token.special)
         bos, eos = files.named.get("bos_token", "<s>"), files.named.get("eos_token", "</s>")
         self._before = self._edge(path, bos) if config.get("add_bos_token", True) else []
         self._after = self._edge(path, eos) if config.get("add_eos_token", False) else []
@@ -88,8 +96,8 @@ class SentencePieceBackend:
             escape_whitespaces=False,
             remove_extra_whitespaces=False,
         )
-        raw = {token.content: token for token in self._added.values() if not token.normalized}
-        cooked = {normalizer.normalize(t.content): t for t in self._added.values() if t.normalized}
+        raw = {token.content: token for token in self.added.values() if not token.normalized}
+        cooked = {normalizer.normalize(t.content): t for t in self.added.values() if t.normalized}
         self._rounds = [
             (normalize, _pattern(tokens), tokens)
             for normalize, tokens in ((str, raw), (normalizer.normalize, cooked))
@@ -99,6 +107,52 @@ class SentencePieceBackend:
     def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         return [before + self._encode_text(text) + after for text in texts]
+
+    def encode_with_offsets(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        """The ids, and the (start, end) of each in the text; (0, 0) of those that are added.
+
+        Raises TokenizerError where SentencePiece changes the text, so that the places in it are lost.
+        """
+        before, after = (self._before, self._after) if add_special_tokens else ([], [])
+        ids, offsets, at = list(before), [(0, 0)] * len(before), 0
+        for place, stretch in enumerate(self._split(text)):
+            content = stretch.content if isinstance(stretch, AddedToken) else stretch
+            at = text.find(content, at)
+            if at < 0:
+                raise self._lost(text)
+            if isinstance(stretch, AddedToken):
+                ids.append(stretch.id)
+                offsets.append((at, at + len(content)))
+            else:
+                found = self._encode_stretch(stretch, place == 0)
+                ids += found
+                offsets += [(at + start, at + end) for start, end in self._places(found, stretch)]
+            at += len(content)
+        return ids + after, offsets + [(0, 0)] * len(after)
+
+    def _places(self, ids: list[int], text: str) -> list[tuple[int, int]]:
+        """Where in `text` each piece stands: the characters that have one of its bytes."""
+        plain = text.replace(SPACE, " ")
+        spelled = [self._spelled(index) for index in ids]
+        prefix = len(b"".join(spelled)) - len(plain.encode())
+        if b"".join(spelled) != b" " * prefix + plain.encode():
+            raise self._lost(text)
+        character = [at for at, char in enumerate(plain) for _ in char.encode()]
+        places, end = [], -prefix
+        for piece in spelled:
+            start, end = max(end, 0), end + len(piece)
+            places.append((character[start], character[end - 1] + 1) if end > 0 else (0, 0))
+        return places
+
+    def _spelled(self, index: int) -> bytes:
+        piece = self._native.id_to_piece(index)
+        return bytes([int(piece[3:5], 16)]) if self._native.is_byte(index) else piece.replace(SPACE, " ").encode()
+
+    def _lost(self, text: str) -> TokenizerError:
+        return TokenizerError(
+            f"{self._path} changes the text {text[:40]!r} before it cuts it into tokens, so that the place of a token "
+            "in it is not known. Next step: take tokenizer.json from the checkpoint's repository."
+        )
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         kept = (index for index in ids if not (skip_special_tokens and index in self.special_ids))
@@ -116,9 +170,13 @@ class SentencePieceBackend:
         return index if known else None
 
     def id_to_token(self, index: int) -> str | None:
-        if index in self._added:
-            return self._added[index].content
+        if index in self.added:
+            return self.added[index].content
         return self._native.id_to_piece(index) if index < self.base_vocab_size else None
+
+    def vocab(self) -> dict[str, int]:
+        own = {self._native.id_to_piece(index): index for index in range(self.base_vocab_size)}
+        return own | {token.content: index for index, token in self.added.items()}
 
     @property
     def base_vocab_size(self) -> int:
@@ -127,7 +185,7 @@ class SentencePieceBackend:
 
     @property
     def vocab_size(self) -> int:
-        return max(self.base_vocab_size, 1 + max(self._added, default=-1))
+        return max(self.base_vocab_size, 1 + max(self.added, default=-1))
 
     @property
     def decoder(self) -> Mapping[str, Any]:
@@ -202,6 +260,16 @@ class SentencePieceBackend:
             elif (index := self._find(content)) is not None:
                 added.setdefault(index, AddedToken(id=index, content=content, special=True))
         return added
+
+
+def _rebuilt(path: Path, model: bytes, files: TokenizerFiles) -> SentencePieceBackend:
+    """From a pickle."""
+    import sentencepiece
+
+    backend = SentencePieceBackend.__new__(SentencePieceBackend)
+    backend._path, backend._native = path, sentencepiece.SentencePieceProcessor(model_proto=model)
+    backend.update(files)
+    return backend
 
 
 def _pattern(tokens: Mapping[str, AddedToken]) -> re.Pattern[str]:

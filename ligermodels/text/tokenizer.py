@@ -3,62 +3,51 @@
 import functools
 import operator
 import os
-import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError, TokenizerError
+from ligermodels.text import batch, saving
+from ligermodels.text.batch import BatchEncoding
 from ligermodels.text.chat import ChatTemplates
-from ligermodels.text.files import MAX_ID, TokenizerFiles, read_files
+from ligermodels.text.files import MAX_ID, TokenizerFiles, call_settings, read_files
 from ligermodels.text.json_backend import JsonBackend
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend, check_agreement
+from ligermodels.text.vocabulary import Backend, Vocabulary
 
 
-class Backend(Protocol):
-    """What a tokenizer library gives: `JsonBackend` and `SentencePieceBackend` are the two."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    @property
-    def base_vocab_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def decoder(self) -> Mapping[str, Any] | None: ...
-    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
-    def token_to_id(self, token: str) -> int | None: ...
-    def id_to_token(self, index: int) -> str | None: ...
-
-
-class Tokenizer:
+class Tokenizer(Vocabulary):
     """The tokenizer, the chat templates and the stop ids of one checkpoint.
 
         tokenizer = ligermodels.Tokenizer.from_hub("meta-llama/Llama-3.2-1B-Instruct")
         ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
         model.generate(torch.tensor([ids]), max_new_tokens=99, eos_token_id=tokenizer.chat_stop_ids)
 
-    bos_token_id, eos_token_id: the tokenizer's own, None if it has none.
-    eos_token_ids: every id that ends a text: generation_config.json's, config.json's and the tokenizer's.
-    chat_stop_ids: those and the one that ends a turn of the chat template.
-    pad_token_id: the tokenizer's own pad token; else pad_token_id of generation_config.json or config.json;
-    else the first of eos_token_ids; else 0. The mask hides padding, so that any id will do.
-    vocab_size: one more than the largest id, added tokens included.
+    Called, it returns what transformers' tokenizer returns, and it has the methods that trainers and data collators
+    call. Tokens and ids: `Vocabulary`.
+
+    chat_stop_ids: `eos_token_ids` and the one that ends a turn of the chat template.
+    padding_side, truncation_side, model_max_length: of calls that do not say; may be set.
+    name_or_path: what `from_hub` was given. model_input_names: what a call returns.
+    is_fast: whether the tokenizers library does the work.
     """
 
-    def __init__(self, files: TokenizerFiles, backend: Backend) -> None:
-        self.files = files
+    padding_side: str
+    truncation_side: str
+    model_max_length: int
+
+    def __init__(self, files: TokenizerFiles, backend: Backend, name_or_path: str = "") -> None:
+        self.files = self._loaded = files
         self.backend = backend
-        self.vocab_size = backend.vocab_size
-        ids = {name: backend.token_to_id(token) for name, token in files.named.items()}
+        self.name_or_path = name_or_path or str(files.folder)
+        self.model_input_names = ["input_ids", "attention_mask"]
         for name in ("bos_token", "eos_token"):
-            if name in files.named and ids[name] is None:
+            if name in files.named and backend.token_to_id(files.named[name]) is None:
                 raise TokenizerError(
                     f"{files.folder}: {name} is {short(files.named[name])}, which has no id. Likely cause: an "
                     "added token is missing from tokenizer.json or added_tokens.json."
@@ -68,16 +57,8 @@ class Tokenizer:
         if missing:
             text = f"{files.folder}: special tokens without an id, left out: {short(sorted(missing))}"
             warnings.warn(text, stacklevel=3)
-        self.bos_token_id = ids.get("bos_token")
-        own = [index for index in (ids.get("eos_token"),) if index is not None]
-        self.eos_token_ids = tuple(dict.fromkeys((*files.eos_token_ids, *own)))
-        self.eos_token_id = next(iter(own or self.eos_token_ids), None)
-        pads = (ids.get("pad_token"), files.pad_token_id, *self.eos_token_ids, 0)
-        self.pad_token_id = next(index for index in pads if index is not None)
-        self._adds_bos = self.bos_token_id in backend.encode([""], True)[0][:1]
-        variables = {name: token for name, token in files.named.items() if ids[name] is not None}
-        extra = {"additional_special_tokens": list(files.extra_special)} if files.extra_special else {}
-        self._chat = ChatTemplates(files.templates, variables | extra, files.folder)
+        for name, value in call_settings(files.config, files.folder).items():
+            setattr(self, name, value)
 
     @classmethod
     def from_hub(
@@ -102,10 +83,10 @@ class Tokenizer:
             local_files_only=local_files_only,
             weights=False,
         )
-        return cls.from_folder(folder)
+        return cls.from_folder(folder, name_or_path=str(id_or_folder))
 
     @classmethod
-    def from_folder(cls, folder: str | Path) -> "Tokenizer":
+    def from_folder(cls, folder: str | Path, *, name_or_path: str = "") -> "Tokenizer":
         """From tokenizer.json, else from tokenizer.model. Raises TokenizerError."""
         files = read_files(folder)
         json_path, model_path = files.path("tokenizer.json"), files.path("tokenizer.model")
@@ -129,7 +110,7 @@ class Tokenizer:
                 f"{files.model_vocab_size} rows (vocab_size of config.json). Likely cause: the tokenizer of "
                 "another checkpoint."
             )
-        return cls(files, backend)
+        return cls(files, backend, name_or_path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
@@ -140,45 +121,150 @@ class Tokenizer:
         """
         return self._encode_many([text], add_special_tokens)[0]
 
+    def __call__(
+        self,
+        text: str | Sequence[str],
+        *,
+        add_special_tokens: bool = True,
+        padding: bool | str = False,
+        truncation: bool | str | None = None,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+        return_attention_mask: bool | None = None,
+        return_offsets_mapping: bool = False,
+    ) -> BatchEncoding:
+        """input_ids and attention_mask of a text or of a list of them, as transformers' tokenizer returns them.
+
+        Lists of ints, [S] of a text and [B][S] of a list; with return_tensors "pt" or "np" int64 [B, S].
+        padding: True or "longest", "max_length", or False. truncation: True cuts to max_length or, without that, to
+        model_max_length where the folder has one; so does max_length alone without padding.
+        return_offsets_mapping: also offset_mapping, the (start, end) in the text of each token.
+        Pairs of texts, words that are cut already and what overflows are not offered. One difference: a text that
+        begins with the BOS token gets no second one (`encode`).
+        """
+        texts = [text] if isinstance(text, str) else text
+        if not isinstance(texts, list | tuple):
+            raise InputError(f"a tokenizer is called with a text or a list of texts, not with {short(text)}.")
+        if truncation is None:
+            truncation = max_length is not None and padding is False
+        columns = self._columns(list(texts), add_special_tokens, return_offsets_mapping)
+        return self._finished(
+            columns,
+            edges=self._edges if add_special_tokens and truncation else (0, 0),
+            flat=isinstance(text, str) and return_tensors is None,
+            padding=padding,
+            truncation=truncation,
+            max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side,
+            return_tensors=return_tensors,
+            return_attention_mask=return_attention_mask,
+        )
+
     def encode_batch(
         self, texts: Sequence[str], padding_side: str = "left", add_special_tokens: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """(input_ids, attention_mask), both int64 [B, S], S the longest; the mask is 1 on real tokens."""
+        """(input_ids, attention_mask), both int64 [B, S], S the longest; the mask is 1 on real tokens.
+
+        It needs no pad token: padding is `padding_id`.
+        """
         if isinstance(texts, str) or not isinstance(texts, Iterable) or padding_side not in ("left", "right"):
             raise InputError(
                 "encode_batch takes a list of texts and padding_side 'left' or 'right', "
                 f"not {type(texts).__name__} and {short(padding_side)}."
             )
         rows = self._encode_many(list(texts), add_special_tokens)
+        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
         width = max(map(len, rows), default=0)
-        input_ids = torch.full((len(rows), width), self.pad_token_id, dtype=torch.int64)
-        attention_mask = torch.zeros_like(input_ids)
-        for row, ids in enumerate(rows):
-            place = slice(width - len(ids), width) if padding_side == "left" else slice(0, len(ids))
-            input_ids[row, place] = torch.tensor(ids, dtype=torch.int64)
-            attention_mask[row, place] = 1
-        return input_ids, attention_mask
+        found = batch.as_tensors(batch.pad(columns, width, padding_side, self.padding_id), "pt")
+        return found.input_ids.reshape(len(rows), width), found.attention_mask.reshape(len(rows), width)
 
-    def decode(self, ids: Iterable[int] | Tensor, skip_special_tokens: bool = True) -> str:
-        """The text of a list or 1-D tensor of ids. Ids without a token (a padded vocabulary) add nothing.
+    def pad(
+        self,
+        encoded_inputs: Any,
+        padding: bool | str = True,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_attention_mask: bool | None = None,
+        return_tensors: str | None = None,
+    ) -> BatchEncoding:
+        """Rows that are ids already, padded, as data collators ask for it; other columns (labels) stay as they are.
+
+        encoded_inputs: a dict of columns, or a list of dicts with a row each. Tensors come back as tensors.
+        """
+        columns, kind = batch.collect(encoded_inputs)
+        alone = not any(isinstance(row, list) for row in columns["input_ids"])
+        if alone and columns["input_ids"]:
+            columns = {name: [row] for name, row in columns.items()}
+        if any(len(rows) != len(columns["input_ids"]) for rows in columns.values()):
+            raise InputError(f"pad takes as many rows of each key, not { ({n: len(r) for n, r in columns.items()}) }.")
+        return self._finished(
+            columns,
+            flat=alone,
+            padding=padding,
+            max_length=max_length,
+            pad_to_multiple_of=pad_to_multiple_of,
+            padding_side=padding_side,
+            return_tensors=return_tensors or kind,
+            return_attention_mask=return_attention_mask,
+        )
+
+    def decode(
+        self,
+        token_ids: int | Iterable[int] | Tensor,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> str:
+        """The text of an id, or of a list, array or 1-D tensor of ids. Ids without a token (a padded vocabulary) add
+        nothing. The spaces of a text are never cleaned up.
 
         Bytes that are in no UTF-8 character become U+FFFD; in a run of byte tokens (Llama 2, Gemma) the good
         characters stay, as in SentencePiece, where the tokenizers library gives up the whole run.
         """
+        ids = token_ids
+        if clean_up_tokenization_spaces:
+            raise InputError("clean_up_tokenization_spaces is for word pieces; here it would take spaces of the text.")
         try:
-            values = list(map(operator.index, ids.tolist() if isinstance(ids, Tensor) else ids))
+            plain = ids.tolist() if isinstance(ids, Tensor) else ids
+            values = list(map(operator.index, plain if isinstance(plain, Iterable) else [plain]))
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"decode takes one text: a list of ints or a 1-D tensor of them, not {short(ids)}. Decode a batch by "
-                "rows."
+                f"decode takes one text: a list of ints or a 1-D tensor of them, not {short(ids)}. Next step: "
+                "batch_decode for a batch."
             ) from error
         if wrong := [index for index in values if not 0 <= index <= MAX_ID]:
             raise InputError(f"{short(wrong[0])} is not a token id. Likely cause: labels, where -100 means ignored.")
         return self.backend.decode(values, skip_special_tokens)
 
-    def token_to_id(self, token: str) -> int | None:
-        """The id of one token as the vocabulary spells it, None if it has none."""
-        return self.backend.token_to_id(token)
+    def batch_decode(
+        self,
+        sequences: Iterable[Iterable[int] | Tensor] | Tensor,
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool | None = None,
+    ) -> list[str]:
+        """The text of each row of ids."""
+        return [self.decode(row, skip_special_tokens, clean_up_tokenization_spaces) for row in sequences]
+
+    @property
+    def is_fast(self) -> bool:
+        return isinstance(self.backend, JsonBackend)
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """The template, or a dict of them by name where there are others than "default"; may be set, also to None."""
+        templates = dict(self.files.templates)
+        return templates["default"] if list(templates) == ["default"] else templates or None
+
+    @chat_template.setter
+    def chat_template(self, value: str | Mapping[str, str] | None) -> None:
+        templates = dict(value) if isinstance(value, Mapping) else {} if value is None else {"default": value}
+        if not all(isinstance(text, str) for pair in templates.items() for text in pair):
+            raise TokenizerError(f"chat_template must be a text, a dict of texts or None, not {short(value)}.")
+        _check_texts([*templates, *templates.values()])
+        self._change(templates=templates)
 
     def apply_chat_template(
         self,
@@ -188,29 +274,57 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
         continue_final_message: bool = False,
+        chat_template: str | None = None,
         template: str | None = None,
         tokenize: bool = True,
+        padding: bool | str = False,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        return_dict: bool = False,
+        return_assistant_tokens_mask: bool = False,
         **variables: Any,
-    ) -> list[int] | str:
-        """The conversation as ids, or as text with tokenize=False.
+    ) -> Any:
+        """The conversation as ids; as text with tokenize=False; as the dict of a call with return_dict=True.
 
-        messages: [{"role": ..., "content": ...}, ...]. tools: JSON schemas. template: the name of one of the
+        messages: [{"role": ..., "content": ...}, ...]. tools: JSON schemas. chat_template: the name of one of the
         checkpoint's templates, or a template's text; by default "tool_use" if there are tools and it exists,
-        else "default". variables: whatever else the template reads. The ids are those of the text without
-        special tokens around it: the template writes its own BOS. Raises TokenizerError, with the template's
-        own message where it refuses the conversation; limits on what a template may do:
-        `ligermodels.text.sandbox`.
+        else "default". template: the same. variables: whatever else the template reads. The ids are those of the
+        text without special tokens around it: the template writes its own BOS.
+        padding, truncation, max_length, return_tensors: as in a call.
+        return_assistant_tokens_mask: also assistant_masks, 1 for each token with a character that the template has
+        in {% generation %} ... {% endgeneration %}; needs return_dict=True, and a template with that tag.
+        Raises TokenizerError, with the template's own message where it refuses the conversation; limits on what a
+        template may do: `ligermodels.text.sandbox`.
         """
-        text = self._chat.render(
+        if return_assistant_tokens_mask and not (return_dict and tokenize):
+            raise InputError("return_assistant_tokens_mask goes with return_dict=True and tokenize=True.")
+        if template is not None and chat_template is not None:
+            raise InputError("chat_template and template are the same; give one.")
+        text, spans = self._chat.render(
             messages,
             tools=tools,
             documents=documents,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
-            template=template,
+            template=template if chat_template is None else chat_template,
             variables=variables,
+            with_spans=return_assistant_tokens_mask,
         )
-        return self.encode(text, add_special_tokens=False) if tokenize else text
+        if not tokenize:
+            return text
+        columns = self._columns([text], False, return_assistant_tokens_mask)
+        if return_assistant_tokens_mask:
+            columns["assistant_masks"] = [batch.within(columns.pop("offset_mapping")[0], spans)]
+        found = self._finished(
+            columns,
+            flat=return_tensors is None,
+            padding=padding,
+            truncation=truncation,
+            max_length=max_length,
+            return_tensors=return_tensors,
+        )
+        return found if return_dict else found["input_ids"]
 
     @functools.cached_property
     def chat_stop_ids(self) -> tuple[int, ...]:
@@ -226,33 +340,137 @@ class Tokenizer:
         closing = [index for index in tail if index in special][:1]
         return tuple(dict.fromkeys((*self.eos_token_ids, *closing)))
 
-    def save(self, folder: str | Path) -> None:
-        """Copies the tokenizer's and templates' files byte for byte; config.json and the like stay behind."""
-        for source in self.files.copied:
-            target = Path(folder) / source.relative_to(self.files.folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if target.exists() and target.samefile(source):
-                continue
-            partial = target.with_name(f".{target.name}.{os.getpid()}")
-            shutil.copyfile(source, partial)
-            os.replace(partial, target)
+    def save_pretrained(self, save_directory: str | Path) -> tuple[str, ...]:
+        """Writes the folder's files, with what was changed since, and returns their paths.
+
+        What was not changed is copied byte for byte; config.json and the like stay behind. Files of another
+        tokenizer in the folder go. Raises HubError, TokenizerError.
+        """
+        settings = {name: getattr(self, name) for name in call_settings(self.files.config, self.files.folder)}
+        target = Path(save_directory).expanduser()
+        paths = saving.write(target, saving.contents(self._loaded, self.files, self.backend, settings))
+        if os.path.samefile(target, self.files.folder):
+            self.files = self._loaded = read_files(self.files.folder)
+        return paths
+
+    save = save_pretrained
 
     def __repr__(self) -> str:
         return f"Tokenizer({str(self.files.folder)!r}, vocab_size={self.vocab_size})"
 
+    @functools.cached_property
+    def _chat(self) -> ChatTemplates:
+        names = {name: token for name, token in self.files.named.items() if self.token_to_id(token) is not None}
+        extra = {"additional_special_tokens": list(self.files.extra_special)} if self.files.extra_special else {}
+        return ChatTemplates(self.files.templates, names | extra, self.files.folder)
+
+    @functools.cached_property
+    def _adds_bos(self) -> bool:
+        return self.bos_token_id in self.backend.encode([""], True)[0][:1]
+
+    @functools.cached_property
+    def _edges(self) -> tuple[int, int]:
+        """How many special tokens stand before a text, and how many after it."""
+        (inner,), (whole,) = self.backend.encode(["a"], False), self.backend.encode(["a"], True)
+        more = len(whole) - len(inner)
+        before = next((n for n in range(more + 1) if whole[n : n + len(inner)] == inner), None)
+        if before is None:
+            raise TokenizerError(f"{self.files.folder}: special tokens do not stand around a text; nothing can be cut.")
+        return before, more - before
+
+    def _change(self, **fields: Any) -> None:
+        super()._change(**fields)
+        for name in _CACHED:
+            self.__dict__.pop(name, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _CACHED}
+
+    def _columns(self, texts: list[str], add_special_tokens: bool, with_offsets: bool) -> dict[str, list[Any]]:
+        if not with_offsets:
+            return {"input_ids": self._encode_many(texts, add_special_tokens)}
+        _check_texts(texts)
+        found = [self.backend.encode_with_offsets(text, add_special_tokens) for text in texts]
+        starts = [int(add_special_tokens and self._has_two_bos(ids)) for ids, _ in found]
+        return {
+            name: [row[part][start:] for row, start in zip(found, starts, strict=True)]
+            for part, name in enumerate(("input_ids", "offset_mapping"))
+        }
+
     def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        for text in texts:
-            if not isinstance(text, str):
-                raise TokenizerError(f"text must be a str, not {type(text).__name__}. Next step: decode bytes first.")
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise TokenizerError(
-                    f"the text has a lone surrogate {text[error.start]!r} at position {error.start}, which "
-                    "has no UTF-8. Likely cause: half of a pair from JSON or UTF-16; errors='replace' mends "
-                    "it."
-                ) from error
+        _check_texts(texts)
         rows = self.backend.encode(texts, add_special_tokens)
-        if add_special_tokens and self._adds_bos:
-            rows = [ids[1:] if ids[1:2] == [self.bos_token_id] else ids for ids in rows]
-        return rows
+        return [ids[1:] if add_special_tokens and self._has_two_bos(ids) else ids for ids in rows]
+
+    def _has_two_bos(self, ids: list[int]) -> bool:
+        return self._adds_bos and ids[1:2] == [self.bos_token_id]
+
+    def _finished(
+        self,
+        columns: dict[str, list[Any]],
+        *,
+        flat: bool,
+        padding: bool | str,
+        truncation: bool | str = False,
+        max_length: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        padding_side: str | None = None,
+        return_tensors: str | None = None,
+        return_attention_mask: bool | None = None,
+        edges: tuple[int, int] = (0, 0),
+    ) -> BatchEncoding:
+        """Rows of ids and what goes with them: cut, masked, padded, as tensors. flat: the only row by itself."""
+        cuts, pads = _choice("truncation", truncation, _CUTS), _choice("padding", padding, _PADS)
+        limit = max_length
+        if limit is None and self.model_max_length <= _LONGEST:
+            limit = int(self.model_max_length)
+        if cuts and limit is not None:
+            columns = batch.cut(columns, limit, self.truncation_side, edges)
+        rows = columns["input_ids"]
+        if return_attention_mask is None:
+            return_attention_mask = "attention_mask" in self.model_input_names
+        if return_attention_mask and "attention_mask" not in columns:
+            columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows], **columns}
+        if pads == "longest" and max_length is not None and not cuts:
+            warnings.warn("max_length says nothing with padding=True and no truncation.", stacklevel=3)
+        width = limit if pads == "max_length" else max(map(len, rows), default=0)
+        if pads and width is not None:
+            if self.pad_token_id is None:
+                raise InputError(
+                    "the tokenizer has no pad token. Next step: tokenizer.pad_token = tokenizer.eos_token, or "
+                    "another token of the vocabulary."
+                )
+            multiple = pad_to_multiple_of or 1
+            if cuts and limit is not None and limit % multiple:
+                raise InputError(f"rows cut to {limit} tokens cannot be a multiple of {multiple} long.")
+            side = self.padding_side if padding_side is None else padding_side
+            columns = batch.pad(columns, -(-width // multiple) * multiple, side, self.pad_token_id)
+        return batch.as_tensors({name: rows[0] for name, rows in columns.items()} if flat else columns, return_tensors)
+
+
+# What is made of the files when it is asked for, and again after a change.
+_CACHED = ("special_tokens_map", "_chat", "_adds_bos", "_edges", "chat_stop_ids")
+_PADS = {True: "longest", "longest": "longest", "max_length": "max_length", False: None, "do_not_pad": None}
+_CUTS = {True: True, "longest_first": True, "only_first": True, False: False, "do_not_truncate": False}
+# As in transformers: a model_max_length above it says that there is no limit.
+_LONGEST = 10**20
+
+
+def _choice(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
+    if isinstance(value, bool | str) and value in choices:
+        return choices[value]
+    raise InputError(f"{name} must be one of {list(choices)}, not {short(value)}.")
+
+
+def _check_texts(texts: list[str]) -> None:
+    for text in texts:
+        if not isinstance(text, str):
+            raise TokenizerError(f"text must be a str, not {type(text).__name__}. Next step: decode bytes first.")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text has a lone surrogate {text[error.start]!r} at position {error.start}, which "
+                "has no UTF-8. Likely cause: half of a pair from JSON or UTF-16; errors='replace' mends "
+                "it."
+            ) from error

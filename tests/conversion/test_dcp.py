@@ -166,11 +166,11 @@ def written(data):
 
 
 def entry(held):
-    return held.state_dict_metadata["norm.weight"]
+    return held.state_dict_metadata["model.norm.weight"]
 
 
 def info(held):
-    return next(value for key, value in held.storage_data.items() if key.fqn == "norm.weight")
+    return next(value for key, value in held.storage_data.items() if key.fqn == "model.norm.weight")
 
 
 def cut(folder):
@@ -184,7 +184,11 @@ def zeroed(folder):
 
 
 def swapped(held):
-    keys = [key for key in held.storage_data if key.fqn in ("layers.0.attn_norm.weight", "embed_tokens.weight")]
+    keys = [
+        key
+        for key in held.storage_data
+        if key.fqn in ("model.layers.0.input_layernorm.weight", "model.embed_tokens.weight")
+    ]
     a, b = (held.storage_data[key] for key in keys)
     for name in ("offset", "length"):
         x, y = getattr(a, name), getattr(b, name)
@@ -197,9 +201,9 @@ def overlapping(held):
         box(torch.Size([0]), torch.Size([20])), box(torch.Size([10]), torch.Size([12])),
     ]  # fmt: skip
     stored = info(held)
-    del held.storage_data[next(key for key in held.storage_data if key.fqn == "norm.weight")]
+    del held.storage_data[next(key for key in held.storage_data if key.fqn == "model.norm.weight")]
     for offset in (0, 10):
-        held.storage_data[metadata.MetadataIndex("norm.weight", [offset])] = stored
+        held.storage_data[metadata.MetadataIndex("model.norm.weight", [offset])] = stored
 
 
 def elsewhere(path):
@@ -236,13 +240,17 @@ BAD = {
     "a shape of text": (edited(lambda h: setattr(entry(h), "size", "32")), "is not the metadata"),
     "no chunks": (edited(lambda h: entry(h).chunks.clear()), "is not the metadata"),
     "a lost shard": (
-        edited(lambda h: h.storage_data.pop(next(k for k in h.storage_data if k.fqn == "norm.weight")) and None),
+        edited(lambda h: h.storage_data.pop(next(k for k in h.storage_data if k.fqn == "model.norm.weight")) and None),
         "do not make up",
     ),
     "shards that overlap": (edited(overlapping), "do not make up"),
     "no dtype": (edited(lambda h: setattr(entry(h).properties, "dtype", "float32")), "dtype"),
     "another dtype": (edited(lambda h: setattr(entry(h).properties, "dtype", torch.float16)), "torch.float32"),
     "places swapped": (edited(swapped), "two checkpoints|bytes for a shard"),
+    "packed by an earlier version": (
+        lambda f: save({"model.layers.0.attn.qkv_proj.weight": torch.ones(64, 32)}, f),
+        "an earlier ligermodels",
+    ),
     "no tensor of a model": (
         edited(lambda h: [h.state_dict_metadata.pop(k) for k in list(h.state_dict_metadata)] and None),
         "holds no Llama",

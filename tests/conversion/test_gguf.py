@@ -257,7 +257,7 @@ def test_llama3_divisors_are_those_of_the_model(tmp_path, model_of):
     divisors = tensors_of(tmp_path / "out.gguf")["rope_freqs.weight"].double()
     assert divisors[0] == divisors[1] == 1 < divisors[2] < 8 == divisors[3]
     model = ARCHS["llama"].from_config(read_json(model_of("llama") / "config.json"), device="meta")
-    cos, _ = model.rotary(torch.tensor([[3000]]))
+    cos, _ = model.decoder.rotary_emb(torch.tensor([[3000]]))
     frequencies = 500000.0 ** -(torch.arange(0, 8, 2).double() / 8) / divisors
     torch.testing.assert_close((3000 * frequencies).cos(), cos[0, 0].double(), rtol=0, atol=1e-3)
 
@@ -758,7 +758,7 @@ def test_every_released_model_is_computed(path):
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        gguf_layout.check(SimpleNamespace(config=config, rotary=rotary), path.stem)
+        gguf_layout.check(SimpleNamespace(config=config, decoder=SimpleNamespace(rotary_emb=rotary)), path.stem)
     windows = ("Mistral-7B-v0.1", "Phi-3-mini-4k-instruct", "Phi-3-medium-4k-instruct")
     assert len(told) == (path.stem in windows)
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -17,7 +18,7 @@ import ligermodels
 from ligermodels import weights
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import SafetensorsReader, json_bytes, read_json
-from ligermodels.conversion import MismatchError, Options, convert, pipeline
+from ligermodels.conversion import MismatchError, Options, convert, inspect, pipeline, verify
 from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.sources import FolderSource, View
 from ligermodels.errors import CheckpointError, HubError, InputError
@@ -169,6 +170,32 @@ def test_distributed_and_back(tmp_path, family):
     assert same(stored(tmp_path / "back"), tensors)
     with pytest.raises(InputError, match="its own configuration"):
         convert(tmp_path / "hf", tmp_path / "again", options)
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "pickle", "packed"])
+def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
+    tensors = finite(tmp_path / "hf")
+    left = tmp_path / "left"
+    write_native(left, tmp_path / "hf") if kind == "packed" else shutil.copytree(tmp_path / "hf", left)
+    for name in ("chat_template.jinja", "generation_config.json"):
+        (tmp_path / "hf" / name).write_bytes(FILES[name])
+    for name in ("config.json", "tokenizer.json", "generation_config.json"):
+        (left / name).unlink(missing_ok=True)
+    if kind == "pickle":
+        torch.save({f"module.{n}": x for n, x in tensors.items()}, left / "pytorch_model.bin")
+        (left / "model.safetensors").unlink()
+    (left / "tokenizer.json").write_text('{"added": 1}')
+    with pytest.raises(CheckpointError, match=r"config\.json is not there. Weights alone.*--config"):
+        convert(left, tmp_path / "out", Options(allow_pickle=True))
+    options = {"config": tmp_path / "hf", "allow_pickle": True}
+    found = inspect(left, **options)
+    assert found.ok and "--config" in found.use
+    convert(left, tmp_path / "out", Options(verify="bytes", progress=False, **options))
+    assert same(stored(tmp_path / "out"), tensors)
+    assert verify(left, tmp_path / "out", level="bytes", progress=False, **options).ok
+    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added": 1}'
+    assert not (tmp_path / "out" / "chat_template.jinja").exists()  # that of another tokenizer
+    assert ligermodels.load(tmp_path / "out").generation_config["eos_token_id"] == 2
 
 
 def test_mistrals_own_files(tmp_path):

@@ -170,7 +170,7 @@ def test_a_real_disk_that_is_full_or_read_only(made, tmp_path, what, monkeypatch
             subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
         if what == "bytes":
             (disk / "filler").write_bytes(bytes(shutil.disk_usage(disk).free - 8192))
-        monkeypatch.setattr(saving, "_check_room", lambda *args: None)
+        monkeypatch.setattr(saving, "check_room", lambda *args: None)
         code = errno.EROFS if what == "read-only" else errno.ENOSPC
         with pytest.raises(HubError, match=r"(?s)cannot be written.*(free some space|read-only)") as caught:
             made[1].save_pretrained(folder, max_shard_size=300)

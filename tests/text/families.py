@@ -14,6 +14,7 @@ from typing import Any
 import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from transformers.tokenization_utils_sentencepiece import generate_merges
 
 from tests.text import folders
@@ -817,3 +818,12 @@ FAMILIES = {
         pieces={"the the": "the Ġthe", "<|user|> \nthe": "<|user|> the"},
     ),
 }
+
+# Of these two AutoTokenizer reads the vocabulary alone out of tokenizer.json and builds the rest anew, where
+# transformers 4 and PreTrainedTokenizerFast take the file as it is: test_where_transformers_rebuilds_the_file.
+REBUILT = ("llama 2", "gemma 1")
+
+
+def theirs(name: str, folder: Path) -> Any:
+    """transformers' tokenizer of a family's folder."""
+    return (PreTrainedTokenizerFast if name in REBUILT else AutoTokenizer).from_pretrained(folder)

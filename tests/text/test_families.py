@@ -4,7 +4,7 @@ import json
 import shutil
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from ligermodels.errors import TokenizerError
 from ligermodels.text import StreamDecoder, Tokenizer
@@ -12,9 +12,6 @@ from tests.text import families, folders
 from tests.text.families import ALONE, FAMILIES, TALK, TOLD
 
 TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
-# Of these two AutoTokenizer reads the vocabulary alone out of tokenizer.json and builds the rest anew, where
-# transformers 4 and PreTrainedTokenizerFast take the file as it is: test_where_transformers_rebuilds_the_file.
-REBUILT = ("llama 2", "gemma 1")
 FORMS = ("{s}{t}", "{t}{s}", "{t} {s}\n {t}{s}{s}", "{s}\n\n{t}")
 # Texts that begin with, hold and end with white space, runs of newlines, digits, and every kind of script.
 PLAIN = (
@@ -29,24 +26,11 @@ PLAIN = (
 )
 
 
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = FAMILIES[name].build(tmp_path_factory.mktemp("family"))
-        return made[name]
-
-    return make
-
-
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request, folder_of):
     """(family, its folder, our tokenizer, transformers')."""
     folder = folder_of(request.param)
-    kind = PreTrainedTokenizerFast if request.param in REBUILT else AutoTokenizer
-    return FAMILIES[request.param], folder, Tokenizer.from_folder(folder), kind.from_pretrained(folder)
+    return FAMILIES[request.param], folder, Tokenizer.from_folder(folder), families.theirs(request.param, folder)
 
 
 def texts_of(family):
@@ -231,7 +215,7 @@ def test_a_template_that_shows_no_turn_end(folder_of, tmp_path, template):
     assert Tokenizer.from_folder(folder).chat_stop_ids == FAMILIES["phi 3"].stops
 
 
-@pytest.mark.parametrize("name", REBUILT)
+@pytest.mark.parametrize("name", families.REBUILT)
 def test_where_transformers_rebuilds_the_file(folder_of, name):
     """The same ids, but for what only the file says: Llama 2's dummy prefix, the HTML tags of Gemma 1.
 
@@ -261,7 +245,8 @@ def test_tokenizer_model_alone(folder_of, tmp_path, name):
             continue  # Metaspace, in tokenizer.json, merges the dummy prefix with a space that is there
         assert alone.encode(text) == whole.encode(text), text
         ids = whole.encode(text)
-        assert alone.decode(ids) == whole.decode(ids), text
+        for skip in (False, True):
+            assert alone.decode(ids, skip) == whole.decode(ids, skip), text
     for messages in (ALONE, TOLD):
         assert alone.apply_chat_template(messages, tokenize=False) == whole.apply_chat_template(
             messages, tokenize=False

@@ -20,7 +20,7 @@ def render(template: str, messages=MESSAGES) -> str:
         continue_final_message=False,
         template=template,
         variables={},
-    )
+    )[0]
 
 
 def grow(step: str, start: str = "'aa'") -> str:

@@ -68,8 +68,8 @@ def test_plain_text_is_sentencepiece_itself(sentencepiece_folder, sentencepiece_
     native = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
     assert tokenizer.encode(text) == [1, *native.encode(text)]
     assert tokenizer.encode(text, add_special_tokens=False) == native.encode(text)
-    assert tokenizer.decode(tokenizer.encode(text)) == native.decode(native.encode(text))
-    assert tokenizer.decode(tokenizer.encode(text)) == text.replace("▁", " ")
+    assert tokenizer.decode(tokenizer.encode(text), True) == native.decode(native.encode(text))
+    assert tokenizer.decode(tokenizer.encode(text), True) == text.replace("▁", " ")
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -102,7 +102,7 @@ def test_broken_bytes_decode_as_in_sentencepiece(sentencepiece_folder, sentencep
             for _ in range(generator.randrange(10))
         ]
         text = native.decode(ids)
-        assert tokenizer.decode(ids) == text, ids
+        assert tokenizer.decode(ids, True) == text, ids
         broken += "\ufffd" in text
     assert broken > 1000
     assert tokenizer.decode([first + byte for byte in (*"你".encode(), 0xE4, 0xBD)]) == "你\ufffd\ufffd"
@@ -142,7 +142,7 @@ def test_prefix_space_off(sentencepiece_folder, tmp_path):
     for tokenizer in (by_flag, by_model):
         pieces = [tokenizer.backend.id_to_token(i) for i in tokenizer.encode("the cat", add_special_tokens=False)]
         assert "".join(pieces) == "the▁cat"
-        assert tokenizer.decode(tokenizer.encode(" the")) == " the"
+        assert tokenizer.decode(tokenizer.encode(" the"), True) == " the"
 
 
 def test_bos_and_eos_flags(sentencepiece_folder):
@@ -160,7 +160,7 @@ def test_a_model_without_any_other_file(tmp_path, sentencepiece_model):
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.encode("the</s>", add_special_tokens=False)[-1] == 2
     assert tokenizer.encode("the")[0] == 1
-    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    assert tokenizer.decode(tokenizer.encode("the cat"), True) == "the cat"
 
 
 def tokens(base: int, *contents: tuple[str, dict]) -> dict[str, dict]:
@@ -192,7 +192,7 @@ def test_added_tokens_and_their_flags(sentencepiece_folder, sentencepiece_model,
         ids = tokenizer.encode(text, add_special_tokens=False)
         assert ids == oracle.encode(text, add_special_tokens=False), text
     ids = tokenizer.encode("<|user|> the mat<|end|>")
-    assert tokenizer.decode(ids) == "the mat"
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the mat"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|user|>the mat<|end|>"
 
 
@@ -224,7 +224,7 @@ def test_old_folders_name_added_tokens_elsewhere(tmp_path, sentencepiece_model):
     tokenizer = Tokenizer.from_folder(tmp_path)
     assert tokenizer.eos_token_id == size
     assert tokenizer.encode("a<|im_end|><tool>")[-2:] == [size, size + 1]
-    assert tokenizer.decode([size, size + 1]) == "<tool>"
+    assert tokenizer.decode([size, size + 1], True) == "<tool>"
 
 
 def test_tokenizer_json_wins(byte_fallback_folder, tmp_path):

@@ -12,7 +12,7 @@ from tokenizers import decoders
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import StopStrings, StreamDecoder, Tokenizer
 from ligermodels.text.pieces import PieceStream
-from tests.text import folders
+from tests.text import families, folders
 
 
 @pytest.fixture(scope="module", params=["byte level", "byte fallback", "first", "no prefix", "sentencepiece"])
@@ -85,18 +85,109 @@ def test_text_comes_at_once(tokenizer):
     text = "the cat 🦊 日本語 sat\nüß"
     ids = tokenizer.encode(text)
     parts = parts_of(tokenizer, ids)
-    assert "".join(parts) == tokenizer.decode(ids) == text
+    assert "".join(parts) == tokenizer.decode(ids, True) == text
     assert not any("\ufffd" in part for part in parts)
     so_far, waits = "", 0
     for count, part in enumerate(parts[:-1], 1):
         so_far += part
-        whole = tokenizer.decode(ids[:count])
+        whole = tokenizer.decode(ids[:count], True)
         if whole.endswith("\ufffd"):
             waits += 1
         else:
             assert so_far == whole
     assert 0 < waits < len(ids) - 3
     assert parts_of(tokenizer, tokenizer.encode("the cat sat"))[-1] == ""
+
+
+class Theirs:
+    """A tokenizer of another library: decode, and nothing else."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.count = tokenizer, 0
+
+    def decode(self, ids, skip_special_tokens):
+        assert type(ids) is list
+        self.count += len(ids)
+        return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.fixture(scope="module", params=families.FAMILIES)
+def theirs(request, folder_of):
+    return families.theirs(request.param, folder_of(request.param))
+
+
+FOREIGN_TEXTS = (
+    *folders.TEXTS,
+    "the cat\n\n  sat on",
+    " the  cat",
+    "a , b . do n't",
+    "👩‍👩‍👧‍👦 the 🦊",
+)
+
+
+def test_tokenizers_of_transformers(theirs):
+    end = theirs.eos_token
+    for text in FOREIGN_TEXTS:
+        for whole in (text, f"{end}{text}{end} {text}", f"{end}{end} the{end}{text}"):
+            ids = theirs.encode(whole)
+            for skip in (False, True):
+                parts = parts_of(Theirs(theirs), ids, skip)
+                assert "".join(parts) == theirs.decode(ids, skip_special_tokens=skip), whole
+                assert not any("\ufffd" in part for part in parts)
+            assert "".join(parts_of(theirs, ids)) == theirs.decode(ids, skip_special_tokens=True)
+
+
+def test_they_say_it_at_once(theirs):
+    ids = theirs.encode("the cat 🦊 日本語 sat\nüß", add_special_tokens=False)
+    parts, so_far = parts_of(theirs, ids), ""
+    for count, part in enumerate(parts[:-1], 1):
+        so_far += part
+        whole = theirs.decode(ids[:count], skip_special_tokens=True)
+        assert so_far == whole or whole.endswith("\ufffd")
+    assert parts[-1] == ""
+
+
+def test_they_go_on_after_a_prompt(theirs):
+    text = "the 👩‍👩‍👧‍👦 cat 日本語\n"
+    ids = theirs.encode(text, add_special_tokens=False)
+    whole = ""
+    for cut in range(1, len(ids)):
+        stream = StreamDecoder(theirs, after=iter(ids[:cut]))
+        rest = "".join([stream.put(index) for index in ids[cut:]] + [stream.flush()])
+        # What is given already is the text up to the last character that is complete.
+        said = theirs.decode(ids[:cut])
+        whole = whole if said.endswith("\ufffd") else said
+        assert whole + rest == text
+
+
+def test_their_broken_bytes(theirs):
+    """They wait, and text that has been given stays as it was."""
+    fox = theirs.encode("🦊", add_special_tokens=False)[-4:]
+    the = theirs.encode("the", add_special_tokens=False)
+    parts = parts_of(theirs, the + fox[:2])
+    assert "".join(parts) == theirs.decode(the + fox[:2]) and set(parts[-1]) == {"\ufffd"}
+    parts = parts_of(theirs, [*fox, fox[0], *the])
+    assert parts[3].endswith("🦊") and parts[4] == "" and parts[-1] == ""
+    assert "".join(parts).replace("\ufffd", "").replace(" ", "") == "🦊the" and "\ufffd" in "".join(parts)
+    # Prompts that end in nothing else.
+    for after in ([], fox[:1], [fox[0]] * 9):
+        assert "".join(StreamDecoder(theirs, after=after).put(index) for index in the).endswith("the")
+
+
+def test_the_cost_of_theirs_does_not_grow(theirs):
+    ids = theirs.encode("the cat sat on the mat 🦊 ", add_special_tokens=False) * 50
+    tokenizer = Theirs(theirs)
+    stream = StreamDecoder(tokenizer, after=ids)
+    for index in ids:
+        stream.put(index)
+    # A few tokens each time; all of them each time would be half a million and more.
+    assert tokenizer.count < 20 * len(ids)
+
+
+def test_what_cannot_decode():
+    for wrong in (None, 5, "text", object()):
+        with pytest.raises(InputError, match="has no decode"):
+            StreamDecoder(wrong)
 
 
 def test_cost_does_not_grow(tokenizer):

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoTokenizer
@@ -86,7 +87,7 @@ def test_encode_batch(pair):
         assert input_ids.dtype == attention_mask.dtype == torch.int64
         assert torch.equal(attention_mask, expected["attention_mask"])
         assert torch.equal(input_ids[real], expected["input_ids"][real])
-        assert (input_ids[~real] == ours.pad_token_id).all()
+        assert (input_ids[~real] == ours.padding_id).all()
     assert [t.shape for t in ours.encode_batch([])] == [(0, 0), (0, 0)]
     with pytest.raises(InputError, match="padding_side"):
         ours.encode_batch(texts, padding_side="middle")
@@ -97,9 +98,15 @@ def test_encode_batch(pair):
 def test_decode_takes_lists_and_tensors(byte_level_folder):
     tokenizer = Tokenizer.from_folder(byte_level_folder)
     ids = tokenizer.encode("the cat")
-    assert tokenizer.decode(torch.tensor(ids)) == tokenizer.decode(iter(ids)) == tokenizer.decode(ids) == "the cat"
+    for kind in (list, iter, torch.tensor, np.array):
+        assert tokenizer.decode(kind(ids), skip_special_tokens=True) == "the cat"
+        assert tokenizer.decode(kind(ids)) == "<|begin|>the cat"
+    for alone in (ids[0], torch.tensor(ids[0]), np.int64(ids[0])):
+        assert tokenizer.decode(alone) == "<|begin|>"
     assert tokenizer.decode([]) == ""
-    with pytest.raises(InputError, match="1-D tensor"):
+    for rows in ([ids, ids[:2]], torch.tensor([ids, ids]), np.array([ids])):
+        assert tokenizer.batch_decode(rows, True) == [tokenizer.decode(row, True) for row in rows]
+    with pytest.raises(InputError, match=r"1-D tensor.*batch_decode"):
         tokenizer.decode(torch.tensor([ids]))
     with pytest.raises(InputError, match=r"-100 .*labels"):
         tokenizer.decode([-100])
@@ -162,15 +169,15 @@ def test_generation_config_as_llama_3_2_published_it(byte_fallback_folder, tmp_p
 
 def test_pad_falls_back(byte_fallback_folder, tmp_path):
     folder = copy(byte_fallback_folder, tmp_path, eos_token=None)
-    assert Tokenizer.from_folder(folder).pad_token_id == 0
+    assert Tokenizer.from_folder(folder).padding_id == 0
     folders.write(folder, "generation_config.json", {"eos_token_id": [9, 7]})
-    assert Tokenizer.from_folder(folder).pad_token_id == 9
+    assert Tokenizer.from_folder(folder).padding_id == 9
     folders.write(folder, "config.json", {"pad_token_id": 4})
-    assert Tokenizer.from_folder(folder).pad_token_id == 4
+    assert Tokenizer.from_folder(folder).padding_id == 4
     folders.write(folder, "config.json", {"pad_token_id": -1})
-    assert Tokenizer.from_folder(folder).pad_token_id == 9
+    assert Tokenizer.from_folder(folder).padding_id == 9
     copy(byte_fallback_folder, tmp_path, pad_token={"content": "<unk>", "lstrip": False})
-    assert Tokenizer.from_folder(folder).pad_token_id == 0
+    assert Tokenizer.from_folder(folder).padding_id == 0
 
 
 def test_no_bos_where_none_is_added(byte_fallback_folder, tmp_path):
@@ -190,7 +197,7 @@ def test_a_decoder_that_cannot_be_streamed_still_decodes(byte_fallback_folder, t
     folders.write(folder, "tokenizer.json", state)
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     ids = [*ours.encode("the cat"), ours.token_to_id("<0xFF>")]
-    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True) == "the cat\ufffd"
+    assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True) == "the cat\ufffd"
 
 
 def test_stored_padding_and_truncation_are_off(byte_fallback_folder, tmp_path):
@@ -214,7 +221,7 @@ def test_config_adds_tokens_and_flags(byte_fallback_folder, tmp_path):
     for text in ("<|user|> \n the cat<note>", "<note> <|user|>"):
         ids = ours.encode(text)
         assert ids == theirs.encode(text)
-        assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
     assert ours.eos_token_id == theirs.eos_token_id == size + 1
     assert size + 1 in ours.backend.special_ids
 
@@ -242,13 +249,13 @@ def test_from_hub_resolves_without_weights(byte_level_folder, monkeypatch):
         "local_files_only": True,
     }
     assert calls == [(("some/model",), options | {"weights": False})]
-    assert tokenizer.decode(tokenizer.encode("the cat")) == "the cat"
+    assert tokenizer.decode(tokenizer.encode("the cat"), True) == "the cat"
 
 
 def test_a_long_text(pair):
     ours, _ = pair
     text = "the cat sat on the mat and the dog ran. " * 25_000
-    assert ours.decode(ours.encode(text)) == text
+    assert ours.decode(ours.encode(text), True) == text
 
 
 def test_imports_stay_out():

@@ -24,12 +24,15 @@ SIZES = dict(
     eos_token_id=2,
     pad_token_id=3,
 )
-CONFIGS = {
-    "llama": lambda **changes: transformers.LlamaConfig(**{**SIZES, "tie_word_embeddings": True, **changes}),
-    "qwen2": lambda **changes: transformers.Qwen2Config(**{**SIZES, "tie_word_embeddings": False, **changes}),
-}
+OWN = {
+    "llama": dict(tie_word_embeddings=True),
+    "qwen2": dict(tie_word_embeddings=False),
+    "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0),
+    "mixtral": dict(num_local_experts=4, router_aux_loss_coef=0.1, output_router_logits=True),
+}  # fmt: skip
+FAMILIES = ("llama", "qwen2")
 """One with a tied head, one with an untied head and biases."""
-FAMILIES = tuple(CONFIGS)
 WORDS = ["<unk>", "<s>", "</s>", "<pad>", "<|user|>", "<|assistant|>", *"abcdefghijklmnopqrstuvwxyz"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}<|assistant|> {% generation %}"
@@ -51,7 +54,8 @@ def make_tokenizer() -> transformers.PreTrainedTokenizerFast:
 def write_checkpoint(folder: Path, family: str, seed: int = 0, **changes) -> Path:
     """Model and tokenizer of a family, as transformers writes them; the biases are not zero."""
     torch.manual_seed(seed)
-    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[family](**changes))
+    config = transformers.AutoConfig.for_model(family, **{**SIZES, **OWN[family], **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.2)
@@ -66,11 +70,6 @@ def ours(folder: Path, **options):
 
 def theirs(folder: Path, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(str(folder), **options)
-
-
-def both(folder: Path):
-    """(ours, transformers') of one checkpoint."""
-    return ours(folder), theirs(folder)
 
 
 def make_ids(rows: int, length: int, seed: int = 0) -> torch.Tensor:

@@ -107,13 +107,17 @@ def test_offloaded_models_compute_what_they_did(folder, tmp_path, load):
     assert torch.equal(model.generate(ids, **options), expected.generate(ids, do_sample=False, **options))
 
 
+@pytest.mark.gpu
 def test_a_tied_head_on_another_device_than_its_table(folder):
-    """meta stands for the other device here."""
-    model = accelerate.dispatch_model(ours(folder), {"": "cpu"}, force_hooks=True)
+    """A device map may put the head, in which accelerate sees no weight while it is tied, apart from the table."""
+    model, ids = ours(folder), make_ids(2, 6)
+    expected = model(ids).logits
     if model.lm_head.is_tied:
-        x = torch.empty(2, 32, device="meta")
-        model.model.embed_tokens.to("cpu")
-        assert model.lm_head._weight_for(x).device.type == "cpu"
+        hook = accelerate.hooks.AlignDevicesHook(execution_device="cuda", io_same_device=True)
+        accelerate.hooks.add_hook_to_module(model.lm_head, hook)
+        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)  # fp32 logits of about 5
+        model(ids, labels=ids).loss.backward()
+        assert model.get_input_embeddings().weight.grad.device.type == "cpu"
 
 
 def test_state_dicts_share_memory_with_the_model_and_no_storage_within(folder, tmp_path):
@@ -140,7 +144,7 @@ def test_device_maps_keep_blocks_whole(tmp_path, family):
             for module in (model.model.layers[0], model.get_input_embeddings())
         )
         # accelerate leaves room for the largest part on the device, for what is offloaded.
-        room = {"cpu": table + int(2.5 * block) + max(block, table), "disk": 10**9}
+        room = {"cpu": table + int(2.7 * block) + max(block, table), "disk": 10**9}
         found, split = (
             accelerate.infer_auto_device_map(model, max_memory=room, no_split_module_classes=classes)
             for classes in (model._no_split_modules, [])

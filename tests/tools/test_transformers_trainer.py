@@ -1,5 +1,6 @@
 """transformers' Trainer: the losses, predictions and folders of our models are those of transformers' own."""
 
+import logging
 import shutil
 import sys
 import types
@@ -73,6 +74,16 @@ def test_losses_are_those_of_transformers(folder, tmp_path, way):
     found, expected = (trained(make(folder), tmp_path / make.__name__, **options) for make in (ours, theirs))
     assert_same_logs(found, expected, "loss", "eval_loss", "grad_norm")
     assert found.state.total_flos == expected.state.total_flos > 0
+
+
+@pytest.mark.parametrize("family", ["gemma2", "mixtral"])
+def test_losses_of_other_families(tmp_path, family):
+    """Softcaps and windows; experts, whose balancing loss is added once a micro-batch."""
+    folder = write_checkpoint(tmp_path / "model", family)
+    slow = dict(attn_implementation="eager", experts_implementation="eager")
+    found = trained(ours(folder), tmp_path / "ours", gradient_accumulation_steps=2)
+    expected = trained(theirs(folder, **slow), tmp_path / "theirs", gradient_accumulation_steps=2)
+    assert_same_logs(found, expected, "loss")
 
 
 def test_reentrant_checkpointing_becomes_a_warning(folder, tmp_path):
@@ -177,13 +188,24 @@ def test_resumed_and_best_are_exact(folder, tmp_path):
             assert torch.equal(one, other)
 
 
+def test_weights_that_a_checkpoint_lacks_are_a_warning(folder, tmp_path, caplog):
+    trainer = make_trainer(ours(folder), tmp_path)
+    state = trainer.model.state_dict()
+    del state["model.norm.weight"]
+    torch.save(state, tmp_path / "pytorch_model.bin")
+    logging.getLogger("transformers").propagate = True
+    trainer._load_from_checkpoint(str(tmp_path))
+    assert "missing keys in the checkpoint model loaded: ['model.norm.weight']" in caplog.text
+
+
 def test_a_saved_folder_opens_here_and_in_transformers(folder, tmp_path):
     trainer = trained(ours(folder), tmp_path / "run", dict(processing_class=make_tokenizer()), max_steps=2)
     ids = make_ids(2, 8)
     expected = trainer.model.eval()(ids).logits
     trainer.save_model(tmp_path / "saved")
-    with pytest.raises(LigermodelsError, match=r"config\.json"):
+    with pytest.raises(LigermodelsError, match="pass config="):
         ours(tmp_path / "saved")
+    assert torch.equal(ours(tmp_path / "saved", config=folder)(ids).logits, expected)
     shutil.copy(folder / "config.json", tmp_path / "saved")
     assert torch.equal(ours(tmp_path / "saved")(ids).logits, expected)
     torch.testing.assert_close(theirs(tmp_path / "saved")(ids).logits, expected, rtol=0, atol=1e-5)  # fp32 logits
@@ -199,6 +221,7 @@ def test_names_that_trainer_and_its_callbacks_read(folder, tmp_path):
     assert model.config._name_or_path == model.name_or_path == expected.name_or_path == str(folder)
     assert type(model).from_hub(folder, progress=False).name_or_path == str(folder)
     assert model.can_generate() and model.vocab_size == 97 and model.warnings_issued == {}
+    assert model._tied_weights_keys == expected._tied_weights_keys
     assert repr(model).startswith(f"{type(model).__name__}(\n  (model): Decoder(")
     assert model.config.to_dict()["_name_or_path"] == str(folder)
     model.save_pretrained(tmp_path / "saved")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.integrations.transformers import AutoModelForSequenceClassification
-from tests.tools.models import FAMILIES, SIZES, make_ids, make_tokenizer, ours, theirs, write_checkpoint
+from tests.tools.models import FAMILIES, make_ids, make_tokenizer, ours, theirs, write_checkpoint
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -81,10 +81,7 @@ def test_sft(folder, tmp_path, data, options):
 
 
 def test_sft_of_a_mixture_of_experts(tmp_path):
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=4, router_aux_loss_coef=0.1)
-    torch.manual_seed(0)
-    folder = tmp_path / "mixtral"
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    folder = write_checkpoint(tmp_path / "model", "mixtral")
 
     def run(make):
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS)

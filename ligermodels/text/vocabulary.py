@@ -1,0 +1,245 @@
+"""Tokens and their ids: the special ones by name, those that are added, and all.
+
+Names and results are those of transformers 5.23, so that trainers find what they ask for:
+`tokenizer.pad_token = tokenizer.eos_token`. What is set here is what `save_pretrained` writes and a later load reads.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from reprlib import repr as short
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ligermodels.errors import InputError, TokenizerError
+from ligermodels.text.files import MAX_CONTENT, AddedToken, TokenizerFiles
+
+NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+
+class Backend(Protocol):
+    """What a tokenizer library gives: `JsonBackend` and `SentencePieceBackend` are the two."""
+
+    @property
+    def special_ids(self) -> frozenset[int]: ...
+    @property
+    def added(self) -> Mapping[int, AddedToken]: ...
+    @property
+    def base_vocab_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def decoder(self) -> Mapping[str, Any] | None: ...
+    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
+    def encode_with_offsets(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]: ...
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
+    def token_to_id(self, token: str) -> int | None: ...
+    def id_to_token(self, index: int) -> str | None: ...
+    def vocab(self) -> dict[str, int]: ...
+    def update(self, files: TokenizerFiles) -> None: ...
+
+
+class _Special:
+    """A special token by name, or the id of one where the name ends in _id; None where there is none."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name, self._is_id = name.removesuffix("_id"), name.endswith("_id")
+
+    def __get__(self, instance: "Vocabulary | None", owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        token = instance.special_tokens_map.get(self._name)
+        return instance.backend.token_to_id(token) if self._is_id and token is not None else token
+
+    def __set__(self, instance: "Vocabulary", value: Any) -> None:
+        token = getattr(value, "content", value)
+        if self._is_id and value is not None:
+            # Of an added token that is looked for in the normalised text, id_to_token gives the normalised spelling.
+            index = value if isinstance(value, int) else -1
+            added = instance.backend.added.get(index)
+            token = added.content if added else instance.backend.id_to_token(index) if index >= 0 else None
+        known = isinstance(token, str) and instance.backend.token_to_id(token) is not None
+        if value is not None and not known:
+            raise TokenizerError(
+                f"{self._name} cannot be {short(value)}, which is not in the vocabulary. Next step: "
+                f"add_special_tokens({{{self._name!r}: ...}}) adds it, and the model's resize_token_embeddings a row."
+            )
+        instance._change(named=_with(instance.files.named, self._name, token))
+
+
+class Vocabulary:
+    """The part of `Tokenizer` that knows tokens and ids.
+
+    bos_token, eos_token, unk_token, sep_token, pad_token, cls_token, mask_token, each with its _id: None where the
+    folder names none; may be set to a token of the vocabulary. eos_token is the first of `eos_token_ids` where the
+    tokenizer names none.
+    padding_id: pad_token_id, or where there is none an id that padding can be: pad_token_id of
+    generation_config.json or config.json, else the first of eos_token_ids, else 0. The mask hides padding.
+    eos_token_ids: every id that ends a text: generation_config.json's, config.json's and the tokenizer's.
+    vocab_size: one more than the largest id, added tokens included, as `len(tokenizer)`. In transformers, vocab_size
+    leaves the added tokens out.
+    """
+
+    files: TokenizerFiles
+    backend: Backend
+
+    bos_token, bos_token_id = _Special(), _Special()
+    eos_token, eos_token_id = _Special(), _Special()
+    unk_token, unk_token_id = _Special(), _Special()
+    sep_token, sep_token_id = _Special(), _Special()
+    pad_token, pad_token_id = _Special(), _Special()
+    cls_token, cls_token_id = _Special(), _Special()
+    mask_token, mask_token_id = _Special(), _Special()
+
+    @functools.cached_property
+    def special_tokens_map(self) -> dict[str, str]:
+        """{"bos_token": "<s>", ...}: the named tokens that have an id, the usual names first."""
+        named = dict(self.files.named)
+        if "eos_token" not in named and self.files.eos_token_ids:
+            named["eos_token"] = self.backend.id_to_token(self.files.eos_token_ids[0]) or ""
+        order = (*NAMES, *(name for name in named if name not in NAMES))
+        return {name: named[name] for name in order if name in named and self.token_to_id(named[name]) is not None}
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        own = self.eos_token_id if "eos_token" in self.files.named else None
+        return tuple(dict.fromkeys((*self.files.eos_token_ids, *(() if own is None else (own,)))))
+
+    @property
+    def padding_id(self) -> int:
+        ids = (self.pad_token_id, self.files.pad_token_id, *self.eos_token_ids, 0)
+        return next(index for index in ids if index is not None)
+
+    @property
+    def extra_special_tokens(self) -> list[str]:
+        """The special tokens without a name."""
+        return [token for token in self.files.extra_special if self.token_to_id(token) is not None]
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(dict.fromkeys((*self.special_tokens_map.values(), *self.extra_special_tokens)))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        return self.convert_tokens_to_ids(self.all_special_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.backend.vocab_size
+
+    def __len__(self) -> int:
+        return self.vocab_size
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of one token as the vocabulary spells it, None if it has none."""
+        return self.backend.token_to_id(token)
+
+    def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
+        """The id of a token, or those of several; of one that is not there the unknown token's, or None."""
+        if not isinstance(tokens, str):
+            return [self.convert_tokens_to_ids(token) for token in tokens]
+        index = self.token_to_id(tokens)
+        return self.unk_token_id if index is None else index
+
+    def convert_ids_to_tokens(self, ids: int | Iterable[int] | Tensor, skip_special_tokens: bool = False) -> Any:
+        """The token of an id, or those of several, as the vocabulary spells them; None of an id without one.
+
+        skip_special_tokens leaves out `all_special_tokens`.
+        """
+        try:
+            values = ids.tolist() if isinstance(ids, Tensor) else ids
+            if isinstance(values, int):
+                return self.backend.id_to_token(values)
+            tokens = [self.backend.id_to_token(int(index)) for index in values]
+        except (OverflowError, TypeError, ValueError) as error:
+            raise InputError(f"{short(ids)} is no id, and no list of ids.") from error
+        skipped = set(self.all_special_tokens) if skip_special_tokens else set()
+        return [token for token in tokens if token not in skipped]
+
+    def get_vocab(self) -> dict[str, int]:
+        """{token: id}, added tokens included."""
+        return self.backend.vocab()
+
+    @property
+    def vocab(self) -> dict[str, int]:
+        return self.get_vocab()
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        return dict(sorted(self.backend.added.items()))
+
+    def get_added_vocab(self) -> dict[str, int]:
+        """{token: id} of the added tokens, special ones included."""
+        return {token.content: index for index, token in self.added_tokens_decoder.items()}
+
+    def get_special_tokens_mask(self, ids: Iterable[int], already_has_special_tokens: bool = True) -> list[int]:
+        """1 for each id of `all_special_ids`, 0 for the others."""
+        if not already_has_special_tokens:
+            raise InputError("get_special_tokens_mask takes ids that have their special tokens already.")
+        special = set(self.all_special_ids)
+        return [int(int(index) in special) for index in ids]
+
+    def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
+        """How many were added of a token or several, each a str or an object as tokenizers.AddedToken.
+
+        A token of the vocabulary keeps its id and is from now on cut out of a text first; one that is new gets the
+        next id, and the model's `resize_token_embeddings(len(tokenizer))` a row for it.
+        """
+        alone = isinstance(new_tokens, str) or hasattr(new_tokens, "content")
+        present = {token.content: token for token in self.backend.added.values()}
+        found: dict[int, AddedToken] = {}
+        size, count = self.vocab_size, 0
+        for given in [new_tokens] if alone else new_tokens:
+            content = getattr(given, "content", given)
+            if not isinstance(content, str) or not 0 < len(content) <= MAX_CONTENT:
+                raise InputError(f"a token has 1 to {MAX_CONTENT:,} characters; {short(content)} has not.")
+            special = special_tokens or bool(getattr(given, "special", False))
+            if token := present.get(content):
+                if special and not token.special:
+                    # A special token is looked for as it stands.
+                    found[token.id] = dataclasses.replace(token, special=True, normalized=False)
+                continue
+            index = self.token_to_id(content)
+            if index is None:
+                index, size = size, size + 1
+            flags: dict[str, bool] = {"normalized": not special}
+            if not isinstance(given, str):
+                flags = {name: bool(getattr(given, name)) for name in (*flags, "lstrip", "rstrip", "single_word")}
+            present[content] = found[index] = AddedToken(id=index, content=content, special=special, **flags)
+            count += 1
+        merged = {token.id: token for token in self.files.added} | found
+        self._change(added=tuple(merged[index] for index in sorted(merged)))
+        return count
+
+    def add_special_tokens(
+        self, special_tokens_dict: Mapping[str, Any], replace_extra_special_tokens: bool = True
+    ) -> int:
+        """How many were added of {"pad_token": "[PAD]", "additional_special_tokens": [...]}, each of which is set.
+
+        replace_extra_special_tokens: those there are give way to those given; otherwise they stay too.
+        """
+        named, extra = dict(self.files.named), list(self.files.extra_special)
+        tokens: list[Any] = []
+        for name, value in special_tokens_dict.items():
+            if name in NAMES:
+                tokens.append(value)
+                named[name] = getattr(value, "content", value)
+            elif name in ("extra_special_tokens", "additional_special_tokens"):
+                tokens += value
+                given = [getattr(token, "content", token) for token in value]
+                extra = list(dict.fromkeys(given if replace_extra_special_tokens else [*extra, *given]))
+            else:
+                raise InputError(f"{short(name)} is no special token; those are {NAMES} and extra_special_tokens.")
+        count = self.add_tokens(tokens, special_tokens=True)
+        self._change(named=named, extra_special=tuple(extra))
+        return count
+
+    def _change(self, **fields: Any) -> None:
+        """Other tokens or templates: as if the folder had had them when it was read."""
+        self.files = dataclasses.replace(self.files, **fields)
+        self.backend.update(self.files)
+
+
+def _with(named: Mapping[str, str], name: str, token: str | None) -> dict[str, str]:
+    return {key: value for key, value in {**named, name: token}.items() if value is not None}

@@ -1,0 +1,244 @@
+"""A tokenizer that is called, and that pads, against transformers' on the same files, call by call."""
+
+import itertools
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding
+
+from ligermodels.errors import InputError, TokenizerError
+from ligermodels.text import Tokenizer
+from ligermodels.text.batch import BatchEncoding
+from tests.text import families, folders
+
+TEXTS = ["the cat sat on the mat", "the", "numbers like 3, 14 🦊\n", ""]
+CALLS = [
+    {},
+    {"padding": True},
+    {"padding": "longest", "padding_side": "left"},
+    {"padding": "max_length", "max_length": 9, "truncation": True},
+    {"padding": "max_length", "max_length": 4},
+    {"padding": "max_length"},
+    {"padding": False, "max_length": 5},
+    {"truncation": True, "max_length": 6},
+    {"truncation": "longest_first", "max_length": 2},
+    {"truncation": "do_not_truncate", "max_length": 2},
+    {"truncation": True},
+    {"padding": True, "max_length": 3},
+    {"padding": True, "truncation": True, "max_length": 3},
+    {"padding": True, "pad_to_multiple_of": 8},
+    {"padding": True, "pad_to_multiple_of": 4, "truncation": True, "max_length": 8, "padding_side": "right"},
+    {"padding": True, "return_attention_mask": False},
+    {"padding": True, "return_tensors": "pt"},
+    {"padding": True, "return_tensors": "np"},
+    {"return_offsets_mapping": True, "padding": True, "truncation": True, "max_length": 7},
+]
+
+
+@pytest.fixture(scope="module", params=families.FAMILIES)
+def pair(request, folder_of):
+    """(ours, transformers') of one family, with a pad token and the same sides."""
+    folder = folder_of(request.param)
+    ours, theirs = Tokenizer.from_folder(folder), families.theirs(request.param, folder)
+    assert (ours.pad_token, ours.pad_token_id) == (theirs.pad_token, theirs.pad_token_id)
+    if theirs.pad_token is None:
+        ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token
+    # The class that is read around for a REBUILT family says which side.
+    theirs.padding_side = AutoTokenizer.from_pretrained(folder).padding_side
+    assert ours.padding_side == theirs.padding_side
+    if theirs.model_max_length < 10**20:
+        ours.model_max_length = theirs.model_max_length = 12
+    return ours, theirs
+
+
+def plain(found):
+    return {name: (type(x).__name__, x.tolist()) if hasattr(x, "tolist") else x for name, x in found.items()}
+
+
+def test_calls(pair):
+    ours, theirs = pair
+    texts = (TEXTS, tuple(TEXTS), [TEXTS[0]], TEXTS[0], "")
+    for text, add, options in itertools.product(texts, (True, False), CALLS):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            expected = theirs(text, add_special_tokens=add, **options)
+            count = len(caught)
+            found = ours(text, add_special_tokens=add, **options)
+        assert plain(found) == plain(expected), (text, add, options)
+        assert list(found) == list(expected)
+        assert len(caught) == 2 * count, options
+    assert found.input_ids == found["input_ids"] and ours(text=TEXTS)["input_ids"] == ours(TEXTS).input_ids
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_truncation_side(pair, side):
+    ours, theirs = pair
+    ours.truncation_side = theirs.truncation_side = side
+    for text, length in itertools.product(TEXTS, range(1, 9)):
+        cut = {"truncation": True, "max_length": length}
+        assert dict(ours(text, **cut)) == dict(theirs(text, **cut))
+    ours.truncation_side = theirs.truncation_side = "right"
+
+
+def test_special_tokens_after_a_text_are_not_cut(byte_level_folder, tmp_path):
+    state = json.loads((byte_level_folder / "tokenizer.json").read_text())
+    template = state["post_processor"]["processors"][1]
+    template["single"] += [{"SpecialToken": {"id": "<|end|>", "type_id": 0}}] * 2
+    ids = next(token["id"] for token in state["added_tokens"] if token["content"] == "<|end|>")
+    template["special_tokens"]["<|end|>"] = {"id": "<|end|>", "ids": [ids], "tokens": ["<|end|>"]}
+    folders.write(tmp_path, "tokenizer.json", state)
+    folders.write(tmp_path, "tokenizer_config.json", (byte_level_folder / "tokenizer_config.json").read_text())
+    ours, theirs = Tokenizer.from_folder(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
+    for length in range(3, 9):
+        found = ours(TEXTS, truncation=True, max_length=length)
+        assert dict(found) == dict(theirs(TEXTS, truncation=True, max_length=length))
+    assert found.input_ids[0][-2:] == [ours.token_to_id("<|end|>")] * 2
+    with pytest.raises(InputError, match="no room for the 3 special tokens"):
+        ours(TEXTS, truncation=True, max_length=2)
+
+
+def test_one_bos_only(byte_level_folder):
+    """As in `encode`: where transformers writes two."""
+    ours, theirs = Tokenizer.from_folder(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
+    text = "<|begin|>the cat sat"
+    for options in ({}, {"return_offsets_mapping": True}):
+        found, expected = ours(text, **options), theirs(text, **options)
+        assert expected["input_ids"][:2] == [ours.bos_token_id] * 2
+        assert {name: [row[0], *row[2:]] for name, row in expected.items() if name == "input_ids"} == {
+            "input_ids": found["input_ids"]
+        }
+        assert options == {} or found["offset_mapping"] == expected["offset_mapping"][1:]
+    assert ours(text, truncation=True, max_length=3).input_ids == found["input_ids"][:3]
+
+
+def test_batches_move_and_copy(byte_level_folder):
+    found = Tokenizer.from_folder(byte_level_folder)(["the cat"], return_tensors="pt")
+    assert type(found) is BatchEncoding and found.to("meta") is found
+    assert found.input_ids.device.type == found.attention_mask.device.type == "meta"
+    rows = BatchEncoding({"input_ids": [[1]], "x": "y"}).to("cpu", non_blocking=True)
+    assert rows == {"input_ids": [[1]], "x": "y"}
+    with pytest.raises(AttributeError, match="no labels; it has"):
+        found.labels  # noqa: B018
+
+
+PADS = [
+    {},
+    {"padding": True, "pad_to_multiple_of": 8},
+    {"padding": "max_length", "max_length": 7},
+    {"padding": "longest", "padding_side": "left", "return_tensors": "pt"},
+    {"padding": "longest", "return_tensors": "np"},
+    {"padding": False},
+    {"padding": True, "max_length": 3},
+]
+
+
+@pytest.mark.parametrize("options", PADS)
+def test_pad(pair, options):
+    ours, theirs = pair
+    rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+    mask = [[1, 1, 0], [1], [1] * 5]
+    tensors = [torch.tensor(row) for row in rows]
+    for encoded in (
+        {"input_ids": rows},
+        {"input_ids": rows, "attention_mask": mask, "label": [3, 4, 5]},
+        [{"input_ids": row, "label": at} for at, row in enumerate(rows)],
+        [BatchEncoding(input_ids=row, attention_mask=m) for row, m in zip(rows, mask, strict=True)],
+        [{"input_ids": row} for row in ([[]] if "return_tensors" in options else [[], [4]])],
+        {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
+        *([{"input_ids": tensors}, {"input_ids": [t.numpy() for t in tensors]}] if options.get("padding") else []),
+        {"input_ids": torch.tensor([[1, 2], [3, 4]]), "special_tokens_mask": torch.tensor([[1, 0], [0, 1]])},
+        {"input_ids": np.array([[1, 2], [3, 4]]), "token_type_ids": np.array([[1, 0], [0, 1]])},
+    ):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = theirs.pad(json.loads(json.dumps(encoded)) if is_plain(encoded) else dict(encoded), **options)
+            found = ours.pad(encoded, **options)
+        assert plain(found) == plain(expected), encoded
+    assert rows == [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
+
+
+def is_plain(encoded):
+    try:
+        json.dumps(encoded)
+    except TypeError:
+        return False
+    return True
+
+
+def test_collators(pair):
+    ours, theirs = pair
+    rows = [dict(theirs(text)) for text in TEXTS]
+    labelled = [row | {"labels": row["input_ids"]} for row in rows]
+    for make, given in (
+        (lambda t: DataCollatorWithPadding(t, pad_to_multiple_of=8), rows),
+        (lambda t: DataCollatorForLanguageModeling(t, mlm=False), rows),
+        (lambda t: DataCollatorForLanguageModeling(t, mlm=False), [row["input_ids"] for row in rows]),
+        (lambda t: DataCollatorForSeq2Seq(t), labelled),
+    ):
+        given = given[:-1] if isinstance(given[0], list) else given  # theirs makes floats of an empty list
+        assert plain(make(ours)(given)) == plain(
+            make(theirs)([dict(row) if isinstance(row, dict) else row for row in given])
+        )
+
+
+BAD = {
+    "no text": (lambda t: t(5), "called with a text or a list"),
+    "a generator": (lambda t: t(text for text in TEXTS), "called with a text or a list"),
+    "numbers": (lambda t: t([5]), "must be a str, not int"),
+    "pairs": (lambda t: t([("a", "b")]), "must be a str, not tuple"),
+    "padding": (lambda t: t("a", padding="widest"), "padding must be one of"),
+    "truncation": (lambda t: t("a", truncation="only_second"), "truncation must be one of"),
+    "a side": (lambda t: t(["a", "the cat"], padding=True, padding_side="middle"), "padding_side must be 'left'"),
+    "tensors": (lambda t: t("a", return_tensors="tf"), "return_tensors can be 'pt'"),
+    "ragged": (lambda t: t(TEXTS, return_tensors="pt"), "rows of different lengths.*padding=True"),
+    "ragged, numpy": (lambda t: t(TEXTS, return_tensors="np"), "rows of different lengths.*padding=True"),
+    "not a multiple": (
+        lambda t: t("a", padding=True, truncation=True, max_length=6, pad_to_multiple_of=4),
+        "cannot be a multiple of 4",
+    ),
+    "no room": (lambda t: t("a", truncation=True, max_length=0), "no room for the 1 special"),
+    "pad nothing": (lambda t: t.pad([]), "pad takes a dict with input_ids"),
+    "pad ids": (lambda t: t.pad([[1, 2]]), "pad takes a dict with input_ids"),
+    "pad without ids": (lambda t: t.pad([{"ids": [1]}]), "pad takes a dict with input_ids"),
+    "pad rows unlike": (lambda t: t.pad([{"input_ids": [1]}, {"input_ids": [1], "x": 1}]), "the same keys"),
+    "pad fewer": (lambda t: t.pad({"input_ids": [[1], [2]], "x": [1]}), "as many rows of each key"),
+    "clean up": (lambda t: t.decode([5], clean_up_tokenization_spaces=True), "word pieces"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be(byte_level_folder, case):
+    call, words = BAD[case]
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    tokenizer.pad_token = tokenizer.eos_token
+    with pytest.raises((InputError, TokenizerError), match=words):
+        call(tokenizer)
+
+
+def test_unknown_keywords_and_no_pad_token(byte_level_folder):
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    for options in ({"return_overflowing_tokens": True}, {"text_pair": "a"}, {"paddin": True}):
+        with pytest.raises(TypeError, match="unexpected keyword"):
+            tokenizer("the cat", **options)
+    with pytest.raises(InputError, match=r"no pad token.*tokenizer.pad_token = tokenizer.eos_token"):
+        tokenizer(TEXTS, padding=True)
+    assert tokenizer([]) == {"input_ids": [], "attention_mask": []}
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"padding_side": "top"}, "sides must be"),
+        ({"truncation_side": 5}, "sides"),
+        ({"model_max_length": "9"}, "number"),
+    ],
+)
+def test_settings_that_make_no_sense(tmp_path, byte_level_folder, config, words):
+    Tokenizer.from_folder(byte_level_folder).save(tmp_path)
+    state = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    folders.write(tmp_path, "tokenizer_config.json", state | config)
+    with pytest.raises(TokenizerError, match=words):
+        Tokenizer.from_folder(tmp_path)

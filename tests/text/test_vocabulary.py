@@ -1,0 +1,243 @@
+"""Special and added tokens under transformers' names, set and added as trainers do it."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from tokenizers import AddedToken
+
+from ligermodels.errors import InputError, TokenizerError
+from ligermodels.text import Tokenizer
+from ligermodels.text.vocabulary import NAMES
+from tests.text import families, folders
+
+# transformers' classes name these by themselves; no file does.
+CLASS_DEFAULTS = {"gemma 2": ("mask_token",), "phi 4": ("unk_token",)}
+
+
+@pytest.fixture(params=["llama 2", "llama 3.1", "mistral 0.3", "gemma 2", "qwen 2", "phi 3", "phi 4"])
+def pair(request, folder_of):
+    """(ours, transformers') of one family."""
+    folder = folder_of(request.param)
+    ours, theirs = Tokenizer.from_folder(folder), families.theirs(request.param, folder)
+    for name in CLASS_DEFAULTS.get(request.param, ()):
+        setattr(theirs, name, None)
+    return ours, theirs
+
+
+def test_names_and_ids(pair):
+    ours, theirs = pair
+    mask = ours.token_to_id("<mask>")
+    for name in NAMES:
+        assert getattr(ours, name) == getattr(theirs, name), name
+        assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id"), name
+    for name in (
+        "special_tokens_map",
+        "extra_special_tokens",
+        "all_special_tokens",
+        "all_special_ids",
+        "chat_template",
+    ):
+        assert getattr(ours, name) == getattr(theirs, name), name
+    assert ours.model_input_names == theirs.model_input_names and ours.is_fast is theirs.is_fast is True
+    assert len(ours) == len(theirs) == ours.vocab_size
+    assert ours.get_vocab() == ours.vocab == theirs.get_vocab()
+    assert ours.get_added_vocab() == theirs.get_added_vocab()
+    # transformers gives tokenizers' own objects, which have the same fields; <mask> is special by its class alone.
+    expected = {i: {"id": i, **token.__getstate__()} for i, token in sorted(theirs.added_tokens_decoder.items())}
+    expected = {i: fields | {"special": fields["special"] and i != mask} for i, fields in expected.items()}
+    assert {i: vars(token) for i, token in ours.added_tokens_decoder.items()} == expected
+
+
+def test_tokens_to_ids_and_back(pair):
+    ours, theirs = pair
+    ids = ours.encode("the cat 🦊")
+    tokens = ours.convert_ids_to_tokens(ids)
+    assert tokens == theirs.convert_ids_to_tokens(ids) == ours.convert_ids_to_tokens(torch.tensor(ids))
+    assert ours.convert_tokens_to_ids(tokens) == ids
+    assert ours.convert_ids_to_tokens(ids[-1]) == tokens[-1] and ours.convert_tokens_to_ids(tokens[-1]) == ids[-1]
+    for given in (ids, ours.all_special_ids, [*ids, len(ours)]):
+        for skip in (False, True):
+            expected = theirs.convert_ids_to_tokens(given, skip_special_tokens=skip)
+            assert ours.convert_ids_to_tokens(given, skip_special_tokens=skip) == expected
+    for unknown in ("no such token", [tokens[0], "no such token"]):
+        assert ours.convert_tokens_to_ids(unknown) == theirs.convert_tokens_to_ids(unknown)
+    special = ours.get_special_tokens_mask([*ids, ours.eos_token_id], already_has_special_tokens=True)
+    assert special == theirs.get_special_tokens_mask([*ids, ours.eos_token_id], already_has_special_tokens=True)
+    assert 1 in special and 0 in special
+
+
+def test_special_tokens_are_set(pair):
+    ours, theirs = pair
+    stops = ours.eos_token_ids
+    for tokenizer in pair:
+        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.unk_token_id = tokenizer.eos_token_id
+        tokenizer.cls_token = AddedToken(tokenizer.eos_token)
+    for name in ("pad_token", "pad_token_id", "unk_token", "unk_token_id", "cls_token"):
+        assert getattr(ours, name) == getattr(theirs, name) is not None, name
+    assert ours.pad_token_id == ours.padding_id == ours.eos_token_id and ours.eos_token_ids == stops
+    the = ours.convert_ids_to_tokens(ours.encode("the cat"))[-1]
+    ours.eos_token = theirs.eos_token = the
+    assert ours.eos_token_id == theirs.eos_token_id == ours.token_to_id(the)
+    assert ours.eos_token_ids == ours.chat_stop_ids[: len(ours.eos_token_ids)]
+    assert set(ours.eos_token_ids) >= {ours.eos_token_id}
+    # Now it is special, as it is after a reload.
+    assert ours.decode([ours.eos_token_id], skip_special_tokens=True) == ""
+    ours.pad_token = theirs.pad_token = None
+    assert ours.pad_token is ours.pad_token_id is theirs.pad_token_id is None
+    template = "{{ eos_token }}|{{ pad_token is defined }}"
+    theirs.chat_template = template
+    user = [{"role": "user", "content": "a"}]
+    said = ours.apply_chat_template(user, chat_template=template, tokenize=False)
+    assert said == theirs.apply_chat_template(user, tokenize=False) == f"{the}|False"
+
+
+@pytest.mark.parametrize("value", ["[PAD]", 5, b"</s>", ["</s>"], AddedToken("[PAD]")])
+def test_a_token_that_is_not_there_cannot_be_named(byte_level_folder, value):
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    before = tokenizer.special_tokens_map
+    with pytest.raises(TokenizerError, match=r"pad_token cannot be .*add_special_tokens\({'pad_token'"):
+        tokenizer.pad_token = value
+    for index in (10**6, -1, "5", 1.5):
+        with pytest.raises(TokenizerError, match=r"pad_token cannot be .*add_special_tokens"):
+            tokenizer.pad_token_id = index
+    assert tokenizer.special_tokens_map == before
+
+
+NEW = ["<|turn|>", AddedToken("[note]", lstrip=True, rstrip=True), "two words"]
+ADDED_TEXTS = ("<|turn|>the [note] cat", "the two words<|turn|> x", "a  [note]\n [PAD]<|extra|> b")
+
+
+def test_tokens_are_added(pair):
+    ours, theirs = pair
+    size = len(ours)
+    special = {"pad_token": "[PAD]", "additional_special_tokens": ["<|extra|>"]}
+    for tokenizer in pair:
+        assert tokenizer.add_tokens(NEW) == 3
+        assert tokenizer.add_tokens([*NEW, ""] if tokenizer is theirs else NEW) == 0
+        assert tokenizer.add_special_tokens(dict(special)) == 2
+        assert tokenizer.add_tokens("<|last|>", special_tokens=True) == 1
+    assert len(ours) == len(theirs) == size + 6
+    assert ours.convert_tokens_to_ids(["<|turn|>", "[note]", "[PAD]", "<|last|>"]) == [
+        size,
+        size + 1,
+        size + 3,
+        size + 5,
+    ]
+    assert (ours.pad_token, ours.pad_token_id) == (theirs.pad_token, theirs.pad_token_id) == ("[PAD]", size + 3)
+    assert ours.extra_special_tokens == theirs.extra_special_tokens == ["<|extra|>"]
+    assert ours.get_vocab() == theirs.get_vocab()
+    for text in ADDED_TEXTS:
+        ids = ours.encode(text)
+        assert ids == theirs.encode(text), text
+        for skip in (False, True):
+            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), text
+    # What there is becomes special, and stays what it is if it is special.
+    more = {"extra_special_tokens": ["<|turn|>", ours.eos_token]}
+    assert ours.add_special_tokens(more, replace_extra_special_tokens=False) == 0
+    assert ours.extra_special_tokens == ["<|extra|>", "<|turn|>", ours.eos_token]
+    theirs.add_special_tokens({"extra_special_tokens": ["<|turn|>"]}, replace_extra_special_tokens=False)
+    for text in ADDED_TEXTS:
+        assert ours.encode(text) == theirs.encode(text), text
+        # Theirs goes on decoding the token that was none until then.
+        assert "<|turn|>" not in ours.decode(ours.encode(text), True)
+
+
+def test_a_token_of_the_vocabulary_is_added(byte_level_folder):
+    """It keeps its id, and is cut out of a text first."""
+    ours = Tokenizer.from_folder(byte_level_folder)
+    index, size = ours.encode("cat", add_special_tokens=False)[-1], len(ours)
+    token = ours.convert_ids_to_tokens(index)
+    assert ours.add_tokens([token]) == 1 and len(ours) == size
+    assert ours.token_to_id(token) == index and ours.get_added_vocab()[token] == index
+
+
+def test_tokens_are_added_beside_a_tokenizer_model(sentencepiece_folder):
+    ours = Tokenizer.from_folder(sentencepiece_folder())
+    size = len(ours)
+    assert not ours.is_fast
+    vocab = ours.get_vocab()
+    assert len(vocab) == size and all(ours.token_to_id(token) == index for token, index in vocab.items())
+    assert ours.add_tokens(NEW) == 3 and ours.add_special_tokens({"pad_token": "[PAD]"}) == 1
+    assert ours.convert_tokens_to_ids(["<|turn|>", "[note]", "two words", "[PAD]"]) == list(range(size, size + 4))
+    ids = ours.encode("the<|turn|>cat [note] two words[PAD]", add_special_tokens=False)
+    assert [i for i in ids if i >= size] == [size, size + 1, size + 2, size + 3]
+    assert ours.decode(ids, skip_special_tokens=True) == "the<|turn|>cat[note]two words"
+    ours.bos_token = "</s>"
+    assert ours.encode("the")[0] == ours.bos_token_id == 2
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda t: t.add_tokens([""]), "1 to 1,000 characters"),
+        (lambda t: t.add_tokens(["a" * 1001]), "1 to 1,000 characters"),
+        (lambda t: t.add_tokens([5]), "1 to 1,000 characters"),
+        (lambda t: t.add_special_tokens({"padding": "a"}), "'padding' is no special token"),
+        (lambda t: t.convert_ids_to_tokens("12x"), "no list of ids"),
+        (lambda t: t.convert_ids_to_tokens([None]), "no list of ids"),
+        (lambda t: t.convert_ids_to_tokens([-1]), "no list of ids"),
+        (lambda t: t.get_special_tokens_mask([1], already_has_special_tokens=False), "special tokens already"),
+    ],
+)
+def test_what_cannot_be(byte_level_folder, call, words):
+    tokenizer = Tokenizer.from_folder(byte_level_folder)
+    size = len(tokenizer)
+    with pytest.raises(InputError, match=words):
+        call(tokenizer)
+    assert len(tokenizer) == size
+
+
+def test_the_text_ends_though_the_tokenizer_names_no_token(byte_fallback_folder, tmp_path):
+    Tokenizer.from_folder(byte_fallback_folder).save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    del config["eos_token"]
+    folders.write(tmp_path, "tokenizer_config.json", config)
+    folders.write(tmp_path, "generation_config.json", {"eos_token_id": [2, 300]})
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.eos_token_ids) == ("</s>", 2, (2, 300))
+    tokenizer.eos_token = "<s>"
+    assert (tokenizer.eos_token_id, tokenizer.eos_token_ids) == (1, (2, 300, 1))
+
+
+@pytest.fixture(params=["json", "model"])
+def tokenizer(request, byte_level_folder, sentencepiece_folder):
+    return Tokenizer.from_folder(byte_level_folder if request.param == "json" else sentencepiece_folder())
+
+
+def test_copies(tokenizer):
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    tokenizer.padding_side = "left"
+    text, user = "the [PAD] cat 🦊", [{"role": "user", "content": "a"}]
+    for copied in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
+        assert copied.encode(text) == tokenizer.encode(text)
+        assert copied.apply_chat_template(user) == tokenizer.apply_chat_template(user)
+        assert (copied.padding_side, copied.pad_token, len(copied)) == ("left", "[PAD]", len(tokenizer))
+        assert copied.get_vocab() == tokenizer.get_vocab()
+        copied.add_tokens("<|own|>")
+        copied.pad_token = copied.eos_token
+        copied.chat_template = "other"
+        assert tokenizer.token_to_id("<|own|>") is None and tokenizer.pad_token == "[PAD]"
+        assert tokenizer.chat_template != "other"
+
+
+def test_fingerprints(tokenizer):
+    """`datasets` keeps what it has made by the hash of the tokenizer: the same after use, another after a change."""
+    hash_of = pytest.importorskip("datasets.fingerprint").Hasher.hash
+    fresh = hash_of(tokenizer)
+    tokenizer(["the cat", "a"], truncation=True, max_length=3)
+    assert tokenizer.chat_stop_ids and tokenizer.apply_chat_template([{"role": "user", "content": "a"}])
+    assert hash_of(tokenizer) == hash_of(copy.deepcopy(tokenizer)) == fresh
+    seen = {fresh}
+    for change in (
+        lambda: setattr(tokenizer, "pad_token", tokenizer.eos_token),
+        lambda: setattr(tokenizer, "chat_template", "other"),
+        lambda: setattr(tokenizer, "padding_side", "left"),
+        lambda: tokenizer.add_tokens("<|own|>"),
+    ):
+        change()
+        assert hash_of(tokenizer) not in seen
+        seen.add(hash_of(tokenizer))

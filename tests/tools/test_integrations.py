@@ -1,0 +1,662 @@
+"""ligermodels.integrations.transformers: our modules in a real PreTrainedModel, and our model over their Parameters.
+
+transformers' own model of the same checkpoint is the expectation of every figure.
+"""
+
+import copy
+import json
+import pickle
+import warnings
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+import ligermodels
+from ligermodels.errors import CheckpointError, ConfigError, InputError
+from ligermodels.integrations import transformers as bridge
+from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from ligermodels.kernels.linear import joint
+
+SIZES = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
+    pad_token_id=3,
+)  # fmt: skip
+ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+    "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
+    "phi3": lambda: transformers.Phi3Config(**SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=6),
+    "qwen2_vl": lambda: transformers.Qwen2VLConfig(
+        text_config=dict(SIZES, rope_parameters=ROPE), image_token_id=90, video_token_id=91, vision_start_token_id=92,
+        vision_end_token_id=93, vision_config=dict(depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2,
+                                                   patch_size=4, initializer_range=0.2),
+    ),
+    "mllama": lambda: transformers.MllamaConfig(
+        text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]), image_token_index=96,
+        vision_config=dict(
+            hidden_size=32, num_hidden_layers=2, num_global_layers=1, attention_heads=4, intermediate_size=44,
+            vision_output_dim=96, image_size=8, patch_size=4, intermediate_layers_indices=[0, 1], max_num_tiles=2,
+            supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]], initializer_range=0.2,
+        ),
+    ),
+}  # fmt: skip
+FAMILIES = tuple(CONFIGS)
+TIED = {"llama": {"lm_head.weight"}, "gemma2": {"lm_head.weight"}}
+# fp32 on both sides, a few hundred roundings deep, of logits around 5.
+CLOSE = dict(rtol=1e-5, atol=2e-5)
+
+
+def ids(rows=2, length=12, seed=0):
+    return torch.randint(4, 80, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def images(family):
+    """What a model that reads images takes beside ids, and the ids."""
+    torch.manual_seed(0)
+    tokens = ids()
+    if family == "qwen2_vl":
+        tokens[:, 2:8] = torch.tensor([92, 90, 90, 90, 90, 93])
+        grid = torch.tensor([[1, 4, 4]] * 2)
+        return tokens, dict(
+            pixel_values=torch.randn(32, 96), image_grid_thw=grid, mm_token_type_ids=(tokens == 90).long()
+        )
+    if family == "mllama":
+        tiles = torch.tensor([[[1, 0]], [[1, 1]]])
+        return tokens, dict(
+            pixel_values=torch.randn(2, 1, 2, 3, 8, 8), aspect_ratio_ids=torch.tensor([[1], [2]]),
+            aspect_ratio_mask=tiles, cross_attention_mask=tiles[:, None].expand(2, 12, 1, 2).contiguous(),
+        )  # fmt: skip
+    return tokens, {}
+
+
+def theirs_of(family, seed=0, **options):
+    """A model of transformers: its plainest form, with biases and gates that are not zero."""
+    config = CONFIGS[family]()
+    name = config.architectures[0] if config.architectures else ligermodels.ARCHS[family].config_class.architecture
+    torch.manual_seed(seed)
+    model = getattr(transformers, name)._from_config(config, **PLAIN, **options)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "gate" in name.split(".")[-1]:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+PLAIN = dict(attn_implementation="eager", experts_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """{family: a folder that transformers saved}."""
+    home = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILIES:
+        theirs_of(family).save_pretrained(home / family)
+    return {family: home / family for family in FAMILIES}
+
+
+def load_theirs(folder, **options):
+    config = transformers.AutoConfig.from_pretrained(folder)
+    return getattr(transformers, config.architectures[0]).from_pretrained(folder, **PLAIN, **options)
+
+
+def shapes(model):
+    return {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+
+
+def compare(ours, theirs, family="llama"):
+    tokens, inputs = images(family)
+    with torch.no_grad():
+        torch.testing.assert_close(
+            ours(input_ids=tokens, **inputs).logits, theirs(input_ids=tokens, **inputs).logits, **CLOSE
+        )
+
+
+# from_transformers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_our_model_has_the_parameters_of_theirs(family):
+    theirs = theirs_of(family)
+    places = {name: parameter.data_ptr() for name, parameter in theirs.named_parameters()}
+    twin = copy.deepcopy(theirs)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours = ligermodels.from_transformers(theirs)
+    assert isinstance(ours, ligermodels.ARCHS[family])
+    parameters = dict(theirs.named_parameters())
+    assert {name: id(p) for name, p in ours.named_parameters()} == {name: id(p) for name, p in parameters.items()}
+    moved = {name for name, parameter in parameters.items() if parameter.data_ptr() != places[name]}
+    assert all(name.rsplit(".", 2)[-2] in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") for name in moved)
+    assert ours.state_dict().keys() == theirs.state_dict().keys() - TIED.get(family, set())
+    compare(ours, twin, family)
+    tokens, inputs = images(family)
+    labels = tokens.masked_fill(tokens > 80, -100)
+    loss, expected = (model(input_ids=tokens, labels=labels, **inputs).loss for model in (ours, twin))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    for name, parameter in twin.named_parameters():
+        found = parameters[name].grad
+        assert (found is None) == (parameter.grad is None), name
+        if found is not None:  # relative to the largest: a row that sums to nearly nothing is rounding
+            assert (found - parameter.grad).abs().max() <= 3e-5 * parameter.grad.abs().max() + 1e-6, name
+
+
+def test_an_optimizer_that_holds_theirs_trains_both():
+    theirs = theirs_of("llama").train()
+    twin = copy.deepcopy(theirs)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (theirs, twin)]
+    ours = None
+    for step in range(4):
+        if step == 2:
+            ours = ligermodels.from_transformers(theirs)
+            attention = ours.model.layers[0].self_attn
+            assert joint([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
+        losses = []
+        for model, optimizer in zip((ours or theirs, twin), optimizers, strict=True):
+            losses.append(model(ids(seed=step), labels=ids(seed=step)).loss)
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    compare(theirs.eval(), twin.eval())
+    compare(ours.eval(), theirs)
+
+
+def test_what_their_model_was_set_to_is_kept(folders):
+    theirs = load_theirs(folders["llama"], dtype=torch.bfloat16).train()
+    theirs.model.embed_tokens.requires_grad_(False)
+    theirs.activation_checkpointing_enable()
+    theirs.generation_config.temperature = 0.3
+    ours = ligermodels.from_transformers(theirs)
+    assert ours.dtype == torch.bfloat16 and ours.config.dtype == "bfloat16"
+    assert ours.training and ours.is_gradient_checkpointing
+    assert not ours.model.embed_tokens.weight.requires_grad and ours.model.norm.weight.requires_grad
+    assert ours.generation_config["temperature"] == 0.3 and ours.generation_config.eos_token_id == 2
+    assert ours.name_or_path == str(folders["llama"]) and ours.source_folder == folders["llama"]
+    evaluates = ligermodels.from_transformers(load_theirs(folders["llama"]))
+    assert not evaluates.training and not evaluates.is_gradient_checkpointing
+
+
+def test_a_tied_head_follows_their_table():
+    theirs = theirs_of("llama")
+    ours = ligermodels.from_transformers(theirs)
+    assert ours.lm_head.is_tied
+    with torch.no_grad():
+        theirs.lm_head.weight[:5] += 1
+    compare(ours, theirs)
+
+
+class Own(transformers.LlamaForCausalLM):
+    """Computes who knows what, under a name that is known."""
+
+
+Own.__name__ = "LlamaForCausalLM"
+
+
+def untied():
+    model = theirs_of("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
+    return model
+
+
+def in_peft():
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(theirs_of("llama"), peft.LoraConfig(target_modules=["q_proj"]))
+
+
+def with_dropout():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
+
+
+@pytest.mark.parametrize(
+    "make, error, words",
+    [
+        (in_peft, InputError, "before get_peft_model"),
+        (lambda: torch.nn.DataParallel(theirs_of("llama")), InputError, "unwrapped"),
+        (lambda: Own(CONFIGS["llama"]()), InputError, "own classes LlamaForCausalLM, .*test_integrations.Llama"),
+        (lambda: theirs_of("llama").model, InputError, "LlamaModel"),
+        (untied, InputError, "lm_head.weight is not in Llama"),
+        (lambda: theirs_of("llama").to("meta"), InputError, "offloaded"),
+        (with_dropout, ConfigError, "attention_dropout"),
+    ],
+    ids=["peft", "wrapped", "subclass", "base model", "untied", "meta", "config"],
+)
+def test_other_models_are_refused(make, error, words):
+    with pytest.raises(error, match=words):
+        ligermodels.from_transformers(make())
+
+
+def test_models_with_injected_adapters_are_taken_over():
+    peft = pytest.importorskip("peft")
+    theirs = theirs_of("llama")
+    theirs.add_adapter(peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    ours = ligermodels.from_transformers(theirs.eval())
+    compare(ours, theirs)
+    assert {n for n, p in ours.named_parameters() if p.requires_grad} == {
+        n for n, p in theirs.named_parameters() if p.requires_grad
+    }
+
+
+# AutoModelForCausalLM
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_logits_and_losses_are_theirs(folders, family):
+    theirs = load_theirs(folders[family])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = AutoModelForCausalLM.from_pretrained(folders[family])
+    assert isinstance(model, transformers.PreTrainedModel) and isinstance(model, type(theirs))
+    assert isinstance(model, ligermodels.ARCHS[family])
+    assert type(model).__name__ == type(theirs).__name__ and type(model.config) is type(theirs.config)
+    assert shapes(model) == shapes(theirs) and model.vocab_size == theirs.config.get_text_config().vocab_size
+    assert type(model.get_decoder()).__name__ == "Decoder" and model.base_model is model.model
+    assert model._no_split_modules == set(ligermodels.ARCHS[family]._no_split_modules)
+    assert [n for n, _ in model.named_parameters() if n == "lm_head.weight"] == (
+        [] if family in TIED else ["lm_head.weight"]
+    )
+    compare(model, theirs, family)
+    tokens, inputs = images(family)
+    labels = tokens.masked_fill(tokens > 80, -100)
+    loss, expected = (m.train()(input_ids=tokens, labels=labels, **inputs).loss for m in (model, theirs))
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    loss.backward()
+    expected.backward()
+    gradients = dict(model.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        assert (gradients[name].grad is None) == (parameter.grad is None), name
+        if parameter.grad is not None:
+            difference = (gradients[name].grad - parameter.grad).abs().max()
+            assert difference <= 3e-5 * parameter.grad.abs().max() + 1e-6, name
+
+
+def test_weights_of_one_input_lie_together(folders):
+    layer = AutoModelForCausalLM.from_pretrained(folders["llama"]).model.layers[1]
+    projections = layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj
+    assert joint([projection.weight for projection in projections]) is not None
+    assert joint([layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight]) is not None
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_it_saves_opens_everywhere(folders, tmp_path, family):
+    model = AutoModelForCausalLM.from_pretrained(folders[family])
+    model.save_pretrained(tmp_path / "saved")
+    files = ligermodels.checkpoint.open_checkpoint
+    with files(folders[family]) as before, files(tmp_path / "saved") as after:
+        assert before.headers == after.headers
+        for name in before.headers:
+            assert torch.equal(before.read(name), after.read(name)), name
+    for opened in (load_theirs(tmp_path / "saved"), AutoModelForCausalLM.from_pretrained(tmp_path / "saved")):
+        compare(opened, model, family)
+    native = ligermodels.load(tmp_path / "saved", progress=False)
+    compare(native, model, family)
+    native.save_pretrained(tmp_path / "native")
+    compare(AutoModelForCausalLM.from_pretrained(tmp_path / "native"), native, family)
+
+
+def test_a_new_model_is_drawn_as_ours_is():
+    for family in ("llama", "mixtral", "gemma2", "mllama"):
+        torch.manual_seed(0)
+        first, second = (AutoModelForCausalLM.from_config(CONFIGS[family](), dtype=torch.bfloat16) for _ in range(2))
+        torch.manual_seed(0)
+        seed, arch = int(torch.randint(2**31, ())), ligermodels.ARCHS[family]
+        config = arch.config_class.from_hf(json.loads(CONFIGS[family]().to_json_string()))
+        expected = arch.from_config(config, dtype=torch.bfloat16, seed=seed)
+        for name, parameter in expected.named_parameters():
+            assert torch.equal(first.get_parameter(name), parameter), name
+        assert not torch.equal(first.get_input_embeddings().weight, second.get_input_embeddings().weight)
+        assert first.lm_head.weight.shape == (97, 32)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(device_map="cpu"),
+        dict(device_map="auto"),
+        dict(device_map={"": "cpu"}),
+        dict(low_cpu_mem_usage=True),
+        dict(dtype=torch.float32),
+        dict(torch_dtype="float32"),
+    ],
+    ids=str,
+)
+def test_options_of_loading(folders, options):
+    pytest.importorskip("accelerate")
+    compare(AutoModelForCausalLM.from_pretrained(folders["llama"], **options), load_theirs(folders["llama"]))
+
+
+def test_dtype_offloading_and_other_configs(folders, tmp_path):
+    pytest.importorskip("accelerate")
+    assert AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.bfloat16).dtype == torch.bfloat16
+    names = ("embed_tokens", "layers.1", "norm", "rotary_emb")
+    places = {"lm_head": "cpu", "model.layers.0": "disk", **{f"model.{name}": "cpu" for name in names}}
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"], device_map=places, offload_folder=tmp_path)
+    assert model.model.layers[0].mlp.up_proj.weight.is_meta
+    compare(model, load_theirs(folders["llama"]))
+    _, report = AutoModelForCausalLM.from_pretrained(folders["llama"], output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    config = transformers.AutoConfig.from_pretrained(folders["mixtral"])
+    config.output_router_logits = True
+    pair = AutoModelForCausalLM.from_pretrained(folders["mixtral"], config=config), load_theirs(folders["mixtral"])
+    pair[1].config.output_router_logits = True
+    losses = [model(ids(), labels=ids()).loss for model in pair]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    pair[0].config.output_router_logits = False
+    assert pair[0](ids(), labels=ids()).loss < losses[0] - 1e-4
+
+
+def test_what_changes_nothing_is_said_once(folders):
+    for options in (dict(attn_implementation="flash_attention_2"), dict(use_kernels=True)):
+        with pytest.warns(UserWarning, match="changes nothing") as caught:
+            model = AutoModelForCausalLM.from_pretrained(folders["llama"], **options)
+        assert sum("changes nothing" in str(warning.message) for warning in caught) == 1
+        compare(model, load_theirs(folders["llama"]))
+
+
+def test_what_cannot_be_honoured_raises(folders, tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="tp_plan"):
+        AutoModelForCausalLM.from_pretrained(folders["llama"], tp_plan="auto")
+    with pytest.raises(ValueError, match=r"GPT2Config.*\n.*LlamaConfig, MistralConfig"):
+        AutoModelForCausalLM.from_config(transformers.GPT2Config())
+    with pytest.raises(ConfigError, match="attention_dropout"):
+        AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SIZES, attention_dropout=0.1))
+    transformers.MixtralModel.from_pretrained(folders["mixtral"]).save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"1 parameters .*: lm_head\.weight"):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"6 parameters .*gate_proj.* and 1 more"):
+        AutoModelForCausalLM.from_pretrained(folders["llama"], intermediate_size=48, ignore_mismatched_sizes=True)
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    with pytest.raises(InputError, match="continuous batching"):
+        model.generate_batch([[5, 6]])
+    monkeypatch.setattr(bridge, "is_deepspeed_zero3_enabled", lambda: True)
+    with pytest.raises(InputError, match="ZeRO-3"):
+        AutoModelForCausalLM.from_pretrained(folders["llama"])
+
+
+def test_copies_stay_tied(folders):
+    model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model).to(torch.float64)):
+        assert type(copied) is type(model)
+        assert copied.lm_head.weight is copied.model.embed_tokens.weight is not model.lm_head.weight
+        compare(copied.float(), model)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen2_vl"])
+def test_resized_embeddings_are_theirs(folders, tmp_path, family):
+    resized = []
+    for model in (AutoModelForCausalLM.from_pretrained(folders[family]), load_theirs(folders[family])):
+        torch.manual_seed(0)
+        model.resize_token_embeddings(105)
+        assert model.config.get_text_config().vocab_size == model.get_input_embeddings().num_embeddings == 105
+        resized.append(model)
+    compare(*resized, family)
+    resized[0].save_pretrained(tmp_path)
+    compare(ligermodels.load(tmp_path, progress=False), resized[1], family)
+
+
+def test_activation_checkpointing_is_ours(folders):
+    model, theirs = AutoModelForCausalLM.from_pretrained(folders["llama"]).train(), load_theirs(folders["llama"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.gradient_checkpointing_enable({"recompute": "mlp"})
+    assert model.is_gradient_checkpointing and model.model.layers[0].mlp.recompute
+    model(ids(), labels=ids()).loss.backward()
+    theirs(ids(), labels=ids()).loss.backward()
+    for name, parameter in theirs.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, rtol=1e-4, atol=1e-5)
+    model.gradient_checkpointing_disable()
+    assert not model.is_gradient_checkpointing
+
+
+# Generation
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen2_vl", "mllama"])
+def test_generate_is_ours_and_writes_the_same(folders, family):
+    model, theirs = AutoModelForCausalLM.from_pretrained(folders[family]), load_theirs(folders[family])
+    tokens, inputs = images(family)
+    config = transformers.GenerationConfig(max_new_tokens=8, eos_token_id=2, pad_token_id=3)
+    for candidate in (model, ligermodels.from_transformers(theirs)):
+        found = candidate.generate(input_ids=tokens, generation_config=config, **inputs)
+        assert torch.equal(found, theirs.generate(input_ids=tokens, generation_config=config, **inputs))
+    with pytest.raises(InputError, match="num_beams"):
+        model.generate(tokens, num_beams=2, max_new_tokens=2)
+
+
+def make_tokenizer():
+    words = ["<unk>", "<s>", "</s>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>",
+        padding_side="left",
+    )  # fmt: skip
+
+
+def test_pipeline(folders):
+    texts = []
+    for model in (AutoModelForCausalLM.from_pretrained(folders["llama"]), load_theirs(folders["llama"])):
+        pipe = transformers.pipeline("text-generation", model=model, tokenizer=make_tokenizer())
+        torch.manual_seed(0)
+        drawn = pipe(["a b c", "d"], max_new_tokens=12, batch_size=2)
+        texts.append([drawn, pipe("a b c", max_new_tokens=12, do_sample=False, return_full_text=False)])
+    assert texts[0] == texts[1]
+
+
+# Adapters and quantised bases
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        dict(target_modules="all-linear"),
+        dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
+        dict(target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
+    ],
+    ids=str,
+)
+def test_peft(folders, options):
+    peft = pytest.importorskip("peft")
+    pair = []
+    for model in (AutoModelForCausalLM.from_pretrained(folders["llama"]), load_theirs(folders["llama"])):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **options)
+        pair.append(peft.get_peft_model(model, config))
+    ours, theirs = pair
+    assert ours.get_nb_trainable_parameters() == theirs.get_nb_trainable_parameters()
+    compare(ours, theirs)
+    compare(ours.merge_and_unload(), theirs)
+
+
+def test_adapter_folders(folders, tmp_path):
+    peft = pytest.importorskip("peft")
+    theirs = load_theirs(folders["qwen2"])
+    theirs.add_adapter(peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    theirs.eval().peft_config["default"].base_model_name_or_path = str(folders["qwen2"])
+    theirs.save_pretrained(tmp_path / "adapter")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")  # finds its base
+    compare(model, theirs)
+    model.save_pretrained(tmp_path / "again")
+    other = load_theirs(folders["qwen2"])
+    other.load_adapter(str(tmp_path / "again"))
+    compare(other, theirs)
+
+
+def quantisation(kind):
+    if kind == "torchao":
+        pytest.importorskip("torchao")
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        return transformers.TorchAoConfig(Int8WeightOnlyConfig())
+    pytest.importorskip("bitsandbytes")
+    options = dict(load_in_4bit=True, bnb_4bit_quant_type="nf4") if kind == "nf4" else dict(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(**options)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao"])
+@pytest.mark.filterwarnings("ignore")
+def test_quantised_bases(tmp_path, kind):
+    peft = pytest.importorskip("peft")
+    sizes = dict(SIZES, hidden_size=128, intermediate_size=192)
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).save_pretrained(tmp_path / "base")
+    load = dict(quantization_config=quantisation(kind), dtype=torch.float32)
+    # All in training mode: in evaluation bitsandbytes has other kernels on the CPU, which round otherwise and have no
+    # gradients.
+    theirs = load_theirs(tmp_path / "base", **copy.deepcopy(load)).train()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "base", **copy.deepcopy(load)).train()
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base")(ids()).logits
+    for candidate in (model, ligermodels.from_transformers(theirs)):
+        for name in ("self_attn.k_proj", "mlp.down_proj"):
+            expected = theirs.model.layers[0].get_submodule(name)
+            found = candidate.model.layers[0].get_submodule(name)
+            assert type(found) is type(expected) and type(found.weight) is type(expected.weight)
+        compare(candidate, theirs)
+        assert (candidate(ids()).logits - plain).abs().max() > 1e-2
+    model.save_pretrained(tmp_path / "quantised")
+    compare(AutoModelForCausalLM.from_pretrained(tmp_path / "quantised").train(), model)
+    grown, kinds = [], set()
+    for candidate in (model, ligermodels.from_transformers(theirs), theirs):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        adapted = peft.get_peft_model(candidate, config)
+        adapted(input_ids=ids(), labels=ids()).loss.backward()
+        kinds.add(type(adapted.base_model.model.model.layers[0].self_attn.q_proj))
+        grown.append({n: p.grad for n, p in adapted.named_parameters() if p.grad is not None})
+    assert len(kinds) == 1  # PEFT's layer for this quantiser
+    assert grown[0] and grown[0].keys() == grown[1].keys() == grown[2].keys()
+    for name, gradient in grown[2].items():
+        for found in grown[:2]:  # int8 rounds activations: a last bit there is 1 / 127 of one here
+            torch.testing.assert_close(found[name], gradient, rtol=2e-2, atol=2e-2 * gradient.abs().max().item())
+
+
+# Trainers
+
+
+class Texts(torch.utils.data.Dataset):
+    """Rows of ids with their labels."""
+
+    def __len__(self):
+        return 16
+
+    def __getitem__(self, index):
+        row = ids(1, 10, seed=index)[0]
+        return {"input_ids": row, "labels": row.clone(), "attention_mask": torch.ones_like(row)}
+
+
+def arguments(folder, kind=transformers.TrainingArguments, **options):
+    options = {"save_strategy": "no", "max_steps": 3, "per_device_train_batch_size": 4, **options}
+    return kind(folder, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=1, **options)
+
+
+def logged(trainer, name="loss"):
+    return torch.tensor([entry[name] for entry in trainer.state.log_history if name in entry])
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_saves_a_folder_that_opens_everywhere(folders, tmp_path, family):
+    pytest.importorskip("accelerate")
+    losses = []
+    for model in (load_theirs(folders[family]), AutoModelForCausalLM.from_pretrained(folders[family])):
+        options = dict(label_smoothing_factor=0.1, gradient_accumulation_steps=2)
+        trainer = transformers.Trainer(model, arguments(tmp_path / "run", **options), train_dataset=Texts())
+        trainer.train()
+        losses.append(logged(trainer))
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    trainer.save_model(tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").is_file()
+    model.eval()
+    compare(load_theirs(tmp_path / "out"), model)
+    compare(ligermodels.load(tmp_path / "out", progress=False), model)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_trainer_resumes_exactly(folders, tmp_path):
+    pytest.importorskip("accelerate")
+    trained = []
+    for resume in (None, str(tmp_path / "checkpoint-2")):
+        model = AutoModelForCausalLM.from_pretrained(folders["llama"])
+        options = dict(save_strategy="steps", save_steps=2, max_steps=4, gradient_checkpointing=True)
+        trainer = transformers.Trainer(model, arguments(tmp_path, **options), train_dataset=Texts())
+        trainer.train(resume_from_checkpoint=resume)
+        trained.append(model)
+    for one, other in zip(*(model.parameters() for model in trained), strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.filterwarnings("ignore")
+def test_classifier(folders, tmp_path, family):
+    pair = []
+    for loads in (AutoModelForSequenceClassification, transformers.AutoModelForSequenceClassification):
+        torch.manual_seed(0)  # of score, which the checkpoint lacks
+        options = PLAIN if loads.__module__.startswith("transformers.") else {}
+        pair.append(loads.from_pretrained(folders[family], num_labels=3, **options))
+    ours, theirs = pair
+    assert type(ours).__name__ == type(theirs).__name__ and shapes(ours) == shapes(theirs)
+    assert not ours.can_generate() and ours._no_split_modules == set(ligermodels.ARCHS[family]._no_split_modules)
+    padded, mask = ids(), torch.ones(2, 12, dtype=torch.long)
+    padded[1, 7:], mask[1, 7:] = 3, 0
+    ours.train().gradient_checkpointing_enable()
+    labels = torch.tensor([2, 0])
+    found = ours(padded, mask, labels=labels, num_items_in_batch=torch.tensor(2))
+    expected = theirs.train()(padded, mask, labels=labels)
+    torch.testing.assert_close(found.logits, expected.logits, **CLOSE)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=0)
+    found.loss.backward()
+    expected.loss.backward()
+    for name, parameter in theirs.named_parameters():
+        difference = (ours.get_parameter(name).grad - parameter.grad).abs().max()
+        assert difference <= 1e-4 * parameter.grad.abs().max() + 1e-6, name
+    ours.eval().save_pretrained(tmp_path)
+    opened = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path, **PLAIN)
+    compare(opened, AutoModelForSequenceClassification.from_pretrained(tmp_path))
+    fresh = AutoModelForSequenceClassification.from_config(CONFIGS[family]())
+    assert abs(fresh.score.weight.std() / 0.2 - 1) < 0.3  # initializer_range; 64 draws
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_reward_trainer(folders, tmp_path):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    pairs = {"chosen": ["a b c d", "e f g"] * 4, "rejected": ["x y z", "u v w"] * 4}
+    losses = []
+    for loads in (AutoModelForSequenceClassification, transformers.AutoModelForSequenceClassification):
+        torch.manual_seed(0)
+        model = loads.from_pretrained(folders["qwen2"], num_labels=1)
+        config = arguments(tmp_path, trl.RewardConfig, bf16=False, max_length=16)
+        data = datasets.Dataset.from_dict(pairs)
+        trainer = trl.RewardTrainer(model, args=config, train_dataset=data, processing_class=make_tokenizer())
+        trainer.train()
+        losses.append(logged(trainer))
+    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+@pytest.mark.filterwarnings("ignore")
+def test_grpo(folders, tmp_path, beta):
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    runs = []
+    for model in (AutoModelForCausalLM.from_pretrained(folders["llama"]), load_theirs(folders["llama"])):
+        torch.manual_seed(0)
+        options = dict(num_generations=4, max_completion_length=6, bf16=False, beta=beta, max_steps=2)
+        trainer = trl.GRPOTrainer(
+            model,
+            reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
+            args=arguments(tmp_path, trl.GRPOConfig, **options),
+            train_dataset=datasets.Dataset.from_dict({"prompt": ["a b c", "d e f g"] * 4}),
+            processing_class=make_tokenizer(),
+        )
+        trainer.train()
+        runs.append([logged(trainer, name) for name in ("reward", "loss", "entropy", "grad_norm")])
+    for found, expected in zip(*runs, strict=True):
+        assert len(found) == 2
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)

@@ -1,0 +1,76 @@
+"""lm-eval: scores and texts of our models are those of transformers' own, by its calls and by a task of its own."""
+
+import json
+import logging
+
+import pytest
+import torch
+
+from tests.tools.models import FAMILIES, WORDS, make_ids, ours, theirs, write_checkpoint
+
+lm_eval = pytest.importorskip("lm_eval")
+from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.task import ConfigurableTask  # noqa: E402
+from lm_eval.models.huggingface import HFLM  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def models(request, tmp_path_factory):
+    folder = write_checkpoint(tmp_path_factory.mktemp("checkpoints") / request.param, request.param)
+    logging.disable()
+    yield [HFLM(pretrained=make(folder), batch_size=3) for make in (ours, theirs)]  # the tokenizer by name_or_path
+    logging.disable(logging.NOTSET)
+
+
+def text(seed, length):
+    return " ".join(WORDS[6 + i % 26] for i in make_ids(1, length, seed)[0].tolist())
+
+
+def requests(kind, arguments):
+    return [Instance(kind, {}, argument, i) for i, argument in enumerate(arguments)]
+
+
+def test_loglikelihood(models):
+    arguments = [(text(i, 3 + i), " " + text(i + 50, 1 + i % 3)) for i in range(7)]
+    found, expected = (model.loglikelihood(requests("loglikelihood", arguments), disable_tqdm=True) for model in models)
+    # sums of up to three fp32 log probabilities
+    torch.testing.assert_close([score for score, _ in found], [score for score, _ in expected], rtol=0, atol=1e-4)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]
+    rolling = [(text(i, 150 + i),) for i in range(3)]  # longer than the model's 128 positions: in windows
+    found, expected = (
+        model.loglikelihood_rolling(requests("loglikelihood_rolling", rolling), disable_tqdm=True) for model in models
+    )
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)  # sums of 150 fp32 log probabilities
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"do_sample": False, "temperature": 0.0}, {"repetition_penalty": 1.3}], ids=str
+)
+def test_generate_until(models, options):
+    arguments = [(text(i, 3 + i), {"until": ["c d", "x"], "max_gen_toks": 9, **options}) for i in range(7)]
+    found, expected = (
+        model.generate_until(requests("generate_until", arguments), disable_tqdm=True) for model in models
+    )
+    assert found == expected and len(set(found)) > 1
+
+
+def test_a_task(models, tmp_path):
+    """Multiple choice, by lm-eval's own loop over a task that is made here."""
+    rows = [{"question": text(i, 4), "choices": [text(i + 20, 2), text(i + 40, 3)], "gold": i % 2} for i in range(6)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = []
+    for model in models:
+        task = ConfigurableTask(config={
+            "task": "tiny", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
+            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
+            "doc_to_text": "{{question}}", "doc_to_choice": "choices", "doc_to_target": "gold",
+            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+        })  # fmt: skip
+        results.append(lm_eval.evaluate(model, {"tiny": task}, bootstrap_iters=0, log_samples=True))
+    found, expected = results
+    assert found["results"]["tiny"]["acc,none"] == expected["results"]["tiny"]["acc,none"]
+    for one, other in zip(found["samples"]["tiny"], expected["samples"]["tiny"], strict=True):
+        scores, other_scores = ([float(score) for ((score, _),) in sample["resps"]] for sample in (one, other))
+        torch.testing.assert_close(scores, other_scores, rtol=0, atol=1e-4)  # sums of three fp32 log probabilities

@@ -1,0 +1,338 @@
+"""PEFT's adapters on our models: the parameters, the losses and the files that transformers' own model gives.
+
+The expectation is transformers' model of the same checkpoint, wrapped, trained, saved and merged in the same test.
+"""
+
+import copy
+import json
+import warnings
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+peft = pytest.importorskip("peft")
+
+from ligermodels.layers import LMHead  # noqa: E402
+from ligermodels.layers.head import takes_labels, unwrapped  # noqa: E402
+from tests.tools import models  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:peft.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*"),
+]
+
+MORE = {
+    "gemma2": lambda: transformers.Gemma2Config(
+        **models.SIZES, head_dim=8, query_pre_attn_scalar=12, sliding_window=6, attn_logit_softcapping=2.0,
+        final_logit_softcapping=3.0,
+    ),
+    "mixtral": lambda: transformers.MixtralConfig(**models.SIZES, num_local_experts=4),
+    "phi3": lambda: transformers.Phi3Config(**models.SIZES),
+}  # fmt: skip
+
+USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+IDS = models.make_ids(2, 9)
+SEEN = [1, int(IDS[0, 0]), int(IDS[1, 4]), 60]
+"""Tokens to train one by one: some of the batch, some not."""
+
+# fp32 rounding: of losses near 5, where 1e-6 was seen, and of logits up to 10 after three large steps, where 2e-6 was
+# seen, with OLoRA 8e-5. An adapter at the wrong place, a table that is not tied, a scale left out change more than 1e-2.
+LOSS = dict(rtol=0, atol=1e-5)
+LOGITS = dict(rtol=1e-5, atol=2e-4)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A checkpoint of each family, by name; made when it is first asked for."""
+    made = {}
+
+    class Folders:
+        def __getitem__(self, family):
+            if family not in made:
+                folder = tmp_path_factory.mktemp(family)
+                if family in MORE:
+                    torch.manual_seed(0)
+                    transformers.AutoModelForCausalLM.from_config(MORE[family]()).save_pretrained(folder)
+                else:
+                    models.write_checkpoint(folder, family)
+                made[family] = folder
+            return made[family]
+
+    return Folders()
+
+
+def both(folders, family):
+    """(ours, transformers') of the family's checkpoint."""
+    return models.ours(folders[family]), models.theirs(folders[family], attn_implementation="eager")
+
+
+def trainable(model):
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def wrap(model, config, seed=0):
+    torch.manual_seed(seed)
+    return peft.get_peft_model(model, copy.deepcopy(config))
+
+
+def wrapped_alike(folders, family, config):
+    """Both models wrapped, ours with the other's adapter; both have the same names and shapes to train."""
+    ours, theirs = (wrap(model, config) for model in both(folders, family))
+    mine, expected = trainable(ours), trainable(theirs)
+    assert {name: p.shape for name, p in mine.items()} == {name: p.shape for name, p in expected.items()} != {}
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if name in expected:
+                parameter.copy_(expected[name])
+    return ours, theirs
+
+
+def losses(model, steps=3, ids=IDS):
+    model.train()
+    optimizer, found = torch.optim.SGD(trainable(model).values(), lr=0.3), []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.detach())
+    model.eval()
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def logits(model):
+    return model(input_ids=IDS).logits
+
+
+def lora(**options):
+    return peft.LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, **options)
+
+
+def beside_q(**options):
+    return lora(target_modules=["q_proj"], **options)
+
+
+CASES = {
+    "usual names": ("llama", lora(target_modules=USUAL)),
+    "usual names, biases": ("qwen2", lora(target_modules=USUAL)),
+    "usual names, gemma2": ("gemma2", lora(target_modules=USUAL)),
+    "q and v": ("qwen2", lora(target_modules=["q_proj", "v_proj"])),
+    "a pattern": ("llama", lora(target_modules=r".*\.1\.mlp\.(gate|down)_proj")),
+    "None": ("llama", lora()),
+    "None, biases": ("qwen2", lora()),
+    "all-linear": ("llama", lora(target_modules="all-linear")),
+    "all-linear, untied head": ("qwen2", lora(target_modules="all-linear")),
+    "all-linear, experts": ("mixtral", lora(target_modules="all-linear")),
+    "all-linear, packed": ("phi3", lora(target_modules="all-linear")),
+    "layers_to_transform": ("llama", lora(target_modules=USUAL, layers_to_transform=[1])),
+    "layers_pattern": ("qwen2", lora(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="layers")),
+    "biases trained": ("qwen2", lora(target_modules=["q_proj"], bias="all")),
+    "experts": ("mixtral", beside_q(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])),
+    "router": ("mixtral", beside_q(target_parameters=["gate.weight"])),
+    "DoRA": ("llama", lora(target_modules=USUAL, use_dora=True)),
+    "rsLoRA": ("llama", lora(target_modules=USUAL, use_rslora=True)),
+    "PiSSA": ("llama", lora(target_modules=USUAL, init_lora_weights="pissa")),
+    "OLoRA": ("qwen2", lora(target_modules=USUAL, init_lora_weights="olora")),
+    "IA3": ("llama", peft.IA3Config(task_type="CAUSAL_LM")),
+    "VeRA": ("llama", peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])),
+    "OFT": ("llama", peft.OFTConfig(task_type="CAUSAL_LM", oft_block_size=4, target_modules=USUAL)),
+    "norms": ("gemma2", beside_q(modules_to_save=["input_layernorm", "norm"])),
+    "head, tied": ("llama", beside_q(modules_to_save=["lm_head"])),
+    "head, tied and capped": ("gemma2", beside_q(modules_to_save=["lm_head"])),
+    "head, untied": ("qwen2", beside_q(modules_to_save=["lm_head"])),
+    "table, tied": ("llama", beside_q(modules_to_save=["embed_tokens"])),
+    "table, untied": ("qwen2", beside_q(modules_to_save=["embed_tokens"])),
+    "table and head, tied": ("llama", beside_q(modules_to_save=["embed_tokens", "lm_head"])),
+    "table, kept tied": ("llama", beside_q(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
+    "head, kept tied": ("gemma2", beside_q(modules_to_save=["lm_head"], ensure_weight_tying=True)),
+    "tokens, tied": ("llama", beside_q(trainable_token_indices=SEEN)),
+    "tokens, tied, scaled and capped": ("gemma2", beside_q(trainable_token_indices=SEEN)),
+    "tokens, untied": ("qwen2", beside_q(trainable_token_indices=SEEN)),
+    "tokens of both, untied": ("qwen2", beside_q(trainable_token_indices={"embed_tokens": SEEN, "lm_head": [2, 5]})),
+    "tokens of both, tied": ("llama", beside_q(trainable_token_indices={"embed_tokens": SEEN, "lm_head": SEEN})),
+    "other tokens, tied": ("llama", beside_q(trainable_token_indices={"embed_tokens": SEEN, "lm_head": [2, 5]})),
+    "tokens alone": ("gemma2", peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=SEEN)),
+    "tokens alone, untied": ("qwen2", peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=SEEN)),
+    "LoRA of the table": ("qwen2", lora(target_modules=["q_proj", "embed_tokens"])),
+    "LoRA of a table that is scaled": ("gemma2", lora(target_modules=["q_proj", "embed_tokens"])),
+}
+"""Family and config."""
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case, tmp_path):
+    family, config = CASES[case]
+    ours, theirs = wrapped_alike(folders, family, config)
+    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(ours), expected, **LOGITS)
+    assert (expected - logits(both(folders, family)[1])).abs().max() > 1e-2  # it has learnt something
+    with ours.disable_adapter(), theirs.disable_adapter():
+        torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
+    head = unwrapped(ours.get_base_model().lm_head)
+    assert takes_labels(head)  # so that the loss is fused with it
+
+    # What one has saved gives the same on the other's base.
+    ours.save_pretrained(tmp_path / "ours")
+    theirs.save_pretrained(tmp_path / "theirs")
+    mine, expected_files = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert {name: t.shape for name, t in mine.items()} == {name: t.shape for name, t in expected_files.items()}
+    new_ours, new_theirs = both(folders, family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # that keys are missing is a warning
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*|Unsupported layer type")
+        on_theirs = peft.PeftModel.from_pretrained(new_theirs, tmp_path / "ours")
+        on_ours = peft.PeftModel.from_pretrained(new_ours, tmp_path / "theirs")
+    torch.testing.assert_close(logits(on_theirs), expected, **LOGITS)
+    torch.testing.assert_close(logits(on_ours), expected, **LOGITS)
+
+    # Merged, and saved so: ours opens in transformers, with a head of its own where the adapter has untied it.
+    ours, theirs, on_ours = (model.merge_and_unload() for model in (ours, theirs, on_ours))
+    merged = logits(theirs)
+    torch.testing.assert_close(logits(ours), merged, **LOGITS)
+    torch.testing.assert_close(logits(on_ours), merged, **LOGITS)  # without a forward in between
+    ours.save_pretrained(tmp_path / "merged")
+    said = json.loads((tmp_path / "merged" / "config.json").read_text())
+    assert said["tie_word_embeddings"] == theirs.config.tie_word_embeddings
+    for model in (models.theirs(tmp_path / "merged", attn_implementation="eager"), models.ours(tmp_path / "merged")):
+        torch.testing.assert_close(logits(model), merged, **LOGITS)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "phi3"])
+@pytest.mark.parametrize("target", [None, ["q_proj", "v_proj"], USUAL, ["qkv_proj", "gate_up_proj"]], ids=str)
+def test_the_same_modules_are_adapted_or_the_same_error_is_raised(folders, family, target):
+    found = []
+    for model in both(folders, family):
+        try:
+            found.append({name: p.shape for name, p in trainable(wrap(model, lora(target_modules=target))).items()})
+        except ValueError as error:
+            found.append(str(error))
+    assert found[0] == found[1]
+
+
+def test_the_adapter_names_its_base(folders, tmp_path):
+    ours, theirs = wrapped_alike(folders, "llama", lora())
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        model.save_pretrained(tmp_path / name)
+    said = [json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs")]
+    assert said[0].pop("target_modules").sort() == said[1].pop("target_modules").sort()
+    assert said[0] == said[1] and said[0]["base_model_name_or_path"] == str(folders["llama"])
+    assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ours").peft_config["default"].r == 4
+
+
+def test_a_resized_vocabulary_is_saved_with_the_adapter(folders, tmp_path):
+    """PEFT compares the size with the base's config.json, which it reads by the config's class."""
+    ours, theirs = both(folders, "qwen2")
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        model.resize_token_embeddings(101)
+        wrap(model, lora()).save_pretrained(tmp_path / name)
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")]
+    assert files[0].keys() == files[1].keys()
+    assert files[0]["base_model.model.lm_head.weight"].shape == (101, 32)
+    assert type(ours.config).from_pretrained(folders["qwen2"]).vocab_size == 97
+
+
+def test_several_adapters(folders):
+    ours, theirs = wrapped_alike(folders, "llama", lora(target_modules=USUAL, init_lora_weights=False))
+    found = []
+    for model in (ours, theirs):
+        model.add_adapter("other", lora(target_modules=["q_proj", "up_proj"]))
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in model.named_parameters():
+            if ".other." in name:
+                parameter.data = torch.randn(parameter.shape, generator=generator) * 0.1
+        outputs = [logits(model)]
+        model.set_adapter("other")
+        outputs.append(logits(model))
+        assert all(".other." in name for name in trainable(model))
+        model.add_weighted_adapter(["default", "other"], [0.5, 2.0], "sum", combination_type="cat")
+        model.set_adapter("sum")
+        outputs.append(logits(model))
+        outputs.append(model.eval()(input_ids=IDS, adapter_names=["default", "__base__"]).logits.detach())
+        with model.disable_adapter():
+            outputs.append(logits(model))
+        model.delete_adapter("sum")
+        outputs.append(logits(model))
+        found.append(outputs)
+    torch.testing.assert_close(*found, **LOGITS)
+    assert (found[0][0] - found[0][1]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_gradient_checkpointing(folders, family):
+    """The first block's input has no gradient where the table is frozen, unless PEFT asks for it."""
+    expected = losses(wrap(models.theirs(folders[family]), lora(target_modules=USUAL)))
+    for early in (False, True):
+        model = models.ours(folders[family])
+        model.gradient_checkpointing_enable() if early else None
+        model = wrap(model, lora(target_modules=USUAL))
+        model.gradient_checkpointing_enable() if not early else None
+        model.enable_input_require_grads()
+        torch.testing.assert_close(losses(model), expected, **LOSS)
+        assert model.is_gradient_checkpointing
+
+
+@pytest.mark.parametrize("kbit", [False, True])
+def test_prepare_model_for_kbit_training(folders, kbit):
+    found = []
+    for model in (models.ours(folders["llama"], dtype=torch.bfloat16),
+                  models.theirs(folders["llama"], dtype=torch.bfloat16)):  # fmt: skip
+        model.is_loaded_in_4bit = kbit
+        model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
+        assert model.is_gradient_checkpointing is kbit and not trainable(model)
+        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+        found.append(losses(wrap(model, lora(target_modules=USUAL))))
+    torch.testing.assert_close(*found, **LOSS)
+
+
+# ---- LoRA on the head ----
+
+
+def test_lora_on_the_head_is_refused_until_its_class_is_registered(folders, tmp_path):
+    """PEFT adapts nn.Linear, which our head is not, so that "all-linear" leaves it out."""
+    config = lora(target_modules=["q_proj", "lm_head"])
+    for family in ("qwen2", "gemma2"):
+        with pytest.raises(ValueError, match=r"Target module LMHead.*is not supported"):
+            wrap(models.ours(folders[family]), config)
+        theirs = wrap(models.theirs(folders[family], attn_implementation="eager"), config)
+        ours_config = copy.deepcopy(config)
+        ours_config._register_custom_module({LMHead: peft.tuners.lora.Linear})
+        torch.manual_seed(0)
+        ours = peft.get_peft_model(models.ours(folders[family]), ours_config)
+        torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
+        theirs.save_pretrained(tmp_path / family)
+        ours_config = peft.PeftConfig.from_pretrained(tmp_path / family)
+        ours_config._register_custom_module({LMHead: peft.tuners.lora.Linear})
+        loaded = peft.PeftModel.from_pretrained(models.ours(folders[family]), tmp_path / family, config=ours_config)
+        torch.testing.assert_close(logits(loaded), logits(theirs), **LOGITS)
+
+
+# ---- prompts ----
+
+
+def prompts():
+    options = dict(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    return {
+        "prompt": peft.PromptTuningConfig(**options),
+        "p-tuning": peft.PromptEncoderConfig(**options, encoder_hidden_size=8),
+        "prefix": peft.PrefixTuningConfig(**options),
+        "prefix, projected": peft.PrefixTuningConfig(**options, prefix_projection=True, encoder_hidden_size=8),
+    }
+
+
+@pytest.mark.parametrize("family", [*models.FAMILIES, "gemma2"])
+@pytest.mark.parametrize("kind", prompts())
+def test_prompts_train_and_travel(folders, kind, family, tmp_path):
+    ours, theirs = wrapped_alike(folders, family, prompts()[kind])
+    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(ours), expected, **LOGITS)
+    for name, model, base in (("a", ours, models.theirs), ("b", theirs, models.ours)):
+        model.save_pretrained(tmp_path / name)
+        loaded = peft.PeftModel.from_pretrained(base(folders[family]), tmp_path / name)
+        torch.testing.assert_close(logits(loaded), expected, **LOGITS)
