@@ -1,10 +1,11 @@
 """Speed and memory of this checkout beside those of another one, runs alternating in fresh processes on one GPU.
 
 Both train and generate from the same weights, drawn by the name that a tensor has on disk. The losses of the first step
-must agree, or nothing is printed.
+must agree, or nothing is printed. Tokens/s of FSDP2 are those of one GPU.
 
     git worktree add ../old 388939a
     python -m benchmarks.commits ../old --rounds 3 --out benchmarks/results/commits.json
+    python -m benchmarks.commits ../old --gpus 2 --cases "8B FSDP2 2 x 4096"
 """
 
 import argparse
@@ -35,6 +36,8 @@ CASES: dict[str, dict[str, Any]] = {
     "1B 1 x 1024, 8 micro-batches added in place": dict(config=LLAMA_1B, batch=1, seq=1024, steps=4, micro_batches=8),
     "8B 4 x 4096": dict(config=LLAMA_8B, batch=4, seq=4096, steps=5, in_backward=True),
     "8B 4 x 4096, mlp": dict(config=LLAMA_8B, batch=4, seq=4096, steps=4, in_backward=True, recompute="mlp"),
+    "8B FSDP2 2 x 4096": dict(config=LLAMA_8B, batch=2, seq=4096, steps=5, sharded=True),
+    "8B FSDP2 2 x 4096, block": dict(config=LLAMA_8B, batch=2, seq=4096, steps=4, sharded=True, recompute="block"),
     "1B decode, batch 1": dict(config=LLAMA_1B, batch=1, seq=128, new_tokens=128),
     "1B decode, batch 8": dict(config=LLAMA_1B, batch=8, seq=128, new_tokens=128),
     "8B decode, batch 1": dict(config=LLAMA_8B, batch=1, seq=128, new_tokens=64),
@@ -46,7 +49,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("other", nargs="?", type=Path, help="the other checkout")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", nargs="*", default=list(CASES), choices=list(CASES))
+    alone = [name for name, case in CASES.items() if "sharded" not in case]
+    parser.add_argument("--cases", nargs="*", default=alone, choices=list(CASES))
+    parser.add_argument("--gpus", type=int, default=1, help="for the cases of FSDP2, which want more than one")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -55,11 +60,14 @@ def main() -> int:
     runs: dict[str, list[dict[str, Any]]] = {"other": [], "this": []}
     for _ in range(options.rounds):
         for name, tree in (("other", options.other), ("this", HERE)):
-            command = [sys.executable, __file__, "--worker", "--cases", *options.cases]
+            launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={options.gpus}"]
+            command = [sys.executable, *(launcher if options.gpus > 1 else ()), __file__, "--worker", "--cases"]
+            command += options.cases
             done = subprocess.run(
                 command, env={**os.environ, "PYTHONPATH": str(tree.resolve())}, stdout=subprocess.PIPE, check=True
             )
-            runs[name].append(json.loads(done.stdout.splitlines()[-1]))
+            found = [json.loads(line) for line in done.stdout.decode().splitlines() if line.startswith("{")]
+            runs[name].append(found[-1])
     rows, red = [], []
     for case in options.cases:
         theirs, ours = ([run[case] for run in runs[name]] for name in ("other", "this"))
@@ -92,39 +100,69 @@ def _work(cases: list[str]) -> int:
     """Runs the cases with the ligermodels that is first on the path, and prints what they took."""
     import torch
 
+    if "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl")
     found = {}
     for name in cases:
         case = CASES[name]
-        model = _model(case["config"])
+        torch.cuda.reset_peak_memory_stats()
+        model = _model(case["config"], case.get("sharded", False))
         found[name] = (_decode if "new_tokens" in case else _train)(model, **case)
         del model
         torch.cuda.empty_cache()
         print(name, found[name], file=sys.stderr, flush=True)
-    print(json.dumps(found))
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(found), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     return 0
 
 
-def _model(config: dict[str, Any]) -> Any:
+def _model(config: dict[str, Any], sharded: bool = False) -> Any:
+    """Sharded: fp32 weights over all ranks by FSDP2, a group for each block, computing in bf16."""
     import torch
 
     import ligermodels
     from ligermodels import weights
 
-    model = ligermodels.Llama.from_config(config, dtype=torch.bfloat16, device="meta")
+    dtype = torch.float32 if sharded else torch.bfloat16
+    model = ligermodels.Llama.from_config(config, dtype=dtype, device="meta")
+    regions = weights.regions(model, _table(type(model)))
+    if sharded:
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for layer in getattr(model, "decoder", model).layers:
+            fully_shard(layer, mp_policy=policy)
+        fully_shard(model, mp_policy=policy)
     model.to_empty(device="cuda")
-    table = getattr(type(model), "DISK_NAMES", None)
-    table = type(model).WEIGHTS if table is None else table  # what it was called before
     generator = torch.Generator("cuda")
     with torch.no_grad():
-        for name, tensor in weights.export(model, table):
-            generator.manual_seed(zlib.crc32(name.encode()))
-            tensor.fill_(1.0) if tensor.dim() == 1 else tensor.normal_(0.0, 0.02, generator=generator)
+        for name, parameter in model.named_parameters():
+            full = torch.empty(parameter.shape, dtype=dtype, device="cuda")
+            for region in regions:
+                if region.param == name:
+                    generator.manual_seed(zlib.crc32(region.source.encode()))
+                    part = full[region.index]
+                    part.fill_(1.0) if part.dim() == 1 else part.normal_(0.0, 0.02, generator=generator)
+            if sharded:
+                from torch.distributed.tensor import distribute_tensor
+
+                shard: Any = parameter
+                full = distribute_tensor(full, shard.device_mesh, shard.placements).to_local()
+                parameter = shard.to_local()
+            parameter.copy_(full)
     return model
+
+
+def _table(arch: Any) -> Any:
+    return arch.DISK_NAMES if hasattr(arch, "DISK_NAMES") else arch.WEIGHTS  # what it was called before
 
 
 def _train(
     model: Any, *, config: dict[str, Any], batch: int, seq: int, steps: int, captured: bool = False,
-    in_backward: bool = False, recompute: str = "none", micro_batches: int = 1,
+    in_backward: bool = False, recompute: str = "none", micro_batches: int = 1, sharded: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     import torch
 
@@ -134,7 +172,10 @@ def _train(
     model.train()
     if recompute != "none":
         model.gradient_checkpointing_enable({"recompute": recompute})
-    optimizer = AdamW(model.parameters(), lr=1e-5, step_in_backward=in_backward, capturable=captured)
+    if sharded:
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+    else:
+        optimizer = AdamW(model.parameters(), lr=1e-5, step_in_backward=in_backward, capturable=captured)
     if captured:
         from ligermodels.training.capture import CapturedStep
 

@@ -30,8 +30,13 @@ class InputError(LigermodelsError, ValueError):
 _warned: set[str] = set()
 
 
+def is_new(reason: str) -> bool:
+    """True if `warn_once` has not warned for this reason yet: spares making a text that nobody will read."""
+    return reason not in _warned
+
+
 def warn_once(reason: str, text: str) -> None:
     """warnings.warn(text), once in a process for each reason."""
-    if reason not in _warned:
+    if is_new(reason):
         _warned.add(reason)
         warnings.warn(text, stacklevel=3)

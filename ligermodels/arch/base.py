@@ -13,12 +13,18 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
-from ligermodels.arch.inputs import Targets, check_cu_seqlens, check_labels, packed_sequences, text_positions
+from ligermodels.arch.inputs import (
+    Targets,
+    check_cu_seqlens,
+    check_labels,
+    check_outputs,
+    packed_sequences,
+    text_positions,
+)
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.cache import KVCache
-from ligermodels.errors import InputError
 from ligermodels.generate import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
@@ -119,10 +125,7 @@ class CausalLM(Pretrained, TrainerInterface):
 
         Raises InputError where arguments do not fit together.
         """
-        if output_attentions:
-            raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
-        if return_dict is False:
-            raise InputError("return_dict=False is not supported: the output is a dict with attributes")
+        check_outputs(output_attentions, return_dict)
         if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
             cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         ids = input_ids if inputs_embeds is None else inputs_embeds

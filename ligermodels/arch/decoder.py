@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, packed_sequences, pads_only_after
+from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, check_outputs, packed_sequences, pads_only_after
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
@@ -78,6 +78,8 @@ class Decoder(nn.Module):
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         cross: CrossStates | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
@@ -86,10 +88,11 @@ class Decoder(nn.Module):
     ) -> CausalLMOutput:
         """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
 
-        Arguments as in `CausalLM.forward`; TRL calls this with its collator's batch. find_packing: position_ids that
-        restart mark packed sequences, unless the caller has looked for them already. cross: of models with
-        cross-attention, what the tokens may attend to.
+        Arguments as in `CausalLM.forward`, all but those of the head: TRL, and PEFT with it, call this in its place.
+        find_packing: position_ids that restart mark packed sequences, unless the caller has looked for them already.
+        cross: of models with cross-attention, what the tokens may attend to.
         """
+        check_outputs(output_attentions, return_dict)
         if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
             cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         check_inputs(

@@ -108,6 +108,14 @@ def _check_tensors(**given: Tensor | None) -> dict[str, Tensor]:
     return tensors
 
 
+def check_outputs(output_attentions: bool | None, return_dict: bool | None) -> None:
+    """Raises InputError for a form of output that there is not."""
+    if output_attentions:
+        raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
+    if return_dict is False:
+        raise InputError("return_dict=False is not supported: the output is a dict with attributes")
+
+
 def check_cu_seqlens(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Tensor:
     """The boundaries of packed sequences, of queries and keys alike. Raises InputError where they differ."""
     q, k = cu_seq_lens_q, cu_seq_lens_k

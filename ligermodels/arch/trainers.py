@@ -170,9 +170,9 @@ class TrainerInterface(nn.Module):
         every_n_layers: int = 1,
         offload: bool = False,
     ) -> None:
-        """`gradient_checkpointing_enable` under its newer name."""
+        """`gradient_checkpointing_enable` under its newer name, and by it: TRL wraps that one."""
         here = {"every_n_layers": every_n_layers, "offload": offload}
-        self._set_checkpointing(here | dict(activation_checkpointing_kwargs or {}))
+        self.gradient_checkpointing_enable(here | dict(activation_checkpointing_kwargs or {}))
 
     def gradient_checkpointing_disable(self) -> None:
         self._set_checkpointing("none")

@@ -66,7 +66,7 @@ class CrossAttention(JointProjections):
             if cache is None or cache.keys is None or cache.values is None:
                 raise InputError("cross-attention: neither states of pictures nor a cache that holds some")
             return cache.keys, cache.values
-        if not all(map(is_plain, self.joint_modules)):
+        if not is_plain(*self.joint_modules):
             warn_unfused(self, self.joint_names, states)
         k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
         k, _ = self.k_norm(k)

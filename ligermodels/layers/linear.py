@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
-from ligermodels.errors import warn_once
+from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 
@@ -26,8 +26,8 @@ def is_plain(*modules: nn.Module) -> bool:
     replaces its class or its weight. Passing any of them by would be silently wrong, so each makes this False.
     """
     for module in modules:
-        # _parameters["weight"] is module.weight, for a fifth of the host's time
-        if type(module) is not nn.Linear or type(module._parameters["weight"]) is not nn.Parameter or _touched(module):
+        # _parameters is module.weight, for a fifth of the host's time
+        if type(module) is not nn.Linear or type(module._parameters.get("weight")) is not nn.Parameter or _touched(module):
             return False
     return not _has_any_global_hook()
 
@@ -48,32 +48,49 @@ def _touched(module: nn.Module) -> bool:
 
 
 class Obstacle(NamedTuple):
-    """Why no fused op stands in for a module. kind: "adapter", "hook", "replaced" (forward), "class" or "weight"."""
+    """Why no fused op stands in for `module`.
+
+    kind: "adapter", "parametrization", "class", "weight", "forward", which was replaced, "forward hook", "backward
+    hook", "global hook".
+    """
 
     kind: str
-    text: str
+    module: nn.Module
+
+    @property
+    def text(self) -> str:
+        """The reason in words, to be read behind "because of"."""
+        found = type(self.module)
+        name = f"{found.__module__}.{found.__qualname__}"
+        hook = self.module.__dict__.get("_hf_hook")  # accelerate's, which replaces the forward
+        return {
+            "adapter": f"an adapter, {name}",
+            "class": f"its class, {name}",
+            "weight": f"its weight, a {type(self.module.weight).__name__}",
+            "forward": "a replaced forward" + (f", by {type(hook).__name__}" if hook is not None else ""),
+            "global hook": "a hook on all modules",
+        }.get(self.kind, f"a {self.kind}")
 
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
     """Why `is_plain(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
-    found, weight = type(module), getattr(module, "weight", None)
-    name = f"{found.__module__}.{found.__qualname__}"
-    if found not in (classes or (nn.Linear,)):
-        if {"base_layer", "original_module", "token_adapter"} & module._modules.keys():
-            return Obstacle("adapter", f"an adapter, {name}")
-        if "parametrizations" in module._modules:
-            return Obstacle("adapter", "a parametrization")
-        return Obstacle("class", f"its class, {name}")
-    if type(weight) not in (nn.Parameter, type(None)):
-        return Obstacle("weight", f"its weight, a {type(weight).__name__}")
-    if "forward" in module.__dict__:
-        hook = module.__dict__.get("_hf_hook")
-        return Obstacle("replaced", "a replaced forward" + (f", by {type(hook).__name__}" if hook else ""))
-    if module._forward_hooks or module._forward_pre_hooks:
-        return Obstacle("hook", "a forward hook")
-    if module._backward_hooks or module._backward_pre_hooks:
-        return Obstacle("hook", "a backward hook")
-    return Obstacle("hook", "a hook on all modules") if _has_any_global_hook() else None
+    if type(module) not in (classes or (nn.Linear,)):
+        inside = module._modules.keys()
+        wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
+        kind = "adapter" if wrapped else "parametrization" if "parametrizations" in inside else "class"
+    elif type(module.weight) not in (nn.Parameter, type(None)):
+        kind = "weight"
+    elif "forward" in module.__dict__:
+        kind = "forward"
+    elif module._forward_hooks or module._forward_pre_hooks:
+        kind = "forward hook"
+    elif module._backward_hooks or module._backward_pre_hooks:
+        kind = "backward hook"
+    elif _has_any_global_hook():
+        kind = "global hook"
+    else:
+        return None
+    return Obstacle(kind, module)
 
 
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
@@ -84,8 +101,8 @@ def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
     if not warns(x):
         return
     for name in names:
-        found = obstacle(owner.get_submodule(name))
-        if found is not None and found.kind in ("adapter", "hook", "replaced"):
+        found = obstacle(owner._modules[name])  # type: ignore[arg-type]
+        if found is not None and found.kind not in ("class", "weight") and is_new(found.kind):
             warn_once(
                 found.kind,
                 f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It and "

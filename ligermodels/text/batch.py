@@ -1,12 +1,13 @@
-"""Rows of ids into what a model is called with: cut to a length, padded to one, as tensors.
+"""Rows of ids into what a model is called with: truncated, padded, as tensors.
 
 A batch is a dict of columns, {"input_ids": [[1, 5], [1]], "attention_mask": ...}; those that `FILLS` names have an
 entry for each token. Checked against transformers 5.23, `PreTrainedTokenizerBase.pad` and `BatchEncoding`.
 """
 
+import warnings
 from collections.abc import Mapping, Sequence
 from reprlib import repr as short
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -40,15 +41,69 @@ class BatchEncoding(dict[str, Any]):
         return self
 
 
-def cut(columns: Mapping[str, list[Any]], length: int, side: str, edges: tuple[int, int]) -> dict[str, list[Any]]:
-    """Rows of at most `length` tokens; of the tokens that stand around a text, `edges` on either side, none is cut.
+class Settings(Protocol):
+    """What a tokenizer says about calls that do not say it."""
 
-    side: the one that loses tokens.
+    padding_side: str
+    truncation_side: str
+    model_max_length: int
+    model_input_names: list[str]
+    pad_token_id: Any
+
+
+def finish(
+    columns: dict[str, list[Any]],
+    settings: Settings,
+    *,
+    flat: bool,
+    padding: bool | str,
+    truncation: bool | str = False,
+    max_length: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    padding_side: str | None = None,
+    return_tensors: str | None = None,
+    return_attention_mask: bool | None = None,
+    around: tuple[int, int] = (0, 0),
+) -> BatchEncoding:
+    """The columns truncated, with an attention mask, padded, as tensors: what a tokenizer's call returns.
+
+    flat: the only row by itself. around: how many special tokens stand before and after each text.
+    Raises InputError.
     """
-    before, after = edges
+    truncates, pads = _choice("truncation", truncation, _TRUNCATIONS), _choice("padding", padding, _PADDINGS)
+    limit = max_length
+    if limit is None and settings.model_max_length <= _LONGEST:
+        limit = int(settings.model_max_length)
+    if truncates and limit is not None:
+        columns = truncate(columns, limit, settings.truncation_side, around)
+    rows = columns["input_ids"]
+    if return_attention_mask is None:
+        return_attention_mask = "attention_mask" in settings.model_input_names
+    if return_attention_mask and "attention_mask" not in columns:
+        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows], **columns}
+    if pads == "longest" and max_length is not None and not truncates:
+        warnings.warn("max_length is ignored: padding=True pads to the longest row, nothing truncates.", stacklevel=3)
+    width = limit if pads == "max_length" else max(map(len, rows), default=0)
+    if pads and width is not None:
+        if settings.pad_token_id is None:
+            raise InputError(
+                "the tokenizer has no pad token. Next step: tokenizer.pad_token = tokenizer.eos_token, or another "
+                "token of the vocabulary."
+            )
+        multiple = pad_to_multiple_of or 1
+        if truncates and limit is not None and limit % multiple:
+            raise InputError(f"rows truncated to {limit} tokens cannot be padded to a multiple of {multiple}.")
+        side = settings.padding_side if padding_side is None else padding_side
+        columns = pad(columns, -(-width // multiple) * multiple, side, settings.pad_token_id)
+    return as_tensors({name: rows[0] for name, rows in columns.items()} if flat else columns, return_tensors)
+
+
+def truncate(columns: Mapping[str, list[Any]], length: int, side: str, around: tuple[int, int]) -> dict[str, list[Any]]:
+    """Rows of at most `length` tokens; the special tokens around a text stay. side: the one that loses tokens."""
+    before, after = around
     if length < before + after:
         raise InputError(f"max_length={length} has no room for the {before + after} special tokens around a text.")
-    check_side("truncation_side", side)
+    _check_side("truncation_side", side)
 
     def shorter(row: Sequence[Any]) -> Sequence[Any]:
         inner, room = row[before : len(row) - after], length - before - after
@@ -60,7 +115,7 @@ def cut(columns: Mapping[str, list[Any]], length: int, side: str, edges: tuple[i
 
 def pad(columns: Mapping[str, list[Any]], width: int, side: str, pad_token_id: int | None) -> dict[str, list[Any]]:
     """Every row of the columns in `FILLS` at least `width` long; the other columns as they are. side: of padding."""
-    check_side("padding_side", side)
+    _check_side("padding_side", side)
     fills = {**FILLS, "input_ids": pad_token_id}
 
     def wider(row: Sequence[Any], fill: Any) -> list[Any]:
@@ -72,9 +127,11 @@ def pad(columns: Mapping[str, list[Any]], width: int, side: str, pad_token_id: i
     }
 
 
-def within(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
-    """1 for each token that has a character of one of the spans, which stand in order; a token without any counts as
-    the character that it stands before."""
+def mask_of(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """1 for each token that has a character of one of the spans, 0 for the others.
+
+    offsets, spans: (start, end) in the text, each in order. A token without characters counts as the next one.
+    """
     found, rest = [], list(reversed(spans))
     for start, end in offsets:
         while rest and rest[-1][1] <= start:
@@ -120,7 +177,19 @@ def as_tensors(columns: Mapping[str, Any], kind: str | None) -> BatchEncoding:
     return BatchEncoding({name: tensor.numpy() for name, tensor in made.items()}) if kind == "np" else made
 
 
-def check_side(name: str, side: Any) -> None:
+_PADDINGS = {True: "longest", "longest": "longest", "max_length": "max_length", False: None, "do_not_pad": None}
+_TRUNCATIONS = {True: True, "longest_first": True, "only_first": True, False: False, "do_not_truncate": False}
+# As in transformers: a model_max_length above it says that there is no limit.
+_LONGEST = 10**20
+
+
+def _choice(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
+    if isinstance(value, bool | str) and value in choices:
+        return choices[value]
+    raise InputError(f"{name} must be one of {list(choices)}, not {short(value)}.")
+
+
+def _check_side(name: str, side: Any) -> None:
     if side not in ("left", "right"):
         raise InputError(f"{name} must be 'left' or 'right', not {short(side)}.")
 

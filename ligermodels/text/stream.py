@@ -43,11 +43,11 @@ class StreamDecoder:
     def __init__(
         self, tokenizer: Tokenizer | TextDecoder, *, after: Iterable[int] = (), skip_special_tokens: bool = True
     ) -> None:
-        self._stream: _Tokens | _Windows
+        self._stream: _TokenStream | _WindowStream
         if isinstance(tokenizer, Tokenizer):
-            self._stream = _Tokens(tokenizer.backend, skip_special_tokens)
+            self._stream = _TokenStream(tokenizer.backend, skip_special_tokens)
         elif callable(getattr(tokenizer, "decode", None)):
-            self._stream = _Windows(tokenizer, skip_special_tokens)
+            self._stream = _WindowStream(tokenizer, skip_special_tokens)
         else:
             raise InputError(f"a {type(tokenizer).__name__} has no decode(ids, skip_special_tokens=...).")
         self._stream.begin([_checked(index) for index in after])
@@ -71,7 +71,7 @@ def _checked(index: Any) -> int:
     return number
 
 
-class _Tokens:
+class _TokenStream:
     """Ids through our own decoders, each token once."""
 
     def __init__(self, backend: Backend, skip_special_tokens: bool) -> None:
@@ -91,7 +91,7 @@ class _Tokens:
         return self._pieces.flush()
 
 
-class _Windows:
+class _WindowStream:
     """Ids through a foreign `decode`, of the last ones only.
 
     The window begins with ids whose text has been given, and which have some: what a decoder takes off the beginning

@@ -138,11 +138,11 @@ class Tokenizer(Vocabulary):
         """input_ids and attention_mask of a text or of a list of them, as transformers' tokenizer returns them.
 
         Lists of ints, [S] of a text and [B][S] of a list; with return_tensors "pt" or "np" int64 [B, S].
-        padding: True or "longest", "max_length", or False. truncation: True cuts to max_length or, without that, to
-        model_max_length where the folder has one; so does max_length alone without padding.
+        padding: True or "longest", "max_length", or False. truncation: True, to max_length or, without that, to
+        model_max_length where the folder has one; max_length alone, without padding, truncates too.
         return_offsets_mapping: also offset_mapping, the (start, end) in the text of each token.
-        Pairs of texts, words that are cut already and what overflows are not offered. One difference: a text that
-        begins with the BOS token gets no second one (`encode`).
+        Pairs of texts, texts that are split into words and overflowing tokens are not offered. One difference: a text
+        that begins with the BOS token gets no second one (`encode`).
         """
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple):
@@ -150,9 +150,10 @@ class Tokenizer(Vocabulary):
         if truncation is None:
             truncation = max_length is not None and padding is False
         columns = self._columns(list(texts), add_special_tokens, return_offsets_mapping)
-        return self._finished(
+        return batch.finish(
             columns,
-            edges=self._edges if add_special_tokens and truncation else (0, 0),
+            self,
+            around=self._special_tokens_around if add_special_tokens and truncation else (0, 0),
             flat=isinstance(text, str) and return_tensors is None,
             padding=padding,
             truncation=truncation,
@@ -197,12 +198,14 @@ class Tokenizer(Vocabulary):
         """
         columns, kind = batch.collect(encoded_inputs)
         alone = not any(isinstance(row, list) for row in columns["input_ids"])
-        if alone and columns["input_ids"]:
+        if alone:
             columns = {name: [row] for name, row in columns.items()}
-        if any(len(rows) != len(columns["input_ids"]) for rows in columns.values()):
-            raise InputError(f"pad takes as many rows of each key, not { ({n: len(r) for n, r in columns.items()}) }.")
-        return self._finished(
+        counts = {name: len(rows) if isinstance(rows, list) else None for name, rows in columns.items()}
+        if len(set(counts.values())) > 1:
+            raise InputError(f"pad takes as many rows of each key, not {counts}.")
+        return batch.finish(
             columns,
+            self,
             flat=alone,
             padding=padding,
             max_length=max_length,
@@ -232,8 +235,8 @@ class Tokenizer(Vocabulary):
             values = list(map(operator.index, plain if isinstance(plain, Iterable) else [plain]))
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
-                f"decode takes one text: a list of ints or a 1-D tensor of them, not {short(ids)}. Next step: "
-                "batch_decode for a batch."
+                f"decode takes one text: an int, a list of them or a 1-D tensor, not {short(ids)}. Decode a batch by "
+                "rows, or with batch_decode."
             ) from error
         if wrong := [index for index in values if not 0 <= index <= MAX_ID]:
             raise InputError(f"{short(wrong[0])} is not a token id. Likely cause: labels, where -100 means ignored.")
@@ -315,9 +318,10 @@ class Tokenizer(Vocabulary):
             return text
         columns = self._columns([text], False, return_assistant_tokens_mask)
         if return_assistant_tokens_mask:
-            columns["assistant_masks"] = [batch.within(columns.pop("offset_mapping")[0], spans)]
-        found = self._finished(
+            columns["assistant_masks"] = [batch.mask_of(columns.pop("offset_mapping")[0], spans)]
+        found = batch.finish(
             columns,
+            self,
             flat=return_tensors is None,
             padding=padding,
             truncation=truncation,
@@ -369,13 +373,15 @@ class Tokenizer(Vocabulary):
         return self.bos_token_id in self.backend.encode([""], True)[0][:1]
 
     @functools.cached_property
-    def _edges(self) -> tuple[int, int]:
+    def _special_tokens_around(self) -> tuple[int, int]:
         """How many special tokens stand before a text, and how many after it."""
         (inner,), (whole,) = self.backend.encode(["a"], False), self.backend.encode(["a"], True)
         more = len(whole) - len(inner)
         before = next((n for n in range(more + 1) if whole[n : n + len(inner)] == inner), None)
         if before is None:
-            raise TokenizerError(f"{self.files.folder}: special tokens do not stand around a text; nothing can be cut.")
+            raise TokenizerError(
+                f"{self.files.folder}: special tokens do not stand around a text; truncation is not offered."
+            )
         return before, more - before
 
     def _change(self, **fields: Any) -> None:
@@ -405,61 +411,9 @@ class Tokenizer(Vocabulary):
     def _has_two_bos(self, ids: list[int]) -> bool:
         return self._adds_bos and ids[1:2] == [self.bos_token_id]
 
-    def _finished(
-        self,
-        columns: dict[str, list[Any]],
-        *,
-        flat: bool,
-        padding: bool | str,
-        truncation: bool | str = False,
-        max_length: int | None = None,
-        pad_to_multiple_of: int | None = None,
-        padding_side: str | None = None,
-        return_tensors: str | None = None,
-        return_attention_mask: bool | None = None,
-        edges: tuple[int, int] = (0, 0),
-    ) -> BatchEncoding:
-        """Rows of ids and what goes with them: cut, masked, padded, as tensors. flat: the only row by itself."""
-        cuts, pads = _choice("truncation", truncation, _CUTS), _choice("padding", padding, _PADS)
-        limit = max_length
-        if limit is None and self.model_max_length <= _LONGEST:
-            limit = int(self.model_max_length)
-        if cuts and limit is not None:
-            columns = batch.cut(columns, limit, self.truncation_side, edges)
-        rows = columns["input_ids"]
-        if return_attention_mask is None:
-            return_attention_mask = "attention_mask" in self.model_input_names
-        if return_attention_mask and "attention_mask" not in columns:
-            columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows], **columns}
-        if pads == "longest" and max_length is not None and not cuts:
-            warnings.warn("max_length says nothing with padding=True and no truncation.", stacklevel=3)
-        width = limit if pads == "max_length" else max(map(len, rows), default=0)
-        if pads and width is not None:
-            if self.pad_token_id is None:
-                raise InputError(
-                    "the tokenizer has no pad token. Next step: tokenizer.pad_token = tokenizer.eos_token, or "
-                    "another token of the vocabulary."
-                )
-            multiple = pad_to_multiple_of or 1
-            if cuts and limit is not None and limit % multiple:
-                raise InputError(f"rows cut to {limit} tokens cannot be a multiple of {multiple} long.")
-            side = self.padding_side if padding_side is None else padding_side
-            columns = batch.pad(columns, -(-width // multiple) * multiple, side, self.pad_token_id)
-        return batch.as_tensors({name: rows[0] for name, rows in columns.items()} if flat else columns, return_tensors)
-
 
 # What is made of the files when it is asked for, and again after a change.
-_CACHED = ("special_tokens_map", "_chat", "_adds_bos", "_edges", "chat_stop_ids")
-_PADS = {True: "longest", "longest": "longest", "max_length": "max_length", False: None, "do_not_pad": None}
-_CUTS = {True: True, "longest_first": True, "only_first": True, False: False, "do_not_truncate": False}
-# As in transformers: a model_max_length above it says that there is no limit.
-_LONGEST = 10**20
-
-
-def _choice(name: str, value: Any, choices: Mapping[Any, Any]) -> Any:
-    if isinstance(value, bool | str) and value in choices:
-        return choices[value]
-    raise InputError(f"{name} must be one of {list(choices)}, not {short(value)}.")
+_CACHED = ("special_tokens_map", "_chat", "_adds_bos", "_special_tokens_around", "chat_stop_ids")
 
 
 def _check_texts(texts: list[str]) -> None:

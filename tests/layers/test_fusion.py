@@ -156,13 +156,17 @@ OBSTACLES = {
     "adapter": (lambda: Adapter(nn.Linear(4, 4)), "adapter", f"an adapter, {__name__}.Adapter"),
     "parametrization": (
         lambda: parametrize.register_parametrization(nn.Linear(4, 4), "weight", Twice()),
-        "adapter",
+        "parametrization",
         "a parametrization",
     ),
-    "forward hook": (lambda: hooked(nn.Linear(4, 4), "register_forward_hook"), "hook", "a forward hook"),
-    "pre-hook": (lambda: hooked(nn.Linear(4, 4), "register_forward_pre_hook"), "hook", "a forward hook"),
-    "backward hook": (lambda: hooked(nn.Linear(4, 4), "register_full_backward_hook"), "hook", "a backward hook"),
-    "forward": (lambda: with_forward(nn.Linear(4, 4)), "replaced", "a replaced forward"),
+    "forward hook": (lambda: hooked(nn.Linear(4, 4), "register_forward_hook"), "forward hook", "a forward hook"),
+    "pre-hook": (lambda: hooked(nn.Linear(4, 4), "register_forward_pre_hook"), "forward hook", "a forward hook"),
+    "backward hook": (
+        lambda: hooked(nn.Linear(4, 4), "register_full_backward_hook"),
+        "backward hook",
+        "a backward hook",
+    ),
+    "forward": (lambda: with_forward(nn.Linear(4, 4)), "forward", "a replaced forward"),
     "class": (lambda: OwnLinear(4, 4), "class", f"its class, {__name__}.OwnLinear"),
     "weight": (sharded_weight, "weight", "its weight, a TwoTensor"),
 }

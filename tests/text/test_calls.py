@@ -197,7 +197,7 @@ BAD = {
     "ragged, numpy": (lambda t: t(TEXTS, return_tensors="np"), "rows of different lengths.*padding=True"),
     "not a multiple": (
         lambda t: t("a", padding=True, truncation=True, max_length=6, pad_to_multiple_of=4),
-        "cannot be a multiple of 4",
+        "cannot be padded to a multiple of 4",
     ),
     "no room": (lambda t: t("a", truncation=True, max_length=0), "no room for the 1 special"),
     "pad nothing": (lambda t: t.pad([]), "pad takes a dict with input_ids"),

@@ -10,6 +10,7 @@ from tests.tools.models import FAMILIES, make_ids, make_tokenizer, ours, theirs,
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
+peft = pytest.importorskip("peft")
 trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 
@@ -69,6 +70,7 @@ SFT = {
     "packed, wrapped": (TEXTS, dict(packing=True, packing_strategy="wrapped", max_length=16)),
     "padding-free": (TEXTS, dict(padding_free=True, max_length=None)),
     "checkpointing": (TEXTS, dict(gradient_checkpointing=True, gradient_accumulation_steps=2)),
+    "selective": (TEXTS, dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": True})),
 }
 
 
@@ -78,6 +80,16 @@ def test_sft(folder, tmp_path, data, options):
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, data, **options)
 
     assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"))
+
+
+def test_sft_of_an_adapter(folder, tmp_path):
+    def run(make):
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        options = {"peft_config": adapter}
+        arguments = dict(packing=True, max_length=16, gradient_checkpointing=True)
+        return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS, options=options, **arguments)
+
+    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy"))
 
 
 def test_sft_of_a_mixture_of_experts(tmp_path):
@@ -153,17 +165,23 @@ def test_reward_of_a_causal_model_is_refused(folder, tmp_path):
         train(trl.RewardTrainer, trl.RewardConfig, ours(folder), tmp_path, PAIRS)
 
 
-@pytest.mark.parametrize("options", [{}, dict(beta=0.1), dict(gradient_checkpointing=True)], ids=str)
+GRPO = [{}, dict(beta=0.1, gradient_checkpointing=True), dict(top_k=0, top_p=0.9, temperature=0.7)]
+
+
+@pytest.mark.parametrize("options", GRPO, ids=str)
 def test_grpo(folder, tmp_path, options):
+    """Completions are sampled: the same ones from the same seed."""
+
     def reward(completions, completion_ids, **unused):
         return [float(sum(ids) % 7) for ids in completion_ids]
 
     def run(make):
-        arguments = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, top_k=1, **options)
+        arguments = dict(per_device_train_batch_size=4, num_generations=4, max_completion_length=6, **options)
         return train(
             trl.GRPOTrainer, trl.GRPOConfig, make(folder), tmp_path, PROMPTS, options={"reward_funcs": reward},
             **arguments,
         )  # fmt: skip
 
     found, expected = run(ours), run(theirs)
-    assert_same_logs(found, expected, ("loss", "entropy", "reward", "completions/mean_length"))
+    names = ("loss", "grad_norm", "entropy", "reward", "completions/mean_length")
+    assert_same_logs(found, expected, (*names, "kl") if options.get("beta") else names)
