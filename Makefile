@@ -4,7 +4,7 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test check gpu bench clean
+.PHONY: demo test test-all check gpu bench clean
 
 demo: .venv/demo
 	$(BIN)/ligermodels demo
@@ -12,7 +12,11 @@ demo: .venv/demo
 # The kernels' own tests run the Triton code, interpreted where there is no GPU; all others run what a user runs.
 test: .venv/test
 	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
-	$(PYTEST) tests --ignore tests/kernels
+	$(PYTEST) tests --ignore tests/kernels --ignore tests/tools
+
+# And inside the tools that people use: Trainer, TRL, PEFT, accelerate, Lightning, lm-eval, torchao, bitsandbytes.
+test-all: test .venv/tools
+	$(PYTEST) tests/tools
 
 check: .venv/dev
 	$(BIN)/ruff format --check .
@@ -39,6 +43,10 @@ bench:
 
 .venv/test: .venv/demo
 	$(PIP) -e '.[test]'
+	touch $@
+
+.venv/tools: .venv/test
+	$(PIP) -e '.[tools]'
 	touch $@
 
 .venv/dev: .venv/test

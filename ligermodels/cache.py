@@ -48,12 +48,16 @@ class LayerCache:
         Without gradients these are views of the buffers, good until the next update, and k and v themselves
         where there is no past; a call of more tokens than the buffers of a window hold gets a copy. With
         gradients the new tokens keep theirs and the past is constant: the buffers hold values only.
-        An empty cache goes to the device of the first tokens: a model that accelerate has offloaded or spread over
-        devices computes elsewhere than its weights are, or in several places.
+        An empty cache follows the first tokens to their device, where accelerate has offloaded or spread the model, and
+        under autocast to their dtype.
         Raises InputError if batch size, heads or dtype are not those of the cache.
         """
-        if self.length == 0 and k.device != self.keys.device:
-            self.keys, self.values = (torch.empty_like(x, device=k.device) for x in (self.keys, self.values))
+        if self.length == 0:
+            dtype = k.dtype if torch.is_autocast_enabled(k.device.type) else self.keys.dtype
+            if (k.device, dtype) != (self.keys.device, self.keys.dtype):
+                self.keys, self.values = (
+                    torch.empty_like(x, device=k.device, dtype=dtype) for x in (self.keys, self.values)
+                )
         self._check(k, v)
         past, new = self._past, k.shape[1]
         if past == 0:
@@ -132,7 +136,7 @@ class LayerCache:
         if k.dtype != self.keys.dtype or k.device != self.keys.device:
             raise InputError(
                 f"KV cache: k is {k.dtype} on {k.device}, the cache {self.keys.dtype} on {self.keys.device}; "
-                "make the cache with the dtype (under autocast: its dtype) and device of the keys"
+                "make the cache with the dtype and device of the keys, and leave autocast on or off while it is used"
             )
 
 
@@ -251,3 +255,84 @@ class KVCache:
             layer.reorder(rows)
         for name, value in self.state.items():
             self.state[name] = value.index_select(0, rows) if isinstance(value, Tensor) else value
+
+
+class BorrowedCache(KVCache):
+    """A cache of transformers (a `DynamicCache`, by duck typing) behind the interface of `KVCache`.
+
+    Keys and values stay in `cache`, which grows in place as it does under transformers' own model: a caller who keeps
+    it finds the new tokens there, and gradients reach what it was made of, such as the prompts of prefix tuning.
+    Transformers keeps [B, HK, S, D]; a step costs a copy of the past, which `KVCache` saves.
+
+    Raises InputError for what is no such cache, for another number of layers, and for caches of a fixed size, whose
+    unused positions cannot be told from tokens.
+    """
+
+    def __init__(self, cache: Any, num_layers: int):
+        if not all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length")):
+            raise InputError(
+                f"past_key_values is a {type(cache).__name__}; it must be a KVCache, as model.new_cache makes, or a "
+                "DynamicCache of transformers"
+            )
+        if getattr(cache, "is_compileable", False) and len(cache.layers):
+            raise InputError(
+                f"past_key_values is a {type(cache).__name__} of a fixed size; use model.new_cache(batch_size, "
+                "max_length), which sets memory aside as well, or transformers' DynamicCache"
+            )
+        if len(cache.layers) > num_layers:
+            raise InputError(
+                f"past_key_values has {len(cache.layers)} layers, the model {num_layers}; "
+                "was it made for another model?"
+            )
+        self.cache = cache
+        self._layers = [_BorrowedLayer(cache, layer) for layer in range(num_layers)]  # type: ignore[misc]
+        self._text = self._layers[0]  # type: ignore[assignment]
+        self.state = {}
+
+    @property
+    def batch_size(self) -> int:
+        """0 before the first token."""
+        return self.cache.layers[0].keys.shape[0] if self.length else 0
+
+    def reset(self) -> None:
+        raise InputError(
+            f"a {type(self.cache).__name__} cannot be emptied, which rotary positions with a switch (longrope) need at "
+            "their original length; leave past_key_values out"
+        )
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row i becomes the old row rows[i], in every layer."""
+        self.cache.batch_select_indices(rows)
+
+
+class _BorrowedLayer:
+    """One layer of a `BorrowedCache`: what attention asks of a `LayerCache`."""
+
+    def __init__(self, cache: Any, layer: int):
+        self._cache, self._layer = cache, layer
+
+    @property
+    def length(self) -> int:
+        return self._cache.get_seq_length(self._layer)
+
+    @property
+    def window(self) -> int | None:
+        layers = self._cache.layers
+        return getattr(layers[self._layer], "sliding_window", None) if self._layer < len(layers) else None
+
+    def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends k, v [B, S, HK, D] and returns all that these S tokens may see, in the dtype of k and v."""
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+        held = getattr(self._cache.layers[self._layer], "keys", None) if self.length else None
+        if held is not None and (*held.shape[:2], held.shape[3]) != (*k.shape[:2], k.shape[3]):
+            raise InputError(
+                f"past_key_values holds keys {list(held.shape)} in layer {self._layer}, and the new ones are "
+                f"{list(k.shape)}, [batch, key heads, tokens, head_dim]; was it made for another batch size or model?"
+            )
+        keys, values = self._cache.update(k, v, self._layer)
+        return keys.transpose(1, 2).to(k.dtype), values.transpose(1, 2).to(v.dtype)
+
+
+def as_kv_cache(cache: Any, num_layers: int) -> KVCache:
+    """`cache` itself, or a `BorrowedCache` around one of transformers. Raises InputError for anything else."""
+    return cache if isinstance(cache, KVCache) else BorrowedCache(cache, num_layers)

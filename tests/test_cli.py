@@ -124,7 +124,7 @@ def test_the_reader_of_a_pipe_may_leave(folder):
 def expected(folder, steps, **options) -> str:
     tokenizer, model = Tokenizer.from_hub(folder), ligermodels.load(folder, progress=False)
     ids = torch.tensor([tokenizer.encode(PROMPT)])
-    return tokenizer.decode(model.generate(ids, max_new_tokens=steps, **options)[0, ids.shape[1] :])
+    return tokenizer.decode(model.generate(ids, max_new_tokens=steps, **options)[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_generate_prints_the_continuation_alone(folder, capsys):
@@ -197,7 +197,7 @@ def test_generate_ends_at_a_stop_id(folder, capsys, tmp_path):
     model.save_pretrained(tmp_path / "stops")
     argv = ["--prompt", PROMPT, "--max-new-tokens", 30, "--temperature", 1, "--seed", 0]
     _, out, _ = run(capsys, "generate", tmp_path / "stops", *argv)
-    assert out == tokenizer.decode(new[: new.index(new[10]) + 1]) + "\n"
+    assert out == tokenizer.decode(new[: new.index(new[10]) + 1], skip_special_tokens=True) + "\n"
 
 
 # ---- chat ----
@@ -312,7 +312,7 @@ def test_generate_for_every_architecture(checkpoint, capsys):
     ids = tokenizer.encode(HELLO)
     new = continued(model, ids, 24, tokenizer.eos_token_ids)
     assert len(set(new)) > 4
-    assert (status, HELLO + out) == (0, tokenizer.decode(ids + new) + "\n"), err
+    assert (status, HELLO + out) == (0, tokenizer.decode(ids + new, skip_special_tokens=True) + "\n"), err
 
 
 def test_chat_for_every_architecture(checkpoint, capsys, monkeypatch):
@@ -328,7 +328,7 @@ def test_chat_for_every_architecture(checkpoint, capsys, monkeypatch):
     said = ""
     for question in ("the dog", None):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        answer = tokenizer.decode(continued(model, ids, 12, tokenizer.chat_stop_ids))
+        answer = tokenizer.decode(continued(model, ids, 12, tokenizer.chat_stop_ids), skip_special_tokens=True)
         said += answer + "\n"
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     assert (status, out) == (0, said), err
@@ -391,7 +391,7 @@ def test_generate_goes_on_with_the_space_and_in_the_middle_of_a_word(name, scrip
     tokenizer = Tokenizer.from_folder(built[0][name])
     ids = tokenizer.encode("the mat and the 🦊 cat", add_special_tokens=False)
     for cut in (2, 3, 4):
-        prompt, rest = tokenizer.decode(ids[:cut]), tokenizer.decode(ids)
+        prompt, rest = (tokenizer.decode(part, skip_special_tokens=True) for part in (ids[:cut], ids))
         assert tokenizer.encode(prompt, add_special_tokens=False) == ids[:cut]
         stop = tokenizer.eos_token_ids[0]
         _, out, _, _ = scripted(name, "", "--prompt", prompt, answer=[*ids[cut:], stop, *ids], command="generate")

@@ -34,7 +34,7 @@ def moe_case(
         return inputs, (place.randn(tokens, size),)
 
     def ours(t):
-        weights = {"router.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}
+        weights = {"gate.weight": "router", "experts.gate_up_proj": "gate_up", "experts.down_proj": "down"}
         layer = _on_meta(MoE, size, intermediate, num_experts=experts, top_k=top_k)
         return (functional_call(layer, _named(weights, t), (t["x"][None],))[0][0],)
 

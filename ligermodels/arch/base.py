@@ -58,7 +58,7 @@ class CausalLM(Pretrained, TrainerInterface):
     @property
     def decoder(self) -> Decoder:
         """The text model: `model`, or `model.language_model` where the model also reads images."""
-        return getattr(self.model, "language_model", self.model)  # type: ignore[return-value]
+        return getattr(self.model, "language_model", self.model)  # type: ignore[return-value, arg-type]
 
     def tie_weights(self, *args: Any, **options: Any) -> None:
         """Makes the head read the embedding's table where the config says so; what an adapter has wrapped stays."""
@@ -136,9 +136,9 @@ class CausalLM(Pretrained, TrainerInterface):
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", None)
-        packing_known = cu_seqlens is not None or attention_mask is not None or past_key_values is not None
+        packing_known = any(x is not None for x in (cu_seqlens, attention_mask, past_key_values)) or bool(use_cache)
         positions = text_positions(position_ids, ids)
-        if positions is not None and not packing_known:
+        if positions is not None and ids is not None and not packing_known:
             cu_seqlens, max_seqlen = packed_sequences(positions, ids)
             packing_known = True
         # Before the blocks, so that the count of labels is on the host when the head asks for it.

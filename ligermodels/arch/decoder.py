@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, check_outputs, packed_sequences, pads_only_after
 from ligermodels.arch.output import CausalLMOutput
-from ligermodels.cache import KVCache
+from ligermodels.cache import KVCache, as_kv_cache
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.head import keep_table
@@ -32,7 +32,7 @@ class Decoder(nn.Module):
     def __init__(
         self,
         config: ModelConfig,
-        block: Callable[[ModelConfig, int], nn.Module],
+        block: Callable[[Any, int], nn.Module],
         *,
         norm: nn.Module | None = None,
         embedding_scale: float | None = None,
@@ -93,6 +93,9 @@ class Decoder(nn.Module):
         cross: of models with cross-attention, what the tokens may attend to.
         """
         check_outputs(output_attentions, return_dict)
+        returned = past_key_values
+        if past_key_values is not None:
+            past_key_values = as_kv_cache(past_key_values, self.config.num_hidden_layers)
         if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
             cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
         check_inputs(
@@ -108,6 +111,8 @@ class Decoder(nn.Module):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch_size, length = x.shape[:2]
         if use_cache and past_key_values is None:
+            if cu_seqlens is not None:
+                raise InputError("packed sequences (cu_seqlens) go with neither a cache nor use_cache=True")
             past_key_values = self.new_cache(batch_size, length)
         if cu_seqlens is None and find_packing and attention_mask is None and past_key_values is None:
             cu_seqlens, max_seqlen = packed_sequences(position_ids, x)
@@ -122,7 +127,7 @@ class Decoder(nn.Module):
         x = self.hidden(x, batch, past_key_values, hidden_states, router_logits).reshape(batch_size, length, -1)
         output = CausalLMOutput(last_hidden_state=x)
         if past_key_values is not None:
-            output["past_key_values"] = past_key_values
+            output["past_key_values"] = past_key_values if returned is None else returned
         if hidden_states is not None:
             output["hidden_states"] = (*(state.reshape(batch_size, length, -1) for state in hidden_states), x)
         if router_logits is not None:
@@ -180,7 +185,7 @@ class Decoder(nn.Module):
         return self.embed_tokens
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
-        self.embed_tokens = embeddings
+        self.embed_tokens = embeddings  # type: ignore[assignment]
 
     def _batch(
         self,

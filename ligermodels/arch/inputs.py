@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.cache import KVCache
+from ligermodels.cache import BorrowedCache, KVCache
 from ligermodels.errors import InputError
 from ligermodels.layers.losses import check_count
 from ligermodels.recompute import is_captured, must_not_wait
@@ -64,6 +64,15 @@ def check_inputs(
         _check_packing(cu_seqlens, max_seqlen, shape.numel())
     if x.device.type == "cpu" and not torch.compiler.is_compiling():
         _check_values(attention_mask, position_ids)
+
+
+def check_own_cache(cache: Any) -> None:
+    """Raises InputError for a cache of transformers, in which a model with images could not remember them."""
+    if cache is not None and (not isinstance(cache, KVCache) or isinstance(cache, BorrowedCache)):
+        raise InputError(
+            f"past_key_values is a {type(cache).__name__}; a model that reads images needs a KVCache, as "
+            "model.new_cache makes"
+        )
 
 
 def check_labels(
@@ -218,6 +227,7 @@ def text_positions(position_ids: Any, x: Any) -> Tensor | None:
     if position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
     fits = position_ids.dim() == 2 and x.dim() >= 2 and position_ids.shape[0] in (1, x.shape[0])
+    fits = fits and position_ids.device == x.device
     return position_ids if fits and position_ids.shape[1] == x.shape[1] and position_ids.numel() else None
 
 

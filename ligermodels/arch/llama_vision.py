@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.arch.decoder import Decoder
+from ligermodels.arch.inputs import check_own_cache
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import GENERIC, LlamaVisionTowerConfig, VisionTower
 from ligermodels.cache import CrossCache, KVCache
@@ -185,6 +186,7 @@ class LlamaVisionModel(nn.Module):
         **options: Any,
     ) -> CausalLMOutput:
         """As `Decoder.forward`, with images; see `LlamaVision.forward`."""
+        check_own_cache(past_key_values)
         tokens = input_ids if inputs_embeds is None else inputs_embeds
         if use_cache and past_key_values is None and tokens is not None:
             past_key_values = self.language_model.new_cache(*tokens.shape[:2])

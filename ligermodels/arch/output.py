@@ -1,8 +1,11 @@
 """What a forward pass returns, and generation_config.json as it was read: dicts whose fields are attributes too."""
 
+import dataclasses
 from typing import Any, ClassVar
 
 import torch.utils._pytree as pytree
+
+from ligermodels.generate.options import Options
 
 
 class Attributes(dict):
@@ -42,9 +45,14 @@ class CausalLMOutput(Attributes):
 
 
 class GenerationConfig(Attributes):
-    """generation_config.json as it was read."""
+    """generation_config.json as it was read; `generate` says what it makes of it."""
 
-    fields = frozenset({"bos_token_id", "eos_token_id", "pad_token_id"})
+    fields = frozenset(field.name for field in dataclasses.fields(Options))
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self)
+
+    to_diff_dict = to_dict  # which transformers' pipelines ask for
 
 
 # FSDP and torch.compile find the tensors in an output through pytree, which does not look into dict subclasses.

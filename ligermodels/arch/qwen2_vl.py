@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig, short
 from ligermodels.arch.decoder import Decoder
-from ligermodels.arch.inputs import packed_sequences
+from ligermodels.arch.inputs import check_own_cache, packed_sequences
 from ligermodels.arch.qwen2 import Qwen2Block, Qwen2Config
 from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
@@ -295,6 +295,7 @@ class Qwen2VLModel(nn.Module):
         **options: Any,
     ) -> CausalLMOutput:
         """As `Decoder.forward`, with images; see `Qwen2VL.forward`."""
+        check_own_cache(past_key_values)
         ids, cache, x = input_ids, past_key_values, inputs_embeds if input_ids is None else input_ids
         shared: dict[str, Any] = dict(attention_mask=attention_mask, use_cache=use_cache)
         tensors = all(

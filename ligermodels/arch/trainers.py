@@ -4,7 +4,7 @@ transformers' Trainer, TRL, PEFT, accelerate and lm-eval ask for these; none of 
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,7 +108,7 @@ class TrainerInterface(nn.Module):
         Raises InputError for a number that cannot be meant, for tables that are sharded, quantised or wrapped, and for
         a table with rows beyond the vocabulary.
         """
-        table, head = self.decoder.embed_tokens, self.lm_head
+        table, head = self.decoder.embed_tokens, cast(Any, self.lm_head)
         if new_num_tokens is None and pad_to_multiple_of is None:
             return table
         for name, number in (("new_num_tokens", new_num_tokens), ("pad_to_multiple_of", pad_to_multiple_of)):
@@ -189,14 +189,14 @@ class TrainerInterface(nn.Module):
         blocks = self.decoder.layers
         self.decoder.checkpointing = Checkpointing.of(settings, len(blocks))
         self.decoder.checkpointing.prepare(blocks)
-        towers = [module for module in self.model.modules() if "checkpointing" in vars(module)]
+        towers: list[Any] = [module for module in self.model.modules() if "checkpointing" in vars(module)]
         for tower in towers:
             if tower is self.decoder:
                 continue
             tower.checkpointing = self.decoder.checkpointing.for_all()
-            for blocks in tower.modules():
-                if isinstance(blocks, nn.ModuleList):
-                    tower.checkpointing.prepare(blocks)
+            for stack in tower.modules():
+                if isinstance(stack, nn.ModuleList):
+                    tower.checkpointing.prepare(stack)
 
     def enable_input_require_grads(self) -> None:
         """Makes the embedding's output require a gradient, as adapters under checkpointing may need."""

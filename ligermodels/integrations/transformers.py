@@ -236,24 +236,9 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     Raises InputError for a model that PEFT or another wrapper holds, that is sharded, offloaded, of a class of one's
     own, or changed in its parameters; ConfigError for a config that is not computed.
     """
-    if not isinstance(model, PreTrainedModel):
-        peft = hasattr(model, "peft_config")
-        hint = "call from_transformers(model) before get_peft_model" if peft else "pass the model itself, unwrapped"
-        raise InputError(f"from_transformers takes a model of transformers, not a {type(model).__name__}: {hint}")
-    name = type(model).__name__
-    if name not in _CAUSAL or type(model) is not getattr(transformers, name):
-        raise InputError(
-            f"from_transformers takes transformers' own classes {', '.join(_CAUSAL)}, and this is a "
-            f"{type(model).__module__}.{name}"
-        )
+    arch = _arch_of(model)
     theirs: dict[str, Any] = dict(model.named_parameters())
-    away = any(parameter.is_meta or hasattr(parameter, "full_tensor") for parameter in theirs.values())
-    if away or len({parameter.device for parameter in theirs.values()}) > 1:
-        raise InputError(
-            "the model is sharded, offloaded or spread over devices. Call from_transformers before that; for a "
-            "device_map, load by ligermodels.integrations.transformers.AutoModelForCausalLM"
-        )
-    made: Any = _CAUSAL[name]._on_meta(_config_of(model.config), model.dtype, "none")
+    made: Any = arch._on_meta(_config_of(model.config), model.dtype, "none")
     modules = dict(model.named_modules())
     for path, linear in [*made.named_modules()]:
         if type(linear) is nn.Linear and type(modules.get(path, linear)) is not nn.Linear:
@@ -277,6 +262,27 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         made.gradient_checkpointing_enable()
     return made.train(model.training)
+
+
+def _arch_of(model: Any) -> type[CausalLM]:
+    """Our class for a model that `from_transformers` can take; raises InputError for any other."""
+    if not isinstance(model, PreTrainedModel):
+        peft = hasattr(model, "peft_config")
+        hint = "call from_transformers(model) before get_peft_model" if peft else "pass the model itself, unwrapped"
+        raise InputError(f"from_transformers takes a model of transformers, not a {type(model).__name__}: {hint}")
+    name = type(model).__name__
+    if name not in _CAUSAL or type(model) is not getattr(transformers, name):
+        raise InputError(
+            f"from_transformers takes transformers' own classes {', '.join(_CAUSAL)}, and this is a "
+            f"{type(model).__module__}.{name}"
+        )
+    away = any(parameter.is_meta or hasattr(parameter, "full_tensor") for parameter in model.parameters())
+    if away or len({parameter.device for parameter in model.parameters()}) > 1:
+        raise InputError(
+            "the model is sharded, offloaded or spread over devices. Call from_transformers before that; for a "
+            "device_map, load by ligermodels.integrations.transformers.AutoModelForCausalLM"
+        )
+    return _CAUSAL[name]
 
 
 def _config_of(config: PreTrainedConfig) -> ModelConfig:

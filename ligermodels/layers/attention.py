@@ -70,7 +70,7 @@ class Attention(JointProjections):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
-        o_proj: nn.Module = self._modules[self.output_name]  # type: ignore[assignment]
+        o_proj = self.output_module
         fused_output = is_plain(o_proj)
         q, k, v = self._qkv(x, batch)
         key_mask = batch.key_mask
@@ -93,7 +93,7 @@ class Attention(JointProjections):
             turns=fused_output,
         )
         out = carry(out, out.flatten(2))
-        return linear(out, o_proj.weight, o_proj.bias) if fused_output else o_proj(out)  # type: ignore[arg-type]
+        return linear(out, o_proj.weight, o_proj.bias) if fused_output else o_proj(out)
 
     def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""

@@ -27,7 +27,11 @@ def is_plain(*modules: nn.Module) -> bool:
     """
     for module in modules:
         # _parameters is module.weight, for a fifth of the host's time
-        if type(module) is not nn.Linear or type(module._parameters.get("weight")) is not nn.Parameter or _touched(module):
+        if (
+            type(module) is not nn.Linear
+            or type(module._parameters.get("weight")) is not nn.Parameter
+            or _touched(module)
+        ):
             return False
     return not _has_any_global_hook()
 
@@ -148,6 +152,7 @@ class JointProjections(nn.Module):
     """
 
     joint_names: Sequence[str]
+    output_name: str = "o_proj"
 
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +163,11 @@ class JointProjections(nn.Module):
         for parameters in (weights, biases):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 lay_together(parameters)  # type: ignore[arg-type]
+
+    @property
+    def output_module(self) -> Any:
+        """The linear module of the layer's output."""
+        return self._modules[self.output_name]
 
     @property
     def joint_modules(self) -> list[nn.Module]:

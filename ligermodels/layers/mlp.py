@@ -50,7 +50,7 @@ class GatedMLP(JointProjections):
         self.lay_together()
 
     def forward(self, x: Tensor) -> Tensor:
-        inputs, down = self.joint_modules, self._modules[self.output_name]
+        inputs, down = self.joint_modules, self.output_module
         if is_plain(*inputs, down):
             weights, biases = parameters_of(inputs)
             packed = len(inputs) == 1
@@ -69,7 +69,7 @@ class GatedMLP(JointProjections):
         return self._layer_by_layer(x)
 
     def _layer_by_layer(self, x: Tensor) -> Tensor:
-        inputs, down = self.joint_modules, self._modules[self.output_name]
+        inputs, down = self.joint_modules, self.output_module
         gate, *up = apply_linears(inputs, x)
         if not is_plain(down):
             return down(glu(gate, *up, activation=self.activation))

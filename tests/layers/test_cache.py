@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels import cache as cache_file
-from ligermodels.cache import SLACK, CrossCache, KVCache, LayerCache
+from ligermodels.cache import SLACK, BorrowedCache, CrossCache, KVCache, LayerCache, as_kv_cache
 from ligermodels.errors import InputError
 
 
@@ -229,6 +229,20 @@ def test_what_does_not_fit_is_named(k, message):
         make()[0].update(k, k)
 
 
+def test_under_autocast_the_first_tokens_decide_the_dtype():
+    """new_cache goes after the weights, and may be called before autocast begins, as in GRPO."""
+    layer = make()[0]
+    keys = torch.randn(2, 5, 3, 4, dtype=torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        layer.update(keys[:, :3], keys[:, :3])
+        assert torch.equal(layer.update(keys[:, 3:], keys[:, 3:])[0], keys) and layer.keys.dtype == torch.bfloat16
+        with pytest.raises(InputError, match=r"k is torch\.float32"):
+            layer.update(*tokens(1))
+        layer.reset()
+        layer.update(*tokens(9))
+        assert layer.keys.dtype == torch.float32
+
+
 def test_impossible_sizes_are_named():
     with pytest.raises(InputError, match="num_layers=0"):
         KVCache(0, 2, 8, 3, 4, dtype=torch.float32, device="cpu")
@@ -282,3 +296,126 @@ def test_pictures_of_another_batch_are_named():
             cache[0].update(k, k)
     with pytest.raises(InputError, match="all 3 layers are cross_layers"):
         KVCache(3, 2, 8, 3, 4, cross_layers=range(3), dtype=torch.float32, device="cpu")
+
+
+# ---- caches of transformers ----
+
+
+def of_transformers(prefix=None, **config):
+    """A DynamicCache: empty, made of a prefix (k, v) a layer, or of a config with windows."""
+    from transformers import DynamicCache, MistralConfig
+
+    if config:
+        return DynamicCache(config=MistralConfig(num_hidden_layers=2, **config))
+    return DynamicCache(prefix)
+
+
+def heads_first(x):
+    return x.transpose(1, 2)
+
+
+@pytest.mark.parametrize("lengths", [[5], [3, 1, 1, 1], [4, 7, 2]], ids=str)
+@pytest.mark.parametrize("window", [None, 2, 4])
+def test_a_borrowed_cache_returns_what_ours_does_and_fills_theirs(lengths, window):
+    theirs = of_transformers() if window is None else of_transformers(sliding_window=window)
+    ours, past = make(windows=[window, window]), []
+    for length in lengths:
+        k, v = tokens(length)
+        past.append(heads_first(k))
+        borrowed = as_kv_cache(theirs, 2)  # anew for each call, as forward does
+        assert borrowed.length == borrowed.get_seq_length() == ours.length == sum(x.shape[2] for x in past[:-1])
+        assert borrowed.batch_size == (2 if len(past) > 1 else 0) and len(borrowed) == 2
+        for mine, layer in zip(ours, borrowed, strict=True):
+            expected, found = mine.update(k, v), layer.update(k, v)
+            assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+            assert layer.length == mine.length and layer.window == window
+    kept = torch.cat(past, 2) if window is None else torch.cat(past, 2)[:, :, -(window - 1) :]
+    assert torch.equal(theirs.layers[0].keys, kept) and theirs.get_seq_length() == sum(lengths)
+    assert as_kv_cache(ours, 2) is ours and as_kv_cache(borrowed, 2) is borrowed
+
+
+def test_gradients_reach_the_prefix_of_a_borrowed_cache():
+    prefix = [tuple(torch.randn(2, 3, 5, 4, requires_grad=True) for _ in "kv") for _ in range(2)]
+    cache, new, total = as_kv_cache(of_transformers(prefix), 2), tokens(3, requires_grad=True), 0
+    for layer in cache:
+        k, v = layer.update(*new)
+        assert k.shape == (2, 8, 3, 4)
+        total = total + k.square().sum() + v.square().sum()
+    total.backward()
+    for x in itertools.chain(*prefix):
+        torch.testing.assert_close(x.grad, 2 * x)
+    for x in new:  # once a layer
+        torch.testing.assert_close(x.grad, 4 * x)
+
+
+def test_a_borrowed_cache_has_the_dtype_of_the_new_tokens():
+    """As under autocast, where the prefix is fp32 and keys are not."""
+    prefix = [tuple(torch.randn(2, 3, 5, 4, requires_grad=True) for _ in "kv")]
+    k, v = (x.bfloat16() for x in tokens(2))
+    keys, values = as_kv_cache(of_transformers(prefix), 1)[0].update(k, v)
+    assert keys.dtype == values.dtype == torch.bfloat16
+    assert torch.equal(keys[:, :5], heads_first(prefix[0][0]).bfloat16()) and torch.equal(keys[:, 5:], k)
+
+
+def test_a_borrowed_cache_moves_rows_and_cannot_be_emptied():
+    cache, (k, v) = as_kv_cache(of_transformers(), 2), tokens(4)
+    for layer in cache:
+        layer.update(k, v)
+    cache.reorder(torch.tensor([1, 1, 0]))
+    more = tokens(1, batch_size=3)
+    assert torch.equal(cache[1].update(*more)[0], torch.cat([k[[1, 1, 0]], more[0]], 1)) and cache.batch_size == 3
+    with pytest.raises(InputError, match="DynamicCache cannot be emptied"):
+        cache.reset()
+
+
+@pytest.mark.parametrize("make_cache, message", [
+    (lambda: ((1, 2), (3, 4)), "past_key_values is a tuple; it must be a KVCache"),
+    (lambda: of_transformers([tuple(torch.zeros(2, 3, 1, 4) for _ in "kv")] * 3), "has 3 layers, the model 2"),
+])  # fmt: skip
+def test_what_cannot_be_borrowed_is_named(make_cache, message):
+    with pytest.raises(InputError, match=message):
+        BorrowedCache(make_cache(), 2)
+
+
+def test_a_borrowed_cache_of_another_model_and_one_of_a_fixed_size_are_named():
+    from transformers import MistralConfig, StaticCache
+
+    with pytest.raises(InputError, match="StaticCache of a fixed size"):
+        as_kv_cache(StaticCache(MistralConfig(num_hidden_layers=2, sliding_window=None), max_cache_len=8), 2)
+    cache = as_kv_cache(of_transformers([tuple(torch.zeros(2, 1, 5, 4) for _ in "kv")]), 2)
+    with pytest.raises(InputError, match=r"keys \[2, 1, 5, 4\] in layer 0, and the new ones are \[2, 3, 1, 4\]"):
+        cache[0].update(*tokens(1))
+    assert cache.length == 5
+
+
+@pytest.mark.parametrize("mask", [False, True])
+def test_prefix_tuning_trains_as_transformers_does(mask, tmp_path):
+    """PEFT gives trained prompts as a DynamicCache, with labels for the tokens behind them."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    import ligermodels
+
+    theirs = LlamaForCausalLM(LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, pad_token_id=0,
+    ))  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    ours = ligermodels.load(tmp_path, progress=False)
+    ids, prefix = torch.randint(1, 40, (2, 7)), torch.randn(4, 2, 2, 3, 8)  # [k and v of layers, B, HK, S, D]
+    attention_mask = torch.ones(2, 10) if mask else None
+    if mask:
+        attention_mask[1, 8:] = 0
+    losses, gradients = [], []
+    for model in (theirs, ours):
+        prompt = prefix.clone().requires_grad_()
+        cache = DynamicCache([(prompt[0], prompt[1]), (prompt[2], prompt[3])])
+        past = cache if model is theirs else as_kv_cache(cache, 2)
+        labels = ids if attention_mask is None else ids.masked_fill(attention_mask[:, 3:] == 0, -100)
+        output = model(ids, attention_mask=attention_mask, past_key_values=past, labels=labels)
+        output.loss.backward()
+        losses.append(output.loss.detach())
+        gradients += [prompt.grad]
+        assert cache.get_seq_length() == 10
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)  # fp32 sums in another order
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)  # as above
+    assert gradients[0].abs().amax((1, 2, 3, 4)).min() > 1e-4

@@ -460,6 +460,7 @@ def test_pipeline(folders):
         dict(target_modules="all-linear"),
         dict(target_modules=["q_proj"], modules_to_save=["lm_head"]),
         dict(target_modules=["q_proj", "up_proj"], layers_to_transform=[1]),
+        dict(target_modules=["q_proj"], trainable_token_indices=[5, 6]),
     ],
     ids=str,
 )
@@ -523,6 +524,8 @@ def test_quantised_bases(tmp_path, kind):
         assert (candidate(ids()).logits - plain).abs().max() > 1e-2
     model.save_pretrained(tmp_path / "quantised")
     compare(AutoModelForCausalLM.from_pretrained(tmp_path / "quantised").train(), model)
+    ligermodels.from_transformers(theirs).save_pretrained(tmp_path / "native")
+    compare(load_theirs(tmp_path / "native").train(), theirs)
     grown, kinds = [], set()
     for candidate in (model, ligermodels.from_transformers(theirs), theirs):
         torch.manual_seed(0)

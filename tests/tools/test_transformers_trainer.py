@@ -375,3 +375,13 @@ class TestReplacing:
             model.model.embed_tokens = torch.nn.Embedding(105, 32)  # as LlamaVision has it
         with pytest.raises(LigermodelsError, match="105 rows and lm_head 97"):
             model.resize_token_embeddings(120)
+
+
+def test_a_pipeline_writes_what_it_writes_for_transformers(folder):
+    results = []
+    for make in (ours, theirs):
+        pipe = transformers.pipeline("text-generation", model=make(folder), tokenizer=make_tokenizer(), device="cpu")
+        options = dict(max_new_tokens=6, do_sample=False)
+        chat = [{"role": "user", "content": "a b c"}]
+        results.append([pipe(["a b c d", "e f"], batch_size=2, **options), pipe(chat, **options)])
+    assert results[0] == results[1]
