@@ -14,6 +14,7 @@ from torch import nn
 import ligermodels
 from ligermodels import CheckpointError, ConfigError, HubError, InputError, Llama, Mixtral, Qwen2, hub
 from ligermodels.arch import placement
+from ligermodels.kernels.linear import joint
 from ligermodels.weights import same_bits
 
 SIZES = dict(
@@ -48,7 +49,7 @@ def load(folder, **options):
 
 def logits(model):
     with torch.no_grad():
-        return model(IDS).logits
+        return model(IDS.to(model.device)).logits
 
 
 def read(folder):
@@ -296,6 +297,8 @@ class TestDevices:
             plan |= {"model.layers.2": "cuda:0", "model.norm": last, "lm_head": last}
             model = load(folders[family], dtype=torch.float32, device_map=plan)
             torch.testing.assert_close(logits(model).to("cuda:0"), expected.to("cuda:0"), **FP32)
+            attention = model.model.layers[1].self_attn
+            assert joint([getattr(attention, name).weight for name in ("q_proj", "k_proj", "v_proj")]) is not None
             ids = IDS.cuda()
             wanted = load(folders[family], dtype=torch.float32, device="cuda").generate(ids, max_new_tokens=8)
             assert torch.equal(model.generate(ids, max_new_tokens=8), wanted)

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import json
+import os
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -97,9 +98,10 @@ class Pretrained(nn.Module):
         revision: branch, tag or commit. token: True takes the one that is logged in. A complete copy in the cache
             needs neither network nor token.
         dtype: "auto" is config.json's own, and beside `config` that of the weights. torch_dtype: its older name.
-        device: all goes there. Weights are read one tensor at a time, straight to their place.
+        device: all goes there, read one tensor at a time.
         device_map: a device as well, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the
-            model is spread by accelerate, within `max_memory`; what goes to "disk" is kept in `offload_folder`.
+            model is read into host memory and spread from there by accelerate, within `max_memory`; what goes to
+            "disk" is kept in `offload_folder`.
         quantization_config: bitsandbytes or torchao quantise the linear modules as they are read, see
             `quantization.quantizer_of`; with bitsandbytes the default device is the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
@@ -132,7 +134,7 @@ class Pretrained(nn.Module):
         elif device is None and device_map is None and quantizer is not None:
             place = quantizer.default_device(place)
         reading: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress, ignore=cls.IGNORE)
-        reading |= dict(tied=model.tied_weights, also=(*cls.ALSO_READ, {}))  # {}: a state dict, under its own names
+        reading |= dict(tied=model.tied_weights, also=cls.ALSO_READ)
         with opened as reader:
             if quantizer is None:
                 weights.load(model, cls.DISK_NAMES, reader, **reading)
@@ -247,7 +249,8 @@ class Pretrained(nn.Module):
                 "save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) on every rank."
             )
         tied = self.tied_weights
-        quantizer = quantization.quantizer_of(self.hf_quantizer) if hasattr(self, "hf_quantizer") else None
+        quantised_by = getattr(self, "hf_quantizer", None)
+        quantizer = None if quantised_by is None else quantization.quantizer_of(quantised_by)
         config = copy.copy(self.config)
         config.tie_word_embeddings = bool(tied)
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
@@ -318,7 +321,7 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
     """
     if config is None:
         place = folder / "config.json"
-        if not place.exists() and any(folder.glob("model*.safetensors")):
+        if not os.path.lexists(place) and any(folder.glob("model*.safetensors")):
             raise CheckpointError(
                 f"{place} is not there: {folder} holds weights alone, as Trainer and accelerate leave them.\n"
                 "  Next: pass config=, the folder or repository that the model came from, or its config."
