@@ -5,6 +5,7 @@ import torch
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer
+from ligermodels.text.batch import mask_of
 from ligermodels.text.sandbox import SPAN_END, SPAN_START
 from tests.text import families
 from tests.text.families import TOLD
@@ -179,3 +180,12 @@ def test_return_types(pair):
             assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(expected[name]))
             assert type(found[name]) is type(expected[name])
     assert found["input_ids"].tolist() == [ids]
+
+
+def test_tokens_without_characters_and_at_the_borders():
+    """A token of the space that a decoder takes off has none of the text; one across a border has both."""
+    offsets = [(0, 0), (0, 2), (2, 2), (2, 5), (4, 6), (6, 6), (6, 7), (0, 0)]
+    assert mask_of(offsets[:-1], [(2, 5), (6, 7)]) == [0, 0, 1, 1, 1, 1, 1]
+    assert mask_of(offsets[:-1], [(0, 1)]) == [1, 1, 0, 0, 0, 0, 0]
+    assert mask_of(offsets[:-1], [(3, 3), (5, 6)]) == [0, 0, 0, 0, 1, 0, 0]
+    assert mask_of(offsets, []) == [0] * 8 and mask_of([], [(0, 1)]) == []
