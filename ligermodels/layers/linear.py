@@ -27,7 +27,11 @@ def is_plain(*modules: nn.Module) -> bool:
     """
     for module in modules:
         # _parameters is module.weight, for a fifth of the host's time
-        if type(module) is not nn.Linear or type(module._parameters.get("weight")) is not nn.Parameter or _touched(module):
+        if (
+            type(module) is not nn.Linear
+            or type(module._parameters.get("weight")) is not nn.Parameter
+            or _touched(module)
+        ):
             return False
     return not _has_any_global_hook()
 
