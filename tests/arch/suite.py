@@ -78,7 +78,7 @@ class Suite:
             assert relative(model(ids[:, :length]).logits, theirs_logits(hf, ids[:, :length])) < LOGITS
 
     def test_parameters_have_the_names_and_the_order_of_transformers(self, hf, model):
-        """The state of an optimizer knows its parameters by their order; torch's fused AdamW does not look at shapes."""
+        """An optimizer's state knows parameters by their order alone, and the fused AdamW does not look at shapes."""
         assert [name for name, _ in model.named_parameters()] == [name for name, _ in hf.named_parameters()]
 
     def test_checkpointing_knows_the_unit_that_ends_a_block(self, model, ids):
