@@ -168,7 +168,7 @@ class Checkpointing:
     def prepare(self, blocks: Iterable[nn.Module]) -> None:
         """Tells the units in these blocks, which are modules with an attribute `recompute`, whether to recompute."""
         for i, block in enumerate(blocks):
-            last = _last_unit(block)
+            last = last_unit(block)
             for unit in block.modules():
                 if isinstance(getattr(unit, "recompute", None), bool):
                     wanted = self.recompute == "mlp" or (self.recompute == "block" and unit is last)
@@ -194,9 +194,12 @@ def _words(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _last_unit(block: nn.Module) -> nn.Module | None:
-    """The unit whose output is the block's, if there is one: the last module of a block that has no parameters of its
-    own, such as gates, to put behind it. A norm behind the unit is the last module itself, and keeps its input."""
+def last_unit(block: nn.Module) -> nn.Module | None:
+    """The unit whose output is the block's, if there is one: `block.last_unit`, a name, or else its last module, unless
+    the block has parameters of its own, such as gates, to put behind it. A norm behind the unit is the last module
+    itself, and keeps its input."""
+    if isinstance(name := getattr(block, "last_unit", None), str):
+        return block.get_submodule(name)
     *_, last = None, *block.children()
     return None if next(block.parameters(recurse=False), None) is not None else last
 

@@ -47,6 +47,8 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(
             config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
+        self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps) if norm is None else norm
         self.rotary_emb = RotaryEmbedding(
             config.head_dim,
             sections=rope.pop("mrope_section", None),
@@ -55,8 +57,6 @@ class Decoder(nn.Module):
             max_position_embeddings=config.max_position_embeddings,
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
         )
-        self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps) if norm is None else norm
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "embed_tokens":

@@ -57,10 +57,11 @@ class GemmaConfig(ModelConfig):
 class GemmaBlock(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
+    last_unit = "mlp"  # see recompute.py
+
     def __init__(self, config: GemmaConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
         self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
@@ -69,8 +70,9 @@ class GemmaBlock(nn.Module):
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
         )
-        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None

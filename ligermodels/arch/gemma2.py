@@ -80,7 +80,6 @@ class Gemma2Block(nn.Module):
     def __init__(self, config: Gemma2Config, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
         self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
@@ -92,9 +91,10 @@ class Gemma2Block(nn.Module):
             softcap=config.attn_logit_softcapping,
             scale=config.query_pre_attn_scalar**-0.5,
         )
+        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_activation])
+        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
         self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
         self.pre_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_activation])
         self.post_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
 
     def forward(

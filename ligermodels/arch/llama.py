@@ -40,10 +40,11 @@ class LlamaConfig(ModelConfig):
 class LlamaBlock(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
+    last_unit = "mlp"  # see recompute.py
+
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
@@ -52,9 +53,10 @@ class LlamaBlock(nn.Module):
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
         )
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         activation = ACTIVATIONS[config.hidden_act]
         self.mlp = GatedMLP(size, config.intermediate_size, activation=activation, bias=config.mlp_bias)
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None

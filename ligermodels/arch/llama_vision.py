@@ -118,7 +118,6 @@ class CrossBlock(nn.Module):
     def __init__(self, config: LlamaVisionConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps)
         self.cross_attn = CrossAttention(
             size,
             num_heads=config.num_attention_heads,
@@ -126,9 +125,10 @@ class CrossBlock(nn.Module):
             head_dim=config.head_dim,
             eps=eps,
         )
+        self.input_layernorm = RMSNorm(size, eps=eps)
         self.cross_attn_attn_gate = nn.Parameter(torch.zeros(1))
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.cross_attn_mlp_gate = nn.Parameter(torch.zeros(1))
 
     def forward(

@@ -164,13 +164,15 @@ class PositionEmbedding(nn.Module):
 class VisionBlock(nn.Module):
     """Attention and MLP, each on the normed residual stream."""
 
+    last_unit: str | None = "mlp"  # see recompute.py
+
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
         size, heads, eps = config.hidden_size, config.attention_heads, config.norm_eps
-        self.input_layernorm = LayerNorm(size, eps=eps)
         self.self_attn = Attention(size, num_heads=heads, num_kv_heads=heads, head_dim=size // heads, causal=False)
-        self.post_attention_layernorm = LayerNorm(size, eps=eps)
         self.mlp = MLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+        self.input_layernorm = LayerNorm(size, eps=eps)
+        self.post_attention_layernorm = LayerNorm(size, eps=eps)
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:
         x, residual = self.input_layernorm(x, residual)
@@ -181,6 +183,8 @@ class VisionBlock(nn.Module):
 
 class GlobalBlock(VisionBlock):
     """A block whose attention and MLP enter by tanh of a gate."""
+
+    last_unit = None
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__(config)
@@ -214,12 +218,12 @@ class VisionTower(nn.Module):
         self.config = config
         self.patch_embedding = PatchEmbedding(config.num_channels, config.hidden_size, (config.patch_size,) * 2)
         self.class_embedding = nn.Parameter(torch.empty(config.hidden_size))
-        self.pre_tile_positional_embedding = TileEmbedding(config)
         self.gated_positional_embedding = PositionEmbedding(config)
-        self.layernorm_pre = LayerNorm(config.hidden_size)
-        self.transformer = Encoder(config, VisionBlock, config.num_hidden_layers)
-        self.layernorm_post = LayerNorm(config.hidden_size)
+        self.pre_tile_positional_embedding = TileEmbedding(config)
         self.post_tile_positional_embedding = TileEmbedding(config)
+        self.layernorm_pre = LayerNorm(config.hidden_size)
+        self.layernorm_post = LayerNorm(config.hidden_size)
+        self.transformer = Encoder(config, VisionBlock, config.num_hidden_layers)
         self.global_transformer = Encoder(config, GlobalBlock, config.num_global_layers)
 
     def forward(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:

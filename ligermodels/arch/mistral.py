@@ -42,10 +42,11 @@ class MistralConfig(ModelConfig):
 class MistralBlock(nn.Module):
     """Attention over a window and gated MLP, each on the normed residual stream."""
 
+    last_unit = "mlp"  # see recompute.py
+
     def __init__(self, config: MistralConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
@@ -53,8 +54,9 @@ class MistralBlock(nn.Module):
             head_dim=config.head_dim,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None

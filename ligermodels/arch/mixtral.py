@@ -61,10 +61,11 @@ class MixtralConfig(RoutedConfig):
 class MixtralBlock(nn.Module):
     """Attention and a mixture of gated MLPs, each on the normed residual stream."""
 
+    last_unit = "mlp"  # see recompute.py
+
     def __init__(self, config: MixtralConfig, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
@@ -72,7 +73,6 @@ class MixtralBlock(nn.Module):
             head_dim=config.head_dim,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = MoE(
             size,
             config.intermediate_size,
@@ -81,6 +81,8 @@ class MixtralBlock(nn.Module):
             activation=ACTIVATIONS[config.hidden_act],
             jitter_noise=config.router_jitter_noise,
         )
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None

@@ -91,10 +91,11 @@ class Phi3Config(ModelConfig):
 class Phi3Block(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
+    last_unit = "mlp"  # see recompute.py
+
     def __init__(self, config: Phi3Config, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
@@ -103,13 +104,15 @@ class Phi3Block(nn.Module):
             window=config.window(layer),
             projections=("qkv_proj", "o_proj"),
         )
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        self.self_attn.qkv_proj = self.self_attn._modules.pop("qkv_proj")  # behind o_proj, as transformers has it
         self.mlp = GatedMLP(
             size,
             config.intermediate_size,
             activation=ACTIVATIONS[config.hidden_act],
             projections=("gate_up_proj", "down_proj"),
         )
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None

@@ -64,10 +64,11 @@ class Qwen2Config(ModelConfig):
 class Qwen2Block(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
+    last_unit = "mlp"  # see recompute.py
+
     def __init__(self, config: Qwen2Config, layer: int):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = RMSNorm(size, eps=eps)
         self.self_attn = Attention(
             size,
             num_heads=config.num_attention_heads,
@@ -76,8 +77,9 @@ class Qwen2Block(nn.Module):
             qkv_bias=True,
             window=config.window(layer),
         )
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
+        self.input_layernorm = RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None

@@ -198,8 +198,8 @@ class VisionBlock(nn.Module):
         size, heads = config.embed_dim, config.num_heads
         shape = dict(num_heads=heads, num_kv_heads=heads, head_dim=size // heads)
         self.norm1 = LayerNorm(size, eps=1e-6)
-        self.attn = Attention(size, **shape, qkv_bias=True, o_bias=True, causal=False, projections=("qkv", "proj"))
         self.norm2 = LayerNorm(size, eps=1e-6)
+        self.attn = Attention(size, **shape, qkv_bias=True, o_bias=True, causal=False, projections=("qkv", "proj"))
         self.mlp = MLP(size, int(size * config.mlp_ratio), activation=VISION_ACTIVATIONS[config.hidden_act])
 
     def forward(self, x: Tensor, residual: Tensor | None, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -49,9 +49,9 @@ class CrossAttention(JointProjections):
         states_size = hidden_size if states_size is None else states_size
         self.k_proj = nn.Linear(states_size, num_kv_heads * head_dim, bias=False)
         self.v_proj = nn.Linear(states_size, num_kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.q_norm = RMSNorm(head_dim, eps=eps)
         self.k_norm = RMSNorm(head_dim, eps=eps)
-        self.o_proj = nn.Linear(num_heads * head_dim, hidden_size, bias=False)
         self.lay_together()
 
     def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:

@@ -15,6 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from ligermodels import weights
+from ligermodels.recompute import last_unit
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 # Both sides compute in fp32, a few hundred roundings deep; 1e-5 of the largest value is what that leaves.
@@ -75,6 +76,21 @@ class Suite:
     def test_logits(self, hf, model, ids):
         for length in (24, 7):  # beyond and within the original length of scaled rotary embeddings
             assert relative(model(ids[:, :length]).logits, theirs_logits(hf, ids[:, :length])) < LOGITS
+
+    def test_parameters_have_the_names_and_the_order_of_transformers(self, hf, model):
+        """An optimizer's state knows parameters by their order alone, and the fused AdamW does not look at shapes."""
+        assert [name for name, _ in model.named_parameters()] == [name for name, _ in hf.named_parameters()]
+
+    def test_checkpointing_knows_the_unit_that_ends_a_block(self, model, ids):
+        blocks, outputs = model.decoder.layers, {}
+        for module in blocks.modules():
+            module.register_forward_hook(
+                lambda module, args, output: outputs.update({module: output[0] if type(output) is tuple else output})
+            )
+        model(ids)
+        for block in blocks:
+            if block.mlp in outputs:  # a cross block without pictures runs nothing
+                assert (last_unit(block) is block.mlp) == (outputs[block] is outputs[block.mlp])
 
     def test_loss_and_every_gradient(self, hf, model, ids):
         labels = ids.clone()

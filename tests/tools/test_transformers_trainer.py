@@ -188,6 +188,17 @@ def test_resumed_and_best_are_exact(folder, tmp_path):
             assert torch.equal(one, other)
 
 
+def test_a_run_goes_on_from_a_checkpoint_of_the_other(folder, tmp_path):
+    """The optimizer's state too, which names no parameter: their order says whose it is."""
+    options = dict(save_strategy="steps", save_steps=2)
+    whole = trained(theirs(folder), tmp_path / "theirs", **options)
+    trained(ours(folder), tmp_path / "ours", **options)
+    for make, source in ((ours, "theirs"), (theirs, "ours")):
+        resumed = make_trainer(make(folder), tmp_path / "resumed")
+        resumed.train(resume_from_checkpoint=str(tmp_path / source / "checkpoint-2"))
+        assert_same_logs(resumed, whole, "loss")
+
+
 def test_weights_that_a_checkpoint_lacks_are_a_warning(folder, tmp_path, caplog):
     trainer = make_trainer(ours(folder), tmp_path)
     state = trainer.model.state_dict()
