@@ -124,7 +124,9 @@ def test_the_reader_of_a_pipe_may_leave(folder):
 def expected(folder, steps, **options) -> str:
     tokenizer, model = Tokenizer.from_hub(folder), ligermodels.load(folder, progress=False)
     ids = torch.tensor([tokenizer.encode(PROMPT)])
-    return tokenizer.decode(model.generate(ids, max_new_tokens=steps, **options)[0, ids.shape[1] :], skip_special_tokens=True)
+    return tokenizer.decode(
+        model.generate(ids, max_new_tokens=steps, **options)[0, ids.shape[1] :], skip_special_tokens=True
+    )
 
 
 def test_generate_prints_the_continuation_alone(folder, capsys):

@@ -104,7 +104,8 @@ class Phi3Block(nn.Module):
             window=config.window(layer),
             projections=("qkv_proj", "o_proj"),
         )
-        self.self_attn.qkv_proj = self.self_attn._modules.pop("qkv_proj")  # behind o_proj, as transformers has it
+        # After o_proj, as transformers has it: the state of an optimizer goes by the order of the parameters.
+        self.self_attn.qkv_proj = self.self_attn._modules.pop("qkv_proj")  # type: ignore[assignment]
         self.mlp = GatedMLP(
             size,
             config.intermediate_size,

@@ -297,7 +297,9 @@ def test_a_cache_of_fewer_layers_is_refused_before_it_changes():
 def test_weights_without_meaning_choose_no_token(part, value, options):
     """At the first token and at a later one, whether or not the host reads every step."""
     broken = make_model()
-    getattr(broken if part == "lm_head" else broken.decoder, part).weight.data[9:].fill_(value)  # a row of the tables, or dims of the norm
+    getattr(broken if part == "lm_head" else broken.decoder, part).weight.data[9:].fill_(
+        value
+    )  # a row of the tables, or dims of the norm
     refused(lambda: broken.generate(IDS[:1], max_new_tokens=30, **options), "are NaN")
 
 

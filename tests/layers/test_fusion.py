@@ -205,11 +205,11 @@ ADAPTER = f"an adapter, {__name__}.Adapter"
 def test_report_of_a_model_that_nothing_has_touched():
     report = llama().fusion_report()
     assert [(short_names(row.modules), row.part, row.fused) for row in report.rows] == [
-        ("model.layers.0-2.input_layernorm", "residual add, norm", True),
         ("model.layers.0-2.self_attn", QKV, True),
         ("model.layers.0-2.self_attn", "scores", True),
-        ("model.layers.0-2.post_attention_layernorm", "residual add, norm", True),
         ("model.layers.0-2.mlp", GATED, True),
+        ("model.layers.0-2.input_layernorm", "residual add, norm", True),
+        ("model.layers.0-2.post_attention_layernorm", "residual add, norm", True),
         ("model.norm", "residual add, norm", True),
         ("lm_head", "lm_head, loss", True),
     ]
