@@ -91,7 +91,10 @@ class TrainerInterface(nn.Module):
             self.lm_head = embeddings
         else:
             head.bias, head.out_features = embeddings.bias, embeddings.out_features
-            head.tie(self.decoder) if tied else setattr(head, "weight", embeddings.weight)
+            if tied:
+                head.tie(self.decoder)
+            else:
+                head.weight = embeddings.weight  # type: ignore[misc]  # nn.Module takes a Parameter before the property
         self.config.tie_word_embeddings = tied
 
     @torch.no_grad()
