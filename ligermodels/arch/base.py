@@ -64,6 +64,12 @@ class CausalLM(Pretrained, TrainerInterface):
         """Makes the head read the embedding's table where the config says so; what an adapter has wrapped stays."""
         if self.config.tie_word_embeddings and isinstance(self.lm_head, LMHead):
             self.lm_head.tie(self.decoder)
+            self.decoder.know_head(self.lm_head)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if isinstance(self.lm_head, LMHead) and self.lm_head.is_tied:
+            self.decoder.know_head(self.lm_head)
 
     def forward(
         self,

@@ -4,6 +4,7 @@
 reads images.
 """
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -57,6 +58,13 @@ class Decoder(nn.Module):
             max_position_embeddings=config.max_position_embeddings,
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
         )
+
+    def know_head(self, head: nn.Module) -> None:
+        """Remembers the head that is tied to the table; weakly, so that a model is freed once nobody holds it."""
+        object.__setattr__(self, "_tied_head", weakref.ref(head))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_tied_head"}
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "embed_tokens":

@@ -60,8 +60,7 @@ class LMHead(nn.Module):
         """Drops the head's own weight for the table of `tied_to.embed_tokens`; None changes nothing."""
         if tied_to is not None:
             self._parameters["weight"] = None
-            object.__setattr__(tied_to, "_tied_head", self)  # past nn.Module, which would register it
-        object.__setattr__(self, "_tied_to", tied_to)
+        object.__setattr__(self, "_tied_to", tied_to)  # past nn.Module, which would register it
 
     @property
     def weight(self) -> Tensor:
@@ -224,7 +223,8 @@ def keep_table(decoder: nn.Module, embedding: Any) -> None:
     inside = getattr(embedding, "_modules", {})
     if inside.get("modules_to_save") is None or inside.get("original_module") is None:
         return
-    head = decoder.__dict__.get("_tied_head")
+    found = decoder.__dict__.get("_tied_head")
+    head = None if found is None else found()
     if head is not None and head.is_tied and head._tied_to is decoder:
         head.weight = inside["original_module"].weight
 

@@ -1,5 +1,8 @@
 """Llama: every switch of its configuration on tiny checkpoints, and the released sizes."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -149,3 +152,20 @@ def test_random_weights_follow_the_seed_and_the_table(model):
     assert not torch.equal(one["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
     assert abs(one["lm_head.weight"].std() - 0.02) < 2e-3
     assert (one["model.norm.weight"] == 1).all() and (one["model.layers.0.self_attn.q_proj.bias"] == 0).all()
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_model_is_freed_when_nobody_holds_it(tied):
+    """By reference counts alone: a cycle would keep a GPU's memory until the collector comes."""
+    config = {key: value for key, value in tiny(tie_word_embeddings=tied).items() if key != "rope_parameters"}
+    model, ids = ligermodels.Llama.from_config(config), torch.randint(97, (2, 16))
+    model(ids, labels=ids).loss.backward()
+    model.generate(ids, max_new_tokens=2, do_sample=False, eos_token_id=[])
+    kept = weakref.ref(model.model.layers[0].mlp.up_proj.weight)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert kept() is None
+    finally:
+        gc.enable()
