@@ -216,13 +216,14 @@ class _Copy:
 
 
 def _spans(marked: str, where: str) -> tuple[str, list[tuple[int, int]]]:
-    """(the text without the marks, the (start, end) in it of each stretch between them)."""
+    """(the text without the marks, the (start, end) in it of each stretch between them, the outermost in order)."""
     text, spans, starts = "", [], []
     for part in re.split(f"({sandbox.SPAN_START}|{sandbox.SPAN_END})", marked):
         if part == sandbox.SPAN_START:
             starts.append(len(text))
         elif part == sandbox.SPAN_END and starts:
-            spans.append((starts.pop(), len(text)))
+            if (start := starts.pop()) < len(text) and not starts:
+                spans.append((start, len(text)))
         elif part == sandbox.SPAN_END:
             starts.append(0)
             break

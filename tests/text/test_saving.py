@@ -5,6 +5,7 @@ import os
 import shutil
 
 import pytest
+import tokenizers
 from transformers import AutoTokenizer
 
 from ligermodels.errors import HubError, TokenizerError
@@ -93,6 +94,17 @@ def test_both_libraries_read_it_back(folder_of, tmp_path, name):
         if name in families.REBUILT and change is not tokens and change.__name__ != "<lambda>":
             continue  # test_where_transformers_rebuilds_the_file
         assert_equal(name, ours, AutoTokenizer.from_pretrained(target))
+
+
+def test_tokenizer_json_has_all_tokens(folder_of, tmp_path):
+    """For readers of that file alone."""
+    ours = Tokenizer.from_folder(folder_of("mistral 0.3"))
+    tokens(ours)
+    ours.save_pretrained(tmp_path)
+    native = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    for text in TEXTS:
+        assert native.encode(text).ids == ours.encode(text)
+        assert native.decode(ours.encode(text)) == ours.decode(ours.encode(text), skip_special_tokens=True)
 
 
 def files_of(folder):

@@ -1,5 +1,6 @@
 """A stream says what the whole says, at once, and never half a character."""
 
+import itertools
 import json
 import time
 
@@ -182,6 +183,16 @@ def test_the_cost_of_theirs_does_not_grow(theirs):
         stream.put(index)
     # A few tokens each time; all of them each time would be half a million and more.
     assert tokenizer.count < 20 * len(ids)
+
+
+def test_a_decoder_that_strips_every_space_of_a_beginning():
+    class Words:
+        def decode(self, ids, skip_special_tokens):
+            return "".join(["a", " ", "", "<s>"][i] for i in ids if not (skip_special_tokens and i == 3)).lstrip()
+
+    for ids in itertools.product(range(4), repeat=6):
+        for skip in (False, True):
+            assert "".join(parts_of(Words(), ids, skip)) == Words().decode(ids, skip)
 
 
 def test_what_cannot_decode():

@@ -249,6 +249,8 @@ def test_from_hub_resolves_without_weights(byte_level_folder, monkeypatch):
         "local_files_only": True,
     }
     assert calls == [(("some/model",), options | {"weights": False})]
+    assert tokenizer.name_or_path == "some/model"
+    assert Tokenizer.from_folder(byte_level_folder).name_or_path == str(byte_level_folder)
     assert tokenizer.decode(tokenizer.encode("the cat"), True) == "the cat"
 
 
