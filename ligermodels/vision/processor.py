@@ -315,7 +315,7 @@ class Processor:
 
     def _padded(self, rows: list[list[int]], side: str) -> dict[str, Tensor]:
         width = max(map(len, rows), default=0)
-        ids = torch.full((len(rows), width), self.tokenizer.pad_token_id, dtype=torch.int64)
+        ids = torch.full((len(rows), width), self.tokenizer.padding_id, dtype=torch.int64)
         mask = torch.zeros_like(ids)
         for index, row in enumerate(rows):
             place = slice(width - len(row), width) if side == "left" else slice(0, len(row))

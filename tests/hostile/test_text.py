@@ -385,11 +385,10 @@ CALLS: dict[str, tuple[Callable[[Tokenizer], object], type, str]] = {
     "encode one at the end of 10 MB": (lambda t: t.encode("a" * 10**7 + "\udc00"), TokenizerError, "lone surrogate"),
     **{
         f"decode {value!r}": (lambda t, value=value: t.decode(value), InputError, "decode takes one text")
-        for value in (None, 5, "12", "text", [1.0], [1.5], [float("nan")], ["1"], [None], [[1]], [b"1"])
+        for value in (None, "12", "text", [1.0], [1.5], [float("nan")], ["1"], [None], [[1]], [b"1"])
     },
     "decode a float tensor": (lambda t: t.decode(torch.ones(3)), InputError, "decode takes one text"),
     "decode a batch": (lambda t: t.decode(torch.ones(2, 3, dtype=torch.int64)), InputError, "Decode a batch by rows"),
-    "decode a scalar tensor": (lambda t: t.decode(torch.tensor(3)), InputError, "decode takes one text"),
     "decode a meta tensor": (lambda t: t.decode(torch.ones(3, device="meta").long()), InputError, "one text"),
     "decode what refuses": (lambda t: t.decode([Loud()]), InputError, "decode takes one text"),
     **{
@@ -462,9 +461,9 @@ def test_odd_but_sound_files_load(good):
 def test_ids_of_every_integer_kind(tokenizer):
     ids = tokenizer.encode("the cat")
     for kind in (list, tuple, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32).numpy(), iter):
-        assert tokenizer.decode(kind(ids)) == "the cat"
-    assert tokenizer.decode([torch.tensor(index) for index in ids]) == "the cat"
-    assert tokenizer.decode([*ids, 2**31 - 1]) == "the cat", "a padded vocabulary"
+        assert tokenizer.decode(kind(ids), skip_special_tokens=True) == "the cat"
+    assert tokenizer.decode([torch.tensor(index) for index in ids], True) == "the cat"
+    assert tokenizer.decode([*ids, 2**31 - 1], True) == "the cat", "a padded vocabulary"
     stream = StreamDecoder(tokenizer)
     assert "".join(stream.put(index) for index in torch.tensor(ids)) == "the cat"
 
