@@ -20,7 +20,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +240,18 @@ def print_kernel_errors(device: str) -> bool:
     print(dim(f"{'':22}{'kernel':>12}{'eager':>12}{'kernel':>12}{'eager':>12}") + f"   {how}")
     for row in rows:
         print(f"{row['op']:22}" + "".join(f"{error:12.1e}" for error in row["errors"]))
-    return True
+    wrong = [row["op"] for row in rows if not accurate(row["errors"])]
+    return report(not wrong, f"too far from fp64: {', '.join(wrong)}" if wrong else "as near to fp64 as the eager ops")
+
+
+def accurate(errors: Sequence[float]) -> bool:
+    """Whether the kernel's errors, of output and gradients, are those of the eager op: at most twice as large.
+
+    A few roundings of fp32 are allowed where the eager op has next to none.
+    """
+    kernel_output, eager_output, kernel_gradients, eager_gradients = errors
+    pairs = ((kernel_output, eager_output), (kernel_gradients, eager_gradients))
+    return all(kernel <= 2 * eager + 1e-6 for kernel, eager in pairs)
 
 
 def kernel_errors() -> list[dict[str, Any]]:

@@ -39,6 +39,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._triton import is_capturing
 
 CHOICES = ("none", "mlp", "block")
 SMALLEST = 2**20
@@ -52,7 +53,7 @@ def must_not_wait(x: Tensor) -> bool:
 
 
 def is_captured(x: Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+    return x.is_cuda and is_capturing()
 
 
 def plain(i: int, block: nn.Module, *inputs: Any) -> Any:

@@ -691,6 +691,17 @@ def test_demo_proves_what_it_says_and_its_next_commands_work(tmp_path, capsys, m
         assert main(argv) == 0
 
 
+@pytest.mark.parametrize("place", [0, 2])
+def test_demo_fails_where_a_kernel_is_further_from_fp64_than_the_eager_op(place, monkeypatch, capsys):
+    errors = [2e-7, 1e-7, 3e-7, 2e-7]
+    monkeypatch.setattr(demo, "child", lambda *_, **__: [{"op": "rope", "errors": errors}])
+    monkeypatch.setattr(demo, "HAS_TRITON", True)
+    assert demo.print_kernel_errors("cpu")
+    errors[place] = 3e-3
+    assert not demo.print_kernel_errors("cpu")
+    assert "FAILED  too far from fp64: rope" in capsys.readouterr().out
+
+
 def test_fables_are_a_title_and_a_text_and_all_of_the_file():
     fables = demo.fables()
     assert len(fables) > 20 and "\n".join(fables).split() == demo.TEXT.read_text("utf-8").split()

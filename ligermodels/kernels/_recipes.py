@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from ligermodels.kernels._triton import is_capturing
+
 
 class Recipe(NamedTuple):
     """The tensor is function(*tensors), computed without autograd."""
@@ -93,5 +95,5 @@ def read_last(kept: Tensor) -> bool:
     return (
         not torch.compiler.is_compiling()
         and not torch._C._autograd._get_current_graph_task_keep_graph()
-        and not (kept.is_cuda and torch.cuda.is_current_stream_capturing())
+        and not (kept.is_cuda and is_capturing())
     )

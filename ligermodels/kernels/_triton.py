@@ -6,7 +6,7 @@ helpers that launches share.
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -41,9 +41,11 @@ __all__ = [
     "HAS_TRITON",
     "INTERPRET",
     "accumulator",
+    "as_if_capturing",
     "as_rows",
     "cdiv",
     "device_guard",
+    "is_capturing",
     "last_dim_contiguous",
     "next_power_of_2",
     "num_sms",
@@ -72,6 +74,25 @@ def cdiv(a: int, b: int) -> int:
 def next_power_of_2(n: int) -> int:
     """The least power of two that is n or more; n >= 1."""
     return 1 << (n - 1).bit_length()
+
+
+_as_if_capturing = False
+
+
+def is_capturing() -> bool:
+    """True while a CUDA graph is captured on the current stream, or inside `as_if_capturing`."""
+    return _as_if_capturing or torch.cuda.is_current_stream_capturing()
+
+
+@contextlib.contextmanager
+def as_if_capturing() -> Iterator[None]:
+    """Lets the package do what it does while a CUDA graph is captured: a rehearsal, before the capture itself."""
+    global _as_if_capturing
+    before, _as_if_capturing = _as_if_capturing, True
+    try:
+        yield
+    finally:
+        _as_if_capturing = before
 
 
 def device_guard(x: Tensor) -> contextlib.AbstractContextManager:

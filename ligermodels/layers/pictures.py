@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._triton import is_capturing
 
 Grids = list[tuple[int, int, int]]
 """Frames, rows and columns of each picture, in patches."""
@@ -105,7 +106,7 @@ class Pictures:
         the function that is returned, to be called behind it, looks at them, unless they cannot fit anyway. Not while
         a graph is made, which cannot wait.
         """
-        if torch.compiler.is_compiling() or (input_ids.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling() or (input_ids.is_cuda and is_capturing()):
             return lambda: None
         found = torch.stack([(input_ids == kind.token_id).sum() for kind in self.kinds])
         if not found.is_cuda or num_tokens(self.grids, self.merge) > input_ids.numel():

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import ConfigError, InputError
+from ligermodels.kernels._triton import is_capturing
 
 # Keys of a config.json's rope dict: needed, allowed. The original length may come from
 # max_position_embeddings.
@@ -145,7 +146,7 @@ class RotaryEmbedding(nn.Module):
         Those of the last length are kept, which spares the device five kernels a step; not while compiling, nor while
         a CUDA graph is captured, whose memory must be its own.
         """
-        if torch.compiler.is_compiling() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling() or (device.type == "cuda" and is_capturing()):
             return self(torch.arange(length, device=device)[None])
         if self._counted is None or self._counted[0] != (length, device):
             with torch.inference_mode(False):  # the tables outlive the call

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._triton import accumulator
+from ligermodels.kernels._triton import accumulator, is_capturing
 from ligermodels.kernels.adamw import ROUNDINGS, adamw, join_master
 
 _HOW = ("rounding", "master_weights", "state_dtype", "capturable")
@@ -172,7 +172,7 @@ class AdamW(torch.optim.Optimizer):
         """The step of parameters of one group, each with its number."""
         first, capturable = ready[0][1], group["capturable"]
         begun = all(self.state.get(p) for _, p in ready)
-        if first.is_cuda and not (capturable and begun) and torch.cuda.is_current_stream_capturing():
+        if first.is_cuda and not (capturable and begun) and is_capturing():
             raise InputError(
                 "AdamW: a step is captured in a CUDA graph, with "
                 + ("states that do not exist yet; take a step before" if capturable else "capturable=False; set it")

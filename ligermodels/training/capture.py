@@ -10,12 +10,12 @@ import traceback
 import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._triton import as_if_capturing
 
 _FROM_ZERO = {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder"}
 """States that are 0 before the first step: those of Adam and AdamW, torch's and ours."""
@@ -173,7 +173,7 @@ class CapturedStep:
                 for _, last in dict.fromkeys(self._calls):
                     self._run(last=last)
                 # The model does some things in another way while it is captured: it is told so, and does them once.
-                with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
+                with as_if_capturing():
                     for _, last in dict.fromkeys(self._calls):
                         self._run(last=last)
         finally:

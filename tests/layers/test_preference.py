@@ -654,6 +654,18 @@ REFUSED = {
 }  # fmt: skip
 
 
+def test_nll_of_another_text_is_nan_where_the_host_must_not_look():
+    """On a GPU, and under torch.compile: nothing waits for a check, and no other loss than the one meant comes out."""
+    batch = Batch()
+    given = dict(x=batch.x, weight=batch.weight, labels=batch.labels)
+    other = batch.labels.clone()
+    place = tuple((other[:PAIRS] != -100).nonzero()[0])
+    other[place] = (other[place] + 1) % batch.weight.shape[0]
+    loss = torch.compile(LinearDPOLoss(compute_nll_loss=True), backend="eager")
+    assert loss(**given, nll_labels=batch.labels.clone()).loss.isfinite()
+    assert loss(**given, nll_labels=other).loss.isnan()
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     attempt, message = REFUSED[name]

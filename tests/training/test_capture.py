@@ -11,6 +11,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.kernels._triton import as_if_capturing
 from ligermodels.training import capture
 from ligermodels.training.adamw import AdamW
 from ligermodels.training.capture import CapturedStep
@@ -250,13 +251,12 @@ def windowed():
     return ligermodels.Mistral.from_config(WINDOWED, dtype=torch.bfloat16, device="cuda", seed=1).train()
 
 
-def as_captured(monkeypatch, model):
+def as_captured(model):
     """Its forward as it is captured: over all rows of the head, for the host does not ask how many have a label."""
     forward = model.forward
 
     def run(**inputs):
-        with monkeypatch.context() as patch:
-            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with as_if_capturing():
             return forward(**inputs)
 
     model.forward = run
@@ -288,7 +288,7 @@ def test_a_graph_trains_as_the_loop(name, accumulate, monkeypatch):
     def build():
         model = windowed()
         optimizer = OPTIMIZERS[name](model.parameters(), torch.tensor(0.01, device="cuda"))
-        loop(as_captured(monkeypatch, model), optimizer, batches[24:])
+        loop(as_captured(model), optimizer, batches[24:])
         return model, optimizer
 
     expected, optimizer = build()

@@ -6,6 +6,7 @@ The logits are never in memory in fp32, nor whole where chunks of tokens are lea
 preference loss computes of the [N] sums is a few numbers per pair, in plain PyTorch, in fp32 (fp64 for fp64).
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -114,19 +115,28 @@ def measure(
     cu_seqlens: Tensor | None = None, num_valid: int | None = None, ignore_index: int = -100,
     softcap: float | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
 ) -> Sequences:  # fmt: skip
-    """The sums of every sequence, from one pass over the logits."""
+    """The sums of every sequence, from one pass over the logits.
+
+    Where nll_labels and labels name different tokens at a place where both count: InputError on the CPU, and else NaN.
+    """
     _check_tokens(x, labels, nll_labels, cu_seqlens)
-    every = labels
+    every, differ = labels, None
     if nll_labels is not None:
         every = torch.where(labels == ignore_index, nll_labels, labels)
-        free = labels.device.type == "cpu" and not torch.compiler.is_compiling()
-        if free and ((every != nll_labels) & (nll_labels != ignore_index)).any():
-            raise InputError("nll_labels and labels name different tokens where both count; they are of the same text")
+        differ = (every != nll_labels) & (nll_labels != ignore_index)
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():
+            if differ.any():
+                raise InputError(
+                    "nll_labels and labels name different tokens where both count; they are of the same text"
+                )
+            differ = None
     logps, _, logits = linear_logprobs(
         x, weight, every, bias=bias, ignore_index=ignore_index, softcap=softcap, return_logits_mean=True,
         num_valid=num_valid, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
     )  # fmt: skip
     assert logits is not None, "linear_logprobs was asked for the mean of the logits"
+    if differ is not None:  # a check would wait for the device: what depends on such a token becomes NaN
+        logps = logps.masked_fill(differ.to(x.device, non_blocking=True), math.nan)
 
     belongs = None
     if cu_seqlens is not None:
