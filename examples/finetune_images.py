@@ -79,7 +79,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
         options.model, dtype="bfloat16" if on_gpu else "float32", device="cuda" if on_gpu else "cpu"
     )
     processor = ligermodels.Processor.from_hub(options.model)
-    model.vision.requires_grad_(options.train_tower)
+    tower = model.model.visual if hasattr(model.model, "visual") else model.model.vision_model
+    tower.requires_grad_(options.train_tower)
     if options.checkpointing:
         model.gradient_checkpointing_enable()
     model.train()

@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "kernels": {"errors"},
     "layers": {"kernels", "cache", "errors"},
     "training": {"kernels", "errors"},
-    "recompute": {"errors"},
+    "recompute": {"errors", "kernels"},
     "cache": {"errors"},
     "weights": {"errors"},
     "checkpoint": {"errors", "weights"},

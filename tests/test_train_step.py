@@ -559,7 +559,7 @@ def test_a_profile_is_written_shown_and_drawn(tmp_path, capsys, in_this_process)
     # AdamW's two moments, and its step count of 4 bytes, of each parameter
     assert held["optimizer states"] == 2 * held["parameters"] + 4 * len(list(model.parameters()))
     products = {work["detail"] for work in found["ops"] if work["op"] == "products"}
-    assert "128 x 64 x 320" in products  # B 2 x S 64 tokens, gate and up
+    assert "128 x 64 x 160" in products  # B 2 x S 64 tokens, gate or up: on a CPU each by itself
     out = capsys.readouterr().out
     assert "floor / time" in out and "optimizer states" in out and "kept per token and block" in out
     pytest.importorskip("matplotlib")
