@@ -38,7 +38,7 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
     """
     if torch.compiler.is_compiling():
         return None
-    first, last, end, rows = tensors[0], tensors[-1], None, 0
+    first, end, rows = tensors[0], None, 0
     for t in tensors:
         if type(t) not in _PLAIN or t.layout is not torch.strided:
             return None
@@ -55,10 +55,11 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
         if t.shape[1:] != rest:
             return None
         rows += t.shape[0]
-    if last.untyped_storage()._cdata != first.untyped_storage()._cdata:  # blocks of two may be neighbours in memory
+    try:
+        # Not the strides of the first: a dim of one row may have any.
+        return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
+    except RuntimeError:  # beyond the first one's storage: those of two may be neighbours in memory
         return None
-    # Not the strides of the first: a dim of one row may have any.
-    return first.detach().as_strided((rows, *rest), (rest.numel(), *first.stride()[1:]))
 
 
 def lay_together(parameters: Sequence[nn.Parameter]) -> None:
