@@ -206,6 +206,8 @@ def _train(
 def _decode(model: Any, *, config: dict[str, Any], batch: int, seq: int, new_tokens: int) -> dict[str, Any]:
     import torch
 
+    from ligermodels.errors import InputError
+
     ids = torch.randint(config["vocab_size"], (batch, seq), device="cuda", generator=_seeded())
     model.eval()
 
@@ -217,7 +219,7 @@ def _decode(model: Any, *, config: dict[str, Any], batch: int, seq: int, new_tok
 
     try:
         run()
-    except Exception:  # the first version's generate has no do_sample; it is greedy as it is
+    except InputError:  # the first version's generate has no do_sample; it is greedy as it is
         run = run_old
         run()
     times = _timed(run, 3)
