@@ -9,6 +9,7 @@ must agree, or nothing is printed. Tokens/s of FSDP2 are those of one GPU.
 """
 
 import argparse
+import importlib
 import json
 import os
 import subprocess
@@ -124,7 +125,10 @@ def _model(config: dict[str, Any], sharded: bool = False) -> Any:
     import torch
 
     import ligermodels
-    from ligermodels import weights
+    try:
+        from ligermodels.checkpoint import weights
+    except ImportError:  # where it was before
+        weights = importlib.import_module("ligermodels.weights")
 
     dtype = torch.float32 if sharded else torch.bfloat16
     model = ligermodels.Llama.from_config(config, dtype=dtype, device="meta")

@@ -21,16 +21,16 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ligermodels import saving, weights
-from ligermodels.checkpoint import (
+from ligermodels.checkpoint import saving, weights
+from ligermodels.checkpoint.reading import (
     SafetensorsReader,
     companion_files,
     open_checkpoint,
     read_json,
 )
+from ligermodels.checkpoint.saving import write_checkpoint
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, HubError, InputError
-from ligermodels.saving import write_checkpoint
-from ligermodels.weights import TensorInfo
 from tests.children import Child
 
 ROOT = Path(__file__).parents[1]
@@ -599,7 +599,7 @@ def test_a_disk_that_fills_up_midway(tmp_path):
     folder = save(tmp_path / "out", 1.0)
     code = """if True:
         import resource, signal, sys, torch
-        from ligermodels.saving import write_checkpoint
+        from ligermodels.checkpoint.saving import write_checkpoint
         from ligermodels.errors import HubError
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))

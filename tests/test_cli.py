@@ -17,10 +17,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels
-from ligermodels import demo, generate, hub
+from ligermodels import generation
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import SafetensorsFile, SafetensorsReader
-from ligermodels.cli import main
+from ligermodels.checkpoint import hub
+from ligermodels.checkpoint.reading import SafetensorsFile, SafetensorsReader
+from ligermodels.cli import demo, main
 from ligermodels.conversion import pipeline
 from ligermodels.text import Tokenizer
 from tests.text import families
@@ -138,11 +139,11 @@ def test_generate_prints_the_continuation_alone(folder, capsys):
 def test_generate_reads_stdin_and_passes_every_option_on(folder, capsys, monkeypatch):
     passed = {}
 
-    def spy(*args, original=generate.generate_iter, **kwargs):
+    def spy(*args, original=generation.generate_iter, **kwargs):
         passed.update(kwargs)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr(generate, "generate_iter", spy)
+    monkeypatch.setattr(generation, "generate_iter", spy)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, read=lambda: PROMPT))
     options = dict(temperature=1.5, top_k=40, top_p=0.9, min_p=0.001, repetition_penalty=1.2, seed=3)
     words = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
@@ -161,7 +162,7 @@ def test_the_length_is_the_usual_one_or_what_the_context_leaves(command, prompt,
 
     lines = iter([prompt])
     stdin = SimpleNamespace(isatty=lambda: False, read=lambda: prompt, readline=lambda: next(lines, ""))
-    monkeypatch.setattr(generate, "generate_iter", spy)
+    monkeypatch.setattr(generation, "generate_iter", spy)
     monkeypatch.setattr(sys, "stdin", stdin)
     assert run(capsys, command, folder)[0] == 0
     run(capsys, "generate", folder, "--max-new-tokens", 1000)
@@ -366,7 +367,7 @@ def scripted(built, capsys, monkeypatch):
         model = SimpleNamespace(device="cpu", config=SimpleNamespace(max_position_embeddings=4096))
         lines = iter(text.splitlines(keepends=True))
         monkeypatch.setattr(ligermodels, "load", lambda *_, **__: prompts.append("loaded") or model)
-        monkeypatch.setattr(generate, "generate_iter", say)
+        monkeypatch.setattr(generation, "generate_iter", say)
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines, "")))
         status, out, err = run(capsys, command, folder if template is not None else made[name], *options)
         return status, out, err, prompts

@@ -13,10 +13,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels import Llama, Mixtral, weights
-from ligermodels.checkpoint import SafetensorsReader, read_json
+from ligermodels import Llama, Mixtral
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import SafetensorsReader, read_json
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion.dcp import DcpSource
-from ligermodels.weights import same_bits
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / "convert" / "convert_checkpoint.py"

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels
-from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
-from ligermodels.generate import generate, generate_iter
-from ligermodels.generate.options import UNSUPPORTED, WITHOUT_EFFECT, Options
-from ligermodels.generate.processors import (
+from ligermodels.generation import generate, generate_iter
+from ligermodels.generation.options import UNSUPPORTED, WITHOUT_EFFECT, Options
+from ligermodels.generation.processors import (
     RepetitionPenalty,
     ban_repeated_ngrams,
     draw,
@@ -25,7 +24,8 @@ from ligermodels.generate.processors import (
     keep_top_k,
     keep_top_p,
 )
-from ligermodels.generate.stopping import StopText
+from ligermodels.generation.stopping import StopText
+from ligermodels.layers.cache import KVCache
 from tests.text import folders
 
 VOCAB = 31
@@ -258,8 +258,8 @@ def test_never_waits_for_the_gpu_without_stop_ids(device):
     model = Tiny().to(device)
     stream = generate_iter(model, _prompt().to(device), max_new_tokens=2)  # compiles and allocates
     list(stream)
-    from ligermodels.generate.loop import _decode
-    from ligermodels.generate.request import Request
+    from ligermodels.generation.loop import _decode
+    from ligermodels.generation.request import Request
 
     options = dict(
         max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
@@ -596,7 +596,7 @@ def _assert_is_full_forward(model, ids, mask, steps):
 @pytest.mark.parametrize("lengths, extra", [([9], 0), ([9, 2, 7], 0), ([9, 9, 3], 4)], ids=str)
 def test_windows_decode_as_the_full_forward(windows, slack, lengths, extra, monkeypatch):
     """Prompts shorter than, as long as and longer than the window; past many moves of the buffers."""
-    monkeypatch.setattr("ligermodels.cache.SLACK", slack)
+    monkeypatch.setattr("ligermodels.layers.cache.SLACK", slack)
     model, (ids, mask) = _llama(windows), _padded(lengths, extra)
     out = _assert_is_full_forward(model, ids, mask, steps=25)
     free = _llama()
@@ -1176,7 +1176,7 @@ def test_inputs_of_the_model_come_with_its_prompt_whenever_that_runs(model):
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """A Llama whose weights are large enough that its text does not repeat, with a tokenizer."""
-    from ligermodels import demo
+    from ligermodels.cli import demo
 
     folder = tmp_path_factory.mktemp("generate") / "model"
     demo.write_checkpoint(folder)

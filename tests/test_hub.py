@@ -21,8 +21,8 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import save_file
 
 import ligermodels
-from ligermodels import hub
-from ligermodels.checkpoint import open_checkpoint, read_json
+from ligermodels.checkpoint import hub
+from ligermodels.checkpoint.reading import open_checkpoint, read_json
 from ligermodels.errors import CheckpointError, HubError
 
 ROOT = Path(__file__).parents[1]
@@ -274,7 +274,7 @@ def test_a_commit_in_the_cache_is_not_asked_for_again(cached):
 
 def test_the_real_library_offline(cached):
     """HF_HUB_OFFLINE=1 in a process of its own, on the same folders, with nothing replaced."""
-    code = f"from ligermodels import hub; print(hub.resolve({REPO!r})); hub.resolve('owner/other')"
+    code = f"from ligermodels.checkpoint import hub; print(hub.resolve({REPO!r})); hub.resolve('owner/other')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(cached.cache)}
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -353,7 +353,7 @@ def ask(server, cache: Path, *calls: str) -> list[str]:
     """What `hub.resolve` returns with these arguments, or its error, call by call in a new process."""
     code = f"""if True:
         import logging, traceback, warnings
-        from ligermodels import hub
+        from ligermodels.checkpoint import hub
         from ligermodels.errors import HubError
         warnings.simplefilter("ignore")
         logging.basicConfig(level=logging.DEBUG)
@@ -647,7 +647,8 @@ def test_push_refused(tmp_path, monkeypatch):
 
 
 def test_importing_it_loads_neither_huggingface_hub_nor_transformers():
-    code = "import sys, ligermodels.hub; print({'huggingface_hub', 'transformers', 'triton'} & set(sys.modules))"
+    heavy = {"huggingface_hub", "transformers", "triton"}
+    code = f"import sys, ligermodels.checkpoint.hub; print({heavy} & set(sys.modules))"
     result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,

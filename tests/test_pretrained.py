@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import ligermodels
-from ligermodels import CheckpointError, ConfigError, HubError, InputError, Llama, Mixtral, Qwen2, hub
+from ligermodels import CheckpointError, ConfigError, HubError, InputError, Llama, Mixtral, Qwen2
 from ligermodels.arch import placement
+from ligermodels.checkpoint import hub
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.kernels.linear import joint
-from ligermodels.weights import same_bits
 
 SIZES = dict(
     vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,

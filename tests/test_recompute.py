@@ -13,11 +13,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ligermodels import recompute
 from ligermodels.arch import ARCHS, decoder, inputs
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch
-from ligermodels.recompute import Checkpointing, Offload
+from ligermodels.training import recompute
+from ligermodels.training.recompute import Checkpointing, Offload
 
 CONFIG = dict(
     vocab_size=97,

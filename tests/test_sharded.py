@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 import ligermodels
 from ligermodels import CheckpointError, HubError, InputError
 from ligermodels.arch import ARCHS
-from ligermodels.weights import same_bits
+from ligermodels.checkpoint.weights import same_bits
 
 CONFIG = dict(
     vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,

@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from ligermodels import weights
-from ligermodels.checkpoint import SafetensorsReader
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import SafetensorsReader
+from ligermodels.checkpoint.saving import write_checkpoint
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.errors import CheckpointError
-from ligermodels.saving import write_checkpoint
-from ligermodels.weights import TensorInfo, same_bits
 
 # Random bits, so that a lost one shows, hold NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:.*NaN or infinity")
@@ -285,8 +285,8 @@ def test_progress_bar(tmp_path, capfd):
 MEMORY = """
     import sys, threading, torch
     from torch import nn
-    from ligermodels import weights
-    from ligermodels.checkpoint import SafetensorsReader
+    from ligermodels.checkpoint import weights
+    from ligermodels.checkpoint.reading import SafetensorsReader
 
     class Model(nn.Module):
         def __init__(self):

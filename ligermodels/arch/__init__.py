@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from ligermodels import hub
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ModelConfig, short
 from ligermodels.arch.gemma import Gemma, GemmaConfig
@@ -16,6 +15,7 @@ from ligermodels.arch.phi3 import Phi3, Phi3Config
 from ligermodels.arch.pretrained import config_values
 from ligermodels.arch.qwen2 import Qwen2, Qwen2Config
 from ligermodels.arch.qwen2_vl import Qwen2VL, Qwen2VLConfig
+from ligermodels.checkpoint import hub
 from ligermodels.errors import ConfigError
 
 __all__ = [

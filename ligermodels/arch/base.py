@@ -24,10 +24,10 @@ from ligermodels.arch.inputs import (
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
-from ligermodels.cache import KVCache
-from ligermodels.generate import generate
+from ligermodels.generation import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
+from ligermodels.layers.cache import KVCache
 from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]

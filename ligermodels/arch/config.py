@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ligermodels import checkpoint, hub
+from ligermodels.checkpoint import hub, reading
 from ligermodels.errors import ConfigError
 
 ACTIVATIONS = {
@@ -197,7 +197,7 @@ class ModelConfig:
         Raises ConfigError as `from_hf` does, and HubError.
         """
         folder = hub.resolve(id_or_folder, weights=False)
-        return cls.from_hf(checkpoint.read_json(folder / "config.json"))
+        return cls.from_hf(reading.read_json(folder / "config.json"))
 
     @classmethod
     def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, check_outputs, packed_sequences, pads_only_after
 from ligermodels.arch.output import CausalLMOutput
-from ligermodels.cache import KVCache, as_kv_cache
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.layers.cache import KVCache, as_kv_cache
 from ligermodels.layers.head import keep_table
-from ligermodels.recompute import Checkpointing, must_not_wait, plain
+from ligermodels.training.recompute import Checkpointing, must_not_wait, plain
 
 
 class Decoder(nn.Module):

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.arch.decoder import Decoder
-from ligermodels.cache import LayerCache
 from ligermodels.layers import (
     Attention,
     Batch,
     GatedMLP,
     RMSNorm,
 )
+from ligermodels.layers.cache import LayerCache
 
 
 @dataclass(kw_only=True)

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.cache import BorrowedCache, KVCache
 from ligermodels.errors import InputError
+from ligermodels.layers.cache import BorrowedCache, KVCache
 from ligermodels.layers.losses import check_count
-from ligermodels.recompute import is_captured, must_not_wait
+from ligermodels.training.recompute import is_captured, must_not_wait
 
 IGNORE_INDEX = -100
 _IDS = (torch.int64, torch.int32)

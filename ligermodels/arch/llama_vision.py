@@ -27,7 +27,6 @@ from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.inputs import check_own_cache
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import GENERIC, LlamaVisionTowerConfig, VisionTower
-from ligermodels.cache import CrossCache, KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import (
     Batch,
@@ -36,6 +35,7 @@ from ligermodels.layers import (
     GatedMLP,
     RMSNorm,
 )
+from ligermodels.layers.cache import CrossCache, KVCache
 
 EXTRA_ROWS = 8
 """Of the embedding, behind the vocabulary that the head has."""

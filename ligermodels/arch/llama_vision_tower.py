@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from ligermodels.arch.config import short
 from ligermodels.errors import ConfigError
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
-from ligermodels.layers.pictures import PatchEmbedding
-from ligermodels.recompute import Checkpointing
+from ligermodels.layers.multimodal import PatchEmbedding
+from ligermodels.training.recompute import Checkpointing
 
 ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import torch.utils._pytree as pytree
 
-from ligermodels.generate.options import Options
+from ligermodels.generation.options import Options
 
 
 class Attributes(dict):

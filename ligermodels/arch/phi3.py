@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.cache import LayerCache
 from ligermodels.errors import ConfigError
 from ligermodels.layers import (
     Attention,
@@ -27,6 +26,7 @@ from ligermodels.layers import (
     GatedMLP,
     RMSNorm,
 )
+from ligermodels.layers.cache import LayerCache
 
 _LONGROPE = ("short_factor", "long_factor", "factor", "attention_factor")
 

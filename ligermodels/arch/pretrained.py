@@ -13,12 +13,12 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ligermodels import checkpoint, hub, quantization, saving, weights
 from ligermodels.arch import arguments, placement
 from ligermodels.arch.config import DTYPES, ModelConfig, check_generation_config
+from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
-from ligermodels.layers.pictures import PatchEmbedding
+from ligermodels.layers.multimodal import PatchEmbedding
 
 
 class Pretrained(nn.Module):
@@ -116,33 +116,33 @@ class Pretrained(nn.Module):
         place = placement.one_device(device, device_map)
         found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
         folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
-        with checkpoint.unreplaced(folder):
+        with reading.unreplaced(folder):
             values, saved_with = quantization.split(config_values(folder, config, **found))
             made = cls._checked_config(values, changes)
             made._name_or_path = str(id_or_folder)
             quantizer = quantization.choose(quantization_config, saved_with)
-            opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+            opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
             if config is not None and dtype == "auto":
                 dtype = _dtype_of(opened.headers) or dtype
             model = cls._on_meta(made, dtype, activation_checkpointing)
             if (folder / "generation_config.json").is_file():
-                generation = checkpoint.read_json(folder / "generation_config.json", lenient=True)
+                generation = reading.read_json(folder / "generation_config.json", lenient=True)
                 check_generation_config(str(folder / "generation_config.json"), generation)
                 model.generation_config.update(generation)
         if place is None:
             plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
         elif device is None and device_map is None and quantizer is not None:
             place = quantizer.default_device(place)
-        reading: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress, ignore=cls.IGNORE)
-        reading |= dict(tied=model.tied_weights, also=cls.ALSO_READ)
+        load_options: dict[str, Any] = dict(device=place or torch.device("cpu"), progress=progress, ignore=cls.IGNORE)
+        load_options |= dict(tied=model.tied_weights, also=cls.ALSO_READ)
         with opened as reader:
             if quantizer is None:
-                weights.load(model, cls.DISK_NAMES, reader, **reading)
+                weights.load(model, cls.DISK_NAMES, reader, **load_options)
             else:
                 if place is None:
-                    reading["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
-                reading["from_quantized"] = saved_with is not None
-                quantization.load(model, cls.DISK_NAMES, reader, quantizer, **reading)
+                    load_options["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
+                load_options["from_quantized"] = saved_with is not None
+                quantization.load(model, cls.DISK_NAMES, reader, quantizer, **load_options)
         if place is None:
             placement.dispatch(model, plan, offload_folder)
         model.source_folder = folder
@@ -264,11 +264,11 @@ class Pretrained(nn.Module):
         else:
             tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
             values["quantization_config"] = quantizer.to_dict()
-        files: dict[str, Any] = {"config.json": checkpoint.json_bytes(values)}
+        files: dict[str, Any] = {"config.json": reading.json_bytes(values)}
         if self.generation_config:
-            files["generation_config.json"] = checkpoint.json_bytes(dict(self.generation_config))
+            files["generation_config.json"] = reading.json_bytes(dict(self.generation_config))
         if self.source_folder is not None:
-            files = {**checkpoint.companion_files(self.source_folder, target), **files}
+            files = {**reading.companion_files(self.source_folder, target), **files}
         saving.write_checkpoint(
             target,
             tensors,
@@ -326,13 +326,13 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
                 f"{place} is not there: {folder} holds weights alone, as Trainer and accelerate leave them.\n"
                 "  Next: pass config=, the folder or repository that the model came from, or its config."
             )
-        return checkpoint.read_json(place)
+        return reading.read_json(place)
     if isinstance(config, ModelConfig | Mapping):
         return config
     if hasattr(config, "to_json_string"):  # of transformers
         return json.loads(config.to_json_string())
     path = Path(config).expanduser()
-    return checkpoint.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
+    return reading.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
 
 
 def _dtype_of(headers: Mapping[str, weights.TensorInfo]) -> torch.dtype | None:

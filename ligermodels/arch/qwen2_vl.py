@@ -26,7 +26,6 @@ from ligermodels.arch.config import ModelConfig, short
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.inputs import check_own_cache, packed_sequences
 from ligermodels.arch.qwen2 import Qwen2Block, Qwen2Config
-from ligermodels.cache import KVCache
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import (
     MLP,
@@ -35,8 +34,9 @@ from ligermodels.layers import (
     LayerNorm,
     VisionRotary,
 )
-from ligermodels.layers.pictures import Grids, PatchEmbedding, Pictures, patch_cells
-from ligermodels.recompute import Checkpointing
+from ligermodels.layers.cache import KVCache
+from ligermodels.layers.multimodal import Grids, PatchEmbedding, Pictures, patch_cells
+from ligermodels.training.recompute import Checkpointing
 
 VISION_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 VIDEO_RULES = ("4.x", "5.x")

@@ -12,7 +12,7 @@ from torch.distributions import MultivariateNormal, constraints
 
 from ligermodels.errors import InputError
 from ligermodels.layers import Embedding, LMHead
-from ligermodels.recompute import Checkpointing
+from ligermodels.training.recompute import Checkpointing
 
 
 class TrainerInterface(nn.Module):

@@ -13,7 +13,7 @@ import sys
 import warnings
 
 from ligermodels import __version__
-from ligermodels.cli import checkpoints, doctor, talk
+from ligermodels.cli import chat, checkpoints, doctor
 from ligermodels.cli.output import say
 from ligermodels.errors import LigermodelsError
 
@@ -66,13 +66,13 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--keep", metavar="DIR", help="folder for the trained checkpoint (default: a temporary one)")
     demo.set_defaults(run=_demo)
 
-    talk.add(commands)
+    chat.add(commands)
     checkpoints.add(commands)
     doctor.add(commands)
     return parser
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ligermodels import demo
+    from ligermodels.cli import demo
 
     return 0 if demo.run(seconds=args.seconds, keep=args.keep) else 1

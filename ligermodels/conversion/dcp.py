@@ -22,11 +22,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ligermodels import weights
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import check_file, companion_files, read_json
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import check_file, companion_files, read_json
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigermodelsError
-from ligermodels.weights import TensorInfo
 
 METADATA = ".metadata"
 

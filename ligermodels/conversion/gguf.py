@@ -33,11 +33,11 @@ import torch
 from torch import Tensor
 
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.gguf_tokenizer import add_tokenizer
 from ligermodels.conversion.meta import to_pairs
 from ligermodels.conversion.sources import View
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.weights import TensorInfo, same_bits
 
 if TYPE_CHECKING:
     from ligermodels.conversion.verify import Report

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ligermodels import saving
+from ligermodels.checkpoint import saving
 from ligermodels.errors import CheckpointError, TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.text.files import read_bytes, read_text

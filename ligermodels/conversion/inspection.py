@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from ligermodels import checkpoint, hub
+from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion import lora
 from ligermodels.conversion.source import Described, MismatchError
 from ligermodels.conversion.sources import (
@@ -25,7 +26,6 @@ from ligermodels.conversion.sources import (
     weight_paths,
 )
 from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerError
-from ligermodels.weights import TensorInfo
 
 
 @dataclass
@@ -165,7 +165,7 @@ def _of_model(
 
 
 def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: bool) -> Inspection:
-    options, headers = checkpoint.read_json(folder / lora.CONFIG), lora.headers(folder, allow_pickle=allow_pickle)
+    options, headers = reading.read_json(folder / lora.CONFIG), lora.headers(folder, allow_pickle=allow_pickle)
     problem = None
     try:
         lora.read_options(folder)
@@ -207,7 +207,7 @@ class _Remote:
 
         self.folder = hub.resolve(repo, revision=revision, weights=False)
         self.source = repo
-        self._config = checkpoint.read_json(self.folder / "config.json")
+        self._config = reading.read_json(self.folder / "config.json")
         try:
             shards = HfApi().get_safetensors_metadata(repo, revision=self.folder.name).files_metadata
         except Exception as error:
@@ -218,7 +218,7 @@ class _Remote:
                 "  Likely: it has no model.safetensors, or the network failed; try again, or `hf download` it first."
             ) from error
         self.headers: Mapping[str, TensorInfo] = {
-            name: TensorInfo(checkpoint.DTYPES.get(info.dtype, torch.uint8), tuple(info.shape))
+            name: TensorInfo(reading.DTYPES.get(info.dtype, torch.uint8), tuple(info.shape))
             for shard in shards.values()
             for name, info in shard.tensors.items()
         }
@@ -230,7 +230,7 @@ class _Remote:
 
 
 def _sizes(paths: list[Path]) -> dict[str, int]:
-    return {path.name: checkpoint.check_file(path).st_size for path in paths}
+    return {path.name: reading.check_file(path).st_size for path in paths}
 
 
 def _part(name: str) -> str:

@@ -20,13 +20,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ligermodels import checkpoint, weights
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import companion_files, json_bytes, read_json
+from ligermodels.checkpoint import reading, weights
+from ligermodels.checkpoint.reading import companion_files, json_bytes, read_json
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion import native
 from ligermodels.conversion.source import Source
 from ligermodels.errors import CheckpointError, ConfigError
-from ligermodels.weights import TensorInfo, same_bits
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
@@ -287,7 +287,7 @@ class _Places:
 def headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorInfo]:
     """What the file of an adapter holds; nothing of it is read. Raises CheckpointError, HubError."""
     opened = _open(folder, allow_pickle)
-    if isinstance(opened, checkpoint.SafetensorsFile):
+    if isinstance(opened, reading.SafetensorsFile):
         return {name: opened.info(name) for name in opened.names}
     return {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in opened.items()}
 
@@ -302,7 +302,7 @@ def module_of(key: str) -> str:
 def read_options(folder: Path) -> dict[str, Any]:
     """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank."""
     path = folder / CONFIG
-    with checkpoint.read_errors(folder):
+    with reading.read_errors(folder):
         there = path.exists()
     if not there:
         raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, as PEFT saves it?")
@@ -353,7 +353,7 @@ def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
     return opened if isinstance(opened, dict) else {name: opened.read(name) for name in opened.names}
 
 
-def _open(folder: Path, allow_pickle: bool) -> checkpoint.SafetensorsFile | dict[str, Tensor]:
+def _open(folder: Path, allow_pickle: bool) -> reading.SafetensorsFile | dict[str, Tensor]:
     path, pickled = folder / WEIGHTS, folder / PICKLE
     if not path.is_file() and pickled.is_file():
         if not allow_pickle:
@@ -361,7 +361,7 @@ def _open(folder: Path, allow_pickle: bool) -> checkpoint.SafetensorsFile | dict
                 f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
                 "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
             )
-        return checkpoint.read_pickle(pickled)
+        return reading.read_pickle(pickled)
     if not path.is_file():
         raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, and complete?")
-    return checkpoint.open_safetensors(folder, [WEIGHTS])[WEIGHTS]
+    return reading.open_safetensors(folder, [WEIGHTS])[WEIGHTS]

@@ -37,11 +37,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ligermodels import checkpoint
 from ligermodels.arch.llama import LlamaConfig
-from ligermodels.checkpoint import json_bytes, read_json
+from ligermodels.checkpoint import reading
+from ligermodels.checkpoint.reading import json_bytes, read_json
+from ligermodels.checkpoint.weights import FLOATS, Reader, TensorInfo, same_bits
 from ligermodels.errors import CheckpointError, HubError, InputError
-from ligermodels.weights import FLOATS, Reader, TensorInfo, same_bits
 
 PARAMS = "params.json"
 ROPE_FACTORS = {2048: 32.0, 3072: 32.0, 4096: 8.0, 8192: 8.0, 16384: 8.0}
@@ -228,7 +228,7 @@ class MetaSource:
         params = read_json(self._params_file)
         self.params: dict[str, Any] = params["model"] if isinstance(params.get("model"), dict) else params
         check_keys(self.params, _KNOWN, self._params_file)
-        self._seen = checkpoint.versions([self.folder / file for file in files], self.folder)
+        self._seen = reading.versions([self.folder / file for file in files], self.folder)
         self._ranks = [_load(path) for path in self._seen]
         self._files = files
         sizes = self._sizes()
@@ -280,7 +280,7 @@ class MetaSource:
 
     def files(self) -> dict[str, bytes | Path]:
         """{name in the folder to write: file} of what belongs to the model beside its config and weights."""
-        found: dict[str, bytes | Path] = {**checkpoint.companion_files(self.folder)}
+        found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
         path = found.pop("tokenizer.model", None)
         if isinstance(path, Path):
             found["original/tokenizer.model" if _is_tiktoken(path) else "tokenizer.model"] = path
@@ -288,7 +288,7 @@ class MetaSource:
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, whole and in Hugging Face's order of rows: not to be written to."""
-        checkpoint.check_unchanged(self._seen)
+        reading.check_unchanged(self._seen)
         place, axis = self._places[name], self._axes[name]
         parts = [rank[place.name] for rank in self._ranks]
         if axis is None:
@@ -486,7 +486,7 @@ def _shard_files(folder: Path) -> list[str]:
 
 def _load(path: Path) -> dict[str, Tensor]:
     """The tensors of one .pth, mapped, without rope.freqs. Raises CheckpointError."""
-    state = checkpoint.read_pickle(path)
+    state = reading.read_pickle(path)
     for name, tensor in state.items():
         if tensor.dtype not in FLOATS:
             raise CheckpointError(

@@ -20,10 +20,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from ligermodels import checkpoint
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
-from ligermodels.checkpoint import read_json
+from ligermodels.checkpoint import reading
+from ligermodels.checkpoint.reading import read_json
+from ligermodels.checkpoint.weights import FLOATS, TensorInfo
 from ligermodels.conversion.meta import (
     PARAMS,
     Place,
@@ -39,7 +40,6 @@ from ligermodels.conversion.meta import (
     to_halves,
 )
 from ligermodels.errors import CheckpointError
-from ligermodels.weights import FLOATS, TensorInfo
 
 WHOLE = "consolidated.safetensors"
 
@@ -65,9 +65,9 @@ class MistralSource:
         check_keys(self._params, known, self._params_file)
         self._sizes = self._read_sizes()
         self._tied = self._flag("tied_embeddings")
-        self._files: dict[str, checkpoint.SafetensorsFile] = {}
+        self._files: dict[str, reading.SafetensorsFile] = {}
         infos: dict[str, TensorInfo] = {}
-        for file, opened in checkpoint.open_safetensors(self.folder, files).items():
+        for file, opened in reading.open_safetensors(self.folder, files).items():
             for name in opened.names:
                 if weight_map is not None and weight_map.get(name) != file:
                     continue
@@ -125,7 +125,7 @@ class MistralSource:
 
     def files(self) -> dict[str, bytes | Path]:
         """{name in the folder to write: file} of what belongs to the model beside its config and weights."""
-        found: dict[str, bytes | Path] = {**checkpoint.companion_files(self.folder)}
+        found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
         for name in listing(self.folder):
             kept = re.fullmatch(r"tokenizer\.model\.v\w+|tekken\.json|generation_config\.json", name)
             if kept and (self.folder / name).is_file():
@@ -207,7 +207,7 @@ def _weight_files(folder: Path) -> tuple[list[str], dict[str, str] | None]:
     names = listing(folder)
     refuse_both(folder, names)
     if f"{WHOLE}.index.json" in names:
-        return checkpoint.weight_files(folder, WHOLE)
+        return reading.weight_files(folder, WHOLE)
     parts = {name: re.fullmatch(r"consolidated-(\d{5})-of-(\d{5})\.safetensors", name) for name in names}
     cut = {name: match for name, match in parts.items() if match}
     if cut and WHOLE in names:

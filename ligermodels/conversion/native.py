@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
-from ligermodels.checkpoint import PickleReader, SafetensorsReader
+from ligermodels.checkpoint.reading import PickleReader, SafetensorsReader
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError
-from ligermodels.weights import TensorInfo
 
 _TOWER = "vision_model."
 _RENAMES: Mapping[str, list[tuple[str, str]]] = {

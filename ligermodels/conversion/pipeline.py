@@ -21,13 +21,14 @@ import safetensors
 import torch
 from tqdm import tqdm
 
-from ligermodels import __version__, checkpoint, saving
+from ligermodels import __version__
+from ligermodels.checkpoint import reading, saving
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion import dcp, gguf, meta
 from ligermodels.conversion.source import MismatchError, Source
 from ligermodels.conversion.sources import View, locate, open_source, source_files
 from ligermodels.conversion.verify import LEVELS, Level, Report, compare
 from ligermodels.errors import CheckpointError, HubError, InputError
-from ligermodels.weights import TensorInfo
 
 DTYPES: dict[str, torch.dtype | None] = {
     "keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
@@ -36,7 +37,7 @@ Layout = Literal["hf", "meta", "dcp", "gguf"]
 LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "dcp", "gguf")
 RECEIPT = "conversion.json"
 GGUF = "model.gguf"
-_CODES = {dtype: code for code, dtype in checkpoint.DTYPES.items()}
+_CODES = {dtype: code for code, dtype in reading.DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def _plan(view: View, options: Options) -> Plan:
     else:
         raise InputError(f"--like: {view.source} is not divided by tensors; give --max-shard-size instead")
     if len(shards) == 1:
-        return {checkpoint.SAFETENSORS: shards[0]}
+        return {reading.SAFETENSORS: shards[0]}
     return {f"model-{k:05}-of-{len(shards):05}.safetensors": shard for k, shard in enumerate(shards, 1)}
 
 
@@ -294,7 +295,7 @@ def _fill(
     if len(plan) > 1:
         weight_map = {name: file for file, names in plan.items() for name in names}
         index = {"metadata": {"total_size": report.bytes}, "weight_map": dict(sorted(weight_map.items()))}
-        files[f"{checkpoint.SAFETENSORS}.index.json"] = checkpoint.json_bytes(index)
+        files[f"{reading.SAFETENSORS}.index.json"] = reading.json_bytes(index)
     _finish(staging, receipt, files)
 
 
@@ -365,7 +366,7 @@ def _clear(staging: Path, but: Container[str] = ()) -> None:
 def _finish(staging: Path, receipt: Mapping[str, Any], files: Mapping[str, bytes | Path]) -> None:
     """`files`, then the receipt without what only a resumption needs, and all of it safe on the disk."""
     kept = {key: value for key, value in receipt.items() if key not in ("plan", "state")}
-    saving.finish(staging, {**files, RECEIPT: checkpoint.json_bytes(kept)})
+    saving.finish(staging, {**files, RECEIPT: reading.json_bytes(kept)})
 
 
 def _kept(staging: Path, receipt: Mapping[str, Any]) -> dict[str, str]:
@@ -377,7 +378,7 @@ def _kept(staging: Path, receipt: Mapping[str, Any]) -> dict[str, str]:
 def _shards(staging: Path, like: Mapping[str, Any] | None = None) -> dict[str, str]:
     """The finished shards that the receipt lists, if it has the entries of `like`."""
     try:
-        receipt = checkpoint.read_json(staging / RECEIPT)
+        receipt = reading.read_json(staging / RECEIPT)
     except (CheckpointError, HubError):
         return {}
     shards = receipt.get("shards")
@@ -395,7 +396,7 @@ def _note(staging: Path, receipt: dict[str, Any], written: dict[str, Future[str]
 
 def _write_receipt(staging: Path, receipt: Mapping[str, Any]) -> None:
     new = staging / f"{RECEIPT}.new"
-    new.write_bytes(checkpoint.json_bytes(receipt))
+    new.write_bytes(reading.json_bytes(receipt))
     new.replace(staging / RECEIPT)
 
 
@@ -448,12 +449,12 @@ def _sha256(path: Path) -> str:
 
 
 def _sha256_of_source(path: Path) -> str:
-    with checkpoint.read_errors(path):
+    with reading.read_errors(path):
         return _sha256(path)
 
 
 def _state_of_source(path: Path) -> tuple[int, int]:
-    with checkpoint.read_errors(path):
+    with reading.read_errors(path):
         state = path.stat()
     return state.st_size, state.st_mtime_ns
 

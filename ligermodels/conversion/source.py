@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from ligermodels import weights
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError
-from ligermodels.weights import TensorInfo
 
 
 class MismatchError(CheckpointError):

@@ -8,12 +8,12 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from ligermodels import checkpoint, hub, weights
 from ligermodels.arch import ARCHS, CausalLM
+from ligermodels.checkpoint import hub, reading, weights
+from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion import dcp, lora, meta, mistral, native
 from ligermodels.conversion.source import Described, MismatchError, Source
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError
-from ligermodels.weights import TensorInfo
 
 
 class FolderSource:
@@ -27,13 +27,13 @@ class FolderSource:
     def __init__(self, folder: Path, config_folder: Path | None = None, *, allow_pickle: bool = False):
         self.folder, self.source = folder, str(folder)
         self._small_files = config_folder or folder
-        self._config = checkpoint.read_json(self._small_files / "config.json")
-        opened = checkpoint.open_checkpoint(folder, allow_pickle=allow_pickle)
+        self._config = reading.read_json(self._small_files / "config.json")
+        opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
         packed = native.is_native(opened.headers)
         self._reader = native.Unpacked(opened, self._config.get("model_type")) if packed else opened
         self.headers: Mapping[str, TensorInfo] = self._reader.headers
         self.places = self._reader.places
-        self.kind = "packed" if packed else "pickled" if isinstance(opened, checkpoint.PickleReader) else None
+        self.kind = "packed" if packed else "pickled" if isinstance(opened, reading.PickleReader) else None
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)
@@ -44,8 +44,8 @@ class FolderSource:
     def files(self) -> dict[str, bytes | Path]:
         names = ("config.json", "generation_config.json", "original/tokenizer.model")
         return {
-            **checkpoint.companion_files(self._small_files, self.folder),
-            **checkpoint.companion_files(self.folder),
+            **reading.companion_files(self._small_files, self.folder),
+            **reading.companion_files(self.folder),
             **{name: self._small_files / name for name in names if (self._small_files / name).is_file()},
         }
 
@@ -71,7 +71,7 @@ class View:
         self.model, table = model_of(source)
         self.arch = type(self.model)
         check_fit(source, self.model, table)
-        with checkpoint.read_errors(source.source):
+        with reading.read_errors(source.source):
             weights.check_tied(self.model, table, source, self.model.tied_weights)
         self._relaid = weights.Relaid(self.model, source, table, {} if memory else self.arch.DISK_NAMES)
         self.headers: Mapping[str, TensorInfo] = {
@@ -79,7 +79,7 @@ class View:
         }
 
     def read(self, name: str) -> Tensor:
-        with checkpoint.read_errors(f"{self.source}: {name}"):  # a fault of the source, whatever is being written
+        with reading.read_errors(f"{self.source}: {name}"):  # a fault of the source, whatever is being written
             tensor = self._relaid.read(name)
         return tensor.to(self.dtype or tensor.dtype)
 
@@ -92,9 +92,9 @@ class View:
 
     def files(self) -> dict[str, bytes | Path]:
         """With a config.json: the source's own, to the byte, unless the dtype changes."""
-        files = {"config.json": checkpoint.json_bytes(self.config()), **self.origin.files()}
+        files = {"config.json": reading.json_bytes(self.config()), **self.origin.files()}
         if self.dtype is not None:
-            files["config.json"] = checkpoint.json_bytes(self.config())
+            files["config.json"] = reading.json_bytes(self.config())
         return files
 
     def places(self) -> dict[str, str] | None:
@@ -133,7 +133,7 @@ def locate(
         raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
     path = os.path.expanduser(src)
     if os.path.isfile(path):
-        with checkpoint.read_errors(path), open(path, "rb") as file:
+        with reading.read_errors(path), open(path, "rb") as file:
             gguf = file.read(4) == b"GGUF"
         raise CheckpointError(
             f"{src} is a GGUF file: llama.cpp reads it.\n  Next: give the checkpoint that it was made from."
@@ -150,9 +150,9 @@ def locate(
 
 def kind_of(folder: Path) -> Kind:
     """What `folder` holds, told from the names of its files; what is like nothing else counts as "folder"."""
-    with checkpoint.read_errors(folder):
+    with reading.read_errors(folder):
         names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
-    if checkpoint.SAFETENSORS in names or {checkpoint.PICKLES, "config.json"} <= names:
+    if reading.SAFETENSORS in names or {reading.PICKLES, "config.json"} <= names:
         return "folder"
     if dcp.METADATA in names:
         return "dcp"
@@ -219,9 +219,9 @@ def weight_paths(folder: Path) -> list[Path]:
     """The files that hold the weights of a checkpoint of any kind."""
     kind = kind_of(folder)
     if kind == "folder":
-        safe = any((folder / f"{checkpoint.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
-        single = checkpoint.SAFETENSORS if safe else checkpoint.PICKLES
-        return [folder / name for name in checkpoint.weight_files(folder, single)[0]]
+        safe = any((folder / f"{reading.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
+        single = reading.SAFETENSORS if safe else reading.PICKLES
+        return [folder / name for name in reading.weight_files(folder, single)[0]]
     pattern = {"dcp": "*.distcp", "adapter": "adapter_model.*"}.get(kind, "consolidated*")
     return sorted(folder.glob(pattern))
 

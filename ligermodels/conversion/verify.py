@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels import weights
 from ligermodels.arch.config import ModelConfig
+from ligermodels.checkpoint import weights
 from ligermodels.conversion.sources import View, kind_of, locate, open_source, takes_config
 from ligermodels.errors import InputError
 

@@ -5,13 +5,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ligermodels.cache import LayerCache
 from ligermodels.errors import InputError
 from ligermodels.kernels._recipes import carry
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.linear import linear, packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
+from ligermodels.layers.cache import LayerCache
 from ligermodels.layers.linear import (
     JointProjections,
     apply_linears,

@@ -9,10 +9,10 @@ as in decoding, needs a mask of its keys only.
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.cache import CrossCache
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
+from ligermodels.layers.cache import CrossCache
 from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, warn_unfused
 from ligermodels.layers.norm import RMSNorm
 

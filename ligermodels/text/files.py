@@ -19,7 +19,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from ligermodels.checkpoint import check_file, lenient_json
+from ligermodels.checkpoint.reading import check_file, lenient_json
 from ligermodels.errors import CheckpointError, HubError, TokenizerError
 
 # The largest tokenizer.json known has 33 MB; parsing takes about ten times the file in memory.

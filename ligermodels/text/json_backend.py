@@ -20,7 +20,7 @@ from reprlib import repr as short
 from typing import Any
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text import pieces
+from ligermodels.text import detokenizer
 from ligermodels.text.files import AddedToken, TokenizerFiles, read_text
 
 # How many times longer the steps before the vocabulary, or the decoder, may make a text. SentencePiece's nmt_nfkc
@@ -70,7 +70,7 @@ class JsonBackend:
             # A run of byte tokens with a bad byte: see `pieces`.
             skipped = self.special_ids if skip_special_tokens else frozenset()
             tokens = (t for i in ids if i not in skipped and (t := self.id_to_token(i)) is not None)
-            return pieces.decode(self.decoder, tokens)
+            return detokenizer.decode(self.decoder, tokens)
         return text
 
     def token_to_id(self, token: str) -> int | None:
@@ -223,10 +223,10 @@ def _longest_replacement(charsmap: str) -> int:
 
 def _has_byte_fallback(decoder: Mapping[str, Any] | None) -> bool:
     """Whether ByteFallback is one of the decoders, in a combination that `pieces` knows."""
-    if decoder is None or all(part.get("type") != "ByteFallback" for part in pieces.flatten(decoder)):
+    if decoder is None or all(part.get("type") != "ByteFallback" for part in detokenizer.flatten(decoder)):
         return False
     try:
-        pieces.PieceStream(decoder)
+        detokenizer.PieceStream(decoder)
     except TokenizerError:
         return False
     return True

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text import pieces
+from ligermodels.text import detokenizer
 from ligermodels.text.files import AddedToken, TokenizerFiles, read_bytes
 
 SPACE = "\u2581"
@@ -156,7 +156,7 @@ class SentencePieceBackend:
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         kept = (index for index in ids if not (skip_special_tokens and index in self.special_ids))
-        return pieces.decode(self.decoder, (p for i in kept if (p := self.id_to_token(i)) is not None))
+        return detokenizer.decode(self.decoder, (p for i in kept if (p := self.id_to_token(i)) is not None))
 
     def token_to_id(self, token: str) -> int | None:
         if token in self._added_ids:

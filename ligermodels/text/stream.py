@@ -7,8 +7,8 @@ from reprlib import repr as short
 from typing import Any, Protocol
 
 from ligermodels.errors import InputError
+from ligermodels.text.detokenizer import PieceStream
 from ligermodels.text.files import MAX_ID
-from ligermodels.text.pieces import PieceStream
 from ligermodels.text.tokenizer import Tokenizer
 from ligermodels.text.vocabulary import Backend
 

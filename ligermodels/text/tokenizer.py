@@ -72,7 +72,7 @@ class Tokenizer(Vocabulary):
         local_files_only: bool = False,
     ) -> "Tokenizer":
         """From a repository id or a folder. Downloads no weights. Raises HubError, TokenizerError."""
-        from ligermodels import hub
+        from ligermodels.checkpoint import hub
 
         folder = hub.resolve(
             id_or_folder,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint import read_json
+from ligermodels.checkpoint.reading import read_json
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.text import Tokenizer
 from ligermodels.vision.mllama import MllamaImageProcessor, cross_attention_mask
@@ -98,7 +98,7 @@ class Processor:
 
         Raises HubError, TokenizerError, CheckpointError (a file that is no JSON), ConfigError.
         """
-        from ligermodels import hub
+        from ligermodels.checkpoint import hub
 
         folder = hub.resolve(
             id_or_folder,

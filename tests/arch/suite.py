@@ -14,8 +14,8 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from ligermodels import weights
-from ligermodels.recompute import last_unit
+from ligermodels.checkpoint import weights
+from ligermodels.training.recompute import last_unit
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 # Both sides compute in fp32, a few hundred roundings deep; 1e-5 of the largest value is what that leaves.

@@ -17,10 +17,10 @@ from transformers.models.mllama.processing_mllama import (
     get_cross_attention_token_mask,
 )
 
-from ligermodels import weights
 from ligermodels.arch import llama_vision, llama_vision_tower
 from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig, cross_mask
 from ligermodels.arch.llama_vision_tower import GENERIC, tower_padding
+from ligermodels.checkpoint import weights
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch
 from tests.arch import suite
@@ -464,7 +464,7 @@ class TestPictures:
 
     @pytest.mark.parametrize("recompute", ["block", "mlp"])
     def test_checkpointing_of_tower_and_text_gives_the_same_gradients(self, model, batch, recompute, monkeypatch):
-        monkeypatch.setattr("ligermodels.recompute.SMALLEST", 1)
+        monkeypatch.setattr("ligermodels.training.recompute.SMALLEST", 1)
         ids, labels, shown = batch
 
         def step():

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels import ConfigError, cache
+from ligermodels import ConfigError
 from ligermodels.arch.mistral import MistralConfig
+from ligermodels.layers import cache
 from tests.arch.suite import LOGITS, Suite, relative, theirs, theirs_logits, write_checkpoint
 from tests.arch.traps import Traps
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 import ligermodels
-from ligermodels import ConfigError, InputError, weights
+from ligermodels import ConfigError, InputError
 from ligermodels.arch import qwen2_vl
 from ligermodels.arch.qwen2_vl import Qwen2VLConfig
+from ligermodels.checkpoint import weights
 from ligermodels.layers import Batch
 from tests.arch import suite
 from tests.arch.suite import FIXTURES, GRADIENTS, LOGITS, Suite, read_tensors, relative, saved_bytes, theirs_logits
@@ -230,7 +231,7 @@ class TestText(Suite):
 
     @pytest.mark.parametrize("recompute", ["block", "mlp"])
     def test_checkpointing_gives_the_same_gradients_and_keeps_less(self, model, tiny, recompute, monkeypatch):
-        monkeypatch.setattr("ligermodels.recompute.SMALLEST", 1)
+        monkeypatch.setattr("ligermodels.training.recompute.SMALLEST", 1)
         batch = inputs(CASES["padded"], tiny)
         labels = batch["input_ids"]
 
@@ -630,7 +631,7 @@ def swap_rows_and_columns(model, patch):
 
 
 def number_patches_row_by_row(model, patch):
-    patch.setattr(qwen2_vl, "patch_cells", lambda grids, merge: ligermodels.layers.pictures.patch_cells(grids, 1))
+    patch.setattr(qwen2_vl, "patch_cells", lambda grids, merge: ligermodels.layers.multimodal.patch_cells(grids, 1))
 
 
 def let_frames_see_each_other(model, patch):

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from ligermodels import weights
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import SafetensorsReader
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.conversion.dcp import DcpSource, write_dcp
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigermodelsError
 

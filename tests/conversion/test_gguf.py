@@ -28,9 +28,11 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
-from ligermodels import cli, weights
+from ligermodels import cli
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import json_bytes, read_json
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import json_bytes, read_json
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import MismatchError, Options, convert, gguf_tokenizer
 from ligermodels.conversion import gguf as gguf_layout
 from ligermodels.conversion.gguf import GgufView
@@ -38,7 +40,6 @@ from ligermodels.conversion.sources import View
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 from ligermodels.layers import RotaryEmbedding
 from ligermodels.text import Tokenizer
-from ligermodels.weights import same_bits
 from tests.conversion.layouts import write_native
 from tests.text import families, folders
 

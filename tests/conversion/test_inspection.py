@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from ligermodels import checkpoint
+from ligermodels.checkpoint import reading
 from ligermodels.cli import main
 from ligermodels.conversion import dcp, inspect, meta, mistral
 from ligermodels.conversion.lora import MergedSource
@@ -33,7 +33,7 @@ def folders(tmp_path_factory):
 @pytest.fixture
 def unread(monkeypatch):
     """Reading a tensor fails."""
-    readers = (checkpoint.SafetensorsFile, checkpoint.SafetensorsReader, checkpoint.PickleReader)
+    readers = (reading.SafetensorsFile, reading.SafetensorsReader, reading.PickleReader)
     for reader in (*readers, dcp.DcpSource, meta.MetaSource, mistral.MistralSource, MergedSource):
         monkeypatch.setattr(reader, "read", None)
 
@@ -199,7 +199,7 @@ def test_memory_is_that_of_headers(tmp_path):
     """A checkpoint of 200 MB in each layout that is mapped: inspecting reads none of it."""
     code = """
 import json, resource, sys, torch
-from ligermodels import checkpoint
+from ligermodels.checkpoint import reading
 from ligermodels.conversion import inspect
 def held():
     lines = open("/proc/self/status").readlines()
@@ -226,7 +226,7 @@ for folder, small in (sys.argv[1:3], sys.argv[3:]):
 
 
 def checkpoint_tensors(folder):
-    with checkpoint.SafetensorsReader(folder) as reader:
+    with reading.SafetensorsReader(folder) as reader:
         for name in reader.headers:
             yield name, reader.read(name)
 

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels import weights
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import SafetensorsReader, companion_files, read_json
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import SafetensorsReader, companion_files, read_json
 from ligermodels.conversion.lora import MergedSource
 from ligermodels.errors import CheckpointError
 

@@ -18,12 +18,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional as F
 
-from ligermodels import Llama, weights
-from ligermodels.checkpoint import json_bytes
+from ligermodels import Llama
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import json_bytes
+from ligermodels.checkpoint.saving import write_checkpoint
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.meta import MetaSource, to_halves, to_pairs, write_meta
 from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, LigermodelsError
-from ligermodels.saving import write_checkpoint
-from ligermodels.weights import TensorInfo, same_bits
 
 PARAMS = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "multiple_of": 16, "norm_eps": 1e-5,

@@ -11,12 +11,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from ligermodels import Mistral, Mixtral, weights
-from ligermodels.checkpoint import json_bytes
+from ligermodels import Mistral, Mixtral
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import json_bytes
+from ligermodels.checkpoint.saving import write_checkpoint
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion.mistral import MistralSource
 from ligermodels.errors import CheckpointError, HubError
-from ligermodels.saving import write_checkpoint
-from ligermodels.weights import same_bits
 
 PARAMS = {
     "dim": 24, "n_layers": 2, "head_dim": 8, "hidden_dim": 40, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5,

@@ -15,14 +15,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels import weights
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import SafetensorsReader, json_bytes, read_json
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import SafetensorsReader, json_bytes, read_json
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import MismatchError, Options, convert, inspect, pipeline, verify
 from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.sources import FolderSource, View
 from ligermodels.errors import CheckpointError, HubError, InputError
-from ligermodels.weights import same_bits
 from tests.children import Child
 from tests.conversion.layouts import SIZES, write_mistral, write_native
 

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels import checkpoint
+from ligermodels.checkpoint import reading
 from ligermodels.conversion import MismatchError, Options, convert, verify
 from ligermodels.conversion.verify import DIFFERENCE
 from ligermodels.errors import CheckpointError, InputError
@@ -29,7 +29,7 @@ def folder(tmp_path_factory, request):
 
 def changed(folder, target, change=lambda tensors: None, **fields):
     """A copy of the checkpoint with other tensors or fields of the config."""
-    config = checkpoint.read_json(folder / "config.json")
+    config = reading.read_json(folder / "config.json")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     target.mkdir()

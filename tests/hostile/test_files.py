@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels import checkpoint
-from ligermodels.checkpoint import SafetensorsReader
+from ligermodels.checkpoint import reading
+from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.errors import CheckpointError, HubError
 from tests.hostile.folders import (
     EMBEDDING,
@@ -361,7 +361,7 @@ def test_a_file_that_is_replaced_or_removed_stays_readable(good):
 
 def test_a_folder_that_is_replaced_while_it_is_opened(good, monkeypatch, tmp_path):
     with spoiled(good["sharded"], lambda f: None) as folder:
-        check_headers = checkpoint._check_headers
+        check_headers = reading._check_headers
 
         def swap(sizes):
             other = spoiled(good["sharded"], lambda f: None)
@@ -370,7 +370,7 @@ def test_a_folder_that_is_replaced_while_it_is_opened(good, monkeypatch, tmp_pat
                 fresh.rename(folder)
             check_headers(sizes)
 
-        monkeypatch.setattr(checkpoint, "_check_headers", swap)
+        monkeypatch.setattr(reading, "_check_headers", swap)
         with pytest.raises(CheckpointError, match="replaced while it was opened"):
             ligermodels.load(folder, progress=False)
 
@@ -457,7 +457,7 @@ def test_links_of_the_hub_cache_are_followed(good, tmp_path):
 )
 def test_a_folder_that_takes_the_number_of_the_one_it_replaced(step, read, tmp_path, monkeypatch):
     """As saves do that come one soon after the other: a folder's number is free when it is deleted."""
-    folder, other, real = tmp_path / "out", tmp_path / "other", getattr(checkpoint, step)
+    folder, other, real = tmp_path / "out", tmp_path / "other", getattr(reading, step)
     for seed, place in enumerate((folder, other)):
         make_model(seed).save_pretrained(place)
 
@@ -468,7 +468,7 @@ def test_a_folder_that_takes_the_number_of_the_one_it_replaced(step, read, tmp_p
             path.rename(folder / path.name)
         return real(*args, **options)
 
-    monkeypatch.setattr(checkpoint, step, replace_and_go_on)
+    monkeypatch.setattr(reading, step, replace_and_go_on)
     with pytest.raises(CheckpointError, match="was replaced while it was opened"):
         read(folder)
 

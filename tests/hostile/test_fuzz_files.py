@@ -2,7 +2,7 @@
 
 import pytest
 
-from ligermodels import checkpoint
+from ligermodels.checkpoint import reading
 from tests.hostile.fuzz_files import Fuzz
 
 
@@ -18,6 +18,6 @@ def test_mutated_headers_and_indexes(tmp_path):
 
 def test_an_uncaught_error_is_found(tmp_path, monkeypatch):
     """The fuzzer's own control: a reader that trips over damaged files is told."""
-    monkeypatch.setattr(checkpoint, "_kind", lambda start: {}["missing"])
+    monkeypatch.setattr(reading, "_kind", lambda start: {}["missing"])
     with pytest.raises(KeyError):
         Fuzz(tmp_path).targets(200, derandomize=True)[0]()

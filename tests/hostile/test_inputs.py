@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.layers import CrossEntropyLoss, Embedding, LinearCrossEntropyLoss, LMHead
+from ligermodels.layers.cache import KVCache
 from tests.hostile.folders import CONFIG, make_model
 
 NAN, INF = float("nan"), float("inf")

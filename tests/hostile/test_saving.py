@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import ligermodels
-from ligermodels import saving
+from ligermodels.checkpoint import saving
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.children import INTERRUPTED, Child
 from tests.hostile.folders import SECONDS, make_model

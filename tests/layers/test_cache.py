@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from ligermodels import cache as cache_file
-from ligermodels.cache import SLACK, BorrowedCache, CrossCache, KVCache, LayerCache, as_kv_cache
 from ligermodels.errors import InputError
+from ligermodels.layers import cache as cache_file
+from ligermodels.layers.cache import SLACK, BorrowedCache, CrossCache, KVCache, LayerCache, as_kv_cache
 
 
 def tokens(length, batch_size=2, **options):

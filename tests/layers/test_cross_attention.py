@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 
 import ligermodels.layers as L
-from ligermodels.cache import CrossCache
 from ligermodels.errors import InputError
+from ligermodels.layers.cache import CrossCache
 
 
 def make(num_kv_heads=2, **options):

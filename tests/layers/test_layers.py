@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels.layers as L
-from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention_reference
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import attention, head, losses, mlp
+from ligermodels.layers.cache import KVCache
 from ligermodels.layers.linear import is_plain
 
 
@@ -145,7 +145,7 @@ CHUNKS = {"steps": [1] * 30, "prompt": [12] + [1] * 18, "chunks": [4, 5, 1, 6, 2
 @pytest.mark.parametrize("window", [1, 2, 5, 12, 29, 40])
 def test_a_cache_with_the_window_is_the_full_forward(window, chunks, grad, monkeypatch, poison):
     """Three rows, two with padding: one so much that it is still in sight of single steps and of later pieces."""
-    monkeypatch.setattr("ligermodels.cache.SLACK", 3)
+    monkeypatch.setattr("ligermodels.layers.cache.SLACK", 3)
     layer, x = make_attention(window=window), torch.randn(3, 30, 16, dtype=torch.float64)
     mask = torch.ones(3, 30, dtype=torch.bool)
     mask[0, :10], mask[1, :3] = False, False

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels.layers as L
-from ligermodels.cache import KVCache
 from ligermodels.errors import InputError
 from ligermodels.kernels.rope import rope_qk_reference
+from ligermodels.layers.cache import KVCache
 
 
 def gradients(y, inputs):

@@ -12,7 +12,7 @@ from tokenizers import decoders
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import StopStrings, StreamDecoder, Tokenizer
-from ligermodels.text.pieces import PieceStream
+from ligermodels.text.detokenizer import PieceStream
 from tests.text import families, folders
 
 

@@ -236,7 +236,7 @@ def test_special_tokens_without_an_id_are_named_once(byte_fallback_folder, tmp_p
 
 
 def test_from_hub_resolves_without_weights(byte_level_folder, monkeypatch):
-    from ligermodels import hub
+    from ligermodels.checkpoint import hub
 
     calls = []
     monkeypatch.setattr(hub, "resolve", lambda *args, **kwargs: calls.append((args, kwargs)) or byte_level_folder)

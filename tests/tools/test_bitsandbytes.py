@@ -10,7 +10,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels import CheckpointError, ConfigError, InputError
-from ligermodels.weights import same_bits
+from ligermodels.checkpoint.weights import same_bits
 from tests.tools import models
 from tests.tools.models import FAMILIES, make_ids, theirs
 
@@ -81,14 +81,14 @@ def test_modules_are_skipped_by_name(folders):
 
 def test_a_device_never_holds_two_weights_that_wait_to_be_quantised(folders, monkeypatch):
     seen = []
-    convert = ligermodels.quantization.BitsAndBytes.convert
+    convert = ligermodels.checkpoint.quantization.BitsAndBytes.convert
 
     def watched(self, linear, weight, bias, device):
         made = convert(self, linear, weight, bias, device)
         seen.append((linear.weight.is_meta, made.weight.dtype))
         return made
 
-    monkeypatch.setattr(ligermodels.quantization.BitsAndBytes, "convert", watched)
+    monkeypatch.setattr(ligermodels.checkpoint.quantization.BitsAndBytes, "convert", watched)
     ours(folders["llama"], quantization_config=SETTINGS["nf4"])
     assert seen == [(True, torch.uint8)] * 14
 

@@ -288,7 +288,7 @@ def test_weights_of_one_input_lie_together(folders):
 def test_what_it_saves_opens_everywhere(folders, tmp_path, family):
     model = AutoModelForCausalLM.from_pretrained(folders[family])
     model.save_pretrained(tmp_path / "saved")
-    files = ligermodels.checkpoint.open_checkpoint
+    files = ligermodels.checkpoint.reading.open_checkpoint
     with files(folders[family]) as before, files(tmp_path / "saved") as after:
         assert before.headers == after.headers
         for name in before.headers:

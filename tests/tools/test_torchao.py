@@ -10,7 +10,7 @@ from torch import nn
 
 import ligermodels
 from ligermodels import CheckpointError, ConfigError, InputError
-from ligermodels.weights import same_bits
+from ligermodels.checkpoint.weights import same_bits
 from tests.tools import models
 from tests.tools.models import FAMILIES, make_ids, theirs
 

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.checkpoint import SAFETENSORS, json_bytes, may, read_errors
+from ligermodels.checkpoint.reading import SAFETENSORS, json_bytes, may, read_errors
 from ligermodels.errors import CheckpointError, HubError, InputError
 
 

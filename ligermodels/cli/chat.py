@@ -242,7 +242,7 @@ class _Answer:
     def __iter__(self) -> Iterator[str]:
         import torch
 
-        from ligermodels.generate import generate_iter
+        from ligermodels.generation import generate_iter
         from ligermodels.text import StopStrings, StreamDecoder
 
         args, length = self.args, self.args.max_new_tokens

@@ -4,7 +4,7 @@ options.py merges the options of a call; request.py checks it; processors.py goe
 stopping.py has stop strings and criteria; loop.py the loop.
 """
 
-from ligermodels.generate.loop import GenerateOutput, Streamer, generate, generate_iter
-from ligermodels.generate.processors import LogitsProcessor
+from ligermodels.generation.loop import GenerateOutput, Streamer, generate, generate_iter
+from ligermodels.generation.processors import LogitsProcessor
 
 __all__ = ["GenerateOutput", "LogitsProcessor", "Streamer", "generate", "generate_iter"]

@@ -8,11 +8,11 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from ligermodels.cache import KVCache, as_kv_cache
 from ligermodels.errors import InputError
-from ligermodels.generate.options import Options, is_int
-from ligermodels.generate.processors import LogitsProcessor
-from ligermodels.generate.stopping import StoppingCriterion
+from ligermodels.generation.options import Options, is_int
+from ligermodels.generation.processors import LogitsProcessor
+from ligermodels.generation.stopping import StoppingCriterion
+from ligermodels.layers.cache import KVCache, as_kv_cache
 
 _LONGEST = 2**24
 """Tokens of prompt and continuation: from there on fp32, in which positions are turned, does not tell them apart."""

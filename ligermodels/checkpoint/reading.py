@@ -22,8 +22,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ligermodels.checkpoint.weights import TensorInfo, plain_name, same_bits
 from ligermodels.errors import CheckpointError, HubError, LigermodelsError
-from ligermodels.weights import TensorInfo, plain_name, same_bits
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER = (

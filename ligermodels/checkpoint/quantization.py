@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from ligermodels import weights
+from ligermodels.checkpoint import weights
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 
 Parts = Mapping[str, Tensor]

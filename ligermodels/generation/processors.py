@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.generate.options import Options
+from ligermodels.generation.options import Options
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 

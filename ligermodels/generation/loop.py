@@ -15,11 +15,11 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ligermodels.cache import BorrowedCache, as_kv_cache
 from ligermodels.errors import InputError
-from ligermodels.generate.processors import draw, make_processors
-from ligermodels.generate.request import Request, is_adapted
-from ligermodels.generate.stopping import StopText, ask_criteria
+from ligermodels.generation.processors import draw, make_processors
+from ligermodels.generation.request import Request, is_adapted
+from ligermodels.generation.stopping import StopText, ask_criteria
+from ligermodels.layers.cache import BorrowedCache, as_kv_cache
 
 
 class Streamer(Protocol):

@@ -5,7 +5,7 @@ through the public API, trained, saved, loaded again and compared bit for bit; t
 kernels are measured against fp64 beside PyTorch's own ops. On a GPU a training step is timed with the kernels
 and without.
 
-Measurements run in child processes (`python -m ligermodels.demo <what>`, which prints JSON): the interpreter
+Measurements run in child processes (`python -m ligermodels.cli.demo <what>`, which prints JSON): the interpreter
 of Triton is chosen when triton is imported, and peak memory is a process's.
 """
 
@@ -412,9 +412,9 @@ def take_references() -> None:
 
 
 def child(what: str, **environment: str) -> Any:
-    """What `python -m ligermodels.demo <what>` measures, or the last line of its error."""
+    """What `python -m ligermodels.cli.demo <what>` measures, or the last line of its error."""
     done = subprocess.run(
-        [sys.executable, "-m", "ligermodels.demo", what],
+        [sys.executable, "-m", "ligermodels.cli.demo", what],
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
