@@ -10,13 +10,15 @@ demo: .venv/demo
 	$(BIN)/ligermodels demo
 
 # The kernels' own tests run the Triton code, interpreted where there is no GPU; all others run what a user runs.
+# What is marked slow (fuzzing, kills, long sweeps) is left to test-all.
 test: .venv/test
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
-	$(PYTEST) tests --ignore tests/kernels --ignore tests/tools
+	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/kernels
+	$(PYTEST) -m "not slow" tests --ignore tests/kernels --ignore tests/tools
 
-# And inside the tools that people use: Trainer, TRL, PEFT, accelerate, Lightning, lm-eval, torchao, bitsandbytes.
-test-all: test .venv/tools
-	$(PYTEST) tests/tools
+# All of it, and inside the tools that people use: Trainer, TRL, PEFT, accelerate, Lightning, lm-eval, torchao, bitsandbytes.
+test-all: .venv/tools
+	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
+	$(PYTEST) tests --ignore tests/kernels
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

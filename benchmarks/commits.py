@@ -125,6 +125,7 @@ def _model(config: dict[str, Any], sharded: bool = False) -> Any:
     import torch
 
     import ligermodels
+
     try:
         from ligermodels.checkpoint import weights
     except ImportError:  # where it was before

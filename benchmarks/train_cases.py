@@ -45,7 +45,7 @@ class Case:
 
     attention: of transformers, one that computes this model; `hf+liger` and `hf+compile` take it. inexact: provider
     -> what it leaves out; it is timed all the same, and marked.
-    picture: height and width, in pixels, of the one that each sequence begins with.
+    image: height and width, in pixels, of the one that each sequence begins with.
     shallow: what makes the model that parity is checked on out of config: one layer of each kind at least.
     tiny: what `--dry` changes beside _TINY.
     Both reach into nested dicts.
@@ -59,7 +59,7 @@ class Case:
     attention: str = "sdpa"
     providers: tuple[str, ...] = ("ligermodels", "hf", "hf+liger")
     inexact: Mapping[str, str] = field(default_factory=dict)
-    picture: tuple[int, int] | None = None
+    image: tuple[int, int] | None = None
     shallow: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     tiny: Mapping[str, Any] = field(default_factory=dict)
 
@@ -295,7 +295,7 @@ CASES: dict[str, Case] = {
             },
         },
         seq=1883,  # 74 x 74 patches are 1369 tokens; two more around them, and 512 of text
-        picture=(1036, 1036),
+        image=(1036, 1036),
         shallow={"num_hidden_layers": 2, "vision_config": {"depth": 2}},
         tiny={
             "rope_scaling": {"mrope_section": [2, 3, 3]},
@@ -356,7 +356,7 @@ CASES: dict[str, Case] = {
         },
         batch=2,
         seq=2048,
-        picture=(1120, 1120),
+        image=(1120, 1120),
         checkpointing="block",
         steps=6,
         shallow={

@@ -1,9 +1,9 @@
-"""Fine-tunes a vision-language model on pairs of picture and text: a loop of plain PyTorch.
+"""Fine-tunes a vision-language model on pairs of image and text: a loop of plain PyTorch.
 
     python examples/finetune_images.py Qwen/Qwen2-VL-2B-Instruct pairs.jsonl --out tuned
 
 Each line of pairs.jsonl is {"image": "cat.png", "question": "What is this?", "answer": "A cat."}; paths are relative to
-the file. Only the answers are learned, and the token that ends them. The tower that looks at the pictures stays as it
+the file. Only the answers are learned, and the token that ends them. The tower that looks at the images stays as it
 is, which costs neither memory nor time in backward, unless --train-tower is given. The result loads in transformers.
 """
 
@@ -29,8 +29,8 @@ def encode(processor: ligermodels.Processor, pairs: list[dict[str, str]]) -> dic
     """The inputs of the model for a batch of pairs, with labels at the tokens of the answers."""
     texts, tails = [], []
     for pair in pairs:
-        picture = [{"type": "image"}, {"type": "text", "text": pair["question"]}]
-        question = [{"role": "user", "content": picture}]
+        image = [{"type": "image"}, {"type": "text", "text": pair["question"]}]
+        question = [{"role": "user", "content": image}]
         answer = [{"role": "assistant", "content": [{"type": "text", "text": pair["answer"]}]}]
         prompt = processor.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
         text = processor.apply_chat_template(question + answer, tokenize=False)
@@ -43,8 +43,8 @@ def encode(processor: ligermodels.Processor, pairs: list[dict[str, str]]) -> dic
             raise SystemExit(f"the answer {pair['answer']!r} is encoded otherwise behind its question than alone")
         texts.append(text)
         tails.append(tail)
-    pictures = [[pair["image"]] for pair in pairs]
-    inputs = processor(texts, pictures, padding_side="right", add_special_tokens=False)
+    images = [[pair["image"]] for pair in pairs]
+    inputs = processor(texts, images, padding_side="right", add_special_tokens=False)
     labels = torch.full_like(inputs["input_ids"], IGNORED)
     for row, (ids, tail) in enumerate(zip(inputs["input_ids"], tails, strict=True)):
         end = int(inputs["attention_mask"][row].sum())

@@ -59,8 +59,8 @@ class Tiny(nn.Module):
         )
         self.config.get_text_config = lambda: self.config
         self.generation_config = {}
-        self.calls, self.pictures = [], []
-        self.extra_inputs = {"picture"}
+        self.calls, self.images = [], []
+        self.extra_inputs = {"image"}
         self.rotary = SimpleNamespace(switches=lambda past, length: past == self.switches_at)
         self.decoder = SimpleNamespace(rotary_emb=self.rotary)
         self.switches_at = None
@@ -80,10 +80,10 @@ class Tiny(nn.Module):
 
     def forward(
         self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=False,
-        logits_to_keep=0, picture=None,
+        logits_to_keep=0, image=None,
     ):  # fmt: skip
         self.calls.append((tuple(input_ids.shape), logits_to_keep))
-        self.pictures.append(picture)
+        self.images.append(image)
         past = 0 if past_key_values is None or past_key_values.x is None else past_key_values.x.shape[1]
         total = past + input_ids.shape[1]
         if position_ids is None:
@@ -1164,10 +1164,10 @@ def test_options_that_cannot_work_say_so(pair, options, words):
 
 def test_inputs_of_the_model_come_with_its_prompt_whenever_that_runs(model):
     model.switches_at = 7
-    generate(model, _prompt(), max_new_tokens=5, picture=4, token_type_ids=None)
-    assert model.pictures == [4, None, None, 4, None]
-    with pytest.raises(InputError, match="use_cache=False with picture is not supported"):
-        generate(model, _prompt(), max_new_tokens=2, use_cache=False, picture=4)
+    generate(model, _prompt(), max_new_tokens=5, image=4, token_type_ids=None)
+    assert model.images == [4, None, None, 4, None]
+    with pytest.raises(InputError, match="use_cache=False with image is not supported"):
+        generate(model, _prompt(), max_new_tokens=2, use_cache=False, image=4)
 
 
 # ---- a real model, against transformers ----

@@ -564,9 +564,9 @@ def test_a_profile_is_written_shown_and_drawn(tmp_path, capsys, in_this_process)
     assert "floor / time" in out and "optimizer states" in out and "kept per token and block" in out
     pytest.importorskip("matplotlib")
     record = json.loads((tmp_path / "result.json").read_text())
-    pictures = report.plot(record, tmp_path)
-    assert [picture.name for picture in pictures] == ["llama-3.1-8b-ligermodels-none.png", "llama-3.1-8b-hf-block.png"]
-    assert all(picture.stat().st_size > 10_000 for picture in pictures)
+    images = report.plot(record, tmp_path)
+    assert [image.name for image in images] == ["llama-3.1-8b-ligermodels-none.png", "llama-3.1-8b-hf-block.png"]
+    assert all(image.stat().st_size > 10_000 for image in images)
 
 
 def test_a_graphs_memory_is_in_the_peak(monkeypatch):
@@ -674,10 +674,10 @@ def test_what_a_provider_sends_to_the_host_and_how_large_its_chunks_are(tmp_path
     parity.prepare(case, options, tmp_path)
     folder, build = tmp_path / "model", providers.build
     plain = build(Provider.of("ligermodels", case, "none"), case, folder, "cpu")
-    assert plain.lm_head.chunk_bytes is None and not plain.is_gradient_checkpointing
+    assert plain.lm_head.workspace_bytes is None and not plain.is_gradient_checkpointing
     model = build(Provider.of("ligermodels+chunks+offload:none-1", case, "none"), case, folder, "cpu")
     policy = model.decoder.checkpointing
-    assert model.lm_head.chunk_bytes == 2**28
+    assert model.lm_head.workspace_bytes == 2**28
     assert (policy.recompute, policy.blocks, policy.offload is not None) == ("none", 1, True)
     many = Provider.of("ligermodels:mlp-99", case, "none")
     assert build(many, case, folder, "cpu", shallow=True).decoder.checkpointing.blocks == len(model.decoder.layers)

@@ -13,7 +13,7 @@ Most of the time goes into compiling. Runs that are given the same --turn file d
 and then wait for their turn, so that nothing is timed while another one works.
 
     python -m benchmarks.kernels --ops norms,glu --shapes full --out benchmarks/results/kernels.json
-    python -m benchmarks.kernels --render benchmarks/results/kernels.json --markdown --plot pictures
+    python -m benchmarks.kernels --render benchmarks/results/kernels.json --markdown --plot images
     python -m benchmarks.kernels --ops units --budget 120 --turn LOCK &   # and one with --ops losses beside it
     python -m benchmarks.kernels --dry                        # tiny, on the CPU: does everything run?
 """

@@ -1,4 +1,4 @@
-"""A result as pictures: a PNG per op, a panel per shape, two bars per provider, the device's time and the wall's."""
+"""A result as images: a PNG per op, a panel per shape, two bars per provider, the device's time and the wall's."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ HEIGHT = 0.38  # of a bar; a provider has 1
 
 
 def plot(record: Mapping[str, Any], folder: str | Path) -> list[Path]:
-    """Writes the pictures and returns where they are."""
+    """Writes the images and returns where they are."""
     from matplotlib.figure import Figure  # a figure by itself needs no display
 
     folder = Path(folder)

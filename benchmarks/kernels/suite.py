@@ -173,7 +173,7 @@ SHAPES: dict[str, dict[str, list[tuple]]] = {
     },
 }
 """`tiny` is what the host cost is taken on. `full` and `quick` are Llama's sizes; the softcap's are Gemma 2's,
-those of the mixture half a Mixtral's, and a fine-grained one. 21904 tokens are four pictures of 1036 x 1036 in
+those of the mixture half a Mixtral's, and a fine-grained one. 21904 tokens are four images of 1036 x 1036 in
 Qwen2-VL's tower. 32000, 50257, 128256 and 262144 are the vocabularies of Llama 2, GPT-2, Llama 3 and Gemma 3."""
 
 

@@ -7,5 +7,5 @@ profile     one step under the profiler; trace reads what it wrote, floors says 
 longest     the longest sequence in a given memory
 rows        the comparisons that the README quotes, all in one call
 children    the processes that providers run in
-report      results as tables and pictures
+report      results as tables and images
 """

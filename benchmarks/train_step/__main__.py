@@ -11,7 +11,7 @@ providers.py.
 
     python -m benchmarks.train_step --case llama-3.2-1b --out benchmarks/results/train_step.json
     python -m benchmarks.train_step --case gemma-2-2b --providers ligermodels,ligermodels+adamw:none,hf+eager,hf+liger
-    python -m benchmarks.train_step --providers ligermodels,hf+liger --profile --plot pictures   # where they go
+    python -m benchmarks.train_step --providers ligermodels,hf+liger --profile --plot images   # where they go
     python -m benchmarks.train_step --longest 24 --checkpointing block     # the longest sequence in so many GiB
     python -m benchmarks.train_step --rows all --budget 1000 --out FOLDER   # what the README quotes, in so many seconds
     python -m benchmarks.train_step --render benchmarks/results/train_step.json --markdown
@@ -127,7 +127,7 @@ def _complete(options: argparse.Namespace, parser: argparse.ArgumentParser) -> a
         providers = [Provider.of(name, case, options.checkpointing) for name in options.providers.split(",")]
     except ValueError as error:
         parser.error(str(error))
-    if options.longest and (case.picture or any("captured" in provider.words for provider in providers)):
+    if options.longest and (case.image or any("captured" in provider.words for provider in providers)):
         parser.error("--longest is for text models and steps that are not captured: a graph is of one length")
     return options
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.pictures import for_transformers
+from benchmarks.images import for_transformers
 from benchmarks.train_cases import Case
 from benchmarks.train_step import children
 from benchmarks.train_step.memory import GIB, clean, peak_bytes

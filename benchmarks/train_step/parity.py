@@ -16,7 +16,7 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-from benchmarks.pictures import for_transformers, with_pictures
+from benchmarks.images import for_transformers, with_pictures
 from benchmarks.train_cases import Case, changed
 from benchmarks.train_step.providers import ATTENTION, auto_class
 
@@ -177,10 +177,10 @@ def typical_error(logits: Tensor, exact: Tensor) -> float:
 
 
 def batches(case: Case, options: argparse.Namespace, steps: int, batch: int, *, seed: int) -> list[dict[str, Tensor]]:
-    """Model inputs for each step: random ids [B, S] and labels, and the case's picture in front.
+    """Model inputs for each step: random ids [B, S] and labels, and the case's image in front.
 
-    The same on every device. Neither padding nor, in the text, ids of pictures: transformers does not train the row of
-    the one, and takes the others for pictures.
+    The same on every device. Neither padding nor, in the text, ids of images: transformers does not train the row of
+    the one, and takes the others for images.
     """
     config, generator = config_of(case, options), torch.Generator().manual_seed(seed)
     text = config.get("text_config", config)
@@ -189,7 +189,7 @@ def batches(case: Case, options: argparse.Namespace, steps: int, batch: int, *, 
     special = [text[name] for name in names if text.get(name) is not None]
     ids[torch.isin(ids, torch.tensor(special, dtype=torch.int64))] = text["bos_token_id"]
     ids = ids.to(device_of(options))
-    if case.picture is None:
+    if case.image is None:
         return [{"input_ids": row, "labels": row} for row in ids]
-    height, width = (56, 56) if options.dry else case.picture
+    height, width = (56, 56) if options.dry else case.image
     return [with_pictures(config, row, height, width, seed=seed + i) for i, row in enumerate(ids)]

@@ -80,7 +80,7 @@ def profile(
     }
     if device == "cuda":
         profile["allocators_peak_bytes"] = peak_bytes()
-    if case.picture is None:
+    if case.image is None:
         sizes = Sizes.of(config_of(case, options))
         blocks = sum(h.bytes for h in held if h.what == "kept for backward" and "layers.*" in h.detail)
         profile["kept_bytes_per_token_and_block"] = blocks / tokens / len(sizes.windows)

@@ -68,7 +68,7 @@ def auto_class(case: Case) -> Any:
     """The class of transformers that finds the model's."""
     import transformers
 
-    return transformers.AutoModelForImageTextToText if case.picture else transformers.AutoModelForCausalLM
+    return transformers.AutoModelForImageTextToText if case.image else transformers.AutoModelForCausalLM
 
 
 def build(provider: Provider, case: Case, folder: Path, device: str, *, shallow: bool = False) -> nn.Module:
@@ -90,7 +90,7 @@ def build(provider: Provider, case: Case, folder: Path, device: str, *, shallow:
     elif what != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if "chunks" in provider.words:
-        model.lm_head.chunk_bytes = 256 * 2**20  # type: ignore[union-attr]
+        model.lm_head.workspace_bytes = 256 * 2**20  # type: ignore[union-attr]
     if "inplace" in provider.words:
         from ligermodels.training.gradients import accumulate_in_place
 

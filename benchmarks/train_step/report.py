@@ -1,4 +1,4 @@
-"""Results as tables, and a profile as a picture."""
+"""Results as tables, and a profile as an image."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

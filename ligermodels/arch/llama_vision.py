@@ -1,13 +1,13 @@
-"""Llama-3.2-Vision (mllama): Llama whose cross-attention blocks look at pictures cut into tiles.
+"""Llama-3.2-Vision (mllama): Llama whose cross-attention blocks look at images cut into tiles.
 
-- Text: Llama's blocks, and at `cross_attention_layers` blocks that attend to the pictures in place of the text; their
+- Text: Llama's blocks, and at `cross_attention_layers` blocks that attend to the images in place of the text; their
   attention and their MLP enter by tanh of a gate, q and k are normed head by head, nothing rotates. Without any
-  picture, here or in the cache, these blocks are passed by. Keys and values of pictures are made once and cached.
-- `cross_attention_mask` [B, S, pictures, tiles] says which token sees which tile. A token that sees none attends to
+  image, here or in the cache, these blocks are passed by. Keys and values of images are made once and cached.
+- `cross_attention_mask` [B, S, images, tiles] says which token sees which tile. A token that sees none attends to
   all of them, and the block does not add its MLP; Meta's code does not add the attention either, which
   `zero_masked_attention` asks for.
 - The embedding has 8 rows more than the head, the first of them for <|image|>. The head is never tied.
-- Each tile of a picture has `num_patches` states, which the tower makes and `projector` turns into the text's width:
+- Each tile of an image has `num_patches` states, which the tower makes and `projector` turns into the text's width:
   see llama_vision_tower.py.
 
 Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
@@ -46,7 +46,7 @@ _BIASES = ("attention_bias", "mlp_bias")
 class LlamaVisionConfig(LlamaConfig):
     """config.json of model_type mllama: the fields of its text_config, and vision_config.
 
-    zero_masked_attention, ours: a token that sees no picture takes nothing from a cross block's attention, as in Meta's
+    zero_masked_attention, ours: a token that sees no image takes nothing from a cross block's attention, as in Meta's
     code. `root` holds what config.json has beside the nested objects and is not ours.
     """
 
@@ -113,7 +113,7 @@ class LlamaVisionConfig(LlamaConfig):
 
 
 class CrossBlock(nn.Module):
-    """Attention to the pictures and gated MLP, both behind tanh of a gate; nothing where there is no picture."""
+    """Attention to the images and gated MLP, both behind tanh of a gate; nothing where there is no image."""
 
     def __init__(self, config: LlamaVisionConfig, layer: int):
         super().__init__()
@@ -147,7 +147,7 @@ def _opening(gate: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def cross_mask(tiles: Tensor, num_patches: int) -> tuple[Tensor, Tensor]:
-    """(which states a token sees [B, S, N], whether it sees any [B, S, 1]), both bool, of [B, S, pictures, tiles].
+    """(which states a token sees [B, S, N], whether it sees any [B, S, 1]), both bool, of [B, S, images, tiles].
 
     Each tile has `num_patches` states, N in all. A token that may see none sees all.
     """
@@ -196,7 +196,7 @@ class LlamaVisionModel(nn.Module):
                 raise InputError(
                     "pixel_values need their aspect_ratio_ids and aspect_ratio_mask; the processor makes all"
                 )
-            states = self.picture_states(pixel_values, aspect_ratio_ids, aspect_ratio_mask)
+            states = self.image_states(pixel_values, aspect_ratio_ids, aspect_ratio_mask)
         cross = None if tokens is None else self._cross(states, cross_attention_mask, tokens, past_key_values)
         return self.language_model(
             input_ids,
@@ -209,15 +209,15 @@ class LlamaVisionModel(nn.Module):
             **options,
         )
 
-    def picture_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
-        """What the text attends to, [B, pictures * tiles * P, hidden_size], of `forward`'s arguments."""
+    def image_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
+        """What the text attends to, [B, images * tiles * P, hidden_size], of `forward`'s arguments."""
         vision = self.config.vision_config
         tiles = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         shapes = [tuple(tensor.shape) for tensor in (pixel_values, aspect_ratio_ids, aspect_ratio_mask)]
         if shapes != [(*shapes[1], *tiles), shapes[0][:2], (*shapes[1], tiles[0])]:
             raise InputError(
                 f"pixel_values {shapes[0]}, aspect_ratio_ids {shapes[1]} and aspect_ratio_mask {shapes[2]} do not fit; "
-                f"expected (batch, pictures, {', '.join(map(str, tiles))}), (batch, pictures) and (batch, pictures, "
+                f"expected (batch, images, {', '.join(map(str, tiles))}), (batch, images) and (batch, images, "
                 f"{tiles[0]}). Were they made for another model?"
             )
         features = self.vision_model(
@@ -228,26 +228,26 @@ class LlamaVisionModel(nn.Module):
     def _cross(
         self, states: Tensor | None, mask: Tensor | None, tokens: Tensor, cache: KVCache | None
     ) -> CrossStates | None:
-        """What the cross blocks read; None without pictures. The cache remembers the mask of the last token."""
+        """What the cross blocks read; None without images. The cache remembers the mask of the last token."""
         past, state = (0, {}) if cache is None else (cache.length, cache.state)
-        if states is None and "pictures" not in state:
+        if states is None and "images" not in state:
             return None
-        vision, length, pictures = self.config.vision_config, tokens.shape[1], state.get("pictures", 0)
+        vision, length, images = self.config.vision_config, tokens.shape[1], state.get("images", 0)
         if states is not None:
-            pictures += states.shape[1] // (vision.max_num_tiles * vision.num_patches)
+            images += states.shape[1] // (vision.max_num_tiles * vision.num_patches)
         if mask is None and states is None and "cross_mask" in state:
             mask = state["cross_mask"].expand(-1, length, -1, -1)
         if mask is not None:
-            shape = (tokens.shape[0], length, pictures, vision.max_num_tiles)
+            shape = (tokens.shape[0], length, images, vision.max_num_tiles)
             if mask.dim() == 4 and mask.shape[1] == past + length:
                 mask = mask[:, past:]
             if mask.shape != shape:
                 raise InputError(
                     f"cross_attention_mask has shape {list(mask.shape)}, expected {list(shape)}: the tokens, and all "
-                    "pictures so far with their tiles"
+                    "images so far with their tiles"
                 )
         if cache is not None:
-            state["pictures"] = pictures
+            state["images"] = images
             state.pop("cross_mask", None)
             if mask is not None:
                 state["cross_mask"] = mask[:, -1:].clone()
@@ -287,15 +287,15 @@ class LlamaVision(CausalLM):
         cross_attention_mask: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutput:
-        """`CausalLM.forward`, with pictures. Without any, in the call and in the cache, it is plain Llama.
+        """`CausalLM.forward`, with images. Without any, in the call and in the cache, it is plain Llama.
 
-        pixel_values: [B, pictures, tiles, channels, image_size, image_size]; rows with fewer pictures are filled up.
-        aspect_ratio_ids: [B, pictures], 1 + the index into `supported_aspect_ratios`, 0 where there is no picture.
-        aspect_ratio_mask: [B, pictures, tiles], 1 at tiles that are there; the first one always is.
-        cross_attention_mask: [B, S or past + S, pictures, tiles], 1 where a token sees a tile, of the cached pictures
+        pixel_values: [B, images, tiles, channels, image_size, image_size]; rows with fewer images are filled up.
+        aspect_ratio_ids: [B, images], 1 + the index into `supported_aspect_ratios`, 0 where there is no image.
+        aspect_ratio_mask: [B, images, tiles], 1 at tiles that are there; the first one always is.
+        cross_attention_mask: [B, S or past + S, images, tiles], 1 where a token sees a tile, of the cached images
             first. Left out, all tokens see all tiles, and behind a cache what its last token saw.
-        labels: -100 at pictures: the head has no logit for them.
-        Packed sequences share the pictures of their one row; let the mask keep them apart.
+        labels: -100 at images: the head has no logit for them.
+        Packed sequences share the images of their one row; let the mask keep them apart.
 
         Raises InputError where arguments do not fit together.
         """

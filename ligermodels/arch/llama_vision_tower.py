@@ -1,4 +1,4 @@
-"""The vision tower of Llama-3.2-Vision: pictures, cut into tiles, to the features that the text attends to.
+"""The vision tower of Llama-3.2-Vision: images, cut into tiles, to the features that the text attends to.
 
 - A class token and the patches of up to 4 tiles are one sequence, with gated embeddings of the positions and, by
   aspect ratio, of the tiles. LayerNorm, exact gelu, no biases in attention; 32 blocks, then 8 gated ones.
@@ -46,7 +46,7 @@ GENERIC = {*"""
     tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p use_bfloat16
     model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id tie_word_embeddings
 """.split()}  # fmt: skip  # noqa: SIM905
-"""What transformers 4 writes into each object of the file, whatever the model; of no consequence for pictures."""
+"""What transformers 4 writes into each object of the file, whatever the model; of no consequence for images."""
 
 
 @dataclass(kw_only=True)
@@ -138,7 +138,7 @@ class TileEmbedding(nn.Module):
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
         self.gate = nn.Parameter(torch.zeros(1))
-        num_ids = len(config.supported_aspect_ratios) + 1  # 0: no picture
+        num_ids = len(config.supported_aspect_ratios) + 1  # 0: no image
         self.embedding = Embedding(num_ids, config.max_num_tiles * config.hidden_size)
 
     def forward(self, x: Tensor, aspect_ratio_ids: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Encoder(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Pictures in tiles -> the features of their patches; see `forward`.
+    """VisionInputs in tiles -> the features of their patches; see `forward`.
 
     `checkpointing`, an attribute: what the blocks keep for the backward.
     """
@@ -228,11 +228,11 @@ class VisionTower(nn.Module):
 
     def forward(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
         """pixel_values [N, tiles, channels, S, S], ids [N], mask [N, tiles] -> [N, tiles, P, vision_output_dim]."""
-        num_pictures, num_tiles = pixel_values.shape[:2]
+        num_images, num_tiles = pixel_values.shape[:2]
         x = patches(pixel_values.flatten(0, 1), self.config.patch_size)
-        x = self.patch_embedding(x).unflatten(0, (num_pictures, num_tiles))
+        x = self.patch_embedding(x).unflatten(0, (num_images, num_tiles))
         x = self.pre_tile_positional_embedding(x, aspect_ratio_ids)
-        x = torch.cat([self.class_embedding.expand(num_pictures, num_tiles, 1, -1), x], dim=2)
+        x = torch.cat([self.class_embedding.expand(num_images, num_tiles, 1, -1), x], dim=2)
         x, _ = self.layernorm_pre(self.gated_positional_embedding(x, aspect_ratio_ids))
         length = x.shape[2]
         x = F.pad(x, (0, 0, 0, -length % 8))

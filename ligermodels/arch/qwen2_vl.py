@@ -1,7 +1,7 @@
-"""Qwen2-VL: Qwen2 that reads pictures and videos, each as many tokens as its size asks for.
+"""Qwen2-VL: Qwen2 that reads images and videos, each as many tokens as its size asks for.
 
 - Text: Qwen2's blocks. A token stands at three positions (time, row, column), and each section of the rotary
-  frequencies turns by one of them (`mrope_section`); where no picture is, the three are equal: plain Qwen2.
+  frequencies turns by one of them (`mrope_section`); where no image is, the three are equal: plain Qwen2.
 - Vision tower: patches of 2 frames of 14 x 14 pixels through one matrix; blocks with LayerNorm, biases everywhere and
   quick_gelu; rotary by row and column; a patch sees the patches of its own frame. The merger makes one token of 2 x 2
   patches, with exact gelu; patches come in the order of these tokens.
@@ -35,7 +35,7 @@ from ligermodels.layers import (
     VisionRotary,
 )
 from ligermodels.layers.cache import KVCache
-from ligermodels.layers.multimodal import Grids, PatchEmbedding, Pictures, patch_cells
+from ligermodels.layers.multimodal import Grids, PatchEmbedding, VisionInputs, patch_cells
 from ligermodels.training.recompute import Checkpointing
 
 VISION_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -154,10 +154,10 @@ class Qwen2VLConfig(Qwen2Config):
         if self.video_rule not in VIDEO_RULES:
             raise self._error("video_rule", f"is not supported; supported: {', '.join(VIDEO_RULES)}")
 
-    def pictures(self, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> Pictures:
-        """The pictures of a call, from their sizes [pictures, 3] in patches."""
+    def images(self, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> VisionInputs:
+        """The images of a call, from their sizes [images, 3] in patches."""
         kinds = (("image", self.image_token_id, image_grid_thw), ("video", self.video_token_id, video_grid_thw))
-        return Pictures(kinds, merge=self.vision_config.spatial_merge_size)
+        return VisionInputs(kinds, merge=self.vision_config.spatial_merge_size)
 
     def get_rope_index(
         self,
@@ -169,14 +169,14 @@ class Qwen2VLConfig(Qwen2Config):
         cu_seqlens: Tensor | None = None,
         video_rule: str | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(position_ids [3, B, S], rope_deltas [B, 1]), for a data loader; arguments as in `Pictures.positions`.
+        """(position_ids [3, B, S], rope_deltas [B, 1]), for a data loader; arguments as in `VisionInputs.positions`.
 
         rope_deltas: what positions behind the text are more than its number of tokens, padding not counted.
         """
-        rule, pictures = video_rule or self.video_rule, self.pictures(image_grid_thw, video_grid_thw)
+        rule, images = video_rule or self.video_rule, self.images(image_grid_thw, video_grid_thw)
         if rule not in VIDEO_RULES:
             raise InputError(f"video_rule={rule!r} is not supported; supported: {', '.join(VIDEO_RULES)}")
-        positions = pictures.positions(input_ids, attention_mask, cu_seqlens=cu_seqlens, frames_count=rule == "4.x")
+        positions = images.positions(input_ids, attention_mask, cu_seqlens=cu_seqlens, frames_count=rule == "4.x")
         tokens = input_ids.shape[1] if attention_mask is None else attention_mask.long().sum(1, keepdim=True)
         return positions, positions.amax((0, 2))[:, None] + 1 - tokens
 
@@ -237,7 +237,7 @@ class PatchMerger(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """Patches of pictures -> tokens: forward(rows of pixels [N, ...], grids) -> [N / merge^2, hidden_size].
+    """Patches of images -> tokens: forward(rows of pixels [N, ...], grids) -> [N / merge^2, hidden_size].
 
     `checkpointing`, an attribute: what the blocks keep for the backward.
     """
@@ -306,18 +306,18 @@ class Qwen2VLModel(nn.Module):
                 input_ids, position_ids=position_ids, past_key_values=cache, inputs_embeds=inputs_embeds,
                 **shared, **options,
             )  # fmt: skip
-        pictures = self.config.pictures(image_grid_thw, video_grid_thw)
+        images = self.config.images(image_grid_thw, video_grid_thw)
         width = self.visual.patch_embed.proj.width
-        pixels = pictures.pixels(pixel_values, pixel_values_videos, width=width)
+        pixels = images.pixels(pixel_values, pixel_values_videos, width=width)
         if use_cache and cache is None:
             cache = self.language_model.new_cache(*x.shape[:2])
-        check = pictures.count(ids) if ids is not None and (pictures or cache is None or not cache.length) else None
+        check = images.count(ids) if ids is not None and (images or cache is None or not cache.length) else None
         if pixels is not None:
             if ids is None or inputs_embeds is not None:
-                raise InputError("pictures need input_ids, which say where they stand, and no inputs_embeds")
-            made = self.visual(pixels, pictures.grids)
-            input_ids, inputs_embeds = None, pictures.put(self.language_model.embed_tokens(ids), ids, made)
-        position_ids = self._positions(position_ids, x, attention_mask, cache, pictures, options)
+                raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")
+            made = self.visual(pixels, images.grids)
+            input_ids, inputs_embeds = None, images.put(self.language_model.embed_tokens(ids), ids, made)
+        position_ids = self._positions(position_ids, x, attention_mask, cache, images, options)
         output = self.language_model(
             input_ids,
             position_ids=position_ids,
@@ -333,10 +333,10 @@ class Qwen2VLModel(nn.Module):
     def _positions(
         self,
         given: Tensor | None,
-        ids: Tensor,  # or embeddings, where there are no pictures
+        ids: Tensor,  # or embeddings, where there are no images
         mask: Tensor | None,
         cache: KVCache | None,
-        pictures: Pictures,
+        images: VisionInputs,
         options: dict[str, Any],
     ) -> Tensor | None:
         """The positions for the text model. Packed sequences that they mark go into `options`; into the cache goes
@@ -345,7 +345,7 @@ class Qwen2VLModel(nn.Module):
         if given is not None and given.dim() == 3:
             text, threefold = given[0] if len(given) == 4 else None, given[-3:]
         past, deltas = (0, None) if cache is None else (cache.length, cache.state.get("rope_deltas"))
-        if threefold is None and not pictures:
+        if threefold is None and not images:
             if deltas is None:
                 return text
             if text is None and mask is None:
@@ -358,7 +358,7 @@ class Qwen2VLModel(nn.Module):
         options["find_packing"] = False
         if threefold is None:
             how: Any = dict(cu_seqlens=options.get("cu_seqlens"), frames_count=self.config.video_rule == "4.x")
-            threefold = pictures.positions(ids, mask, past=past, deltas=deltas, **how)
+            threefold = images.positions(ids, mask, past=past, deltas=deltas, **how)
         if cache is not None:
             tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
             cache.state["rope_deltas"] = (threefold.amax((0, 2))[:, None] + 1 - tokens).expand(len(ids), 1)
@@ -394,18 +394,18 @@ class Qwen2VL(CausalLM):
         mm_token_type_ids: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutput:
-        """`CausalLM.forward`, with pictures.
+        """`CausalLM.forward`, with images.
 
-        pixel_values, pixel_values_videos: [patches, channels * frames * side^2], of all pictures and of all videos.
-        image_grid_thw, video_grid_thw: [pictures, 3], frames, rows and columns in patches. The host needs their values:
+        pixel_values, pixel_values_videos: [patches, channels * frames * side^2], of all images and of all videos.
+        image_grid_thw, video_grid_thw: [images, 3], frames, rows and columns in patches. The host needs their values:
             leave them on the CPU, and nothing waits for the device; elsewhere they cost one wait each.
         position_ids: [3, B, S], by default those of `config.get_rope_index`, which a data loader can make beforehand;
             with `cu_seqlens` for packed sequences. [B, S] are the text's alone, as `CausalLM.forward` has them: they
             mark packed sequences. [4, B, S], as transformers has it: the text's, and the three.
-        past_key_values: pictures may come with any call; the cache keeps how far positions differ from token counts.
+        past_key_values: images may come with any call; the cache keeps how far positions differ from token counts.
         mm_token_type_ids: comes with transformers' processors, and says nothing that input_ids do not.
 
-        Raises InputError where pictures, sizes and ids do not fit together. On a GPU, tokens are counted while the
+        Raises InputError where images, sizes and ids do not fit together. On a GPU, tokens are counted while the
         forward runs, and the error comes after it.
         """
         return super().forward(

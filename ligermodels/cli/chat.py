@@ -51,7 +51,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     chat = commands.add_parser("chat", parents=[model, sampling], help="talk to a model, with its chat template")
     chat.add_argument("--system", metavar="TEXT", help="system prompt, also where the template has no role for it")
     chat.add_argument(
-        "--image", action="append", metavar="FILE", default=[], help="a picture that the first question is about"
+        "--image", action="append", metavar="FILE", default=[], help="an image that the first question is about"
     )
     chat.add_argument("--max-new-tokens", type=int, help="per answer; default 1024, or what the context leaves")
     chat.set_defaults(run=_chat, usual_length=1024)
@@ -76,13 +76,13 @@ def _generate(args: argparse.Namespace) -> int:
 def _chat(args: argparse.Namespace) -> int:
     processor = _load_processor(args) if args.image else _load_tokenizer(args)
     start, lead = _opening(processor, args)
-    pictures = _pictures(args.image)
+    images = _images(args.image)
     model, messages = _load_model(args), list(start)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         with contextlib.suppress(ImportError):  # Windows does without
             import readline  # noqa: F401  # gives input() a history and line editing
-        image = " /image FILE shows a picture with the next question," if args.image else ""
+        image = " /image FILE shows an image with the next question," if args.image else ""
         say(f"/reset forgets the conversation,{image} /exit or Ctrl-D ends it, Ctrl-C stops an answer.")
     while (line := _next_line(at_terminal)) is not None:
         line = line.strip()
@@ -93,16 +93,16 @@ def _chat(args: argparse.Namespace) -> int:
             say("(forgotten)")
         elif line.startswith("/image ") and args.image:
             try:
-                pictures += _pictures([line.removeprefix("/image ").strip()])
+                images += _images([line.removeprefix("/image ").strip()])
             except InputError as error:
                 say(f"error: {error}")
         elif line.startswith("/"):
             say(f"{line.split()[0]} is not a command; there are {'/image FILE, ' * bool(args.image)}/reset and /exit")
         elif line:
             text = line if len(messages) > len(start) else lead + line
-            messages.append({"role": "user", "content": [*pictures, _text(text)] if pictures else text})
+            messages.append({"role": "user", "content": [*images, _text(text)] if images else text})
             messages.append({"role": "assistant", "content": _answer(model, processor, messages, args)})
-            pictures = []
+            images = []
     return 0
 
 
@@ -110,8 +110,8 @@ def _text(text: str) -> dict[str, Any]:
     return {"type": "text", "text": text}
 
 
-def _pictures(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Parts of a message. Raises InputError for a file that is no picture."""
+def _images(files: Sequence[str]) -> list[dict[str, Any]]:
+    """Parts of a message. Raises InputError for a file that is no image."""
     if not files:
         return []
     from ligermodels.vision import load_image
@@ -221,7 +221,7 @@ def _load_model(args: argparse.Namespace) -> "CausalLM":
 class _Answer:
     """The text that continues `ids`, in pieces as they become certain, and how fast they came.
 
-    after: the ids that the text goes on from; () where it begins anew, as an answer does. seen: the pictures.
+    after: the ids that the text goes on from; () where it begins anew, as an answer does. seen: the images.
     """
 
     def __init__(

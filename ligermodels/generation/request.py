@@ -237,7 +237,7 @@ def _checked_prompt(
             raise InputError(f"{name} is on {tensor.device}, the model on {model.device}: use .to(model.device)")
     padding = input_ids == (-1 if pad_id is None else pad_id)
     low, high, is_padded = torch.stack([*input_ids.aminmax(), padding.any()]).tolist()
-    rows = len(model.get_input_embeddings().weight)  # more than vocab_size where the head has none for pictures
+    rows = len(model.get_input_embeddings().weight)  # more than vocab_size where the head has none for images
     if low < 0 or high >= rows:
         raise InputError(
             f"input_ids reach from {low} to {high}, the vocabulary from 0 to {rows - 1}; "
@@ -256,8 +256,8 @@ def _checked_prompt(
     mask = attention_mask != 0
     tokens = mask.sum(1)
     plain = (mask == attention_mask).all()
-    shortest, longest, ends_in_token, is_plain = torch.stack([*tokens.aminmax(), mask[:, -1].all(), plain]).tolist()
-    if not is_plain:
+    shortest, longest, ends_in_token, is_fusable = torch.stack([*tokens.aminmax(), mask[:, -1].all(), plain]).tolist()
+    if not is_fusable:
         raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it holds something else")
     if not ends_in_token:
         row = int((~mask[:, -1]).nonzero()[0])

@@ -28,9 +28,9 @@ def _gather_kernel(x, source, out, row_stride, H, BLOCK: tl.constexpr):
         tl.store(out + r * H + columns, row, mask=columns < H)
 
 
-def chunk_rows(tokens: int, row_bytes: int, chunk_bytes: int) -> int:
-    """Tokens per chunk: what chunk_bytes holds, in multiples of 128, evened out so that no chunk is a short tail."""
-    most = max(chunk_bytes // row_bytes // 128, 1) * 128
+def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
+    """Tokens per chunk: what workspace_bytes holds, in multiples of 128, evened out so that no chunk is a short tail."""
+    most = max(workspace_bytes // row_bytes // 128, 1) * 128
     chunks = max(-(-tokens // most), 1)
     return min(-(-tokens // (chunks * 128)) * 128, tokens)
 
@@ -67,7 +67,7 @@ class Settings(NamedTuple):
     """How a loss over a linear head runs, as against what it computes."""
 
     num_valid: int | None
-    chunk_bytes: int
+    workspace_bytes: int
     dtype: torch.dtype  # of the products
     accumulate_fp32: bool
 
@@ -77,10 +77,10 @@ class Settings(NamedTuple):
         return torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype
 
     def whole_bytes(self, weight: Tensor, need_weight: bool) -> int:
-        """What the logits of all tokens may take to be one chunk: chunk_bytes, and what the wide sum of dweight, which
+        """What the logits of all tokens may take to be one chunk: workspace_bytes, and what the wide sum of dweight, which
         a single chunk does without, takes beyond dweight itself."""
         summed = need_weight and weight.numel() * (self.wide(weight).itemsize - weight.itemsize)
-        return self.chunk_bytes + summed
+        return self.workspace_bytes + summed
 
 
 class Chunks:
@@ -107,17 +107,17 @@ class Chunks:
         self.bias = None if bias is None else bias.to(dtype)
         # Rows start on 128 bytes whatever V is, for wide loads and for cuBLAS.
         self.pitch = -(-self.vocab // 64) * 64
-        self.limit(settings.chunk_bytes)
+        self.limit(settings.workspace_bytes)
 
     def logits_bytes(self, rows: int) -> int:
         """What the logits of so many rows take."""
         return rows * self.pitch * self.x.element_size()
 
-    def limit(self, chunk_bytes: int, whole_bytes: int = 0) -> None:
-        """A chunk has as many rows as fit into chunk_bytes, and all of them where they fit into whole_bytes."""
+    def limit(self, workspace_bytes: int, whole_bytes: int = 0) -> None:
+        """A chunk has as many rows as fit into workspace_bytes, and all of them where they fit into whole_bytes."""
         self.rows = len(self.labels)
         if self.logits_bytes(self.rows) > whole_bytes:
-            self.rows = chunk_rows(self.rows, self.logits_bytes(1), chunk_bytes)
+            self.rows = chunk_rows(self.rows, self.logits_bytes(1), workspace_bytes)
 
     def workspace(self) -> Tensor:
         """Room for the logits of a chunk, [rows, V]."""
@@ -237,7 +237,7 @@ def hand_out(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
 
 def check_head(
     x: Tensor, weight: Tensor, bias: Tensor | None, num_valid: int | None, accum_dtype: torch.dtype | None,
-    chunk_bytes: int,
+    workspace_bytes: int,
 ) -> torch.dtype:  # fmt: skip
     """The dtype of the products; raises InputError where x [..., H], weight [V, H] and bias [V] do not fit."""
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.device != x.device:
@@ -261,6 +261,6 @@ def check_head(
         raise InputError(f"x is {dtype} and bias {bias.dtype}: cast one, or use torch.autocast.")
     if accum_dtype not in (None, torch.float32):
         raise InputError(f"accum_dtype={accum_dtype}; use torch.float32, or None for the dtype of weight.")
-    if chunk_bytes <= 0 or (num_valid is not None and num_valid < 0):
-        raise InputError(f"chunk_bytes={chunk_bytes} must be positive and num_valid={num_valid} not negative.")
+    if workspace_bytes <= 0 or (num_valid is not None and num_valid < 0):
+        raise InputError(f"workspace_bytes={workspace_bytes} must be positive and num_valid={num_valid} not negative.")
     return dtype

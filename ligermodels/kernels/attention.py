@@ -16,7 +16,7 @@ sequences; the choice of engine.
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
 | padding, S < K causal                  | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
 | long packed sequences, their lengths   | a batch for each run of equal lengths, each as above, so that     |
-| known to the host                      | whole pictures and their frames get torch's first choice          |
+| known to the host                      | whole images and their frames get torch's first choice          |
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
 |                                        | with a softcap `attention_reference`                              |
 

@@ -10,7 +10,7 @@ kernel that reads it from the device and returns at once where it is 1. So there
 fusing, and beside them the logits move 4 V itemsize bytes per token (6 where L2 does not hold a row per
 multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
 
-Memory beyond the inputs: the workspace (at most chunk_bytes, but 128 rows), dx, and dweight; with fp32
+Memory beyond the inputs: the workspace (at most workspace_bytes, but 128 rows), dx, and dweight; with fp32
 accumulation dweight in fp32 instead, which at the end is rounded into the room of the workspace, or into its own where
 that is too small. Every chunk has that sum read and written, 8 V H bytes of which the products hide little, so that
 chunks have 2048 rows or more if not told otherwise. A single chunk needs no sum, and its workspace may have that room
@@ -89,7 +89,7 @@ def _run(
     undivided, wide = _undivided(options, settings, needs), settings.wide(weight)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     if not undivided:
-        chunks.limit(settings.chunk_bytes, settings.whole_bytes(weight, needs[1]))
+        chunks.limit(settings.workspace_bytes, settings.whole_bytes(weight, needs[1]))
     if chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype and not undivided:
         wide = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
     workspace = chunks.workspace()
@@ -123,7 +123,7 @@ def _run(
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor labels, Tensor? class_weight, Tensor? num_items, "
     "int ignore_index, float label_smoothing, float z_loss, float? softcap, str reduction, bool token_scaling, "
     "bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_entropy, "
-    "SymInt? num_valid, int chunk_bytes, ScalarType dtype, bool accumulate_fp32, bool need_x, bool need_weight, "
+    "SymInt? num_valid, int workspace_bytes, ScalarType dtype, bool accumulate_fp32, bool need_x, bool need_weight, "
     "bool need_bias) -> Tensor[]",
 )  # fmt: skip
 def _run_op(x, weight, bias, labels, class_weight, num_items, *scalars):
@@ -197,23 +197,23 @@ def linear_cross_entropy(
     reduction: str = "mean", num_items_in_batch: int | Tensor | None = None, token_scaling: bool = False,
     return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
     return_entropy: bool = False, num_valid: int | None = None,
-    accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
+    accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int | None = None,
 ) -> Tensor | CrossEntropyOutput:  # fmt: skip
     """cross_entropy(x @ weight.T + bias, labels, ...) for x [..., H], weight [V, H], bias [V] and labels [...].
 
     Loss, options and extra outputs are those of `cross_entropy`. Where no gradient is asked for, none is computed;
     without a gradient of weight there is no [V, H] buffer. With reduction="none" the upstream gradient differs
     from token to token: forward computes the loss only, and backward the logits a second time, unless those of all
-    tokens fit into chunk_bytes and are kept (see `linear_logprobs`).
+    tokens fit into workspace_bytes and are kept (see `linear_logprobs`).
 
     num_valid, where the host knows it, is the number of labels that are not ignored, or a bound above it. If it is
     at most about nine tenths of the tokens, ignored tokens are left out of the GEMMs, without waiting for the
     device. Labels on the CPU are counted. If there are more valid labels than num_valid allows for, the loss is NaN.
 
     accum_dtype is what dweight is accumulated in over the chunks: torch.float32, or None for the dtype of weight,
-    which saves 4 V H bytes and some time, and adds a rounding per chunk. chunk_bytes bounds the logits workspace,
+    which saves 4 V H bytes and some time, and adds a rounding per chunk. workspace_bytes bounds the logits workspace,
     which has 128 rows at least; None: 512 MiB, or 2048 rows where those take more. Where dweight would be accumulated
-    in a wider dtype than its own, but all tokens fit into what that takes beside chunk_bytes, they are one chunk. Under
+    in a wider dtype than its own, but all tokens fit into what that takes beside workspace_bytes, they are one chunk. Under
     torch.autocast, x, weight and bias are cast as for F.linear, and the gradients of fp32 weights stay fp32.
 
     backward hands out the gradients that forward computed: it runs once. On a CPU this is F.linear and
@@ -222,15 +222,15 @@ def linear_cross_entropy(
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,
                       return_token_accuracy, return_predicted_tokens, return_entropy)  # fmt: skip
     check_inputs("x", x, labels, weight.shape[0], class_weight, num_items_in_batch, options)
-    if chunk_bytes is None:
-        chunk_bytes = max(CHUNK_BYTES, _ROWS * weight.shape[0] * weight.element_size())
-    dtype = check_head(x, weight, bias, num_valid, accum_dtype, chunk_bytes)
+    if workspace_bytes is None:
+        workspace_bytes = max(CHUNK_BYTES, _ROWS * weight.shape[0] * weight.element_size())
+    dtype = check_head(x, weight, bias, num_valid, accum_dtype, workspace_bytes)
     if not use_triton(x):
         return linear_cross_entropy_reference(
             x, weight, labels, bias=bias, class_weight=class_weight, num_items_in_batch=num_items_in_batch,
             **options._asdict(),
         )  # fmt: skip
-    settings = Settings(num_valid, chunk_bytes, dtype, accum_dtype is not None)
+    settings = Settings(num_valid, workspace_bytes, dtype, accum_dtype is not None)
     rows = last_dim_contiguous(x.reshape(-1, x.shape[-1]))
     y = labels.reshape(-1).contiguous()
     if reduction == "none":

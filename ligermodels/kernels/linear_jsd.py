@@ -17,7 +17,7 @@ beta = 0, where the gradient needs no sum over the row) and the student's writte
 least for rows that do not fit on the chip, because the log-sum-exps come before the loss, and the loss before the
 gradient.
 
-Memory beyond the inputs: both workspaces (8 bytes for a token and a class, 16 in fp64; together at most chunk_bytes,
+Memory beyond the inputs: both workspaces (8 bytes for a token and a class, 16 in fp64; together at most workspace_bytes,
 but 128 rows), dx, and dweight; with fp32 accumulation dweight in fp32 instead, which at the end is rounded into its own
 room.
 
@@ -124,8 +124,8 @@ def _run(
         marks, ignore_index = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device), -1
     wides = accumulator(settings.dtype), accumulator(teacher_dtype)
     # Chunks counts bytes of logits as wide as its inputs.
-    chunk_bytes = settings.chunk_bytes * settings.dtype.itemsize // sum(wide.itemsize for wide in wides)
-    chunks = Chunks(x, weight, bias, marks, ignore_index, settings._replace(chunk_bytes=max(chunk_bytes, 1)))
+    workspace_bytes = settings.workspace_bytes * settings.dtype.itemsize // sum(wide.itemsize for wide in wides)
+    chunks = Chunks(x, weight, bias, marks, ignore_index, settings._replace(workspace_bytes=max(workspace_bytes, 1)))
     if chunks.source is not None:
         teacher_x = gather(teacher_x, chunks.source)
     teacher_x, w = teacher_x.to(teacher_dtype), teacher_weight[: chunks.vocab].to(teacher_dtype)
@@ -176,7 +176,7 @@ def _run(
     "ligermodels::linear_jsd", mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias, "
     "Tensor? labels, Tensor? upstream, bool parts, ScalarType teacher_dtype, float beta, int ignore_index, "
-    "str reduction, float temperature, float weight_hard, float weight_soft, SymInt? num_valid, int chunk_bytes, "
+    "str reduction, float temperature, float weight_hard, float weight_soft, SymInt? num_valid, int workspace_bytes, "
     "ScalarType dtype, bool accumulate_fp32, bool need_x, bool need_weight, bool need_bias) -> Tensor[]",
 )  # fmt: skip
 def _run_op(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype, *scalars):
@@ -262,7 +262,7 @@ def linear_jsd(
     labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
     weight_soft: float = 1.0, reduction: str = "mean", return_soft_hard_loss: bool = False,
-    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int = CHUNK_BYTES,
+    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int = CHUNK_BYTES,
 ) -> Tensor | LinearJSDOutput:  # fmt: skip
     """Divergence of the student's head from the teacher's, by the formula at the top of this file.
 
@@ -276,7 +276,7 @@ def linear_jsd(
     LinearJSDOutput(loss, soft_loss, hard_loss), the parts reduced but not weighted, without gradients; hard_loss is
     None without labels. The loss is fp32 (fp64 for fp64).
 
-    num_valid, accum_dtype, chunk_bytes and torch.autocast are as in `linear_cross_entropy`; chunk_bytes bounds the
+    num_valid, accum_dtype, workspace_bytes and torch.autocast are as in `linear_cross_entropy`; workspace_bytes bounds the
     logits of student and teacher together. backward hands out the gradients that forward computed: it runs once.
     With reduction="none" forward computes the loss only, and backward computes the logits a second time.
 
@@ -299,7 +299,7 @@ def linear_jsd(
         if not head[0].is_floating_point():
             raise InputError(f"linear_jsd: {who}_x is {head[0].dtype}; hidden states must be floating point.")
         try:
-            dtypes.append(check_head(*head, num_valid, accum_dtype, chunk_bytes))
+            dtypes.append(check_head(*head, num_valid, accum_dtype, workspace_bytes))
         except InputError as error:
             raise InputError(f"linear_jsd, {who}_x, {who}_weight and {who}_bias: {error}") from None
     check_options(options, labels, tokens, device, "linear_jsd")
@@ -322,7 +322,7 @@ def linear_jsd(
     found = _LinearJSD.apply(
         x, student_weight, student_bias, y, teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(), None if labels is None else labels.reshape(-1),
-        return_soft_hard_loss, dtypes[1], options, Settings(num_valid, chunk_bytes, dtypes[0], accum_dtype is not None),
+        return_soft_hard_loss, dtypes[1], options, Settings(num_valid, workspace_bytes, dtypes[0], accum_dtype is not None),
         torch.is_grad_enabled(),
     )  # fmt: skip
     if reduction == "none":

@@ -11,7 +11,7 @@ backward computes the logits of each chunk again, writes their gradient where th
     dz_c = g ([c = y] - p_c) - h p_c (log p_c + entropy)            g, h: gradients of log p and of the entropy
 
 and multiplies it with weight (dx) and into x (dweight): one GEMM forward and three backward. Where the logits of all
-tokens fit into chunk_bytes, or into that and what an fp32 sum of dweight would take beyond dweight, there is no such
+tokens fit into workspace_bytes, or into that and what an fp32 sum of dweight would take beyond dweight, there is no such
 sum, and the workspace is kept from forward to backward, which saves a GEMM. The logits move
 2 V itemsize bytes per token forward and 4 V backward, the minimum, beside those that GEMMs move.
 
@@ -76,7 +76,7 @@ def _forward(
 ) -> tuple[Rows, Tensor | None, Tensor | None]:  # fmt: skip
     """(results per token, stats of the rows, the logits of all of them where these fit into kept_bytes)."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
-    chunks.limit(settings.chunk_bytes, kept_bytes)
+    chunks.limit(settings.workspace_bytes, kept_bytes)
     workspace = chunks.workspace()
     _, weight_sum = divisors(chunks.labels, class_weight, None, workspace, options)
     rows = empty_rows(chunks.labels, workspace, options)
@@ -99,7 +99,7 @@ def _backward(
 ) -> list[Tensor | None]:  # fmt: skip
     """(dx, dweight, dbias), dweight unrounded where it will be added to a gradient in place; `kept` is written over."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
-    chunks.limit(settings.chunk_bytes, settings.whole_bytes(weight, needs[1]))
+    chunks.limit(settings.workspace_bytes, settings.whole_bytes(weight, needs[1]))
     _, weight_sum = divisors(chunks.labels, class_weight, None, chunks.x, options)
     per_row = [chunks.per_row(t) for t in (upstream, upstream_entropy, entropy)]
     single = chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype  # cuBLAS rounds its sum itself
@@ -122,7 +122,7 @@ def _backward(
 _SCALARS = (
     "int ignore_index, float label_smoothing, float z_loss, float? softcap, str reduction, bool token_scaling, "
     "bool return_z_loss, bool return_token_accuracy, bool return_predicted_tokens, bool return_entropy, "
-    "SymInt? num_valid, int chunk_bytes, ScalarType dtype, bool accumulate_fp32, float temperature"
+    "SymInt? num_valid, int workspace_bytes, ScalarType dtype, bool accumulate_fp32, float temperature"
 )
 
 
@@ -236,7 +236,7 @@ def linear_logprobs(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, ignore_index: int = -100,
     temperature: float = 1.0, softcap: float | None = None, return_entropy: bool = False,
     return_logits_mean: bool = False, num_valid: int | None = None,
-    accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
+    accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int | None = None,
 ) -> Tensor | LogprobsOutput:  # fmt: skip
     """Log probabilities [...] of labels [...] under softmax((x @ weight.T + bias) / temperature), fp32.
 
@@ -247,7 +247,7 @@ def linear_logprobs(
     the mean [...] of each token's logits over the vocabulary, capped and before the temperature, a metric without
     gradient.
 
-    num_valid, accum_dtype and chunk_bytes are those of `linear_cross_entropy`: how many labels are valid where the
+    num_valid, accum_dtype and workspace_bytes are those of `linear_cross_entropy`: how many labels are valid where the
     host knows it, what dweight is accumulated in, and what the logits workspace may take (None: 512 MiB). Where all
     (valid) tokens fit into it, or into it and what the wide sum of dweight would take beyond dweight, the logits are
     kept until backward, which then does without that sum and without computing them again (not in torch.compile); a
@@ -260,8 +260,8 @@ def linear_logprobs(
     """
     options = Options(ignore_index, 0.0, 0.0, softcap, "none", False, False, False, False, return_entropy)
     check_inputs("x", x, labels, weight.shape[0], None, None, options)
-    chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
-    dtype = check_head(x, weight, bias, num_valid, accum_dtype, chunk_bytes)
+    workspace_bytes = CHUNK_BYTES if workspace_bytes is None else workspace_bytes
+    dtype = check_head(x, weight, bias, num_valid, accum_dtype, workspace_bytes)
     if not 0.0 < temperature < float("inf"):
         raise InputError(f"temperature={temperature} must be positive; for greedy choices take the argmax.")
     if not use_triton(x):
@@ -269,7 +269,7 @@ def linear_logprobs(
             x, weight, labels, bias=bias, ignore_index=ignore_index, temperature=temperature, softcap=softcap,
             return_entropy=return_entropy, return_logits_mean=return_logits_mean,
         )  # fmt: skip
-    settings = Settings(num_valid, chunk_bytes, dtype, accum_dtype is not None)
+    settings = Settings(num_valid, workspace_bytes, dtype, accum_dtype is not None)
     rows = rows_of_head(x.reshape(-1, x.shape[-1]), weight, bias, labels.reshape(-1), None, options, settings,
                         float(temperature), return_logits_mean)  # fmt: skip
     logprobs = -rows.loss.view(labels.shape)

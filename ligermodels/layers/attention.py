@@ -15,7 +15,7 @@ from ligermodels.layers.cache import LayerCache
 from ligermodels.layers.linear import (
     JointProjections,
     apply_linears,
-    is_plain,
+    is_fusable,
     parameters_of,
     warn_unfused,
 )
@@ -71,7 +71,7 @@ class Attention(JointProjections):
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
         o_proj = self.output_module
-        fused_output = is_plain(o_proj)
+        fused_output = is_fusable(o_proj)
         q, k, v = self._qkv(x, batch)
         key_mask = batch.key_mask
         if cache is not None:
@@ -99,7 +99,7 @@ class Attention(JointProjections):
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""
         inputs = self.joint_modules
         rotates = batch.cos is not None and batch.sin is not None
-        fused = is_plain(*inputs)
+        fused = is_fusable(*inputs)
         if not fused and len(inputs) > 1:
             warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):

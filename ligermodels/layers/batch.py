@@ -23,8 +23,8 @@ class _Inputs:
 class CrossStates(_Inputs):
     """What the tokens of one forward pass may attend to besides each other.
 
-    states: [B, N, states_size] of new pictures; None where all keys and values are in the cache already.
-    mask: bool [B, S, N], True where a token sees a state, of the cached pictures first; at least one True for each
+    states: [B, N, states_size] of new images; None where all keys and values are in the cache already.
+    mask: bool [B, S, N], True where a token sees a state, of the cached images first; at least one True for each
         token. None: all see all.
     attn_rows, mlp_rows: [B, S, 1], 0 at tokens to which a block must not add its attention, or its unit, and else 1;
         None: nowhere.
@@ -46,7 +46,7 @@ class Batch(_Inputs):
     max_seqlen: the longest packed sequence, in tokens; None if not known.
     padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
         attention that is not causal.
-    cross: what `CrossAttention` attends to; None where there are no pictures, here or in the cache.
+    cross: what `CrossAttention` attends to; None where there are no images, here or in the cache.
 
     A plain class, on purpose: FSDP's mixed precision casts all floating-point tensors that it finds in a block's
     inputs. It looks into dataclasses, tuples and dicts, and would round cos and sin to bf16.

@@ -141,21 +141,21 @@ class LayerCache:
 
 
 class CrossCache:
-    """One cross-attention layer's keys and values [B, N, HK, D] of all pictures so far; None before the first."""
+    """One cross-attention layer's keys and values [B, N, HK, D] of all images so far; None before the first."""
 
     def __init__(self) -> None:
         self.keys: Tensor | None = None
         self.values: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends k, v [B, N, HK, D] of new pictures and returns those of all; only the new ones have gradients.
+        """Appends k, v [B, N, HK, D] of new images and returns those of all; only the new ones have gradients.
 
-        Raises InputError if batch size, heads or dtype are not those of the pictures before.
+        Raises InputError if batch size, heads or dtype are not those of the images before.
         """
         if self.keys is not None and self.values is not None:
             if (self.keys.shape[0], *self.keys.shape[2:]) != (k.shape[0], *k.shape[2:]) or self.keys.dtype != k.dtype:
                 raise InputError(
-                    f"KV cache: keys {list(k.shape)} in {k.dtype} of new pictures do not fit those of the pictures "
+                    f"KV cache: keys {list(k.shape)} in {k.dtype} of new images do not fit those of the images "
                     f"before, {list(self.keys.shape)} in {self.keys.dtype}; was the cache made for another batch?"
                 )
             k, v = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
@@ -163,7 +163,7 @@ class CrossCache:
         return k, v
 
     def reset(self) -> None:
-        """Forgets the pictures."""
+        """Forgets the images."""
         self.keys = self.values = None
 
     def reorder(self, rows: Tensor) -> None:
@@ -177,9 +177,9 @@ class KVCache:
 
     max_length: tokens that memory is set aside for; a longer sequence makes a layer's buffers double.
     windows: for each layer the tokens that a query of it sees, counting itself, or None for all; left out: all
-    layers see all. cross_layers: the layers that attend to pictures instead; at least one does not. Memory:
+    layers see all. cross_layers: the layers that attend to images instead; at least one does not. Memory:
     2 * batch_size * num_kv_heads * head_dim elements per token held, and a layer holds max_length tokens, one with a
-    window at most window - 1 + SLACK of them, one of cross_layers as many as the pictures have states. Lengths are
+    window at most window - 1 + SLACK of them, one of cross_layers as many as the images have states. Lengths are
     known to the host: nothing synchronises. `state` is a dict for what else a model remembers of the tokens; its
     tensors have a row for each sequence.
     """

@@ -1,6 +1,6 @@
-"""Attention of text to the states of pictures, as Llama-3.2-Vision's cross layers have it.
+"""Attention of text to the states of images, as Llama-3.2-Vision's cross layers have it.
 
-Nothing rotates, nothing is causal, and queries and keys are normed head by head. Which token sees which picture
+Nothing rotates, nothing is causal, and queries and keys are normed head by head. Which token sees which image
 differs from token to token, so that prefill and training hand torch's attention a boolean mask [B, 1, S, N]: no engine
 writes scores, but this one expands the mask to the inputs' dtype, S * N elements a row of the batch. A single query,
 as in decoding, needs a mask of its keys only.
@@ -13,7 +13,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.cache import CrossCache
-from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_plain, warn_unfused
+from ligermodels.layers.linear import JointProjections, apply_linear, apply_linears, is_fusable, warn_unfused
 from ligermodels.layers.norm import RMSNorm
 
 
@@ -21,7 +21,7 @@ class CrossAttention(JointProjections):
     """Attention of x [B, S, hidden_size] to `batch.cross`, which must be there -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): keys and values come from the states, and from `cache`, one cross layer of a
-    `KVCache`, which keeps them: each picture is projected once.
+    `KVCache`, which keeps them: each image is projected once.
 
     states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
     key head. eps: of the norms over head_dim. Scores are scaled by head_dim ** -0.5.
@@ -55,18 +55,18 @@ class CrossAttention(JointProjections):
         self.lay_together()
 
     def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
-        assert batch.cross is not None, "a block without pictures has nothing to call this for"
+        assert batch.cross is not None, "a block without images has nothing to call this for"
         q, _ = self.q_norm(apply_linear(self.q_proj, x).unflatten(-1, (-1, self.head_dim)))
         k, v = self._keys_and_values(batch.cross.states, cache)
         return apply_linear(self.o_proj, _attend(q, k, v, batch.cross.mask).flatten(2))
 
     def _keys_and_values(self, states: Tensor | None, cache: CrossCache | None) -> tuple[Tensor, Tensor]:
-        """[B, N, num_kv_heads, head_dim] each, of cached pictures and new ones."""
+        """[B, N, num_kv_heads, head_dim] each, of cached images and new ones."""
         if states is None:
             if cache is None or cache.keys is None or cache.values is None:
-                raise InputError("cross-attention: neither states of pictures nor a cache that holds some")
+                raise InputError("cross-attention: neither states of images nor a cache that holds some")
             return cache.keys, cache.values
-        if not is_plain(*self.joint_modules):
+        if not is_fusable(*self.joint_modules):
             warn_unfused(self, self.joint_names, states)
         k, v = (t.unflatten(-1, (-1, self.head_dim)) for t in apply_linears(self.joint_modules, states))
         k, _ = self.k_norm(k)
@@ -80,9 +80,9 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """softmax(q k^T / sqrt(D)) v with mask bool [B, S, N]: [B, S, HQ, D]."""
     if q.shape[0] != k.shape[0] or (mask is not None and mask.shape != (*q.shape[:2], k.shape[1])):
         raise InputError(
-            f"cross-attention: {list(q.shape[:2])} tokens, {list(k.shape[:2])} states of pictures and a mask of "
+            f"cross-attention: {list(q.shape[:2])} tokens, {list(k.shape[:2])} states of images and a mask of "
             f"{None if mask is None else list(mask.shape)} do not fit; expected [B, S], [B, N] and [B, S, N]. Packed "
-            "sequences with pictures go into a batch of one row"
+            "sequences with images go into a batch of one row"
         )
     if mask is None or q.shape[1] == 1:
         return attention(q, k, v, causal=False, key_mask=None if mask is None else mask[:, 0])

@@ -52,7 +52,7 @@ class LinearJSDLoss(_Divergence):
 
     weight_soft times the divergence at `temperature` plus weight_hard times the cross entropy at the labels. No power
     of the temperature multiplies either. accum_dtype: what the gradient of the weight is summed in; None is the
-    weight's dtype. chunk_bytes: how much memory a chunk of the logits of both may take.
+    weight's dtype. workspace_bytes: how much memory a chunk of the logits of both may take.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class LinearJSDLoss(_Divergence):
         reduction: str = "mean",
         return_soft_hard_loss: bool = False,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int = 512 * 2**20,
+        workspace_bytes: int = 512 * 2**20,
     ):
         super().__init__(
             beta=beta,
@@ -77,7 +77,7 @@ class LinearJSDLoss(_Divergence):
             reduction=reduction,
             return_soft_hard_loss=return_soft_hard_loss,
             accum_dtype=accum_dtype,
-            chunk_bytes=chunk_bytes,
+            workspace_bytes=workspace_bytes,
         )
 
     def forward(

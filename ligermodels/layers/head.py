@@ -15,7 +15,7 @@ from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
-from ligermodels.layers.linear import is_plain, is_untouched, obstacle, warns
+from ligermodels.layers.linear import is_fusable, is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
 
 
@@ -31,10 +31,10 @@ class LMHead(nn.Module):
         of transformers does: see `keep_table`.
     """
 
-    chunk_bytes: int | None = None
+    workspace_bytes: int | None = None
     """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
 
-    `model.lm_head.chunk_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set it
+    `model.lm_head.workspace_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set it
     on the head itself, before something is wrapped around that.
     """
 
@@ -108,7 +108,7 @@ class LMHead(nn.Module):
         temperature: float = 1.0,
         return_logits_mean: bool = False,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int | None = None,
+        workspace_bytes: int | None = None,
     ) -> Tensor | CrossEntropyOutput | LogprobsOutput:
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
 
@@ -121,7 +121,7 @@ class LMHead(nn.Module):
         Raises InputError for options that do not go together, and where the tied table is sharded apart from the head.
         """
         weight = self._weight_for(x) if weight is None else weight
-        chunk_bytes = self.chunk_bytes if chunk_bytes is None else chunk_bytes
+        workspace_bytes = self.workspace_bytes if workspace_bytes is None else workspace_bytes
         if labels is None:
             return capped(nn.functional.linear(x, weight, self.bias), softcap)
         if return_logprobs:
@@ -151,7 +151,7 @@ class LMHead(nn.Module):
                 return_logits_mean=return_logits_mean,
                 num_valid=num_valid,
                 accum_dtype=accum_dtype,
-                chunk_bytes=chunk_bytes,
+                workspace_bytes=workspace_bytes,
             )
         if temperature != 1.0 or return_logits_mean:
             raise InputError("temperature and return_logits_mean belong to return_logprobs=True")
@@ -176,7 +176,7 @@ class LMHead(nn.Module):
             return_predicted_tokens=return_predicted_tokens,
             return_entropy=return_entropy,
             accum_dtype=accum_dtype,
-            chunk_bytes=chunk_bytes,
+            workspace_bytes=workspace_bytes,
         )
 
     def _weight_for(self, x: Tensor) -> Tensor:
@@ -247,7 +247,7 @@ def unwrapped(head: nn.Module) -> Callable[..., Any]:
         return functools.partial(inner, weight=weight)
     inner, copies = inside.get("original_module"), inside.get("modules_to_save")
     chooses = isinstance(inner, LMHead) and inner.bias is None and copies and not takes_labels(head)
-    if chooses and all(is_plain(copy) and copy.bias is None for copy in copies.values()):
+    if chooses and all(is_fusable(copy) and copy.bias is None for copy in copies.values()):
         return functools.partial(inner, weight=head.weight)
     return head
 

@@ -18,7 +18,7 @@ from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 
 
-def is_plain(*modules: nn.Module) -> bool:
+def is_fusable(*modules: nn.Module) -> bool:
     """True if calling each module is x @ weight.T + bias and nothing else: a fused kernel may stand in for it.
 
     An adapter wraps the module or replaces its class, a parametrization and FSDP replace its class, tensor
@@ -77,7 +77,7 @@ class Obstacle(NamedTuple):
 
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
-    """Why `is_plain(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
+    """Why `is_fusable(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
     if type(module) not in (classes or (nn.Linear,)):
         inside = module._modules.keys()
         wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
@@ -122,12 +122,12 @@ def warns(x: Tensor) -> bool:
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x); where the module is plain, x is not saved for the backward if a norm has just made it."""
-    return linear(x, module.weight, module.bias) if is_plain(module) else module(x)  # type: ignore[arg-type]
+    return linear(x, module.weight, module.bias) if is_fusable(module) else module(x)  # type: ignore[arg-type]
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     """[module(x) for module in modules], of which the plain ones are one matmul where their weights allow it."""
-    plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_plain(module)]
+    plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_fusable(module)]
     if len(plain) < 2:
         return [apply_linear(module, x) for module in modules]
     packed = packed_linear(x, *parameters_of(plain)).split([module.out_features for module in plain], dim=-1)  # type: ignore[misc]
@@ -159,7 +159,7 @@ class JointProjections(nn.Module):
         self.register_state_dict_post_hook(_give_own_storages)
 
     def lay_together(self) -> None:
-        weights, biases = parameters_of([module for module in self.joint_modules if is_plain(module)])
+        weights, biases = parameters_of([module for module in self.joint_modules if is_fusable(module)])
         for parameters in (weights, biases):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 lay_together(parameters)  # type: ignore[arg-type]

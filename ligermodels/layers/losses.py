@@ -97,7 +97,7 @@ class LinearCrossEntropyLoss(_Loss):
     """Cross entropy of x @ weight.T + bias, logits never whole; see `ligermodels.kernels.linear_cross_entropy`.
 
     class_weight [V] is what CrossEntropyLoss calls weight, which is the head's here. accum_dtype: what the gradient
-    of the weight is summed in; None is the weight's dtype. chunk_bytes: how much memory a chunk of logits may take;
+    of the weight is summed in; None is the weight's dtype. workspace_bytes: how much memory a chunk of logits may take;
     None is 512 MiB, or 2048 tokens where those take more.
     """
 
@@ -118,7 +118,7 @@ class LinearCrossEntropyLoss(_Loss):
         return_predicted_tokens: bool = False,
         return_entropy: bool = False,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int | None = None,
+        workspace_bytes: int | None = None,
     ):
         super().__init__(
             {
@@ -133,7 +133,7 @@ class LinearCrossEntropyLoss(_Loss):
                 "return_predicted_tokens": return_predicted_tokens,
                 "return_entropy": return_entropy,
                 "accum_dtype": accum_dtype,
-                "chunk_bytes": chunk_bytes,
+                "workspace_bytes": workspace_bytes,
             }
         )
         self.register_buffer("class_weight", class_weight, persistent=False)

@@ -13,7 +13,7 @@ from ligermodels.layers.linear import (
     JointProjections,
     apply_linear,
     apply_linears,
-    is_plain,
+    is_fusable,
     parameters_of,
     warn_unfused,
 )
@@ -51,7 +51,7 @@ class GatedMLP(JointProjections):
 
     def forward(self, x: Tensor) -> Tensor:
         inputs, down = self.joint_modules, self.output_module
-        if is_plain(*inputs, down):
+        if is_fusable(*inputs, down):
             weights, biases = parameters_of(inputs)
             packed = len(inputs) == 1
             return gated_mlp(
@@ -71,7 +71,7 @@ class GatedMLP(JointProjections):
     def _layer_by_layer(self, x: Tensor) -> Tensor:
         inputs, down = self.joint_modules, self.output_module
         gate, *up = apply_linears(inputs, x)
-        if not is_plain(down):
+        if not is_fusable(down):
             return down(glu(gate, *up, activation=self.activation))
         return glu_linear(gate, down.weight, down.bias, activation=self.activation, up=up[0] if up else None)
 
@@ -109,7 +109,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.projections)
-        if is_plain(fc1, fc2):
+        if is_fusable(fc1, fc2):
             return mlp(
                 x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation, recompute=self.recompute
             )
@@ -121,7 +121,7 @@ class MLP(nn.Module):
     def _layer_by_layer(self, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.projections)
         h = apply_linear(fc1, x)
-        if not is_plain(fc2):
+        if not is_fusable(fc2):
             return fc2(activate(h, activation=self.activation))
         return activation_linear(h, fc2.weight, fc2.bias, activation=self.activation)
 

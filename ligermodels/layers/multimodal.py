@@ -1,6 +1,6 @@
-"""Pictures among tokens, as Qwen2-VL has them: their sizes, their places in the text, their positions.
+"""VisionInputs among tokens, as Qwen2-VL has them: their sizes, their places in the text, their positions.
 
-A picture, or a video, of (frames, rows, columns) patches becomes frames * rows * columns / merge^2 tokens, frame by
+An image, or a video, of (frames, rows, columns) patches becomes frames * rows * columns / merge^2 tokens, frame by
 frame and row by row. Its patches come in the order of their tokens, and within a token row by row.
 
 All is a handful of operations on whole tensors, without a loop over tokens and without a wait for the device, once
@@ -21,7 +21,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._triton import is_capturing
 
 Grids = list[tuple[int, int, int]]
-"""Frames, rows and columns of each picture, in patches."""
+"""Frames, rows and columns of each image, in patches."""
 
 
 class PatchEmbedding(nn.Module):
@@ -47,17 +47,17 @@ class PatchEmbedding(nn.Module):
 
 
 class Kind(NamedTuple):
-    """The pictures of a call that share a token: name ("image", "video"), the token's id, sizes."""
+    """The images of a call that share a token: name ("image", "video"), the token's id, sizes."""
 
     name: str
     token_id: int
     grids: Grids
 
 
-class Pictures:
-    """The pictures of one call, of all kinds. False where there are none.
+class VisionInputs:
+    """The images of one call, of all kinds. False where there are none.
 
-    kinds: (name, token id, integer tensor [pictures, 3] or None) of each. Reading the sizes waits for the device where
+    kinds: (name, token id, integer tensor [images, 3] or None) of each. Reading the sizes waits for the device where
     the tensor is on one. Raises InputError for another shape, or sizes that `merge` does not divide.
     """
 
@@ -90,7 +90,7 @@ class Pictures:
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
     def put(self, x: Tensor, input_ids: Tensor, made: Tensor) -> Tensor:
-        """x [B, S, H] with `made` [tokens of all pictures, H] in the places of pictures, kind by kind, in order.
+        """x [B, S, H] with `made` [tokens of all images, H] in the places of images, kind by kind, in order.
 
         Where input_ids [B, S] hold too few of a kind, the result means nothing; `count` finds that out.
         """
@@ -100,7 +100,7 @@ class Pictures:
         return x.flatten(0, 1).index_copy(0, places, made.to(x.dtype)).view_as(x)
 
     def count(self, input_ids: Tensor) -> Callable[[], None]:
-        """Compares the tokens that stand for pictures with what the pictures make; InputError with both numbers.
+        """Compares the tokens that stand for images with what the images make; InputError with both numbers.
 
         On the CPU that is done here. On a GPU the numbers are on their way to the host while the forward runs, and
         the function that is returned, to be called behind it, looks at them, unless they cannot fit anyway. Not while
@@ -135,7 +135,7 @@ class Pictures:
     ) -> Tensor:
         """Positions of all tokens by time, row and column: int64 [3, B, S], on the device of input_ids [B, S].
 
-        Text counts on, the same on all three. A picture that begins at position p has its tokens at p + (frame, row,
+        Text counts on, the same on all three. An image that begins at position p has its tokens at p + (frame, row,
         column), and text behind it goes on at p + max(rows, columns) / merge; with `frames_count`, at p + frames if
         that is more.
 
@@ -151,7 +151,7 @@ class Pictures:
             raise InputError(f"attention_mask has shape {list(attention_mask.shape)}, expected {[rows, past + length]}")
         real = attention_mask[:, past:].bool()
         cells = torch.zeros(3, rows, length, dtype=torch.int64, device=input_ids.device)
-        steps = real.long()  # from a token to the next; within a picture 0, and on its last token all of it
+        steps = real.long()  # from a token to the next; within an image 0, and on its last token all of it
         for _, token_id, grids in self.kinds:
             if grids:
                 mine = (input_ids == token_id) & real
@@ -199,29 +199,29 @@ class Pictures:
 
 
 def num_tokens(grids: Grids, merge: int) -> int:
-    """Tokens of all these pictures together; with merge=1, patches."""
+    """Tokens of all these images together; with merge=1, patches."""
     return sum(t * h * w for t, h, w in grids) // merge**2
 
 
 def token_cells(grids: Grids, merge: int) -> Tensor:
-    """Frame, row and column of every token within its picture: int64 [3, tokens], on the CPU."""
+    """Frame, row and column of every token within its image: int64 [3, tokens], on the CPU."""
     frames, rows, columns = _sizes(grids, merge).T
     counts = frames * rows * columns
-    picture = torch.repeat_interleave(counts)
-    place = _range(len(picture)) - (counts.cumsum(0) - counts)[picture]
-    rows, columns = rows[picture], columns[picture]
+    image = torch.repeat_interleave(counts)
+    place = _range(len(image)) - (counts.cumsum(0) - counts)[image]
+    rows, columns = rows[image], columns[image]
     return torch.stack([place // (rows * columns), place // columns % rows, place % columns])
 
 
 def patch_cells(grids: Grids, merge: int) -> Tensor:
-    """Row and column of every patch within its picture: int64 [2, patches], on the CPU."""
+    """Row and column of every patch within its image: int64 [2, patches], on the CPU."""
     rows, columns = token_cells(grids, merge)[1:, :, None, None] * merge
     inner = _range(merge)
     return torch.stack(torch.broadcast_tensors(rows + inner[:, None], columns + inner)).flatten(1)
 
 
 def _cells_and_steps(grids: Grids, merge: int, frames_count: bool) -> Tensor:
-    """[4, tokens]: the cells, and at the end of each picture how far it moves what follows."""
+    """[4, tokens]: the cells, and at the end of each image how far it moves what follows."""
     cells = token_cells(grids, merge)
     sizes = _sizes(grids, merge)
     steps = torch.zeros_like(cells[:1])
@@ -230,7 +230,7 @@ def _cells_and_steps(grids: Grids, merge: int, frames_count: bool) -> Tensor:
 
 
 def _sizes(grids: Grids, merge: int) -> Tensor:
-    """In tokens: int64 [pictures, 3]."""
+    """In tokens: int64 [images, 3]."""
     return torch.tensor(grids, device="cpu") // torch.tensor([1, merge, merge], device="cpu")
 
 

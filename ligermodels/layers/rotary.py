@@ -15,12 +15,12 @@ with:
 The arithmetic is fp32 in the order in which transformers does it, so that the tables agree to the bit: at
 position 10000 the last bit of a frequency is worth 1e-3 of an angle.
 
-A token of a picture stands at three positions (time, row, column): with `sections`, the first frequencies turn by the
+A token of an image stands at three positions (time, row, column): with `sections`, the first frequencies turn by the
 first of them, the next by the second, the last by the third. `VisionRotary` has two, a row and a column.
 
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; Peng et al. 2023, "YaRN",
 https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.org/abs/2402.13753; Wang et al. 2024,
-"Qwen2-VL", https://arxiv.org/abs/2409.12191 (sections, pictures); transformers 5.23, modeling_rope_utils.py.
+"Qwen2-VL", https://arxiv.org/abs/2409.12191 (sections, images); transformers 5.23, modeling_rope_utils.py.
 """
 
 import math
@@ -262,7 +262,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class VisionRotary(nn.Module):
-    """Cosines and sines for the patches of pictures: half of a head's frequencies turn by the row, half by the column.
+    """Cosines and sines for the patches of images: half of a head's frequencies turn by the row, half by the column.
 
     forward(positions, integers [2, ...]: row and column) -> (cos, sin), fp32 [..., head_dim / 2]: first the row's
     entries, then the column's, for `ligermodels.kernels.rope`. fp32 whatever the model is cast to, as

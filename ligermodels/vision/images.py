@@ -1,9 +1,9 @@
-"""A picture of any origin as an RGB image of pillow, or an InputError that says why not.
+"""An image of any origin as an RGB image of pillow, or an InputError that says why not.
 
-- The orientation that a camera noted (EXIF) is applied, whether the picture comes as a file or as a PIL image.
+- The orientation that a camera noted (EXIF) is applied, whether the image comes as a file or as a PIL image.
 - Transparency lies on white.
 - 16 bits per pixel keep their high 8, where pillow's convert clips to white all that is above 255.
-- Of a file with an animation or many pages the first picture is taken, with a warning; of a PIL image the one that
+- Of a file with an animation or many pages the first image is taken, with a warning; of a PIL image the one that
   it is at.
 - Formats that pillow hands to other programs (EPS, WMF) and those that no camera or browser writes are refused.
 
@@ -39,7 +39,7 @@ MAX_STREAM_BYTES = 2**30
 _NOT_IMAGES = (
     (rb"^\s*$", "it is empty"),
     (rb"^version https://git-lfs", "it is a git-lfs pointer, not the file itself: run `git lfs pull`"),
-    (rb"(?i)^\s*(<!doctype html|<html)", "it is an HTML page: a link to a page was saved in place of the picture"),
+    (rb"(?i)^\s*(<!doctype html|<html)", "it is an HTML page: a link to a page was saved in place of the image"),
     (rb"(?i)^\s*(<\?xml.*)?<svg", "it is an SVG drawing: render it to PNG first"),
     (rb"^%PDF|^%!PS", "it is a PDF or PostScript document: render its page to PNG first"),
     (rb"^.{4}ftyp(hei|hev|mif)", "it is HEIC: `pip install pillow-heif`, then pillow_heif.register_heif_opener()"),
@@ -53,7 +53,7 @@ _NOT_IMAGES = (
 
 
 def load_image(source: Any) -> Image.Image:
-    """The picture as RGB, 8 bits per channel.
+    """The image as RGB, 8 bits per channel.
 
     source: the path of a file (also file://...), the bytes of a file (also data:image/...;base64,...), a file opened
     in binary mode, a PIL image, a numpy array uint8 [H, W], [H, W, 1], [H, W, 3] or [H, W, 4], or a torch tensor
@@ -141,7 +141,7 @@ def _rewindable(file: Any) -> BinaryIO:
     if not isinstance(data, bytes):
         raise InputError(f"the stream gives {type(data).__name__}, not bytes. Next step: open it in mode 'rb'.")
     if len(data) > MAX_STREAM_BYTES:
-        raise InputError(f"the stream has more than {MAX_STREAM_BYTES:,} bytes; no picture has that many.")
+        raise InputError(f"the stream has more than {MAX_STREAM_BYTES:,} bytes; no image has that many.")
     return io.BytesIO(data)
 
 
@@ -151,7 +151,7 @@ def _decode(file: BinaryIO, where: str) -> Image.Image:
     try:
         image = Image.open(file, formats=[name for name in FORMATS if name in Image.OPEN])
         if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO: a photograph and its previews
-            text = f"{where} holds several pictures: the first is taken, the others are left out."
+            text = f"{where} holds several images: the first is taken, the others are left out."
             warnings.warn(f"{text} For a video, pass a list of frames as videos.", stacklevel=3)
         if image.format == "TIFF" and (strips := [box for _, box, *_ in image.tile if box]):
             # pillow leaves black what no strip of the file covers.
@@ -207,7 +207,7 @@ def _from_array(array: np.ndarray | torch.Tensor) -> Image.Image:
     if len(shape) not in (2, 3) or (len(shape) == 3 and shape[axis] not in (1, 3, 4)):
         raise InputError(
             f"an image as {kind} must be {layout} with 1, 3 or 4 channels, not {shape}. Likely cause: the channels on "
-            "the other side, or several pictures in one: pass a list of them."
+            "the other side, or several images in one: pass a list of them."
         )
     if 0 in shape:
         raise InputError(f"the image {kind} is empty: its shape is {shape}.")

@@ -1,9 +1,9 @@
-"""Pictures as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
+"""VisionInputs as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
 
-- A picture is laid on a canvas of up to max_image_tiles square tiles: the one that it fills best, by growing if it
+- An image is laid on a canvas of up to max_image_tiles square tiles: the one that it fills best, by growing if it
   can, else by shrinking. It is resized to fit, but never grown beyond a tile; the rest of the canvas is black.
 - Black is black before normalisation. Unused tiles are 0 after it.
-- One token stands for a picture, whatever its size; what text sees of it is a mask over tokens, pictures and tiles.
+- One token stands for an image, whatever its size; what text sees of it is a mask over tokens, images and tiles.
 
 Checked against transformers 5.23, models/mllama/image_processing_pil_mllama.py and processing_mllama.py.
 """
@@ -31,7 +31,7 @@ def arrangements(max_tiles: int) -> tuple[tuple[int, int], ...]:
 
 
 def choose_canvas(height: int, width: int, max_tiles: int, tile: int) -> tuple[int, int]:
-    """The arrangement for a picture: the least growth if it can grow, else the least shrinking; then fewer tiles."""
+    """The arrangement for an image: the least growth if it can grow, else the least shrinking; then fewer tiles."""
     scales = {shape: min(shape[0] * tile / height, shape[1] * tile / width) for shape in arrangements(max_tiles)}
     growing = [scale for scale in scales.values() if scale >= 1]
     best = min(growing) if growing else max(scales.values())
@@ -39,7 +39,7 @@ def choose_canvas(height: int, width: int, max_tiles: int, tile: int) -> tuple[i
 
 
 def fit(height: int, width: int, canvas: tuple[int, int], tile: int) -> tuple[int, int]:
-    """(height, width) of the picture on a canvas of (tiles down, tiles across)."""
+    """(height, width) of the image on a canvas of (tiles down, tiles across)."""
     # Its own size, but at least a tile and at most the canvas.
     high, wide = (min(max(side, tile), tiles * tile) for side, tiles in zip((height, width), canvas, strict=True))
     if wide / width < high / height:
@@ -63,7 +63,7 @@ class MllamaImageProcessor(PixelSettings):
         fields = read_settings(config, where, {"size", "max_image_tiles", "do_pad"})
         for key in ("do_resize", "do_pad"):
             if config.get(key) is False:
-                raise ConfigError(f"{where}: {key} is false, and without it a picture does not fit its tiles.")
+                raise ConfigError(f"{where}: {key} is false, and without it an image does not fit its tiles.")
         if config.get("max_image_tiles") is not None:
             fields["max_image_tiles"] = whole(config, "max_image_tiles", where)
         size = config.get("size")
@@ -75,12 +75,12 @@ class MllamaImageProcessor(PixelSettings):
         return cls(**fields, tile_size=whole(size, "height", where))
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> tuple[dict[str, Tensor], list[list[int]]]:
-        """The inputs of the model, and the number of tiles of each picture.
+        """The inputs of the model, and the number of tiles of each image.
 
-        samples: the pictures of each sample, whatever `load_image` takes; a sample may have none.
-        pixel_values fp32 [B, images, tiles, 3, S, S], aspect_ratio_ids int64 [B, images] (0: no picture there),
-        aspect_ratio_mask int64 [B, images, tiles] (the first tile is 1 even where there is no picture).
-        Without any picture there are no inputs. Raises InputError.
+        samples: the images of each sample, whatever `load_image` takes; a sample may have none.
+        pixel_values fp32 [B, images, tiles, 3, S, S], aspect_ratio_ids int64 [B, images] (0: no image there),
+        aspect_ratio_mask int64 [B, images, tiles] (the first tile is 1 even where there is no image).
+        Without any image there are no inputs. Raises InputError.
         """
         counts: list[list[int]] = [[] for _ in samples]
         most = max(map(len, samples), default=0)
@@ -121,7 +121,7 @@ def cross_attention_mask(
 ) -> Tensor:
     """int64 [B, S, images, tiles]: 1 where a token looks at a tile.
 
-    A picture is seen from its own token up to the next picture's. Of pictures whose tokens follow one another all are
+    An image is seen from its own token up to the next image's. Of images whose tokens follow one another all are
     seen as far as the last. The last one is seen to the end of the row, padding behind the text included.
     """
     length, most = input_ids.shape[1], max(map(len, num_tiles), default=0)

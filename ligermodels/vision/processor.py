@@ -1,4 +1,4 @@
-"""Text with placeholders and the pictures for them into the inputs of a model.
+"""Text with placeholders and the images for them into the inputs of a model.
 
 What the families do with a placeholder differs: Qwen2-VL's is repeated until there is one for every embedding that
 the tower gives, Llama-3.2-Vision's stays one token, with a mask of who looks at which tile.
@@ -28,7 +28,7 @@ FAMILIES = {"qwen2_vl": "Qwen2VLImageProcessor", "mllama": "MllamaImageProcessor
 """model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""
 
 _SOURCES = {"image": ("image", "image_url", "url", "path", "base64"), "video": ("video", "url", "path")}
-"""Where a part of a message holds its picture or video."""
+"""Where a part of a message holds its image or video."""
 
 
 class ModelInputs(dict[str, Tensor]):
@@ -137,9 +137,9 @@ class Processor:
     ) -> ModelInputs:
         """The inputs of the model for one text or a list of texts.
 
-        text: with one placeholder (`image_token`, `video_token`) for each picture and video.
-        images: for one text a picture or a list of them; for several texts a list of lists, one for each text, or one
-        list, shared out by the placeholders. A picture is whatever `vision.load_image` takes.
+        text: with one placeholder (`image_token`, `video_token`) for each image and video.
+        images: for one text an image or a list of them; for several texts a list of lists, one for each text, or one
+        list, shared out by the placeholders. An image is whatever `vision.load_image` takes.
         videos: likewise; a video is a list of frames, or an array [frames, H, W, 3], or a tensor [frames, 3, H, W].
         padding_side: "left" to generate, "right" as many trainers want it.
         add_special_tokens: adds what the checkpoint puts around a text (BOS, unless the text has it already; in
@@ -148,7 +148,7 @@ class Processor:
 
         input_ids and attention_mask, int64 [B, S]; Qwen2-VL: pixel_values, image_grid_thw, pixel_values_videos,
         video_grid_thw; Llama-3.2-Vision: pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask.
-        What has no picture has no entry. Raises InputError.
+        What has no image has no entry. Raises InputError.
         """
         if padding_side not in ("left", "right") or not padding or return_tensors != "pt":
             raise InputError(
@@ -157,13 +157,13 @@ class Processor:
             )
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple) or not all(isinstance(one, str) for one in texts):
-            raise InputError(f"text must be a str or a list of them, not {str(text)[:80]!r}. images= takes pictures.")
+            raise InputError(f"text must be a str or a list of them, not {str(text)[:80]!r}. images= takes images.")
         if videos is not None and self.video_processor is None:
             raise InputError("this model takes no videos. Next step: pass some of the frames as images.")
         rows = [self._encode(one, add_special_tokens) for one in texts]
-        pictures = self._shared_out("image", images, rows)
+        images = self._shared_out("image", images, rows)
         if isinstance(self.image_processor, MllamaImageProcessor):
-            pixels, tiles = self.image_processor(pictures)
+            pixels, tiles = self.image_processor(images)
             inputs = self._padded(rows, padding_side)
             if pixels:
                 inputs["cross_attention_mask"] = cross_attention_mask(
@@ -172,11 +172,9 @@ class Processor:
             return ModelInputs(inputs | pixels)
         clips = self._shared_out("video", videos, rows)
         found: dict[str, Tensor] = {}
-        if any(pictures):
-            names = [
-                f"image {place} of text {row}" for row, batch in enumerate(pictures) for place in range(len(batch))
-            ]
-            found |= self.image_processor([picture for batch in pictures for picture in batch], names)
+        if any(images):
+            names = [f"image {place} of text {row}" for row, batch in enumerate(images) for place in range(len(batch))]
+            found |= self.image_processor([image for batch in images for image in batch], names)
             rows = self._expanded("image", rows, found["image_grid_thw"])
         if any(clips) and self.video_processor is not None:
             found |= self.video_processor.videos([clip for batch in clips for clip in batch])
@@ -200,7 +198,7 @@ class Processor:
         """A conversation, or a list of conversations, as inputs of the model; as text with tokenize=False.
 
         messages: [{"role": ..., "content": ...}]; a content is a str or a list of parts: {"type": "text", "text":
-        ...}, {"type": "image", "image": picture} (or url, path, base64, image_url), {"type": "video", "video":
+        ...}, {"type": "image", "image": image} (or url, path, base64, image_url), {"type": "video", "video":
         frames}. images, videos: those of parts that only say {"type": "image"}, in order; then for all of them.
         options: those of `Tokenizer.apply_chat_template`, variables of the template among them.
         Raises TokenizerError where the template refuses the conversation, InputError.
@@ -261,7 +259,7 @@ class Processor:
         if not isinstance(self.image_processor, MllamaImageProcessor) or bos is None:
             return self.tokenizer.encode(text, add_special_tokens)
         if add_special_tokens and bos not in text:
-            # As Llama-3.2-Vision was trained: the pictures at the start come before BOS.
+            # As Llama-3.2-Vision was trained: the images at the start come before BOS.
             start = 0
             while text.startswith(self.image_token, start):
                 start += len(self.image_token)
@@ -269,7 +267,7 @@ class Processor:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def _shared_out(self, kind: str, given: Any, rows: list[list[int]]) -> list[list[Any]]:
-        """The pictures (or videos) of each text. Raises InputError where their number is not the placeholders'."""
+        """The images (or videos) of each text. Raises InputError where their number is not the placeholders'."""
         token = self._tokens[kind]
         wanted = [row.count(token) for row in rows]
         is_one = _is_image if kind == "image" else _is_video
@@ -328,7 +326,7 @@ _FILM = " Video files are not decoded here: pass a list of frames."
 
 
 def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """(for pictures, for videos, the file's name). Objects nested in processor_config.json win, as in transformers."""
+    """(for images, for videos, the file's name). Objects nested in processor_config.json win, as in transformers."""
     found = {name: read_json(folder / name) for name in CONFIGS if (folder / name).is_file()}
     nested = found.get("processor_config.json", {})
     image, where = nested.get("image_processor"), folder / "processor_config.json"
@@ -379,7 +377,7 @@ def _is_video(value: Any) -> bool:
 
 
 def _split(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """(the messages with pictures and videos taken out, the pictures, the videos)."""
+    """(the messages with images and videos taken out, the images, the videos)."""
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         raise InputError(f"messages must be a list of dicts, or a list of such lists, not {str(chat)[:80]!r}.")
     taken: dict[str, list[Any]] = {"image": [], "video": []}
@@ -393,7 +391,7 @@ def _split(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _without_source(part: Mapping[str, Any], taken: dict[str, list[Any]]) -> Mapping[str, Any]:
-    """The part as the template is to see it. Its picture or video is put into `taken`.
+    """The part as the template is to see it. Its image or video is put into `taken`.
 
     Keys that hold None, as tables of parts have them, are left out: templates only look whether a key is there.
     """

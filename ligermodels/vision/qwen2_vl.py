@@ -1,8 +1,8 @@
-"""Pictures and videos as the rows of patches that Qwen2-VL's tower reads.
+"""VisionInputs and videos as the rows of patches that Qwen2-VL's tower reads.
 
-- Every picture keeps its own size: both sides become multiples of 28 (patch_size * merge_size), the number of pixels
+- Every image keeps its own size: both sides become multiples of 28 (patch_size * merge_size), the number of pixels
   comes between min_pixels and max_pixels, the aspect ratio stays about what it was.
-- A patch covers temporal_patch_size frames; of a picture the one frame is repeated.
+- A patch covers temporal_patch_size frames; of an image the one frame is repeated.
 - Rows are in the order in which the tower merges them: blocks of merge_size x merge_size patches, row by row of
   blocks; within a row of numbers: channel, frame, line, column.
 - A frame of a video has limits of its own, see `Qwen2VLImageProcessor.from_config`.
@@ -56,7 +56,7 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLImageProcessor(PixelSettings):
-    """min_pixels, max_pixels: of one picture, or of one frame of a video.
+    """min_pixels, max_pixels: of one image, or of one frame of a video.
 
     cap_pixels_per_frame: a video of many frames gets smaller ones, so that all of it takes about 0.9 *
     max_video_tokens tokens; off unless the file says otherwise, as in transformers 5.23.
@@ -78,8 +78,8 @@ class Qwen2VLImageProcessor(PixelSettings):
 
         Limits are read from min_pixels and max_pixels (transformers 4), else from size (5: shortest_edge and
         longest_edge, which are numbers of pixels; 4.45: the same names again). Without any they are transformers'
-        own: for pictures 3,136 and 1,003,520; for a frame 100,352 and 602,112, where versions before 4.52 took the
-        picture's. A checkpoint without a file for videos uses that for pictures, limits included, in every version
+        own: for images 3,136 and 1,003,520; for a frame 100,352 and 602,112, where versions before 4.52 took the
+        image's. A checkpoint without a file for videos uses that for images, limits included, in every version
         and here.
         Raises ConfigError.
         """
@@ -96,7 +96,7 @@ class Qwen2VLImageProcessor(PixelSettings):
         return self.patch_size * self.merge_size
 
     def num_tokens(self, grid: Sequence[int] | Tensor) -> int:
-        """Placeholders that a picture or video takes, from its row of image_grid_thw or video_grid_thw."""
+        """Placeholders that an image or video takes, from its row of image_grid_thw or video_grid_thw."""
         return math.prod(int(side) for side in grid) // self.merge_size**2
 
     def __call__(self, images: Sequence[Any], names: Sequence[str] | None = None) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class Qwen2VLImageProcessor(PixelSettings):
             if len(sizes := {frame.size for frame in frames}) != 1:
                 raise InputError(
                     f"video {index} has frames of different sizes, such as {sorted(sizes)[:2]} (width, height). Likely "
-                    "cause: pictures that belong into images=, one by one."
+                    "cause: images that belong into images=, one by one."
                     if sizes
                     else f"video {index} has no frames."
                 )
@@ -135,7 +135,7 @@ class Qwen2VLImageProcessor(PixelSettings):
         return {"pixel_values_videos": pixels, "video_grid_thw": grids}
 
     def _sized(self, frames: list[Image.Image]) -> list[Image.Image]:
-        """The frames of one picture or video in the size and number of whole patches."""
+        """The frames of one image or video in the size and number of whole patches."""
         height, width = frames[0].height, frames[0].width
         if self.do_resize:
             size = self._size(len(frames), height, width)
@@ -147,7 +147,7 @@ class Qwen2VLImageProcessor(PixelSettings):
         return frames + frames[-1:] * (-len(frames) % self.temporal_patch_size)
 
     def _patches(self, clips: list[list[Image.Image]]) -> tuple[Tensor, Tensor]:
-        """Rows of patches of all pictures (or videos), and the grid (time, height, width) of each."""
+        """Rows of patches of all images (or videos), and the grid (time, height, width) of each."""
         p, m, t = self.patch_size, self.merge_size, self.temporal_patch_size
         grids = [(len(frames) // t, frames[0].height // p, frames[0].width // p) for frames in clips]
         rows = np.empty((sum(map(math.prod, grids)), 3 * t * p * p), dtype=np.float32)

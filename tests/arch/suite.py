@@ -89,7 +89,7 @@ class Suite:
             )
         model(ids)
         for block in blocks:
-            if block.mlp in outputs:  # a cross block without pictures runs nothing
+            if block.mlp in outputs:  # a cross block without images runs nothing
                 assert (last_unit(block) is block.mlp) == (outputs[block] is outputs[block.mlp])
 
     def test_loss_and_every_gradient(self, hf, model, ids):

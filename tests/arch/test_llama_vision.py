@@ -1,4 +1,4 @@
-"""Llama-3.2-Vision against transformers: text alone, pictures of every shape, masks, caches, both layouts."""
+"""Llama-3.2-Vision against transformers: text alone, images of every shape, masks, caches, both layouts."""
 
 import copy
 import json
@@ -142,8 +142,8 @@ def compare_gradients(hf, model, allowed=GRADIENTS):
     return used
 
 
-def pictures(config, placed, length=24, seed=3):
-    """ids with a picture token at each place, the pictures' arguments, and labels.
+def images(config, placed, length=24, seed=3):
+    """ids with an image token at each place, the images' arguments, and labels.
 
     placed: for each row a list of (place, index of the aspect ratio).
     """
@@ -160,11 +160,11 @@ def pictures(config, placed, length=24, seed=3):
     counts = []
     for row, found in enumerate(placed):
         counts.append([ratios[kind][0] * ratios[kind][1] for _, kind in found])
-        for picture, ((place, kind), count) in enumerate(zip(found, counts[-1], strict=True)):
+        for image, ((place, kind), count) in enumerate(zip(found, counts[-1], strict=True)):
             ids[row, place] = IMAGE
-            pixels[row, picture, :count] = torch.randn(shape[2:], generator=generator)[:count]
-            ratio_ids[row, picture] = 1 + kind
-            there[row, picture, :count] = 1
+            pixels[row, image, :count] = torch.randn(shape[2:], generator=generator)[:count]
+            ratio_ids[row, image] = 1 + kind
+            there[row, image, :count] = 1
     spans = [get_cross_attention_token_mask(row, IMAGE) for row in ids.tolist()]
     mask = torch.from_numpy(convert_sparse_cross_attention_mask_to_dense(spans, counts, tiles, length))
     mask = torch.nn.functional.pad(mask, (0, 0, 0, most - mask.shape[2]))
@@ -174,7 +174,7 @@ def pictures(config, placed, length=24, seed=3):
 
 
 def placements(config):
-    """Every aspect ratio once; text before the first picture, neighbours, rows with fewer and with none."""
+    """Every aspect ratio once; text before the first image, neighbours, rows with fewer and with none."""
     kinds = len(config["vision_config"].get("supported_aspect_ratios", RATIOS))
     kinds = list(range(kinds)) * 2
     return [[(0, kinds[0]), (1, kinds[1]), (9, kinds[2])], [(4, kinds[3]), (11, kinds[4])], [(7, kinds[5])], []]
@@ -195,7 +195,7 @@ def copied(tiny, written, tmp_path):
 
 
 class WithPictures(torch.nn.Module):
-    """A model that is shown the same pictures in every call."""
+    """A model that is shown the same images in every call."""
 
     def __init__(self, model, shown):
         super().__init__()
@@ -206,7 +206,7 @@ class WithPictures(torch.nn.Module):
 
 
 class TestText(Suite):
-    """Without pictures: the cross blocks and the tower are as if they were not there."""
+    """Without images: the cross blocks and the tower are as if they were not there."""
 
     arch = LlamaVision
     TINY = TINY
@@ -317,14 +317,14 @@ class TestText(Suite):
 
     @pytest.mark.gpu
     def test_bf16_on_a_gpu_is_as_near_to_fp32_as_transformers(self, hf, folder, tiny):
-        """Logits with pictures, and the gradient of the class token: it has been through text, projector and tower."""
+        """Logits with images, and the gradient of the class token: it has been through text, projector and tower."""
         if not tiny["text_config"]["cross_attention_layers"]:
-            pytest.skip("pictures leave no mark")
+            pytest.skip("images leave no mark")
         ours = self.arch.from_hub(folder, dtype=torch.bfloat16, device="cuda", progress=False)
         eager = theirs(folder).to("cuda", torch.bfloat16)
         errors = []
         for seed in range(15):
-            ids, labels, shown = pictures(tiny, placements(tiny), seed=seed)
+            ids, labels, shown = images(tiny, placements(tiny), seed=seed)
             results = []
             for model in (hf, ours, eager):
                 place = next(model.parameters()).device
@@ -340,11 +340,11 @@ class TestText(Suite):
 
     @pytest.mark.gpu
     def test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(self, model, tiny):
-        ids, _, shown = pictures(tiny, placements(tiny))
+        ids, _, shown = images(tiny, placements(tiny))
         if not tiny["text_config"]["cross_attention_layers"]:
             pytest.skip("no gradient reaches the tower")
         shown = {name: value.cuda() for name, value in shown.items()}
-        # The labels of picture tokens take the place of their ids, which the head has no logit for.
+        # The labels of image tokens take the place of their ids, which the head has no logit for.
         ids = ids.clamp(max=VOCAB - 1)
         super().test_a_training_step_passes_the_sync_checker_is_captured_and_compiles(
             WithPictures(model.cuda(), shown), ids
@@ -368,14 +368,14 @@ class TestPictures:
 
     @pytest.fixture
     def batch(self, tiny):
-        return pictures(tiny, placements(tiny))
+        return images(tiny, placements(tiny))
 
     def test_logits_loss_and_every_gradient(self, hf, model, batch):
         ids, labels, shown = batch
         expected = hf(ids, labels=labels, **shown)
         output = model(ids, labels=labels, return_logits=True, output_hidden_states=True, **shown)
         assert relative(output.logits, expected.logits) < LOGITS
-        assert relative(model(ids).logits, expected.logits) > 0.01, "the pictures must leave their mark"
+        assert relative(model(ids).logits, expected.logits) > 0.01, "the images must leave their mark"
         assert abs(output.loss - expected.loss) < LOGITS * expected.loss
         states = hf(ids, output_hidden_states=True, **shown).hidden_states
         assert all(relative(a, b) < LOGITS for a, b in zip(output.hidden_states, states, strict=True))
@@ -390,7 +390,7 @@ class TestPictures:
         assert relative(model(ids, **shown).logits, theirs_logits(hf, ids, **shown)) < LOGITS
 
     def test_greedy_tokens_batched_and_left_padded(self, hf, model, tiny):
-        ids, _, shown = pictures(tiny, [[(3, 2), (8, 1)], [(0, 0), (7, 2)], [(4, 1)], []], length=12)
+        ids, _, shown = images(tiny, [[(3, 2), (8, 1)], [(0, 0), (7, 2)], [(4, 1)], []], length=12)
         mask = torch.ones_like(ids)
         mask[0, :3] = mask[2, :4] = mask[3, :7] = 0
         # transformers counts the cached tokens in block 0, which must then be none of the cross blocks
@@ -420,7 +420,7 @@ class TestPictures:
         assert relative(torch.cat(parts, 1), full) < LOGITS
 
     def test_a_cache_takes_up_pictures_of_a_later_turn(self, hf, model, tiny):
-        ids, _, shown = pictures(tiny, [[(0, 1), (10, 0)], [(0, 2), (10, 1)]])
+        ids, _, shown = images(tiny, [[(0, 1), (10, 0)], [(0, 2), (10, 1)]])
         full = model(ids, **shown).logits
         for each in (model, hf) if 0 not in tiny["text_config"]["cross_attention_layers"] else (model,):
             cache = model.new_cache(2, 24) if each is model else transformers.DynamicCache(config=hf.config.text_config)
@@ -450,7 +450,7 @@ class TestPictures:
         assert torch.equal(model(ids[order], past_key_values=cache).logits, model(ids[order]).logits)
 
     def test_packed_samples_in_one_row_equal_the_samples(self, model, tiny):
-        ids, _, shown = pictures(tiny, [[(0, 1)], [(0, 2)]], length=12)
+        ids, _, shown = images(tiny, [[(0, 1)], [(0, 2)]], length=12)
         apart = model(ids, **shown).logits
         mask = shown["cross_attention_mask"]
         joined = torch.zeros(1, 24, 2, mask.shape[-1], dtype=torch.long)
@@ -542,7 +542,7 @@ def loaded(checkpoint):
 
 
 def shown_logits(model, **changes):
-    ids, _, shown = pictures(TINY["grouped"], placements(TINY["grouped"]))
+    ids, _, shown = images(TINY["grouped"], placements(TINY["grouped"]))
     return model(ids, **{**shown, **changes}).logits
 
 
@@ -632,7 +632,7 @@ def test_states_before_the_blocks_are_those_behind_the_ones_before_them(tmp_path
 
 def test_meta_s_rule_leaves_out_the_attention_of_rows_without_a_picture(checkpoint, loaded):
     hf = theirs(checkpoint)
-    _, _, shown = pictures(TINY["grouped"], placements(TINY["grouped"]))
+    _, _, shown = images(TINY["grouped"], placements(TINY["grouped"]))
     rows = shown["cross_attention_mask"].any(-1).any(-1)
     for layer in hf.model.language_model.layers:
         if hasattr(layer, "cross_attn"):
@@ -742,16 +742,16 @@ def test_what_cannot_work_is_refused(changes, words):
 
 
 def test_arguments_that_do_not_fit_are_named(loaded):
-    ids, _, shown = pictures(TINY["grouped"], [[(0, 1)], []], length=5)
+    ids, _, shown = images(TINY["grouped"], [[(0, 1)], []], length=5)
     with pytest.raises(InputError, match="need their aspect_ratio_ids and aspect_ratio_mask"):
         loaded(ids, pixel_values=shown["pixel_values"])
     for name, value, words in [
         ("pixel_values", shown["pixel_values"][..., :-4], "another model"),
-        ("pixel_values", shown["pixel_values"][0], "expected .batch, pictures, 4, 3, 8, 8."),
+        ("pixel_values", shown["pixel_values"][0], "expected .batch, images, 4, 3, 8, 8."),
         ("aspect_ratio_ids", shown["aspect_ratio_ids"][:1], "aspect_ratio_ids .1, 1."),
         ("aspect_ratio_mask", shown["aspect_ratio_mask"][:, :, :2], "aspect_ratio_mask .2, 1, 2."),
         ("cross_attention_mask", shown["cross_attention_mask"][:, :3], "expected .2, 5, 1, 4."),
-        ("cross_attention_mask", shown["cross_attention_mask"].repeat(1, 1, 2, 1), "all pictures so far"),
+        ("cross_attention_mask", shown["cross_attention_mask"].repeat(1, 1, 2, 1), "all images so far"),
     ]:
         with pytest.raises(InputError, match=words):
             loaded(ids, **{**shown, name: value})
@@ -782,7 +782,7 @@ def test_the_whole_model_compiles_without_a_graph_break():
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(0.5 if name.endswith("gate") else 0)
-    ids, labels, shown = pictures(config, placements(config))
+    ids, labels, shown = images(config, placements(config))
     torch.compiler.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     compiled(ids, labels=labels, **shown).loss.backward()

@@ -1,4 +1,4 @@
-"""Qwen2-VL: as a model of text, and with pictures and videos, against transformers and plain formulas."""
+"""Qwen2-VL: as a model of text, and with images and videos, against transformers and plain formulas."""
 
 import json
 import shutil
@@ -127,8 +127,8 @@ def flat(config):
     return {**text, **config, "vision_config": vision, "torch_dtype": dtype}
 
 
-class Pictures(dict):
-    """Inputs of a model for rows of text and pictures; `hf` are those of transformers."""
+class VisionInputs(dict):
+    """Inputs of a model for rows of text and images; `hf` are those of transformers."""
 
     @property
     def hf(self):
@@ -157,7 +157,7 @@ def inputs(rows, config=None, *, pad="left"):
                 text += [START] + [IMAGE if kind == "image" else VIDEO] * (t * h * w) + [END]
         texts.append(text)
     longest = max(map(len, texts))
-    made = Pictures()
+    made = VisionInputs()
     gaps = [[0] * (longest - len(text)) for text in texts]
     sides = (lambda gap, text: gap + text) if pad == "left" else (lambda gap, text: text + gap)
     made["input_ids"] = torch.tensor([sides(gap, text) for gap, text in zip(gaps, texts, strict=True)])
@@ -215,7 +215,7 @@ class TestText(Suite):
         return on_disk(tensors)
 
     def compare_gradients(self, hf, model):
-        """Those of the text; without pictures the tower has none, here as there."""
+        """Those of the text; without images the tower has none, here as there."""
         found = {name: p.grad for name, p in hf.named_parameters()}
         assert {name for name, grad in found.items() if grad is None} == {n for n in found if "visual" in n}
         assert all(p.grad is None for p in model.model.visual.parameters())
@@ -268,7 +268,7 @@ class TestText(Suite):
 
 
 def bf16_is_as_near_as_transformers(hf, folder, config, device):
-    """As the suite's, with pictures: medians over 15 texts of the errors of logits and of all gradients together."""
+    """As the suite's, with images: medians over 15 texts of the errors of logits and of all gradients together."""
     ours = load(folder, dtype=torch.bfloat16, device=device)
     eager = suite.theirs(folder).to(device, torch.bfloat16)
     regions = weights.regions(ours, ours.DISK_NAMES)
@@ -359,7 +359,7 @@ def test_logits_tokens_and_decoding(rows, folder, model):
     expected = hf.generate(**batch.hf, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     assert torch.equal(model.generate(**batch, max_new_tokens=12, eos_token_id=[]), expected)
     # the tokens that were made, once more in one go
-    again = Pictures(batch, input_ids=expected.masked_fill(expected >= IMAGE, 5))
+    again = VisionInputs(batch, input_ids=expected.masked_fill(expected >= IMAGE, 5))
     again["input_ids"][:, : full.shape[1]] = batch["input_ids"]
     if "attention_mask" in batch:
         again["attention_mask"] = torch.cat([batch["attention_mask"], torch.ones(len(expected), 12).long()], dim=1)
@@ -398,7 +398,7 @@ def test_padding_changes_nothing(model, pad):
 
 
 def test_pictures_may_come_with_a_later_call(model):
-    """As in a conversation whose cache is kept; positions go on behind the first picture, and behind the padding."""
+    """As in a conversation whose cache is kept; positions go on behind the first image, and behind the padding."""
     torch.manual_seed(2)
     rows = [[3, image(2, 3), 4, image(1, 2), video(3, 1, 1), 2], [2, image(2, 3), 4, image(1, 2), video(3, 1, 1), 2]]
     batch = inputs(rows)
@@ -427,7 +427,7 @@ def test_pictures_may_come_with_a_later_call(model):
     assert len(pixels[0]) == patches
     assert relative(torch.cat([a, b], dim=1)[batch.real], whole[batch.real]) < LOGITS
     step = torch.tensor([[7], [8]])
-    longer = Pictures(batch, input_ids=torch.cat([batch["input_ids"], step], 1))
+    longer = VisionInputs(batch, input_ids=torch.cat([batch["input_ids"], step], 1))
     longer["attention_mask"] = torch.cat([mask, torch.ones(2, 1).long()], 1)
     decoded = model(step, longer["attention_mask"], past_key_values=cache).logits
     assert relative(decoded, model(**longer).logits[:, -1:]) < LOGITS
@@ -747,11 +747,11 @@ def test_frames_of_one_size_are_a_batch_and_others_sequences(model, monkeypatch)
 
 
 def change(name, make):
-    return lambda batch: Pictures(batch, **{name: make(batch.get(name))})
+    return lambda batch: VisionInputs(batch, **{name: make(batch.get(name))})
 
 
 def drop(name):
-    return lambda batch: Pictures({key: value for key, value in batch.items() if key != name})
+    return lambda batch: VisionInputs({key: value for key, value in batch.items() if key != name})
 
 
 NO_INPUT = {
@@ -767,18 +767,21 @@ NO_INPUT = {
         change("input_ids", lambda x: torch.cat([x, x.new_tensor([[VIDEO]])], 1)),
         ["3 tokens", "make 2"],
     ),
-    "a picture too few": (change("image_grid_thw", lambda x: x[1:]), ["[4, 24]", "image_grid_thw"]),
+    "an image too few": (change("image_grid_thw", lambda x: x[1:]), ["[4, 24]", "image_grid_thw"]),
     "a text cut": (change("input_ids", lambda x: x[:, :8]), ["image_token_id 90", "make 7"]),
     "no pixels": (drop("pixel_values"), ["image pixels are none", "floats [28, 24]"]),
     "no sizes": (drop("image_grid_thw"), ["image pixels are floats [28, 24]", "ask for none"]),
-    "no picture": (lambda batch: Pictures(input_ids=batch["input_ids"]), ["7 tokens", "make 0"]),
-    "no ids": (lambda batch: drop("input_ids")(Pictures(batch, inputs_embeds=torch.zeros(1, 23, 32))), ["input_ids"]),
+    "no image": (lambda batch: VisionInputs(input_ids=batch["input_ids"]), ["7 tokens", "make 0"]),
+    "no ids": (
+        lambda batch: drop("input_ids")(VisionInputs(batch, inputs_embeds=torch.zeros(1, 23, 32))),
+        ["input_ids"],
+    ),
     "embeddings, too": (change("inputs_embeds", lambda x: torch.zeros(1, 23, 32)), ["no inputs_embeds"]),
     "pixels of another patch": (change("pixel_values", lambda x: x[:, :12]), ["[28, 12]", "[28, 24]"]),
     "pixels as numpy has them": (change("pixel_values", lambda x: x.numpy()), ["a ndarray", "floats [28, 24]"]),
     "boundaries as a list": (change("cu_seqlens", lambda x: [0, 23]), ["cu_seqlens is a list"]),
     "bytes": (change("pixel_values", lambda x: x.byte()), ["torch.uint8 [28, 24]", "floats [28, 24]"]),
-    "sizes of one picture": (change("image_grid_thw", lambda x: x[0]), ["[3]", "integers [images, 3]"]),
+    "sizes of one image": (change("image_grid_thw", lambda x: x[0]), ["[3]", "integers [images, 3]"]),
     "sizes as floats": (change("image_grid_thw", lambda x: x.float()), ["torch.float32", "integers"]),
     "odd rows": (change("video_grid_thw", lambda x: x + 1), ["video_grid_thw holds", "multiples of 2"]),
     "no frame": (change("video_grid_thw", lambda x: x * 0), ["holds [0, 0, 0]", "positive"]),

@@ -319,7 +319,7 @@ FILES: dict[str, tuple[Spoil, type, str]] = {
     "an unknown family with code of its own": (
         lambda f: change(f, {"model_type": "x", "auto_map": {"AutoModelForCausalLM": "evil.Model"}}),
         ConfigError, "the zoo"),
-    "a model of pictures": (
+    "a model of images": (
         lambda f: (f / "config.json").write_text(
             json.dumps({"model_type": "llama", "text_config": {"hidden_size": 16}, "vision_config": {}})),
         ConfigError, "text_config"),

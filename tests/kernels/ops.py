@@ -724,13 +724,13 @@ def loss_op() -> Op:
     return Op(kernels.cross_entropy, reference, eager_cross_entropy, sizes, make, edges, huge, noise=probability_noise)
 
 
-def eager_linear_cross_entropy(x, weight, labels, *, bias=None, accum_dtype=None, chunk_bytes=None, **options):
+def eager_linear_cross_entropy(x, weight, labels, *, bias=None, accum_dtype=None, workspace_bytes=None, **options):
     return eager_cross_entropy(F.linear(x, weight, bias), labels, **options)
 
 
 def no_chunks(reference):
     """References hold all logits: they know nothing of chunks and of what sums over them are kept in."""
-    return lambda *args, accum_dtype=None, chunk_bytes=None, **options: reference(*args, **options)
+    return lambda *args, accum_dtype=None, workspace_bytes=None, **options: reference(*args, **options)
 
 
 HIDDEN = [1, 7, 64, 96, 257, 896]
@@ -740,21 +740,21 @@ def head_sizes(j: int, draw: random.Random, interpreted: bool) -> dict[str, Any]
     """Sizes of a head, whose weight stays below 2^25 elements, and a chunk size that gives several chunks or one."""
     vocab = pick(VOCABS, j, interpreted, 70)
     hidden = draw.choice([h for h in HIDDEN if h * vocab <= 2**25 and not (interpreted and h > 96)])
-    chunk_bytes = draw.choice([1, 2**29])
-    return {"row": max(vocab, hidden), "vocab": vocab, "hidden": hidden, "chunk_bytes": chunk_bytes}
+    workspace_bytes = draw.choice([1, 2**29])
+    return {"row": max(vocab, hidden), "vocab": vocab, "hidden": hidden, "workspace_bytes": workspace_bytes}
 
 
 def linear_loss_op() -> Op:
     def sizes(j, draw, interpreted):
         return head_sizes(j, draw, interpreted) | {"options": loss_options(draw), "bias": draw.random() < 0.3}
 
-    def make(m, rows, *, vocab, hidden, chunk_bytes=2**29, options, bias=False, labels=None, scale=1.0):
+    def make(m, rows, *, vocab, hidden, workspace_bytes=2**29, options, bias=False, labels=None, scale=1.0):
         lead = m.lead(rows)
         x, weight = m(*lead, hidden, scale=scale * hidden**-0.5), m(vocab, hidden)
         tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead) if labels is None else labels(lead)}
         if bias:
             tensors["bias"] = m(vocab)
-        return Case(tensors, options | {"chunk_bytes": chunk_bytes}, vocab, max(vocab, hidden, rows))
+        return Case(tensors, options | {"workspace_bytes": workspace_bytes}, vocab, max(vocab, hidden, rows))
 
     def edge(rows=9, vocab=70, ignored=0.0, scale=1.0, **options):
         def case(m):
@@ -1054,7 +1054,7 @@ def jsd_op() -> Op:
 
 def eager_linear_jsd(
     student_x, student_weight, teacher_x, teacher_weight, *, labels=None, student_bias=None, teacher_bias=None,
-    temperature=1.0, weight_hard=0.0, weight_soft=1.0, beta=0.5, reduction="mean", accum_dtype=None, chunk_bytes=None,
+    temperature=1.0, weight_hard=0.0, weight_soft=1.0, beta=0.5, reduction="mean", accum_dtype=None, workspace_bytes=None,
 ):  # fmt: skip
     z = F.linear(student_x, student_weight, student_bias)
     u = F.linear(teacher_x, teacher_weight, teacher_bias)[..., : student_weight.shape[0]]
@@ -1074,7 +1074,7 @@ def linear_jsd_op() -> Op:
             options |= {"weight_hard": 0.3, "weight_soft": 0.7}
         return head_sizes(j, draw, interpreted) | {"options": options, "padded": draw.choice([0, 0, 5])}
 
-    def make(m, rows, *, vocab, hidden, chunk_bytes=2**29, options, padded=0, ignored=None, scale=1.0, same=False):
+    def make(m, rows, *, vocab, hidden, workspace_bytes=2**29, options, padded=0, ignored=None, scale=1.0, same=False):
         lead, wide = m.lead(rows), hidden if same else hidden + 3
         tensors = {
             "student_x": m(*lead, hidden, scale=scale * hidden**-0.5),
@@ -1086,7 +1086,7 @@ def linear_jsd_op() -> Op:
             tensors["teacher_x"], tensors["teacher_weight"] = (tensors[n].detach() for n in list(tensors)[:2])
         if options.get("weight_hard") or ignored is not None or m.draw.random() < 0.5:
             tensors["labels"] = m.labels(vocab, *lead, ignored=ignored)
-        return Case(tensors, options | {"chunk_bytes": chunk_bytes}, vocab, max(vocab, hidden, rows))
+        return Case(tensors, options | {"workspace_bytes": workspace_bytes}, vocab, max(vocab, hidden, rows))
 
     def edge(beta, rows=9, vocab=70, **more):
         return lambda m: make(m, rows, vocab=vocab, hidden=16, options={"beta": beta}, **more)
@@ -1119,7 +1119,7 @@ def linear_jsd_op() -> Op:
 
 def eager_linear_logprobs(
     x, weight, labels, *, bias=None, temperature=1.0, softcap=None, return_entropy=False, return_logits_mean=False,
-    accum_dtype=None, chunk_bytes=None,
+    accum_dtype=None, workspace_bytes=None,
 ):  # fmt: skip
     """selective_log_softmax of TRL, and its entropy_from_logits, of logits cast up."""
     logits = F.linear(x, weight, bias)
@@ -1144,13 +1144,13 @@ def logprobs_op() -> Op:
         }
         return head_sizes(j, draw, interpreted) | {"options": options, "bias": draw.random() < 0.3}
 
-    def make(m, rows, *, vocab, hidden, chunk_bytes=2**29, options, bias=False, ignored=None, scale=1.0):
+    def make(m, rows, *, vocab, hidden, workspace_bytes=2**29, options, bias=False, ignored=None, scale=1.0):
         lead = m.lead(rows)
         x, weight = m(*lead, hidden, scale=scale * hidden**-0.5), m(vocab, hidden)
         tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead, ignored=ignored)}
         if bias:
             tensors["bias"] = m(vocab)
-        return Case(tensors, options | {"chunk_bytes": chunk_bytes}, vocab, max(vocab, hidden, rows))
+        return Case(tensors, options | {"workspace_bytes": workspace_bytes}, vocab, max(vocab, hidden, rows))
 
     def edge(rows=9, vocab=70, entropy=False, **more):
         return lambda m: make(m, rows, vocab=vocab, hidden=16, options={"return_entropy": entropy}, **more)

@@ -598,7 +598,7 @@ def flash_case(options, length, num_keys, *, heads=(4, 2), size=16, dtype=torch.
     if options.pop("key_mask", False):
         options["key_mask"] = padding(num_keys, batch_size, device)
         options["key_mask"][0, : num_keys // 2] = False
-    if options.pop("padding", False):  # the end of each row, as the tiles of a picture have it, and some before
+    if options.pop("padding", False):  # the end of each row, as the tiles of an image have it, and some before
         options["padding"] = torch.rand(batch_size, length, device=device) < 0.1
         options["padding"][0, -length // 3 :] = True
     packed = torch.randn(batch_size, max(length, num_keys), heads[0] + 2 * heads[1], size, device=device).to(dtype)

@@ -49,7 +49,7 @@ def problem(tokens, hidden, vocab, device, dtype=torch.float64, ignored=0.3):
             "needs": st.sampled_from([(1, 1, 1), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 0)]),
             "biased": st.booleans(),
             "accum_dtype": st.sampled_from([None, torch.float32]),
-            "chunk_bytes": st.sampled_from([1, 2**20]),
+            "workspace_bytes": st.sampled_from([1, 2**20]),
             "compact": st.booleans(),
         }
     ),
@@ -64,7 +64,7 @@ def test_every_option(device, poison, options, tokens, vocab, layout):
             tensor.requires_grad_(bool(needed))
             inputs += [tensor] if needed else []
     upstream = torch.randn(tokens if options["reduction"] == "none" else (), device=device, dtype=torch.float64)
-    how = {"accum_dtype": layout["accum_dtype"], "chunk_bytes": layout["chunk_bytes"]}
+    how = {"accum_dtype": layout["accum_dtype"], "workspace_bytes": layout["workspace_bytes"]}
     how["num_valid"] = int((labels != IGNORE).sum()) if layout["compact"] else tokens
     out = linear_cross_entropy(x, weight, labels, bias=bias, **kwargs, **how)
     actual = results(out, inputs, upstream)
@@ -99,7 +99,7 @@ def test_as_exact_as_eager(device, poison, dtype, accum_dtype):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "row_bytes", "chunk_bytes", "expected"),
+    ("tokens", "row_bytes", "workspace_bytes", "expected"),
     [
         (8192, 2 * 128256, 512 * 2**20, 2048),
         (8200, 2 * 128256, 512 * 2**20, 1664),  # five near-equal chunks, not four of 2048 and one of 8
@@ -110,17 +110,17 @@ def test_as_exact_as_eager(device, poison, dtype, accum_dtype):
         (16384, 2 * 256000, 512 * 2**20, 1024),
     ],
 )
-def test_chunk_rows(tokens, row_bytes, chunk_bytes, expected):
-    assert chunk_rows(tokens, row_bytes, chunk_bytes) == expected
+def test_chunk_rows(tokens, row_bytes, workspace_bytes, expected):
+    assert chunk_rows(tokens, row_bytes, workspace_bytes) == expected
 
 
 def test_chunks_change_nothing(device, products):
     x, weight, bias, labels = problem(520, 24, 70, device, torch.float32, ignored=0.85)
     runs = {}
-    for count, chunk_bytes in ((1, 2**30), (3, 256 * 512), (5, 1)):
+    for count, workspace_bytes in ((1, 2**30), (3, 256 * 512), (5, 1)):
         products.clear()
         out = linear_cross_entropy(
-            x, weight, labels, bias=bias, chunk_bytes=chunk_bytes, num_valid=520, z_loss=0.1, **EXTRAS
+            x, weight, labels, bias=bias, workspace_bytes=workspace_bytes, num_valid=520, z_loss=0.1, **EXTRAS
         )
         assert len(products) == 3 * count
         runs[count] = results(out, [x, weight, bias])
@@ -130,7 +130,7 @@ def test_chunks_change_nothing(device, products):
 
 
 def test_rows_of_a_workspace(monkeypatch, device, products):
-    """chunk_bytes, and where a single chunk spares the wide sum of dweight, H more; by default 2048 rows or more."""
+    """workspace_bytes, and where a single chunk spares the wide sum of dweight, H more; by default 2048 rows or more."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
     monkeypatch.setattr(module, "CHUNK_BYTES", 1)
     monkeypatch.setattr(module, "_ROWS", 256)
@@ -144,7 +144,7 @@ def test_rows_of_a_workspace(monkeypatch, device, products):
         x, weight, _, labels = problem(tokens, 512, 128, device, dtype, ignored=0.97)
         products.clear()
         linear_cross_entropy(
-            x, weight, labels, accum_dtype=accum_dtype, chunk_bytes=rows and rows * 256, num_valid=tokens,
+            x, weight, labels, accum_dtype=accum_dtype, workspace_bytes=rows and rows * 256, num_valid=tokens,
             reduction="sum",
         )  # fmt: skip
         assert len(products) == count, (tokens, accum_dtype, rows)
@@ -163,8 +163,10 @@ def test_fp32_accumulation_forgets_the_chunks(device, products, hidden, parts):
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     exact = results(linear_cross_entropy_reference(*wide, labels, reduction="sum"), wide)["grad1"]
 
-    def error(accum_dtype, chunk_bytes):
-        out = linear_cross_entropy(x, weight, labels, reduction="sum", accum_dtype=accum_dtype, chunk_bytes=chunk_bytes)
+    def error(accum_dtype, workspace_bytes):
+        out = linear_cross_entropy(
+            x, weight, labels, reduction="sum", accum_dtype=accum_dtype, workspace_bytes=workspace_bytes
+        )
         return (results(out, [weight])["grad0"].double() - exact).square().mean().sqrt()
 
     once = error(torch.float32, 2**30)
@@ -191,7 +193,7 @@ def test_the_gradient_of_a_tied_table_is_added_to_dweight_in_place(device, monke
     if device == "cpu":  # the interpreter holds what a kernel was given; a loss's own gradient is 1
         monkeypatch.setattr(_chunks, "scale_", lambda x, factor: x)
     ids = torch.randint(131, (384,), device=device)
-    loss = linear_cross_entropy(F.embedding(ids, weight), weight, labels, reduction="sum", chunk_bytes=1)
+    loss = linear_cross_entropy(F.embedding(ids, weight), weight, labels, reduction="sum", workspace_bytes=1)
     loss.backward()
     assert [weight.grad.data_ptr()] == given
 
@@ -290,7 +292,7 @@ def test_logits_are_never_whole(device, reduction, grad):
     x, weight, _, labels = problem(300, 8, 300, device, torch.float32, ignored=0.9)
     largest = Largest()
     with torch.set_grad_enabled(grad), largest:
-        out = linear_cross_entropy(x, weight, labels, reduction=reduction, chunk_bytes=1, num_valid=300, **EXTRAS)
+        out = linear_cross_entropy(x, weight, labels, reduction=reduction, workspace_bytes=1, num_valid=300, **EXTRAS)
         if grad:
             torch.autograd.grad(out.loss.sum(), [x, weight])
     assert largest.nbytes == 128 * 320 * 4  # rows start on multiples of 64 elements
@@ -388,13 +390,13 @@ def test_weight_grad_in_place(device, poison, dtype, reduction):
     made = Made(weight.shape)
     for i, w in enumerate((weight, marked, marked)):
         with made if i == 2 else contextlib.nullcontext():
-            loss = linear_cross_entropy(x, w, labels, reduction=reduction, chunk_bytes=1, num_valid=130)
+            loss = linear_cross_entropy(x, w, labels, reduction=reduction, workspace_bytes=1, num_valid=130)
             (3 * loss.sum()).backward()
     assert len(made.pointers - {marked.grad.data_ptr(), marked.data_ptr()}) == 1
     # Autograd rounds more often: the sum, 3 times it, and that added to itself.
     assert_as_exact(marked.grad, weight.grad + weight.grad, 6 * once, terms=130)
     before = marked.grad.clone()
-    loss = linear_cross_entropy(x, marked, labels, reduction=reduction, chunk_bytes=1, num_valid=130)
+    loss = linear_cross_entropy(x, marked, labels, reduction=reduction, workspace_bytes=1, num_valid=130)
     (grad,) = torch.autograd.grad(3 * loss.sum(), marked)
     assert_as_exact(grad, weight.grad, 3 * once, terms=130)
     assert torch.equal(marked.grad, before)
@@ -467,7 +469,7 @@ def test_layouts(device, layout):
 def test_deterministic(device):
     x, weight, bias, labels = problem(300, 16, 70, device, torch.float32, ignored=0.6)
     runs = [
-        results(linear_cross_entropy(x, weight, labels, bias=bias, chunk_bytes=1, **EXTRAS), [x, weight, bias])
+        results(linear_cross_entropy(x, weight, labels, bias=bias, workspace_bytes=1, **EXTRAS), [x, weight, bias])
         for _ in range(3)
     ]
     for name, value in runs[0].items():
@@ -482,7 +484,7 @@ def test_deterministic(device):
         ({"weight": torch.randn(5, 4).double()}, "cast one"),
         ({"bias": torch.randn(4)}, r"must be \[5\]"),
         ({"accum_dtype": torch.float16}, "accum_dtype"),
-        ({"chunk_bytes": 0}, "chunk_bytes=0"),
+        ({"workspace_bytes": 0}, "workspace_bytes=0"),
         ({"num_valid": -1}, "num_valid=-1"),
         ({"class_weight": torch.ones(4)}, "class_weight"),
     ],
@@ -566,7 +568,7 @@ def test_no_synchronisation(num_valid, reduction):
 @pytest.mark.parametrize("num_valid", [None, 450])
 def test_cuda_graph(num_valid):
     x, weight, _, labels = problem(1000, 128, 5000, "cuda", torch.bfloat16, ignored=0.6)
-    kwargs = {"num_valid": num_valid, "chunk_bytes": 2**22}
+    kwargs = {"num_valid": num_valid, "workspace_bytes": 2**22}
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         forward_backward(x, weight, labels, **kwargs)
@@ -644,7 +646,7 @@ def test_wide_vocabulary():
         wide = [t.detach().double().requires_grad_() for t in (x, weight)]
         exact = results(linear_cross_entropy_reference(*wide, labels), wide)
         eager = results(F.cross_entropy(F.linear(x, weight), labels, ignore_index=IGNORE), [x, weight])
-        actual = results(linear_cross_entropy(x, weight, labels, chunk_bytes=2**27, **EXTRAS), [x, weight])
+        actual = results(linear_cross_entropy(x, weight, labels, workspace_bytes=2**27, **EXTRAS), [x, weight])
         for name in ("grad0", "grad1"):
             assert_as_exact(actual[name], eager[name], exact[name], name)
         logits = F.linear(x, weight).float()
@@ -660,7 +662,7 @@ def test_beyond_int32():
     """A workspace of 2.2e9 logits in one chunk, and a weight of which dweight has 2.1e9 elements in another call."""
     x, weight, _, labels = problem(17152, 64, 128256, "cuda", torch.bfloat16, ignored=0.0)
     assert x.shape[0] * weight.shape[0] > 2**31
-    rows = linear_cross_entropy(x, weight, labels, reduction="none", chunk_bytes=2**33)
+    rows = linear_cross_entropy(x, weight, labels, reduction="none", workspace_bytes=2**33)
     expected = cross_entropy(F.linear(x[-8:], weight), labels[-8:], reduction="none")
     torch.testing.assert_close(rows[-8:], expected, rtol=1e-2, atol=1e-2)
     (grad,) = torch.autograd.grad(rows[-8:].sum(), x)

@@ -96,7 +96,7 @@ def test_reference_by_hand():
             "labelled": st.booleans(),
             "padding": st.sampled_from([0, 3]),
             "accum_dtype": st.sampled_from([None, torch.float32]),
-            "chunk_bytes": st.sampled_from([1, 2**20]),
+            "workspace_bytes": st.sampled_from([1, 2**20]),
             "compact": st.booleans(),
             "parts": st.booleans(),
         }
@@ -109,7 +109,7 @@ def test_every_option(device, poison, beta, temperature, reduction, weights, tok
     for name, needed in zip(("student_x", "student_weight", "student_bias"), layout["needs"], strict=True):
         if call[name] is not None:
             call[name].requires_grad_(bool(needed))
-    how = {"accum_dtype": layout["accum_dtype"], "chunk_bytes": layout["chunk_bytes"]}
+    how = {"accum_dtype": layout["accum_dtype"], "workspace_bytes": layout["workspace_bytes"]}
     if layout["labelled"] or weights[0]:
         how["num_valid"] = int((call["labels"] != IGNORE).sum()) if layout["compact"] else tokens
     else:
@@ -167,7 +167,7 @@ def test_a_teacher_nearer_than_rounded_logits_can_tell(device, poison, tokens, v
         call["student_bias"] = call["teacher_bias"] = None
     upstream = torch.rand(tokens if options.get("reduction") else (), device=device) + 1
     options = options | {"weight_soft": 256.0}  # so that no gradient of a logit is a subnormal of fp16
-    actual = results(linear_jsd, call, upstream, chunk_bytes=1, **options)
+    actual = results(linear_jsd, call, upstream, workspace_bytes=1, **options)
     expected = results(linear_jsd_reference, widened(call), upstream.double(), **options)
     errors = {name: ((actual[name].double() - t).norm() / t.norm()).item() for name, t in expected.items()}
     # The loss is of second order in differences of 0.1 between fp32 logits near 16, off by some 1e-6. The gradients of
@@ -221,9 +221,9 @@ def test_chunks_change_nothing(device, products, dtype):
     """Both logits take 8 bytes a class in either dtype; 30 classes take the room of 64."""
     call = problem(300, 30, device, dtype, ignored=0.85)
     runs = {}
-    for count, chunk_bytes in ((1, 2**30), (2, 2 * 256 * 256), (3, 1)):
+    for count, workspace_bytes in ((1, 2**30), (2, 2 * 256 * 256), (3, 1)):
         products.clear()
-        found = results(linear_jsd, call, weight_hard=0.5, chunk_bytes=chunk_bytes, num_valid=300)
+        found = results(linear_jsd, call, weight_hard=0.5, workspace_bytes=workspace_bytes, num_valid=300)
         assert len(products) == 4 * count
         runs[count] = found
     # fp32 sums in another order, of which one may be rounded to the other fp16 number.
@@ -419,7 +419,7 @@ def test_layouts(device, layout):
 @pytest.mark.gpu  # interpreted: test_every_op, smaller
 def test_deterministic(device):
     call = problem(150, 70, device, torch.float32, ignored=0.6)
-    runs = [results(linear_jsd, call, chunk_bytes=1, weight_hard=0.5) for _ in range(2)]
+    runs = [results(linear_jsd, call, workspace_bytes=1, weight_hard=0.5) for _ in range(2)]
     for run in runs[1:]:
         assert_same(run, runs[0], 0, 0)
 
@@ -441,7 +441,7 @@ def test_deterministic(device):
         ({"reduction": "batchmean"}, "reduction='batchmean'"),
         ({"weight_hard": 0.5}, "weight_hard=0.5"),
         ({"accum_dtype": torch.float16}, "accum_dtype"),
-        ({"chunk_bytes": 0}, "chunk_bytes=0"),
+        ({"workspace_bytes": 0}, "workspace_bytes=0"),
         ({"num_valid": -1}, "num_valid=-1"),
     ],
 )
@@ -564,7 +564,7 @@ def test_beyond_int32():
     call["student_bias"] = call["teacher_bias"] = None
     assert 17152 * 128256 > 2**31
     call["student_weight"].requires_grad_(False)
-    found = results(linear_jsd, call, reduction="sum", chunk_bytes=2**34)
+    found = results(linear_jsd, call, reduction="sum", workspace_bytes=2**34)
     tail = dict(call)
     for name in ("student_x", "teacher_x", "labels"):
         tail[name] = call[name].detach()[-8:].requires_grad_(call[name].requires_grad)

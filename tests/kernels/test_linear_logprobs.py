@@ -68,9 +68,9 @@ def test_reference_by_hand():
         }
     ),
     accum_dtype=st.sampled_from([None, torch.float32]),
-    chunk_bytes=st.sampled_from([1, 2**20]),
+    workspace_bytes=st.sampled_from([1, 2**20]),
 )
-def test_every_option(device, poison, tokens, vocab, needs, biased, compact, options, accum_dtype, chunk_bytes):
+def test_every_option(device, poison, tokens, vocab, needs, biased, compact, options, accum_dtype, workspace_bytes):
     x, weight, bias, labels = problem(tokens, 12, vocab, device, ignored=0.85)
     bias = bias if biased or needs == (0, 0, 1) else None
     inputs = []
@@ -80,7 +80,14 @@ def test_every_option(device, poison, tokens, vocab, needs, biased, compact, opt
             inputs += [tensor] if needed else []
     num_valid = int((labels != IGNORE).sum()) if compact else tokens
     actual = linear_logprobs(
-        x, weight, labels, bias=bias, num_valid=num_valid, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes, **options
+        x,
+        weight,
+        labels,
+        bias=bias,
+        num_valid=num_valid,
+        accum_dtype=accum_dtype,
+        workspace_bytes=workspace_bytes,
+        **options,
     )
     expected = linear_logprobs_reference(x, weight, labels, bias=bias, **options)
     # fp64 throughout; the sums are ordered differently.
@@ -88,13 +95,13 @@ def test_every_option(device, poison, tokens, vocab, needs, biased, compact, opt
 
 
 @pytest.mark.parametrize("dtype", dtypes(), ids=str)
-@pytest.mark.parametrize("chunk_bytes", [1, 2**29], ids=["again", "kept"])
-def test_as_exact_as_eager(device, poison, dtype, chunk_bytes):
+@pytest.mark.parametrize("workspace_bytes", [1, 2**29], ids=["again", "kept"])
+def test_as_exact_as_eager(device, poison, dtype, workspace_bytes):
     x, weight, _, labels = problem(140, 64, 500, device, dtype)
     x = (x.detach() * 0.3).requires_grad_()
     wide = [t.detach().double().requires_grad_() for t in (x, weight)]
     exact = found(linear_logprobs_reference(*wide, labels, **EXTRAS), wide)
-    actual = found(linear_logprobs(x, weight, labels, chunk_bytes=chunk_bytes, **EXTRAS), [x, weight])
+    actual = found(linear_logprobs(x, weight, labels, workspace_bytes=workspace_bytes, **EXTRAS), [x, weight])
     eager = found(linear_logprobs_reference(x, weight, labels, **EXTRAS), [x, weight])
     assert actual["logprobs"].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     for name in exact:
@@ -217,7 +224,7 @@ def test_products(device, products):
     logits, dx, dweight = steps(200)
     run()
     assert products == [logits, dx, dweight]
-    run(chunk_bytes=1)
+    run(workspace_bytes=1)
     assert products == [steps(128)[0], steps(72)[0], *steps(128), *steps(72)]
     weight.requires_grad_(False)
     run()
@@ -245,7 +252,7 @@ def test_logits_in_the_room_of_a_sum(device, products, dtype, accum_dtype, train
     """200 rows of 128 bytes: what an fp32 sum of dweight, 30 x 512, would take beyond dweight, holds all logits."""
     x, weight, _, labels = problem(200, 512, 30, device, dtype, ignored=0.9)
     weight.requires_grad_(trained)
-    out = linear_logprobs(x, weight, labels, num_valid=200, accum_dtype=accum_dtype, chunk_bytes=1)
+    out = linear_logprobs(x, weight, labels, num_valid=200, accum_dtype=accum_dtype, workspace_bytes=1)
     out.sum().backward()
     assert len(products) == count
 
@@ -305,7 +312,7 @@ def test_layouts(device, layout):
 def test_deterministic(device):
     x, weight, bias, labels = problem(300, 16, 70, device, torch.float32, ignored=0.6)
     runs = [
-        found(linear_logprobs(x, weight, labels, bias=bias, chunk_bytes=1, **EXTRAS), [x, weight, bias])
+        found(linear_logprobs(x, weight, labels, bias=bias, workspace_bytes=1, **EXTRAS), [x, weight, bias])
         for _ in range(3)
     ]
     for name, value in runs[0].items():
@@ -333,7 +340,7 @@ def test_label_that_is_no_class(device):
         ({"temperature": float("nan")}, "temperature=nan"),
         ({"softcap": -1.0}, "softcap=-1.0"),
         ({"accum_dtype": torch.float16}, "accum_dtype"),
-        ({"chunk_bytes": 0}, "chunk_bytes=0"),
+        ({"workspace_bytes": 0}, "workspace_bytes=0"),
         ({"num_valid": -1}, "num_valid=-1"),
     ],
 )
@@ -409,12 +416,14 @@ def test_no_synchronisation(num_valid):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chunk_bytes", [2**22, 2**29])
-def test_cuda_graph(chunk_bytes):
+@pytest.mark.parametrize("workspace_bytes", [2**22, 2**29])
+def test_cuda_graph(workspace_bytes):
     x, weight, _, labels = problem(1000, 128, 5000, "cuda", torch.bfloat16, ignored=0.6)
 
     def call():
-        return found(linear_logprobs(x, weight, labels, num_valid=450, chunk_bytes=chunk_bytes, **EXTRAS), [x, weight])
+        return found(
+            linear_logprobs(x, weight, labels, num_valid=450, workspace_bytes=workspace_bytes, **EXTRAS), [x, weight]
+        )
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -458,7 +467,7 @@ def test_beyond_int32():
     """A workspace of 2.2e9 logits in one chunk, kept for backward."""
     x, weight, _, labels = problem(17152, 64, 128256, "cuda", torch.bfloat16, ignored=0.0)
     assert x.shape[0] * weight.shape[0] > 2**31
-    out = linear_logprobs(x, weight, labels, chunk_bytes=2**33, return_entropy=True)
+    out = linear_logprobs(x, weight, labels, workspace_bytes=2**33, return_entropy=True)
     expected = linear_logprobs_reference(x[-8:], weight, labels[-8:], return_entropy=True)
     for a, b in zip(out[:2], expected[:2], strict=True):
         torch.testing.assert_close(a[-8:], b, rtol=1e-4, atol=1e-3)

@@ -279,11 +279,11 @@ def test_reorder_moves_rows_of_pictures_and_of_what_a_model_remembers(rows):
     for _ in range(2):
         cache[1].update(*tokens(1))
     deltas = torch.randn(2, 1)
-    cache.state.update(deltas=deltas, pictures=3)
+    cache.state.update(deltas=deltas, images=3)
     cache.reorder(torch.tensor(rows))
     assert torch.equal(cache[0].keys, k[rows]) and torch.equal(cache[0].values, v[rows])
     assert cache[2].keys is None and cache.batch_size == len(rows)
-    assert torch.equal(cache.state["deltas"], deltas[rows]) and cache.state["pictures"] == 3
+    assert torch.equal(cache.state["deltas"], deltas[rows]) and cache.state["images"] == 3
     cache.reset()
     assert cache.state == {}
 

@@ -103,7 +103,7 @@ def test_hooks_and_adapters_on_its_projections_are_not_passed_by():
 def test_what_does_not_fit_is_named():
     layer = make()
     x, states = torch.randn(2, 3, 12, dtype=torch.float64), torch.randn(2, 7, 12, dtype=torch.float64)
-    with pytest.raises(InputError, match="neither states of pictures nor a cache that holds some"):
+    with pytest.raises(InputError, match="neither states of images nor a cache that holds some"):
         layer(x, L.Batch(cross=L.CrossStates(states=None)))
     with pytest.raises(InputError, match="neither states"):
         layer(x, L.Batch(cross=L.CrossStates(states=None)), CrossCache())

@@ -55,7 +55,13 @@ def test_jsd_loss_hands_its_options_on():
     [
         {},
         {"beta": 0.1, "temperature": 2.0, "weight_hard": 0.3, "weight_soft": 0.7, "reduction": "sum"},
-        {"ignore_index": 8, "weight_hard": 1.0, "return_soft_hard_loss": True, "accum_dtype": None, "chunk_bytes": 9},
+        {
+            "ignore_index": 8,
+            "weight_hard": 1.0,
+            "return_soft_hard_loss": True,
+            "accum_dtype": None,
+            "workspace_bytes": 9,
+        },
     ],
 )
 def test_linear_jsd_loss_hands_its_options_on(options):

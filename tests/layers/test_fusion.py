@@ -22,7 +22,7 @@ from ligermodels.arch.fusion import short_names
 from ligermodels.kernels.linear import joint
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import attention, linear, mlp
-from ligermodels.layers.linear import is_plain, obstacle
+from ligermodels.layers.linear import is_fusable, obstacle
 
 attention_op = importlib.import_module("ligermodels.kernels.attention")  # not the function of this name
 
@@ -177,14 +177,14 @@ def test_the_obstacle_is_named_where_a_module_is_not_plain(case):
     make, kind, text = OBSTACLES[case]
     module = make()
     found = obstacle(module)
-    assert (found is None) == is_plain(module) == (kind is None)
+    assert (found is None) == is_fusable(module) == (kind is None)
     assert found is None or (found.kind, found.text) == (kind, text)
 
 
 def test_a_hook_on_all_modules_is_an_obstacle_of_each():
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert obstacle(nn.Linear(4, 4)).text == "a hook on all modules" and not is_plain(nn.Linear(4, 4))
+        assert obstacle(nn.Linear(4, 4)).text == "a hook on all modules" and not is_fusable(nn.Linear(4, 4))
     finally:
         handle.remove()
     assert obstacle(nn.Linear(4, 4)) is None

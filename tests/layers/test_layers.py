@@ -19,7 +19,7 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import attention, head, losses, mlp
 from ligermodels.layers.cache import KVCache
-from ligermodels.layers.linear import is_plain
+from ligermodels.layers.linear import is_fusable
 
 
 def batch_of(length, head_dim=8, start=0, **options):
@@ -313,25 +313,25 @@ def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute
 @pytest.mark.parametrize("wrap", WRAPPINGS)
 def test_is_plain(wrap):
     linear = nn.Linear(2, 3)
-    assert is_plain(linear)
+    assert is_fusable(linear)
     wrap(linear)
-    assert not is_plain(linear)
+    assert not is_fusable(linear)
 
 
 def test_is_plain_sees_backward_hooks_tensor_subclasses_and_global_hooks():
     linear = nn.Linear(2, 3)
     linear.register_full_backward_hook(lambda *_: None)
-    assert not is_plain(linear)
+    assert not is_fusable(linear)
     linear = nn.Linear(2, 3)
     linear.weight = nn.Parameter(torch.zeros(3, 2).as_subclass(Quantized))
-    assert not is_plain(linear)
+    assert not is_fusable(linear)
     linear = nn.Linear(2, 3)
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:
-        assert not is_plain(linear)
+        assert not is_fusable(linear)
     finally:
         handle.remove()
-    assert is_plain(linear)
+    assert is_fusable(linear)
 
 
 @pytest.mark.parametrize(
@@ -453,7 +453,7 @@ OPTIONS = {
     "return_predicted_tokens": True,
     "return_entropy": True,
 }
-FUSED_OPTIONS = {"accum_dtype": None, "chunk_bytes": 4096}
+FUSED_OPTIONS = {"accum_dtype": None, "workspace_bytes": 4096}
 PER_CALL = {"num_items_in_batch": 3, "num_valid": 4}
 
 
@@ -476,11 +476,11 @@ def test_every_option_reaches_the_op(monkeypatch):
     calls = recorder(monkeypatch, head, "linear_cross_entropy")
     for kind in ("plain", "tied"):
         lm_head = make_head(kind)
-        lm_head.chunk_bytes = 128
+        lm_head.workspace_bytes = 128
         lm_head(x, labels, softcap=5.0, **OPTIONS, **FUSED_OPTIONS, **PER_CALL)
         assert calls.pop()[1] == everything
         lm_head(x, labels)
-        assert calls.pop()[1]["chunk_bytes"] == 128
+        assert calls.pop()[1]["workspace_bytes"] == 128
 
     calls = recorder(monkeypatch, losses, "linear_cross_entropy")
     L.LinearCrossEntropyLoss(**OPTIONS, **FUSED_OPTIONS, softcap=5.0)(x, weight, labels, **PER_CALL)
@@ -622,7 +622,7 @@ def test_checkpointed_block_gives_the_same_gradients():
 def test_the_fused_product_runs_under_compile():
     torch._dynamo.reset()
     linear = nn.Linear(2, 3)
-    assert torch.compile(lambda x: x + 1 if is_plain(linear) else x - 1, fullgraph=True, backend="eager")(
+    assert torch.compile(lambda x: x + 1 if is_fusable(linear) else x - 1, fullgraph=True, backend="eager")(
         torch.zeros(())
     ) == torch.ones(())
 

@@ -601,8 +601,8 @@ def test_half_precision_states_give_fp32(device):
     assert dpo_loss(*torch.randn(2, 3).half()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("chunk_bytes", [None, 128 * 64 * 2])
-def test_chunking_changes_no_result(device, chunk_bytes):
+@pytest.mark.parametrize("workspace_bytes", [None, 128 * 64 * 2])
+def test_chunking_changes_no_result(device, workspace_bytes):
     """Nor does leaving tokens out: 640 of 1120 tokens, all in one chunk, or in chunks of 128."""
     x, weight = torch.randn(160, TOKENS, WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
     inputs = [t.to(torch.float16).requires_grad_() for t in (x, weight)]
@@ -610,7 +610,9 @@ def test_chunking_changes_no_result(device, chunk_bytes):
     labels[:, :3] = IGNORED
     exact = [t.detach().double().requires_grad_() for t in inputs]
     wide = LinearSimPOLoss(beta=2.0)(*exact, labels).loss
-    loss = LinearSimPOLoss(beta=2.0, chunk_bytes=chunk_bytes)(*inputs, labels, num_valid=160 * (TOKENS - 3)).loss
+    loss = LinearSimPOLoss(beta=2.0, workspace_bytes=workspace_bytes)(
+        *inputs, labels, num_valid=160 * (TOKENS - 3)
+    ).loss
     torch.testing.assert_close(loss.double(), wide, rtol=1e-3, atol=1e-3)  # logits of up to 10 are rounded to fp16
     for found, expected in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wide, exact), strict=True):
         error = (found.double() - expected).norm() / expected.norm()

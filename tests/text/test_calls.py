@@ -154,13 +154,13 @@ def test_pad(pair, options):
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = theirs.pad(json.loads(json.dumps(encoded)) if is_plain(encoded) else dict(encoded), **options)
+            expected = theirs.pad(json.loads(json.dumps(encoded)) if is_fusable(encoded) else dict(encoded), **options)
             found = ours.pad(encoded, **options)
         assert plain(found) == plain(expected), encoded
     assert rows == [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
 
-def is_plain(encoded):
+def is_fusable(encoded):
     try:
         json.dumps(encoded)
     except TypeError:

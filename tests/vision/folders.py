@@ -1,4 +1,4 @@
-"""Folders of small checkpoints with pictures: tokenizer, chat template and image processor, without weights."""
+"""Folders of small checkpoints with images: tokenizer, chat template and image processor, without weights."""
 
 import json
 from pathlib import Path
@@ -103,7 +103,7 @@ def read(folder: Path, name: str) -> dict[str, Any]:
     return json.loads((folder / name).read_text())
 
 
-def picture(height: int, width: int, seed: int = 0) -> Image.Image:
+def draw(height: int, width: int, seed: int = 0) -> Image.Image:
     """Smooth colours with noise on them: resizing, channels and places that are mixed up show."""
     generator = np.random.default_rng(seed)
     down, across = np.linspace(0, 1, height)[:, None, None], np.linspace(0, 1, width)[None, :, None]

@@ -13,7 +13,7 @@ from ligermodels.errors import ConfigError, InputError
 from ligermodels.vision import MllamaImageProcessor, Qwen2VLImageProcessor, load_image
 from ligermodels.vision.mllama import arrangements, choose_canvas, cross_attention_mask, fit
 from ligermodels.vision.qwen2_vl import smart_resize
-from tests.vision.folders import MLLAMA, QWEN, picture
+from tests.vision.folders import MLLAMA, QWEN, draw
 
 # (height, width): one pixel, thin and flat up to 1:200, around multiples of 28 and of 14, halves that round to even.
 SIZES = [
@@ -45,7 +45,7 @@ def test_qwen_pixels_and_grids_are_those_of_transformers(generation):
     config = QWEN | {"max_pixels": None} | sizes
     ours = Qwen2VLImageProcessor.from_config(config)
     theirs = theirs_qwen.Qwen2VLImageProcessorPil(**{key: value for key, value in config.items() if value is not None})
-    images = [picture(*size, seed=place) for place, size in enumerate(SIZES)]
+    images = [draw(*size, seed=place) for place, size in enumerate(SIZES)]
     actual, expected = ours(images), theirs(images, return_tensors="pt")
     assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
     assert actual["pixel_values"].dtype == torch.float32
@@ -67,7 +67,7 @@ def test_qwen_pixels_and_grids_are_those_of_transformers(generation):
     ids=str,
 )
 def test_qwen_switches_are_those_of_transformers(config):
-    image = picture(112, 84) if config.get("do_resize") is False else picture(150, 99)
+    image = draw(112, 84) if config.get("do_resize") is False else draw(150, 99)
     # Their PIL back end takes one number for all channels only as three.
     three = {key: [value] * 3 if key.startswith("image_") and isinstance(value, float) else value
              for key, value in config.items()}  # fmt: skip
@@ -107,7 +107,7 @@ def test_smart_resize_golden(size, limits, expected):
 def test_the_hub_file_of_qwen2_vl():
     processor = Qwen2VLImageProcessor.from_config(QWEN)
     assert (processor.min_pixels, processor.max_pixels) == (3136, 12845056)
-    out = processor([picture(480, 640)])
+    out = processor([draw(480, 640)])
     assert out["image_grid_thw"].tolist() == [[1, 34, 46]]
     assert out["pixel_values"].shape == (34 * 46, 1176)
     assert processor.num_tokens(out["image_grid_thw"][0]) == 391
@@ -115,9 +115,9 @@ def test_the_hub_file_of_qwen2_vl():
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
 def test_a_video_is_its_frames_two_by_two(count):
-    """Against transformers' processor of single pictures, frame by frame; their own for videos needs torchvision."""
+    """Against transformers' processor of single images, frame by frame; their own for videos needs torchvision."""
     config = QWEN | {"min_pixels": 28 * 28 * 6, "max_pixels": 28 * 28 * 20}
-    frames = [picture(90, 131, seed) for seed in range(count)]
+    frames = [draw(90, 131, seed) for seed in range(count)]
     actual = Qwen2VLImageProcessor.from_config(config, video=True).videos([frames, frames[:1]])
     single = theirs_qwen.Qwen2VLImageProcessorPil(**config)(frames, return_tensors="pt")
     _, high, wide = single["image_grid_thw"][0].tolist()
@@ -137,7 +137,7 @@ def test_limits_of_a_frame_are_said_or_those_of_transformers_5():
     video, image = (Qwen2VLImageProcessor.from_config(silent, video=flag) for flag in (True, False))
     assert (video.min_pixels, video.max_pixels) == (128 * 28 * 28, 768 * 28 * 28)
     assert (image.min_pixels, image.max_pixels) == (56 * 56, 1280 * 28 * 28)
-    frames = [picture(100, 100)] * 2
+    frames = [draw(100, 100)] * 2
     assert image.videos([frames])["video_grid_thw"].tolist() == [[1, 8, 8]]
     assert video.videos([frames])["video_grid_thw"].tolist() == [[1, 24, 24]]
     saved_by_445 = silent | {"size": {"min_pixels": 6272, "max_pixels": 12544}}
@@ -152,25 +152,25 @@ def test_the_cap_on_a_long_video(frames, budget):
     processor = Qwen2VLImageProcessor.from_config(config | {"max_video_tokens": budget}, video=True)
     most = max(min(784 * 400, int(budget * 28 * 28 * 0.9) * 2 // frames), int(784 * 4 * 1.05))
     high, wide = theirs_qwen.smart_resize(300, 500, 28, 784 * 4, most)
-    grid = processor.videos([[picture(300, 500)] * frames])["video_grid_thw"].tolist()
+    grid = processor.videos([[draw(300, 500)] * frames])["video_grid_thw"].tolist()
     assert grid == [[(frames + 1) // 2, high // 14, wide // 14]]
 
 
 def test_videos_that_are_none():
     processor = Qwen2VLImageProcessor()
     with pytest.raises(InputError, match="video 1 has no frames"):
-        processor.videos([[picture(28, 28)], []])
+        processor.videos([[draw(28, 28)], []])
     with pytest.raises(InputError, match=r"video 0 has frames of different sizes, such as \[\(28, 28\), \(56, 28\)\]"):
-        processor.videos([[picture(28, 28), picture(28, 56)]])
+        processor.videos([[draw(28, 28), draw(28, 56)]])
     with pytest.raises(InputError, match=r"frame 1 of video 0: nowhere\.png is not there"):
-        processor.videos([[picture(28, 28), "nowhere.png"]])
+        processor.videos([[draw(28, 28), "nowhere.png"]])
 
 
 def test_qwen_refuses_what_it_cannot_resize():
     with pytest.raises(InputError, match="image 1: 201 x 1 pixels: one side is more than 200 times"):
-        Qwen2VLImageProcessor()([picture(28, 28), picture(1, 201)])
+        Qwen2VLImageProcessor()([draw(28, 28), draw(1, 201)])
     with pytest.raises(InputError, match=r"image 0: 56 x 30 pixels: with do_resize false .* multiples of 28"):
-        Qwen2VLImageProcessor(do_resize=False)([picture(30, 56)])
+        Qwen2VLImageProcessor(do_resize=False)([draw(30, 56)])
 
 
 # --- Llama-3.2-Vision -------------------------------------------------------------------------------------------
@@ -183,9 +183,9 @@ def _mllama(tile, **config):
 
 @pytest.mark.parametrize("config", [{}, {"max_image_tiles": 6}, {"do_normalize": False, "resample": 3}], ids=str)
 def test_mllama_tiles_ids_and_masks_are_those_of_transformers(config):
-    """All sizes, in samples of one to three pictures, with samples that have none between them."""
+    """All sizes, in samples of one to three images, with samples that have none between them."""
     ours, theirs = _mllama(56, **config)
-    images = [picture(*size, seed=place) for place, size in enumerate(SIZES)]
+    images = [draw(*size, seed=place) for place, size in enumerate(SIZES)]
     samples = []
     while images:
         count = 1 + len(samples) % 4
@@ -241,7 +241,7 @@ def test_a_batch_without_pictures_has_no_inputs():
 
 def test_mllama_names_the_picture():
     with pytest.raises(InputError, match=r"image 1 of text 2: nowhere\.png is not there"):
-        _mllama(28)[0]([[], [picture(2, 2)], [picture(2, 2), "nowhere.png"]])
+        _mllama(28)[0]([[], [draw(2, 2)], [draw(2, 2), "nowhere.png"]])
 
 
 @given(st.data())
@@ -262,7 +262,7 @@ def test_cross_attention_masks_are_those_of_transformers(data):
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
 def test_other_modes_are_those_of_transformers(mode):
-    rgba = picture(60, 80).convert("RGBA")
+    rgba = draw(60, 80).convert("RGBA")
     rgba.putalpha(Image.linear_gradient("L").resize(rgba.size))
     image = rgba if mode == "RGBA" else rgba.convert("RGB").convert(mode) if mode == "CMYK" else rgba.convert(mode)
     assert image.mode == mode
@@ -273,7 +273,7 @@ def test_other_modes_are_those_of_transformers(mode):
 
 
 def test_arrays_give_what_their_picture_gives():
-    image = picture(60, 80)
+    image = draw(60, 80)
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     for source in (array, tensor, array[:, :, :1], array[:, :, 0], tensor[:1], array[::-1][::-1]):

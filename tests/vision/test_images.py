@@ -1,4 +1,4 @@
-"""Pictures of every origin, good and bad: right, or an InputError that says what, where, why and what to do."""
+"""VisionInputs of every origin, good and bad: right, or an InputError that says what, where, why and what to do."""
 
 import base64
 import io
@@ -18,7 +18,7 @@ from transformers.image_utils import load_image as their_load_image
 
 from ligermodels.errors import InputError
 from ligermodels.vision import load_image
-from tests.vision.folders import picture
+from tests.vision.folders import draw
 
 
 def encoded(image, form="PNG", **options):
@@ -50,12 +50,12 @@ def pixels(image):
     return np.asarray(image).tolist()
 
 
-PICTURE = picture(40, 60)
+PICTURE = draw(40, 60)
 PNG, JPEG, TIFF = (encoded(PICTURE, form) for form in ("PNG", "JPEG", "TIFF"))
 NEXT = "fetch it again, or save it anew"
 BAD_FILES = {
     "empty": (b"", "is not an image that can be read: it is empty"),
-    "text": (b"not a picture\n", "it is text"),
+    "text": (b"not an image\n", "it is text"),
     "HTML page": (b"<!DOCTYPE html><title>404</title>", "it is an HTML page"),
     "git-lfs pointer": (b"version https://git-lfs.github.com/spec/v1\n", "run `git lfs pull`"),
     "SVG": (b'<?xml version="1.0"?>\n<svg width="4">', "SVG drawing: render it"),
@@ -91,20 +91,20 @@ BAD_FILES = {
 @pytest.mark.parametrize("case", BAD_FILES)
 def test_bad_files(case, form, tmp_path):
     data, message = BAD_FILES[case]
-    path = tmp_path / "the picture.png"
+    path = tmp_path / "the image.png"
     path.write_bytes(data)
     source = {"path": path, "bytes": data, "file": io.BytesIO(data)}[form]
     start = time.process_time()
     with pytest.raises(InputError, match=f"(?s)({message})") as caught:
         load_image(source)
     assert time.process_time() - start < 5
-    named = {"path": "the picture.png", "bytes": f"the image of {len(data):,} bytes", "file": "the file BytesIO"}
+    named = {"path": "the image.png", "bytes": f"the image of {len(data):,} bytes", "file": "the file BytesIO"}
     assert named[form] in str(caught.value)
 
 
 def test_whatever_the_damage_a_picture_or_an_input_error():
     forms = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "TGA", "ICO", "JPEG2000")
-    files = [encoded(picture(24, 24), form) for form in forms] + [encoded(picture(9, 9).convert("P"), "PNG")]
+    files = [encoded(draw(24, 24), form) for form in forms] + [encoded(draw(9, 9).convert("P"), "PNG")]
     generator, refused = random.Random(0), 0
     for _ in range(600):
         data = bytearray(generator.choice(files))
@@ -143,7 +143,7 @@ BAD_SOURCES = {
     "float array": (np.zeros((4, 4, 3)), r"must be uint8, 0 to 255; this one is float64 \(4, 4, 3\)"),
     "bool array": (np.zeros((4, 4, 3), dtype=bool), "must be uint8"),
     "array channels first": (np.zeros((3, 40, 40), dtype=np.uint8), r"must be \[H, W, channels\].*other side"),
-    "array of several": (np.zeros((2, 4, 4, 3), dtype=np.uint8), "several pictures in one: pass a list"),
+    "array of several": (np.zeros((2, 4, 4, 3), dtype=np.uint8), "several images in one: pass a list"),
     "empty array": (np.zeros((0, 4, 3), dtype=np.uint8), r"is empty: its shape is \(0, 4, 3\)"),
     "float tensor": (torch.zeros(3, 4, 4), r"this one is torch.float32 \(3, 4, 4\)"),
     "tensor channels last": (torch.zeros(40, 40, 3, dtype=torch.uint8), r"must be \[channels, H, W\]"),
@@ -223,7 +223,7 @@ def test_every_form_of_one_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("form", ["PNG", "BMP", "TIFF", "PPM", "TGA", "WEBP", "ICO", "JPEG2000"])
 def test_formats(form):
-    image = picture(32, 32)
+    image = draw(32, 32)
     options = {"WEBP": {"lossless": True}, "ICO": {"sizes": [(32, 32)]}}.get(form, {})
     assert pixels(load_image(encoded(image, form, **options))) == pixels(image)
 
@@ -285,7 +285,7 @@ def test_of_an_animation_the_first_picture_with_a_warning(form, tmp_path):
     options = {"lossless": True} if form == "WEBP" else {}
     path = tmp_path / "moving"
     path.write_bytes(encoded(frames[0], form, save_all=True, append_images=frames[1:], **options))
-    with pytest.warns(UserWarning, match="moving holds several pictures: the first is taken"):
+    with pytest.warns(UserWarning, match="moving holds several images: the first is taken"):
         image = load_image(path)
     assert set(image.get_flattened_data() if hasattr(image, "get_flattened_data") else image.getdata()) == {(255, 0, 0)}
     with Image.open(path) as opened, warnings.catch_warnings():
@@ -308,13 +308,13 @@ def test_a_note_of_the_orientation_that_is_garbage_is_passed_over():
 
 
 def test_a_photograph_with_previews_is_no_animation(tmp_path, recwarn):
-    data = encoded(PICTURE, "MPO", save_all=True, append_images=[picture(20, 30)])
+    data = encoded(PICTURE, "MPO", save_all=True, append_images=[draw(20, 30)])
     assert load_image(data).size == (60, 40)
     assert not recwarn
 
 
 def test_the_picture_of_the_caller_stays_as_it_is():
-    image = picture(8, 8).convert("RGBA")
+    image = draw(8, 8).convert("RGBA")
     before = image.copy()
     load_image(image)
     assert image.mode == "RGBA" and pixels(image) == pixels(before)

@@ -1,4 +1,4 @@
-"""Text and pictures into the inputs of a model: against transformers' processors, and where counts do not fit."""
+"""Text and images into the inputs of a model: against transformers' processors, and where counts do not fit."""
 
 import base64
 import io
@@ -16,10 +16,10 @@ import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError, TokenizerError
 from ligermodels.vision import MllamaImageProcessor, Processor, Qwen2VLImageProcessor
 from tests.vision import folders
-from tests.vision.folders import picture
+from tests.vision.folders import draw
 
-CAT, DOG, OWL = picture(60, 90, 1), picture(120, 50, 2), picture(33, 200, 3)
-FILM = [picture(64, 80, seed) for seed in range(5)]
+CAT, DOG, OWL = draw(60, 90, 1), draw(120, 50, 2), draw(33, 200, 3)
+FILM = [draw(64, 80, seed) for seed in range(5)]
 SMALL = {"min_pixels": 784, "max_pixels": 784 * 12}
 TILE = {"size": {"height": 28, "width": 28}}
 
@@ -32,7 +32,7 @@ class TheirQwen(transformers.Qwen2VLProcessor):
 
 
 class TheirVideos:
-    """Stands in for the processor of videos: the grid of frames in one size, found by that of pictures."""
+    """Stands in for the processor of videos: the grid of frames in one size, found by that of images."""
 
     merge_size = 2
 
@@ -147,9 +147,9 @@ MLLAMA_BATCHES = {
     "some without": (["plain text, and more of it than below", f"{IMAGE}{IMAGE}x", "short"], [[], [DOG, CAT], []]),
     "none": (["plain", "a longer plain text"], None),
     "BOS in the text": (["<|begin_of_text|>Here: " + IMAGE], [[CAT]]),
-    "BOS behind the picture": ([IMAGE + "<|begin_of_text|>A haiku"], [[CAT]]),
+    "BOS behind the image": ([IMAGE + "<|begin_of_text|>A haiku"], [[CAT]]),
     "text first": (["Look: " + IMAGE + "." + IMAGE], [[CAT, DOG]]),
-    "picture last": (["Look: " + IMAGE * 2], [[CAT, DOG]]),
+    "image last": (["Look: " + IMAGE * 2], [[CAT, DOG]]),
 }
 
 
@@ -332,8 +332,8 @@ WRONG = {
     "video file": ("qwen", (CLIP, None, "film.mp4"), "videos= must be a list, not str. Video files are not decoded"),
     "videos of mllama": ("mllama", ("a", None, [FILM]), "this model takes no videos"),
     "images as text": ("qwen", ([CAT],), "text must be a str or a list of them"),
-    "bad picture": ("qwen", ([PAD, PAD], [[CAT], ["cat.png"]]), "image 0 of text 1: cat.png is not there"),
-    "thin picture": ("qwen", ([PAD + PAD], [CAT, picture(1, 300)]), "image 1 of text 0: 300 x 1 pixels: one side"),
+    "bad image": ("qwen", ([PAD, PAD], [[CAT], ["cat.png"]]), "image 0 of text 1: cat.png is not there"),
+    "thin image": ("qwen", ([PAD + PAD], [CAT, draw(1, 300)]), "image 1 of text 0: 300 x 1 pixels: one side"),
     "mixed nesting": (
         "qwen",
         ([PAD, PAD], [CAT, [DOG]]),

@@ -1,4 +1,4 @@
-"""What users do with pictures, as they do it: `ligermodels chat --image`, and examples/finetune_images.py."""
+"""What users do with images, as they do it: `ligermodels chat --image`, and examples/finetune_images.py."""
 
 import importlib.util
 import json
@@ -84,9 +84,9 @@ def said(model, inputs, length, stops) -> list[int]:
 
 def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
     folder, theirs = built
-    pictures = [folders.picture(70, 90, seed=1), folders.picture(40, 100, seed=2)]
-    for number, picture in enumerate(pictures):
-        picture.save(tmp_path / f"{number}.png")
+    images = [folders.draw(70, 90, seed=1), folders.draw(40, 100, seed=2)]
+    for number, image in enumerate(images):
+        image.save(tmp_path / f"{number}.png")
     lines = iter(["the cat\n", f"/image {tmp_path / '1.png'}\n", "/image nowhere.png\n", "the dog\n"])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines, "")))
     command = ["chat", str(folder), "--image", str(tmp_path / "0.png"), "--max-new-tokens", "12", "--device", "cpu"]
@@ -95,8 +95,8 @@ def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
     assert status == 0 and "nowhere.png" in err, err
     processor = ligermodels.Processor.from_folder(folder)
     stops, messages, answers = processor.tokenizer.chat_stop_ids, [], []
-    for picture, text in zip(pictures, ["the cat", "the dog"], strict=True):
-        parts = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
+    for image, text in zip(images, ["the cat", "the dog"], strict=True):
+        parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
         messages.append({"role": "user", "content": parts})
         inputs = processor.apply_chat_template(messages, add_generation_prompt=True)
         answer = processor.decode(said(theirs, inputs, 12, stops))
@@ -124,12 +124,12 @@ def example():
 
 @pytest.mark.parametrize("tower", [False, True], ids=["frozen tower", "trained tower"])
 def test_fine_tuning(built, tmp_path, tower, monkeypatch, capsys):
-    """It learns which of two pictures gets which answer, and what it saves loads in transformers."""
+    """It learns which of two images gets which answer, and what it saves loads in transformers."""
     folder, theirs = built
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     lines = []
     for number, answer in enumerate(["the cat sat", "a dog"]):
-        folders.picture(60, 60, seed=number).save(tmp_path / f"{number}.png")
+        folders.draw(60, 60, seed=number).save(tmp_path / f"{number}.png")
         lines.append(json.dumps({"image": f"{number}.png", "question": "What is it?", "answer": answer}))
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     arguments = [str(folder), str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "tuned"), "--lr", "3e-3"]

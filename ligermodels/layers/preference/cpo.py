@@ -77,13 +77,13 @@ class LinearCPOLoss(ReferenceFreeLoss):
         ignore_index: int = -100,
         softcap: float | None = None,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int | None = None,
+        workspace_bytes: int | None = None,
     ):
         check_options(loss_type, beta, label_smoothing)
         super().__init__(
             beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha,
             average_log_prob=average_log_prob or loss_type in PER_TOKEN,
-            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
+            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         self.loss_type, self.label_smoothing, self.gamma = loss_type, label_smoothing, gamma
 
@@ -112,10 +112,10 @@ class LinearSimPOLoss(LinearCPOLoss):
         ignore_index: int = -100,
         softcap: float | None = None,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int | None = None,
+        workspace_bytes: int | None = None,
     ):
         super().__init__(
             beta=beta, loss_type="simpo", label_smoothing=label_smoothing, gamma=gamma,
             compute_nll_loss=compute_nll_loss, alpha=alpha, ignore_index=ignore_index, softcap=softcap,
-            accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
+            accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
         )  # fmt: skip

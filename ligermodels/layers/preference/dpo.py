@@ -130,12 +130,12 @@ class LinearDPOLoss(PairedLoss):
         ignore_index: int = -100,
         softcap: float | None = None,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int | None = None,
+        workspace_bytes: int | None = None,
     ):
         check_options(loss_type, beta, label_smoothing, discopop_tau)
         super().__init__(
             beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha, average_log_prob=average_log_prob,
-            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
+            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
         )  # fmt: skip
         self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 

@@ -84,13 +84,13 @@ class LinearKTOLoss(LinearLoss):
         ignore_index: int = -100,
         softcap: float | None = None,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int | None = None,
+        workspace_bytes: int | None = None,
     ):
         check_choice("loss_type", loss_type, LOSS_TYPES)
         check_positive(beta=beta)
         super().__init__(
             average_log_prob=average_log_prob, ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype,
-            chunk_bytes=chunk_bytes,
+            workspace_bytes=workspace_bytes,
         )  # fmt: skip
         self.beta, self.loss_type = beta, loss_type
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight

@@ -47,11 +47,11 @@ class LinearORPOLoss(ReferenceFreeLoss):
         ignore_index: int = -100,
         softcap: float | None = None,
         accum_dtype: torch.dtype | None = torch.float32,
-        chunk_bytes: int | None = None,
+        workspace_bytes: int | None = None,
     ):
         super().__init__(
             beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha, average_log_prob=True,
-            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
+            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
         )  # fmt: skip
 
     def _losses(self, chosen_logps: Tensor, rejected_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -113,7 +113,7 @@ def _check_tokens(x: Tensor, labels: Tensor, nll_labels: Tensor | None, cu_seqle
 def measure(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, nll_labels: Tensor | None = None,
     cu_seqlens: Tensor | None = None, num_valid: int | None = None, ignore_index: int = -100,
-    softcap: float | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
+    softcap: float | None = None, accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int | None = None,
 ) -> Sequences:  # fmt: skip
     """The sums of every sequence, from one pass over the logits.
 
@@ -132,7 +132,7 @@ def measure(
             differ = None
     logps, _, logits = linear_logprobs(
         x, weight, every, bias=bias, ignore_index=ignore_index, softcap=softcap, return_logits_mean=True,
-        num_valid=num_valid, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
+        num_valid=num_valid, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
     )  # fmt: skip
     assert logits is not None, "linear_logprobs was asked for the mean of the logits"
     if differ is not None:  # a check would wait for the device: what depends on such a token becomes NaN
@@ -167,7 +167,7 @@ def measure(
 def sequence_logps(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, cu_seqlens: Tensor | None = None,
     average_log_prob: bool = False, ignore_index: int = -100, softcap: float | None = None,
-    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, chunk_bytes: int | None = None,
+    num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int | None = None,
 ) -> Tensor:  # fmt: skip
     """Log probability [N] of each sequence, summed over its tokens, or averaged: `ref_logps` to keep for later.
 
@@ -177,7 +177,7 @@ def sequence_logps(
     """
     sequences = measure(
         x, weight, labels, bias=bias, cu_seqlens=cu_seqlens, num_valid=num_valid, ignore_index=ignore_index,
-        softcap=softcap, accum_dtype=accum_dtype, chunk_bytes=chunk_bytes,
+        softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
     )  # fmt: skip
     return sequences.averaged(sequences.logps) if average_log_prob else sequences.logps
 
@@ -187,7 +187,7 @@ class LinearLoss(nn.Module):
 
     ignore_index: the label of tokens that do not count, prompt and padding. num_valid, in forward: a bound on the
     number of labels that count, where the host knows one; labels on the CPU are counted there. softcap: Gemma 2's.
-    chunk_bytes: what the logits in memory may take; None is 512 MiB, and where all fit, see there, they are kept.
+    workspace_bytes: what the logits in memory may take; None is 512 MiB, and where all fit, see there, they are kept.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class LinearLoss(nn.Module):
         ignore_index: int,
         softcap: float | None,
         accum_dtype: torch.dtype | None,
-        chunk_bytes: int | None,
+        workspace_bytes: int | None,
     ):
         super().__init__()
         self.average_log_prob = average_log_prob
@@ -205,7 +205,7 @@ class LinearLoss(nn.Module):
             "ignore_index": ignore_index,
             "softcap": softcap,
             "accum_dtype": accum_dtype,
-            "chunk_bytes": chunk_bytes,
+            "workspace_bytes": workspace_bytes,
         }
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Random pictures and text for the vision-language cases: what a processor makes of pictures, at once as tensors."""
+"""Random images and text for the vision-language cases: what a processor makes of images, at once as tensors."""
 
 import inspect
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ IGNORED = -100
 
 
 def with_pictures(config: Mapping[str, Any], ids: Tensor, height: int, width: int, *, seed: int) -> dict[str, Tensor]:
-    """Model inputs of ids [B, S], each row of which begins with a picture of height x width random pixels.
+    """Model inputs of ids [B, S], each row of which begins with an image of height x width random pixels.
 
     The ids there are replaced, and their labels ignored.
     """
@@ -42,7 +42,7 @@ def _qwen2_vl(
 def _mllama(
     config: Mapping[str, Any], ids: Tensor, height: int, width: int, generator: torch.Generator
 ) -> dict[str, Tensor]:
-    """<image>, text, which all sees the picture."""
+    """<image>, text, which all sees the image."""
     vision = config["vision_config"]
     size, tiles = vision["image_size"], [height // vision["image_size"], width // vision["image_size"]]
     ids = ids.clone()
@@ -64,7 +64,7 @@ def _mllama(
 
 
 def for_transformers(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """`inputs` with the token types that transformers' Qwen2-VL finds its pictures by."""
+    """`inputs` with the token types that transformers' Qwen2-VL finds its images by."""
     if "mm_token_type_ids" not in inspect.signature(model.forward).parameters or "image_grid_thw" not in inputs:
         return inputs
     return {**inputs, "mm_token_type_ids": (inputs["input_ids"] == model.config.image_token_id).int()}
