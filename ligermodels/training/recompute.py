@@ -92,7 +92,10 @@ class Checkpointing:
         if isinstance(settings, str):
             settings = {"recompute": settings}
         if not isinstance(settings, Mapping):
-            raise InputError(f"activation checkpointing is {settings!r}; expected {_quoted(CHOICES)}, or a dict of options")
+            raise InputError(
+                f"activation checkpointing is {settings!r}; expected {_quoted(CHOICES)}, or a dict such as "
+                "{'recompute': 'block', 'blocks': 8, 'offload': True}"
+            )
         options = dict(settings)
         recompute, blocks = options.pop("recompute", "block"), options.pop("blocks", None)
         every, offload = options.pop("every_n_layers", 1), options.pop("offload", False)
@@ -101,7 +104,9 @@ class Checkpointing:
         if blocks is not None and not (type(blocks) is int and 0 <= blocks <= num_blocks):
             raise InputError(f"blocks={blocks!r} must be a number of the model's blocks, 0 to {num_blocks}")
         if type(every) is not int or every < 1:
-            raise InputError(f"every_n_layers={every!r} must be 1 or more")
+            raise InputError(f"every_n_layers={every!r} must be a whole number from 1 on")
+        if type(offload) is not bool:
+            raise InputError(f"offload={offload!r} must be True or False")
         if options.pop("use_reentrant", None):
             warnings.warn(
                 "use_reentrant=True is not used here: checkpointing is non-reentrant, which gives the same gradients",

@@ -171,14 +171,14 @@ def test_what_the_host_reads_is_fixed():
     (lambda model, optimizer: model.eval(), "train"),
     (lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.5), "option of the optimizer"),
 ])  # fmt: skip
-def test_what_a_graph_has_taken_up_must_stay(change, message):
+def test_a_stale_graph_raises(change, message):
     model, optimizer = noisy()
     step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
     step(x=torch.ones(3, 8))
     optimizer.param_groups[0].update(lr=0.2, initial_lr=0.1)
     step(x=torch.ones(3, 8))
     change(model, optimizer)
-    with pytest.raises(InputError, match=f"{message}.* changed behind the capture"):
+    with pytest.raises(InputError, match=f"{message}.* changed after the capture"):
         step(x=torch.ones(3, 8))
 
 
@@ -220,7 +220,7 @@ def test_parameters_that_an_earlier_graph_holds_are_found():
     loss.backward()
     assert capture._in_a_graph(weight)
     step = CapturedStep(model, torch.optim.SGD(model.parameters()), x=torch.ones(3, 8))
-    with pytest.raises(InputError, match=r"reads linear\.weight is still there.* an output of an earlier forward"):
+    with pytest.raises(InputError, match=r"reads linear\.weight is still alive.* an output of an earlier forward"):
         step._capture()  # which off CUDA nobody else asks for
     loss = loss.detach()
     assert not capture._in_a_graph(weight)
@@ -405,5 +405,5 @@ assert torch.equal(model.weight, before) and model.weight.grad is None
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert "build it with capturable=True" in first
-    assert "reads weight is still there" in second and "an output of an earlier forward" in second
+    assert "reads weight is still alive" in second and "an output of an earlier forward" in second
     assert "cannot be captured" in third and "return y * float(y)" in third
