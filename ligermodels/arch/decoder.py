@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         batch_size, length = x.shape[:2]
         past = 0 if past_key_values is None else past_key_values.length
         if position_ids is None and cu_seqlens is None and past == 0:
-            cos, sin = self.rotary_emb.count(length, x.device)
+            cos, sin = self.rotary_emb.first(length, x.device)
         else:
             if position_ids is None:
                 position_ids = torch.arange(past, past + length, device=x.device)[None]

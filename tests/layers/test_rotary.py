@@ -169,10 +169,10 @@ def test_switches_where_keys_of_shorter_calls_are_of_no_use(name):
         before = torch.arange(past)[None]
         cos, after = rotary(before)[0], rotary(torch.arange(length)[None])[0][:, :past]
         if name != "dynamic":
-            assert rotary.switches(past, length) is not torch.equal(cos, after)
+            assert rotary.needs_recompute(past, length) is not torch.equal(cos, after)
         else:  # transformers leaves cached keys as they are, and so must a cache here
-            assert not rotary.switches(past, length)
-    assert not rotary.switches(0, 17), "there are no keys yet"
+            assert not rotary.needs_recompute(past, length)
+    assert not rotary.needs_recompute(0, 17), "there are no keys yet"
 
 
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
@@ -229,7 +229,7 @@ def test_tables_made_under_inference_mode_serve_training():
     rotary = RotaryEmbedding(32)
     with torch.inference_mode():
         rotary(torch.arange(3, device="meta")[None])
-        tables = rotary.count(3, torch.device("cpu"))
+        tables = rotary.first(3, torch.device("cpu"))
     assert not rotary._inv_freq_on(torch.device("meta")).is_inference()
     assert not any(table.is_inference() for table in tables)
 
@@ -238,23 +238,23 @@ def test_tables_made_under_inference_mode_serve_training():
 def test_tables_from_0_on_are_kept(name, monkeypatch):
     rotary, cpu = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16), torch.device("cpu")
     for length in (9, 20, 9):
-        tables = rotary.count(length, cpu)
+        tables = rotary.first(length, cpu)
         assert all(map(torch.equal, tables, rotary(torch.arange(length)[None])))
-        assert rotary.count(length, cpu) is tables
+        assert rotary.first(length, cpu) is tables
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert rotary.count(20, cpu)[0].shape[1] == 20 and rotary._counted[1] is tables
+    assert rotary.first(20, cpu)[0].shape[1] == 20 and rotary._last[1] is tables
 
 
 @pytest.mark.gpu
 def test_tables_of_a_graph_are_its_own():
     """And the frequencies that it reads stay where they are."""
     rotary, cuda = RotaryEmbedding(32), torch.device("cuda", 0)
-    kept, graph = rotary.count(9, cuda), torch.cuda.CUDAGraph()
+    kept, graph = rotary.first(9, cuda), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = rotary.count(9, cuda)
-    assert captured[0] is not kept[0] and rotary.count(9, cuda) is kept
+        captured = rotary.first(9, cuda)
+    assert captured[0] is not kept[0] and rotary.first(9, cuda) is kept
     rotary(torch.arange(3)[None])
-    rotary.count(20, cuda)
+    rotary.first(20, cuda)
     spoiled = [torch.full((16,), float("nan"), device="cuda") for _ in range(64)]
     graph.replay()
     assert all(map(torch.equal, captured, kept)), len(spoiled)
@@ -295,7 +295,7 @@ def test_theta_in_the_dict_is_accepted_where_it_agrees():
     ({"factor": 2.0}, "rope_type='default' has no factor"),
     ({"type": "linear"}, "rope_type='linear' needs factor"),
     ({"type": "linear", "factor": 2.0, "beta_fast": 3}, "rope_type='linear' has no beta_fast"),
-    ({"type": "linear", "factor": "2"}, "factor='2' must be a positive number"),
+    ({"type": "linear", "factor": "2"}, "factor=2 must be a positive number"),
     ({"type": "linear", "factor": -2}, "factor=-2 must be a positive number"),
     ({"type": "linear", "factor": True}, "factor=True must be"),
     ({"type": "linear", "factor": float("inf")}, "factor=inf must be"),
@@ -305,10 +305,10 @@ def test_theta_in_the_dict_is_accepted_where_it_agrees():
     ({key: LLAMA3[key] for key in LLAMA3 if key != "high_freq_factor"}, "needs high_freq_factor"),
     (YARN | {"truncate": 1}, "truncate=1 must be true or false"),
     (YARN | {"mscale": -1}, "mscale=-1 must be a number"),
-    (YARN | {"factor": None}, "takes it from max_position_embeddings"),
-    (LONGROPE | {"long_factor": [1.0]}, "long_factor must be a list of 16 positive numbers"),
-    (LONGROPE | {"short_factor": 2.0}, "short_factor must be a list of 16 positive numbers.*got 2.0"),
-    (LONGROPE | {"short_factor": [0.0] * 16}, "short_factor must be a list of 16 positive numbers"),
+    (YARN | {"factor": None}, "or max_position_embeddings to derive it"),
+    (LONGROPE | {"long_factor": [1.0]}, "long_factor=.* must be a list of 16 positive numbers"),
+    (LONGROPE | {"short_factor": 2.0}, "short_factor=2.0 must be a list of 16"),
+    (LONGROPE | {"short_factor": [0.0] * 16}, "short_factor=.* must be a list of 16 positive numbers"),
     ({"rope_type": "default", "rope_theta": 5e5}, "rope_theta=500000.0 in the rope dict contradicts 10000.0"),
     ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 in the rope dict"),
 ])  # fmt: skip
