@@ -9,10 +9,9 @@ from ligermodels.layers.attention import Attention
 from ligermodels.layers.batch import Batch, CrossStates
 from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
 from ligermodels.layers.cross_attention import CrossAttention
-from ligermodels.layers.divergences import JSDLoss, KLDivLoss, LinearJSDLoss
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.head import LMHead
-from ligermodels.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss
+from ligermodels.layers.losses import CrossEntropyLoss, JSDLoss, KLDivLoss, LinearCrossEntropyLoss, LinearJSDLoss
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, RMSNorm

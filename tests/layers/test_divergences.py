@@ -10,7 +10,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.jsd import jsd
 from ligermodels.kernels.kl_div import kl_div
 from ligermodels.kernels.linear_jsd import linear_jsd
-from ligermodels.layers.divergences import JSDLoss, KLDivLoss, LinearJSDLoss
+from ligermodels.layers.losses import JSDLoss, KLDivLoss, LinearJSDLoss
 
 
 def log_probabilities():
