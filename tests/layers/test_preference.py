@@ -643,7 +643,7 @@ REFUSED = {
     "no batch": (lambda: call(x=torch.randn(6, 16), labels=torch.ones(6).long()), "need cu_seqlens"),
     "labels": (lambda: call(labels=torch.ones(2 * PAIRS, TOKENS - 1).long()), "shifted already"),
     "nll labels": (lambda: call(nll_labels=torch.ones(PAIRS, TOKENS).long()), r"nll_labels \[3, 7\]"),
-    "nll of another text": (lambda: call(nll_labels=torch.full((2 * PAIRS, TOKENS), 3)), "different tokens"),
+    "nll of another text": (lambda: call(nll_labels=torch.full((2 * PAIRS, TOKENS), 3)), "differ at a position"),
     "odd": (lambda: call(x=torch.randn(3, 4, 16).double(), labels=torch.ones(3, 4).long()), "3 sequences are not pairs"),
     "states alone": (lambda: call(ref_x=torch.randn(6, 7, 16)), "go together"),
     "head alone": (lambda: call(ref_weight=torch.randn(29, 16)), "go together"),
