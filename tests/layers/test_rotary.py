@@ -56,24 +56,6 @@ def test_golden_frequencies(scaling, theta, head_dim, length, golden):
     torch.testing.assert_close(actual, torch.tensor(list(golden.values()), dtype=torch.float64), rtol=3e-7, atol=0)
 
 
-@pytest.mark.parametrize("scaling, max_length, expected", [
-    (YARN, None, 1.138629436111989),
-    (YARN | {"attention_factor": 1.25}, None, 1.25),
-    (YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}, None, 1.0),
-    (YARN | {"mscale": 2.0, "mscale_all_dim": 1.0}, None, 1.2772588722239782 / 1.138629436111989),
-    (YARN | {"mscale": 2.0, "mscale_all_dim": 0}, None, 1.138629436111989),
-    (YARN | {"factor": None}, 131072, 1.138629436111989),
-    (YARN | {"factor": 0.5}, None, 1.0),
-    (LONGROPE | {"original_max_position_embeddings": 4096}, 131072, 1.1902380714238083),
-    (LONGROPE | {"original_max_position_embeddings": 4096, "factor": 1.0}, 131072, 1.0),
-    (LONGROPE | {"attention_factor": 1.5}, None, 1.5),
-])  # fmt: skip
-def test_attention_scaling_multiplies_both(scaling, max_length, expected):
-    rotary = RotaryEmbedding(32, scaling=scaling, max_position_embeddings=max_length)
-    cos, sin = rotary(torch.arange(9)[None])
-    torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, expected))
-
-
 TYPES = {
     "default": {"rope_type": "default"},
     "linear": {"rope_type": "linear", "factor": 3.0},
@@ -150,17 +132,6 @@ def test_options_and_partial_rotation_equal_transformers_to_the_bit(name):
     assert torch.equal(cos, angles.cos() * factor) and torch.equal(sin, angles.sin() * factor)
 
 
-def test_longrope_of_phi_128k_scales_short_calls_too():
-    scaling = LONGROPE | {"original_max_position_embeddings": 4096}
-    rotary = RotaryEmbedding(32, scaling=scaling, max_position_embeddings=131072)
-    for length, factors in [(4096, LONGROPE["short_factor"]), (4097, LONGROPE["long_factor"])]:
-        cos, sin = rotary(torch.arange(length)[None])
-        torch.testing.assert_close((cos**2 + sin**2).sqrt(), torch.full_like(cos, 1.1902380714238083))
-        turned = torch.atan2(sin[0, 1], cos[0, 1]).double()
-        expected = torch.tensor([1e4 ** (-i / 16) / factor for i, factor in enumerate(factors)], dtype=torch.float64)
-        torch.testing.assert_close(turned, expected, rtol=3e-7, atol=0)
-
-
 @pytest.mark.parametrize("name", TYPES)
 def test_switches_where_keys_of_shorter_calls_are_of_no_use(name):
     """The truth is in the tables: those of a call up to `length`, over the first `past` tokens, are others."""
@@ -186,13 +157,6 @@ def test_length_of_the_call_decides_and_leaves_nothing_behind(name):
     assert all(map(torch.equal, rotary(short), first))
     both = rotary(torch.stack([torch.arange(16), torch.arange(1, 17)]))
     assert torch.equal(both[0][:1], grown[0][:, :16])
-
-
-def test_partial_rotation():
-    rotary = RotaryEmbedding(128, partial_rotary_factor=0.75)
-    cos, _ = rotary(torch.arange(3)[None])
-    assert cos.shape == (1, 3, 48)
-    torch.testing.assert_close(frequencies(rotary)[47], torch.tensor(1e4 ** (-94 / 96), dtype=torch.float64))
 
 
 @pytest.mark.parametrize("change", [
@@ -258,12 +222,6 @@ def test_tables_of_a_graph_are_its_own():
     spoiled = [torch.full((16,), float("nan"), device="cuda") for _ in range(64)]
     graph.replay()
     assert all(map(torch.equal, captured, kept)), len(spoiled)
-
-
-@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
-def test_no_position(name):
-    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
-    assert rotary(torch.zeros(1, 0, dtype=torch.int64))[0].shape == (1, 0, 16)
 
 
 @pytest.mark.parametrize("name", TYPES)

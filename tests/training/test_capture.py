@@ -118,17 +118,6 @@ def test_warming_up_leaves_nothing_behind(steps_before):
     assert_same(step, losses, model, expected_losses, expected)
 
 
-def test_a_warm_up_that_fails_leaves_nothing_behind():
-    model, optimizer = noisy()
-    before = copy.deepcopy(model.state_dict())
-    step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
-    optimizer.register_step_post_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        step._warm_up()
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert model.linear.weight.grad is None
-
-
 def test_states_that_begin_unknown_are_named():
     model, optimizer = noisy(torch.optim.NAdam)
     step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
@@ -157,14 +146,6 @@ def test_inputs_unlike_the_example_are_refused():
     step(x=torch.ones(3, 8), scale=None, power=2)
 
 
-def test_what_the_host_reads_is_fixed():
-    model, optimizer = noisy()
-    step = CapturedStep(model, optimizer, x=torch.ones(3, 8), scale=torch.tensor(2.0), fixed=("scale",))
-    step(x=torch.ones(3, 8), scale=torch.tensor(2.0))
-    with pytest.raises(InputError, match=r"scale is tensor\(3.\), the example's tensor\(2.\)"):
-        step(x=torch.ones(3, 8), scale=torch.tensor(3.0))
-
-
 @pytest.mark.parametrize("change, message", [
     (lambda model, optimizer: model.double(), "a parameter's place"),
     (lambda model, optimizer: model.frozen.requires_grad_(), "requires_grad"),
@@ -179,19 +160,6 @@ def test_a_stale_graph_raises(change, message):
     step(x=torch.ones(3, 8))
     change(model, optimizer)
     with pytest.raises(InputError, match=f"{message}.* changed after the capture"):
-        step(x=torch.ones(3, 8))
-
-
-def test_autocast_is_that_of_the_capture():
-    model, optimizer = noisy()
-    with torch.autocast("cpu", torch.bfloat16):
-        step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
-        torch.manual_seed(3)
-        first = step(x=torch.ones(3, 8))
-        torch.manual_seed(3)
-        # Weights that autocast had cast before the step would give the first loss again.
-        assert step(x=torch.ones(3, 8)) != first
-    with pytest.raises(InputError, match="autocast"):
         step(x=torch.ones(3, 8))
 
 
@@ -230,17 +198,6 @@ def test_parameters_that_an_earlier_graph_holds_are_found():
     assert not capture._in_a_graph(weight)
     weight.register_post_accumulate_grad_hook(lambda p: None)
     assert not capture._in_a_graph(weight)
-
-
-def test_the_first_cause_is_named():
-    try:
-        try:
-            torch.ones(2).view(3)
-        finally:
-            raise RuntimeError("invalidated")
-    except RuntimeError as error:
-        cause = capture._first_cause(error)
-    assert "is invalid for input of size 2 at " in cause and "(torch.ones(2).view(3))" in cause
 
 
 # On a card. With a window, attention is a Triton kernel, whose gradients sum in one order, as those of torch's do not.

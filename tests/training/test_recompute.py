@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import io
 import itertools
 import weakref
 from contextlib import nullcontext
@@ -18,7 +17,6 @@ from ligermodels.errors import InputError
 from ligermodels.layers import Batch
 from ligermodels.training import offload, recompute
 from ligermodels.training.offload import Offload
-from ligermodels.training.recompute import Checkpointing
 
 CONFIG = dict(
     vocab_size=97,
@@ -129,21 +127,6 @@ class TestBits:
             for lane in model.decoder.checkpointing.offload._streams.values():
                 assert lane.incoming is None and all(record() is None for _, record in lane.outgoing)
         assert_same(step(model, ids), expected)
-
-    @pytest.mark.parametrize("family", ["llama", "mixtral"])
-    @pytest.mark.parametrize("policy", POLICIES, ids=str)
-    def test_frozen_weights_and_trained_adapters(self, family, policy, ids):
-        model = make(family).requires_grad_(False)
-        for layer in model.decoder.layers:  # as an adapter: one small trained matrix beside a frozen one
-            layer.self_attn.q_proj.register_forward_hook(Adapter(layer.self_attn.q_proj))
-        expected = step(model, ids)
-        assert len(expected) == 4
-        enable(model, *policy)
-        assert_same(step(model, ids), expected)
-        model.enable_input_require_grads()
-        assert_same(step(model, ids), expected)
-        model.requires_grad_(False)
-        assert not model(ids, labels=ids).loss.requires_grad or model.decoder.embed_tokens._forward_hooks
 
     @pytest.mark.parametrize("policy", POLICIES, ids=str)
     def test_under_autocast_where_x_and_residual_differ_in_dtype(self, policy, ids):
@@ -491,37 +474,6 @@ class TestSettings:
         model.gradient_checkpointing_enable({"context_fn": lambda: seen.append(1) or (nullcontext(), nullcontext())})
         assert_same(step(model, ids), expected)
         assert len(seen) == 3
-
-    def test_a_copy_has_streams_and_buffers_of_its_own(self, ids):
-        model = make()
-        enable(model, "block", offload=True)
-        expected = step(model, ids)
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
-            assert twin.decoder.checkpointing.offload is not model.decoder.checkpointing.offload and not buffers(twin)
-            assert_same(step(twin, ids), expected)
-
-    def test_a_block_of_ones_own(self):
-        """Whatever has an attribute `recompute` is a unit; parameters beside it, as gates, mean that more follows."""
-
-        class Unit(nn.Linear):
-            recompute = False
-
-        class Gated(nn.Sequential):
-            def __init__(self, *modules):
-                super().__init__(*modules)
-                self.gate = nn.Parameter(torch.ones(1))
-
-        def unit():
-            return Unit(2, 2)
-
-        blocks = nn.Sequential(unit(), unit()), nn.Sequential(unit(), nn.Linear(2, 2)), Gated(unit()), nn.Sequential()
-        units = [module for block in blocks for module in block if isinstance(module, Unit)]
-        for policy, expected in [("block", [0, 1, 0, 0]), ("mlp", [1, 1, 1, 1]), ("none", [0, 0, 0, 0])]:
-            Checkpointing.of(policy, 4).prepare(blocks)
-            assert [unit.recompute for unit in units] == expected
 
     def test_while_a_graph_is_captured(self, monkeypatch, ids):
         model = make("mixtral").train()
