@@ -1,8 +1,7 @@
-"""Modules and losses over the kernels. They take numbers, never configs: each can be built in one line.
+"""Modules and losses over the kernels. They take numbers, not configs: each can be built in one line.
 
-A block chains them on a residual stream: a norm takes `(x, residual)` and returns `(normed, new residual)`,
-so that the add is part of the norm's kernel; attention and the MLPs map x to x. Linear
-modules in them are `torch.nn.Linear`.
+A block chains them on a residual stream: a norm takes `(x, residual)` and returns `(normed, new residual)`, so that the
+addition is part of the norm's kernel; attention and MLPs map x to x. Linear modules are `torch.nn.Linear`.
 """
 
 from ligermodels.layers.attention import Attention
