@@ -57,7 +57,7 @@ class GemmaConfig(ModelConfig):
 class GemmaBlock(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_unit = "mlp"  # see recompute.py
+    last_mlp = "mlp"  # see recompute.py
 
     def __init__(self, config: GemmaConfig, layer: int):
         super().__init__()

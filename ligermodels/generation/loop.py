@@ -313,7 +313,7 @@ def _decode(
 
 def _needs_recompute(model: Any, past: int, length: int) -> bool:
     """Whether a text of `length` tokens turns the first `past` of them otherwise than they were."""
-    return model.decoder.rotary_emb.switches(past, length)
+    return model.decoder.rotary_emb.needs_recompute(past, length)
 
 
 def _positions(mask: Tensor) -> Tensor:
