@@ -6,38 +6,17 @@ Names and results are those of transformers 5.23, so that trainers find what the
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.text.files import MAX_CONTENT, AddedToken, TokenizerFiles
+from ligermodels.text.backend import Backend
+from ligermodels.text.files import AddedToken, TokenizerFiles
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class Backend(Protocol):
-    """What a tokenizer library gives: `JsonBackend` and `SentencePieceBackend` are the two."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    @property
-    def added(self) -> Mapping[int, AddedToken]: ...
-    @property
-    def base_vocab_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def decoder(self) -> Mapping[str, Any] | None: ...
-    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
-    def encode_with_offsets(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]: ...
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
-    def token_to_id(self, token: str) -> int | None: ...
-    def id_to_token(self, index: int) -> str | None: ...
-    def vocab(self) -> dict[str, int]: ...
-    def update(self, files: TokenizerFiles) -> None: ...
 
 
 class _Special:
@@ -192,8 +171,8 @@ class Vocabulary:
         size, count = self.vocab_size, 0
         for given in [new_tokens] if alone else new_tokens:
             content = getattr(given, "content", given)
-            if not isinstance(content, str) or not 0 < len(content) <= MAX_CONTENT:
-                raise InputError(f"a token has 1 to {MAX_CONTENT:,} characters; {short(content)} has not.")
+            if not isinstance(content, str) or not content:
+                raise InputError(f"a token is a non-empty str, not {short(content)}.")
             special = special_tokens or bool(getattr(given, "special", False))
             if token := present.get(content):
                 if special and not token.special:

@@ -12,7 +12,6 @@ from tokenizers import decoders
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import StopStrings, StreamDecoder, Tokenizer
-from ligermodels.text.detokenizer import PieceStream
 from tests.text import families, folders
 
 
@@ -209,73 +208,6 @@ def test_cost_does_not_grow(tokenizer):
         stream.put(index)
     # 30,000 tokens at 5 us each; decoding everything again for each of them takes minutes.
     assert time.process_time() - start < 10
-
-
-@pytest.mark.parametrize(
-    "decoder",
-    [
-        None,
-        decoders.Metaspace(),
-        decoders.Metaspace(prepend_scheme="never"),
-        decoders.Metaspace("_", prepend_scheme="first"),
-        decoders.Fuse(),
-        decoders.Sequence([decoders.Fuse(), decoders.Replace("a", "zz"), decoders.Strip(" ", 2, 0)]),
-        decoders.Sequence([decoders.Sequence([decoders.Replace("ab", ""), decoders.ByteLevel()])]),
-        decoders.Sequence([decoders.Metaspace(), decoders.ByteFallback(), decoders.Fuse()]),
-        decoders.Sequence([decoders.ByteFallback(), decoders.Replace("a", "b")]),
-    ],
-)
-@settings(max_examples=150, deadline=None)
-@given(
-    tokens=st.lists(
-        st.sampled_from(
-            [
-                "a",
-                "ab",
-                " ",
-                "  ",
-                "▁",
-                "▁▁a",
-                "_b",
-                "é",
-                "Ã",
-                "©",
-                "<0xC3>",
-                "<0xa9>",
-                "<0xGG>",
-                "b a",
-                "",
-                "",
-            ]
-        )
-    )
-)
-def test_every_decoder_agrees_with_tokenizers(decoder, tokens):
-    stream = PieceStream(json.loads(decoder.__getstate__()) if decoder else None)
-    text = "".join([stream.put(token) for token in tokens] + [stream.flush()])
-    whole = decoder.decode(tokens) if decoder else " ".join(tokens)
-    # A broken run of bytes: test_sentencepiece.py.
-    if "\ufffd" not in whole or "ByteFallback" not in str(decoder):
-        assert text == whole
-
-
-FUSE = {"type": "Fuse"}
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        {"type": "WordPiece", "prefix": "##", "cleanup": True},
-        {"type": "Replace", "pattern": {"Regex": "a+"}, "content": "b"},
-        {"type": "Strip", "content": " ", "start": 1, "stop": 0},
-        {"type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Metaspace", "replacement": "_"}]},
-        {"type": "Sequence", "decoders": [FUSE, {"type": "Strip", "content": " ", "start": 0, "stop": 1}]},
-        {"type": "Sequence", "decoders": [FUSE, {"type": "ByteLevel"}]},
-    ],
-)
-def test_other_decoders_are_refused(state):
-    with pytest.raises(TokenizerError, match="cannot be streamed"):
-        PieceStream(state)
 
 
 def test_a_negative_id_is_refused(tokenizer):
