@@ -1,4 +1,4 @@
-"""VisionInputs as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
+"""Images as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
 
 - An image is laid on a canvas of up to max_image_tiles square tiles: the one that it fills best, by growing if it
   can, else by shrinking. It is resized to fit, but never grown beyond a tile; the rest of the canvas is black.
