@@ -87,15 +87,13 @@ def _path(source: str | os.PathLike[str]) -> Path:
         text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
     path = Path(os.path.expanduser(text))
     try:
-        is_file = path.is_file()
-    except (OSError, ValueError) as error:  # a name that is too long, as base64 text is, or holds a zero
-        raise InputError(
-            f"{text[:200]!r} is not a path: {error}. Base64 text starts with data:image/...;base64,"
-        ) from error
-    if not is_file:
+        if path.is_file():
+            return path
         kind = "not a regular file" if path.exists() else "not there"
-        raise InputError(f"{path} is {kind}; an image must be a file (working folder: {Path.cwd()}).")
-    return path
+    except (OSError, ValueError):
+        kind = "not a path"
+    hint = " Base64 text is taken with data:image/...;base64, in front of it." if len(text) > 255 else ""
+    raise InputError(f"{text[:200]} is {kind}; an image must be a file (working folder: {Path.cwd()}).{hint}")
 
 
 def _data_uri(source: str) -> bytes:

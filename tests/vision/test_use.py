@@ -122,7 +122,9 @@ def example():
     return module
 
 
-@pytest.mark.parametrize("tower", [False, True], ids=["frozen tower", "trained tower"])
+@pytest.mark.parametrize(
+    "tower", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen tower", "trained tower"]
+)
 def test_fine_tuning(built, tmp_path, tower, monkeypatch, capsys):
     """It learns which of two images gets which answer, and what it saves loads in transformers."""
     folder, theirs = built
