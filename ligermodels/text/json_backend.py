@@ -67,11 +67,9 @@ class JsonBackend(Backend):
         """Adds the tokens that are new in `files`, and makes special those that are named there."""
         import tokenizers
 
-        path = self._path
         present = self._native.get_added_tokens_decoder()
-        new, size = [], max(self.base_vocab_size, 1 + max(present, default=-1))
-        for token in files.added:
-            native = tokenizers.AddedToken(
+        natives = {
+            token.id: tokenizers.AddedToken(
                 token.content,
                 single_word=token.single_word,
                 lstrip=token.lstrip,
@@ -79,33 +77,26 @@ class JsonBackend(Backend):
                 normalized=token.normalized,
                 special=token.special,
             )
-            if repr(present.get(token.id)) == repr(native):
-                continue
-            if self._native.token_to_id(token.content) is None:
-                if size != token.id:
-                    raise TokenizerError(
-                        f"{path} lacks the added token {short(token.content)}, which the folder's other files give id "
-                        f"{token.id}; the next free id is {size}. Likely cause: files of two "
-                        "checkpoints mixed, or a tokenizer.json saved before tokens were added."
-                    )
-                size += 1
-            new.append(native)
+            for token in files.added
+        }
         # All at once: each call rebuilds the search for all of them.
-        self._native.add_tokens(new)
+        changed = [native for index, native in natives.items() if repr(present.get(index)) != repr(native)]
+        self._native.add_tokens(changed)
         if any(t.id in present and present[t.id].normalized and not t.normalized for t in files.added):
             # Without a reload the library goes on matching the normalised spelling of the token.
             self._native = tokenizers.Tokenizer.from_str(self._native.to_str())
         for token in files.added:
             if (found := self._native.token_to_id(token.content)) != token.id:
                 raise TokenizerError(
-                    f"{path} gives {short(token.content)} the id {found}, the folder's other files say "
-                    f"{token.id}. Likely cause: files of two checkpoints mixed."
+                    f"{self._path} gives the added token {short(token.content)} the id {found}, the folder's other "
+                    f"files say {token.id}. Likely cause: files of two checkpoints mixed, or a tokenizer.json saved "
+                    "before tokens were added."
                 )
         by_content = {token.content: token for token in self._native.get_added_tokens_decoder().values()}
         named = dict.fromkeys((*files.named.values(), *files.extra_special))
-        natives = [by_content.get(content, tokenizers.AddedToken(content, normalized=False)) for content in named]
+        special = [by_content.get(content, tokenizers.AddedToken(content, normalized=False)) for content in named]
         self._native.add_special_tokens(
-            [n for n in natives if not n.special and self._native.token_to_id(n.content) is not None]
+            [token for token in special if not token.special and self._native.token_to_id(token.content) is not None]
         )
         self.added = {
             index: AddedToken(id=index, **token.__getstate__())

@@ -40,7 +40,11 @@ def refused(folder, words):
         ("tokenizer_config.json", {ADDED: {"a": {"content": "b"}}}, "added token cannot be read"),
         ("tokenizer_config.json", {ADDED: {"5": {}}}, "added token cannot be read"),
         ("tokenizer_config.json", {ADDED: {"-1": {"content": "a"}}}, "an id of 0 or more"),
-        ("tokenizer_config.json", {ADDED: {"5000": {"content": "<x>"}}}, r"lacks the added token '<x>'"),
+        (
+            "tokenizer_config.json",
+            {ADDED: {"5000": {"content": "<x>"}}},
+            "the added token '<x>' the id 400, .* say 5000",
+        ),
         ("tokenizer_config.json", {ADDED: {"7": {"content": "</s>"}}}, r"'</s>' the id 2.*say 7"),
         ("tokenizer_config.json", {"extra_special_tokens": "<x>"}, "must be a list, not '<x>'"),
         ("tokenizer_config.json", {"eos_token": "<end>"}, "eos_token is '<end>', which has no id"),
@@ -65,7 +69,7 @@ def test_a_bad_file(folder, name, content, words):
 def test_added_tokens_json_counts_where_the_config_has_none(folder):
     folders.write(folder, "tokenizer_config.json", {"bos_token": "<s>"})
     folders.write(folder, "added_tokens.json", {"<x>": 5000})
-    refused(folder, "lacks the added token '<x>'")
+    refused(folder, "the added token '<x>' the id 400")
     folders.write(folder, "added_tokens.json", {"<x>": "five"})
     refused(folder, "added token cannot be read")
     folders.write(folder, "added_tokens.json", {"<x>": 400})

@@ -7,6 +7,7 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
@@ -169,6 +170,19 @@ def test_without_special_tokens_there_is_no_bos(mllama):
     ids = ours([IMAGE + "a", "b"], [[CAT], []], add_special_tokens=False)["input_ids"]
     assert not (ids == ours.tokenizer.bos_token_id).any()
     assert ours("a<|begin_of_text|>", add_special_tokens=False)["input_ids"][0, -1] == ours.tokenizer.bos_token_id
+
+
+def test_one_bos_also_where_the_tokenizer_adds_its_own(mllama_folder, tmp_path):
+    """As tokenizer.json of the text models does."""
+    shutil.copytree(mllama_folder, tmp_path / "m")
+    native = tokenizers.Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
+    bos, index = "<|begin_of_text|>", native.token_to_id("<|begin_of_text|>")
+    native.post_processor = tokenizers.processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, index)])
+    native.save(str(tmp_path / "m" / "tokenizer.json"))
+    ours = Processor.from_folder(tmp_path / "m")
+    assert ours.tokenizer.encode("a")[0] == index
+    ids = ours([IMAGE + "a"], [[CAT]])["input_ids"][0].tolist()
+    assert ids.count(index) == 1 and ids.index(index) == 1
 
 
 # --- Conversations ----------------------------------------------------------------------------------------------
