@@ -1,5 +1,6 @@
 """What `Tokenizer` needs of a tokenizer library. Its two implementations: `JsonBackend`, `SentencePieceBackend`."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -53,3 +54,8 @@ class Backend(ABC):
     def vocab_size(self) -> int:
         """One more than the largest id, added tokens included."""
         return max(self.base_vocab_size, 1 + max(self.added, default=-1))
+
+
+def decode_utf8(data: bytes) -> str:
+    """The text of bytes, U+FFFD for each byte that is in no character, as in SentencePiece."""
+    return re.sub("[\udc80-\udcff]", "\ufffd", data.decode("utf-8", "surrogateescape"))

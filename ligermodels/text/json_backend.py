@@ -12,12 +12,13 @@ that tokenizer_config.json leaves out.
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from reprlib import repr as short
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text.backend import Backend, Encoded
+from ligermodels.text.backend import Backend, Encoded, decode_utf8
 from ligermodels.text.files import AddedToken, TokenizerFiles, read_text
 
 
@@ -36,6 +37,9 @@ class JsonBackend(Backend):
         self._native.no_truncation()
         self._native.no_padding()
         self._path = path
+        self._has_byte_fallback = b'"ByteFallback"' in (
+            self._native.decoder.__getstate__() if self._native.decoder else b""
+        )
         self.base_vocab_size = self._native.get_vocab_size(with_added_tokens=False)
         self.update(files)
 
@@ -48,7 +52,13 @@ class JsonBackend(Backend):
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         with _native_errors("decode"):
-            return self._native.decode(ids, skip_special_tokens=skip_special_tokens)
+            text = self._native.decode(ids, skip_special_tokens=skip_special_tokens)
+            if "\ufffd" not in text or not self._has_byte_fallback:
+                return text
+            # For one bad byte the library gives up a whole run of byte tokens, also characters that a stream has given.
+            skipped = self.special_ids if skip_special_tokens else frozenset()
+            tokens = (token for index in ids if index not in skipped and (token := self.id_to_token(index)) is not None)
+            return self._native.decoder.decode(list(_join_byte_tokens(tokens)))
 
     def token_to_id(self, token: str) -> int | None:
         return self._native.token_to_id(token)
@@ -102,6 +112,21 @@ class JsonBackend(Backend):
             index: AddedToken(id=index, **token.__getstate__())
             for index, token in self._native.get_added_tokens_decoder().items()
         }
+
+
+def _join_byte_tokens(tokens: Iterable[str]) -> Iterator[str]:
+    """The tokens, each run of byte tokens such as <0x0A> as its text."""
+    run = b""
+    for token in tokens:
+        if found := re.fullmatch("<0x([0-9A-F]{2})>", token):
+            run += bytes([int(found[1], 16)])
+            continue
+        if run:
+            yield decode_utf8(run)
+        run = b""
+        yield token
+    if run:
+        yield decode_utf8(run)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text.backend import Backend, Encoded
+from ligermodels.text.backend import Backend, Encoded, decode_utf8
 from ligermodels.text.files import AddedToken, TokenizerFiles, read_bytes
 
 SPACE = "\u2581"
@@ -124,8 +124,7 @@ class SentencePieceBackend(Backend):
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        data = b"".join(self._spelled(index) for index in ids if index not in skipped)
-        text = re.sub("[\udc80-\udcff]", "\ufffd", data.decode("utf-8", "surrogateescape"))
+        text = decode_utf8(b"".join(self._spelled(index) for index in ids if index not in skipped))
         return text.removeprefix(" ") if self._prefixes else text
 
     def token_to_id(self, token: str) -> int | None:

@@ -29,8 +29,8 @@ class StreamDecoder:
     window of the last ids, which begins with ids whose text has been given, and which have some. What a decoder strips
     from the beginning of a text (Llama 2's dummy prefix) is stripped from them.
 
-    Text that has been given stays, also where more ids would change it: for one bad byte the tokenizers library turns
-    a whole run of byte tokens into U+FFFD. There tokenizers' own DecodeStream raises; it has no flush either.
+    Text that has been given stays, also where more ids would change it: for one bad byte transformers' tokenizers turn
+    a whole run of byte tokens into U+FFFD. (There tokenizers' own DecodeStream raises, and it has no flush.)
 
     tokenizer: a `Tokenizer`, or any object with `decode(ids, skip_special_tokens=...)`.
     after: the ids that the ones to come continue, whose own text is not given again: " world" after "Hello". Without

@@ -216,8 +216,9 @@ class Tokenizer(Vocabulary):
     ) -> str:
         """The text of an id, or of a list, array or 1-D tensor of ids.
 
-        Ids without a token (a padded vocabulary) add nothing. Bytes that are in no UTF-8 character become U+FFFD. The
-        spaces of a text are never cleaned up.
+        Ids without a token (a padded vocabulary) add nothing. The spaces of a text are never cleaned up. Bytes that
+        are in no UTF-8 character become U+FFFD; in a run of byte tokens (Llama 2, Gemma) the good characters stay, as
+        in SentencePiece, where the tokenizers library gives up the whole run.
         """
         ids = token_ids
         if clean_up_tokenization_spaces:

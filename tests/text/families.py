@@ -505,7 +505,7 @@ FAMILIES = {
         alone=_GEMMA_ALONE,
         talk=None,
     ),
-    "qwen 2": Family(
+    "qwen 2.5": Family(
         _qwen_2,
         stops=(151645, 151643),
         turn_end=151645,

@@ -39,7 +39,7 @@ CALLS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["llama 2", "phi 3", "qwen 2", "gemma 2"])
+@pytest.fixture(scope="module", params=["llama 2", "phi 3", "qwen 2.5", "gemma 2"])
 def pair(request, folder_of):
     """(ours, transformers') of one family, with a pad token and the same sides."""
     folder = folder_of(request.param)

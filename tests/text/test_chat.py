@@ -256,7 +256,7 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "qwen 2", "phi 3", "phi 4"])
+@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "qwen 2.5", "phi 3", "phi 4"])
 def test_masks_are_those_of_transformers(folder_of, name):
     ours, theirs = Tokenizer.from_folder(folder_of(name)), families.theirs(name, folder_of(name))
     ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token

@@ -125,7 +125,7 @@ def test_templates(case):
 
 
 @pytest.mark.parametrize(
-    ("name", "eos"), [("llama 3.1", "<|end_of_text|>"), ("gemma 2", "<eos>"), ("qwen 2", "<|endoftext|>")]
+    ("name", "eos"), [("llama 3.1", "<|end_of_text|>"), ("gemma 2", "<eos>"), ("qwen 2.5", "<|endoftext|>")]
 )
 def test_the_turn_ends_though_no_list_says_so(folder_of, tmp_path, name, eos):
     none = {"eos_token_id": None}

@@ -86,8 +86,12 @@ def test_agrees_with_the_converted_tokenizer(sentencepiece_folder, sentencepiece
             assert tokenizer.decode(expected, skip) == oracle.decode(expected, skip_special_tokens=skip), text
 
 
-def test_broken_bytes_decode_as_in_sentencepiece(sentencepiece_folder, sentencepiece_model):
-    tokenizer = Tokenizer.from_folder(sentencepiece_folder())
+@pytest.mark.parametrize("kind", ["model", "json"])
+def test_broken_bytes_decode_as_in_sentencepiece(sentencepiece_folder, sentencepiece_model, tmp_path, kind):
+    folder = sentencepiece_folder()
+    if kind == "json":
+        converted(sentencepiece_model, tmp_path, legacy=False).save_pretrained(folder)
+    tokenizer = Tokenizer.from_folder(folder)
     native = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
     first = native.piece_to_id("<0x00>")
     lead = [0x41, 0xC3, 0xE4, 0xF0, 0xED, 0xF4, 0x80, 0xA0, 0xBD, 0x9F, 0xA9, 0xFF]

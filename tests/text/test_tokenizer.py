@@ -36,7 +36,10 @@ def test_any_ids_decode_as_in_transformers(pair):
     for _ in range(300):
         ids = [generator.randrange(ours.vocab_size + 3) for _ in range(generator.randrange(10))]
         for skip in (False, True):
-            assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), ids
+            text = theirs.decode(ids, skip_special_tokens=skip)
+            # Broken runs of byte tokens follow SentencePiece: test_sentencepiece.py.
+            if ours.token_to_id("<0x00>") is None or "\ufffd" not in text:
+                assert ours.decode(ids, skip) == text, ids
 
 
 def test_ids_and_sizes_agree_with_transformers(pair):

@@ -86,7 +86,7 @@ def test_pipeline_and_streamer(pair, capsys):
     assert said[0] == said[1] and said[0][1]
 
 
-@pytest.mark.parametrize("name", ["llama 2", "qwen 2"])
+@pytest.mark.parametrize("name", ["llama 2", "qwen 2.5"])
 def test_training_templates_of_trl(folder_of, name):
     """Every one with {% generation %}: the same text, ids and mask; what theirs refuses ours refuses."""
     trl = pytest.importorskip("trl")

@@ -17,7 +17,7 @@ from tests.text import families, folders
 CLASS_DEFAULTS = {"gemma 2": ("mask_token",), "phi 4": ("unk_token",)}
 
 
-@pytest.fixture(params=["llama 2", "mistral 0.3", "gemma 2", "qwen 2", "phi 4"])
+@pytest.fixture(params=["llama 2", "mistral 0.3", "gemma 2", "qwen 2.5", "phi 4"])
 def pair(request, folder_of):
     """(ours, transformers') of one family."""
     folder = folder_of(request.param)
