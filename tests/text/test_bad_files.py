@@ -2,10 +2,11 @@
 
 import json
 import os
+import random
 
 import pytest
 
-from ligermodels.errors import TokenizerError
+from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests.text import folders
 
@@ -142,3 +143,35 @@ def test_a_panic_of_the_library(folder):
     folders.write(folder, "tokenizer.json", content)
     with pytest.raises(TokenizerError, match="tokenizers library"):
         Tokenizer.from_folder(folder).decode([400])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*special tokens without an id")
+def test_any_damage_is_a_typed_error(folder, sentencepiece_folder):
+    """Single bytes changed, ranges cut, values inserted: it loads and works, or says why not."""
+    generator, refusals = random.Random(0), 0
+    other = sentencepiece_folder(added_tokens_decoder={"420": folders.added("<|user|>")})
+    insertions = [b"null", b"-1", b'"', b"{", b"[]", b"1e999", b"\\ud800"]
+    json_files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    for path in (*json_files, other / "tokenizer_config.json", other / "tokenizer.model"):
+        good = path.read_bytes()
+        for _ in range(300):
+            data = bytearray(good)
+            for _ in range(generator.randrange(1, 4)):
+                at = generator.randrange(len(data))
+                match generator.randrange(3):
+                    case 0:
+                        data[at] = generator.randrange(256)
+                    case 1:
+                        del data[at : at + generator.randrange(1, 40)]
+                    case 2:
+                        data[at:at] = generator.choice(insertions)
+            path.write_bytes(data)
+            try:
+                tokenizer = Tokenizer.from_folder(path.parent)
+                tokenizer.decode(tokenizer.encode("the cat"))
+                tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+            except (InputError, TokenizerError):
+                refusals += 1
+        path.write_bytes(good)
+    assert refusals > 400

@@ -118,13 +118,6 @@ def test_stretches_agree_with_the_slow_tokenizer(sentencepiece_folder, sentencep
         assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
 
 
-def test_legacy_changes_what_follows_a_special_token(sentencepiece_folder):
-    modern = Tokenizer.from_folder(sentencepiece_folder(legacy=False)).encode("a</s>the")
-    default = Tokenizer.from_folder(sentencepiece_folder()).encode("a</s>the")
-    legacy = Tokenizer.from_folder(sentencepiece_folder(legacy=True)).encode("a</s>the")
-    assert modern == default != legacy
-
-
 @pytest.mark.parametrize("squeeze", [False, True])
 def test_a_model_that_squeezes_white_space(tmp_path, slow, squeeze):
     model = folders.sentencepiece_model(remove_extra_whitespaces=squeeze, normalization_rule_name="nmt_nfkc")
@@ -214,17 +207,6 @@ def test_single_word_and_normalized_flags(tmp_path):
     assert found("fin. finish, a fin") == [0, 0]
     assert found("office ofﬁce") == [1, 1]
     assert found("raff raﬀ") == [2]
-
-
-def test_old_folders_name_added_tokens_elsewhere(tmp_path, sentencepiece_model):
-    size = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model).get_piece_size()
-    folders.sentencepiece_folder(tmp_path, sentencepiece_model, eos_token="</s>")
-    folders.write(tmp_path, "added_tokens.json", {"<|im_end|>": size, "<tool>": size + 1})
-    folders.write(tmp_path, "special_tokens_map.json", {"eos_token": {"content": "<|im_end|>", "lstrip": False}})
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.eos_token_id == size
-    assert tokenizer.encode("a<|im_end|><tool>")[-2:] == [size, size + 1]
-    assert tokenizer.decode([size, size + 1], True) == "<tool>"
 
 
 def test_tokenizer_json_wins(byte_fallback_folder, tmp_path):

@@ -197,11 +197,11 @@ def test_arrangements_in_the_order_of_the_ids():
     assert list(arrangements(7)) == theirs_mllama.get_all_supported_aspect_ratios(7)
 
 
-def test_a_batch_without_pictures_has_no_inputs():
+def test_a_batch_without_images_has_no_inputs():
     assert _mllama(28)[0]([[], []]) == ({}, [[], []])
 
 
-def test_mllama_names_the_picture():
+def test_mllama_names_the_image():
     with pytest.raises(InputError, match=r"image 1 of text 2: nowhere\.png is not there"):
         _mllama(28)[0]([[], [draw(2, 2)], [draw(2, 2), "nowhere.png"]])
 
@@ -234,13 +234,13 @@ def test_other_modes_are_those_of_transformers(mode):
     assert torch.equal(ours([[image]])[0]["pixel_values"], theirs([[image]], return_tensors="pt")["pixel_values"])
 
 
-def test_arrays_give_what_their_picture_gives():
+def test_arrays_give_what_their_image_gives():
     image = draw(60, 80)
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     for source in (array, tensor, array[:, :, :1], array[:, :, 0], tensor[:1], array[::-1][::-1]):
-        as_picture = Image.fromarray(array[:, :, 0]) if np.ndim(source) == 2 or 1 in source.shape else image
-        assert np.array_equal(np.asarray(load_image(source)), np.asarray(as_picture.convert("RGB")))
+        as_image = Image.fromarray(array[:, :, 0]) if np.ndim(source) == 2 or 1 in source.shape else image
+        assert np.array_equal(np.asarray(load_image(source)), np.asarray(as_image.convert("RGB")))
 
 
 BAD_CONFIGS = [

@@ -26,8 +26,8 @@ def pixels(image):
     return np.asarray(image).tolist()
 
 
-PICTURE = draw(40, 60)
-PNG, JPEG = encoded(PICTURE), encoded(PICTURE, "JPEG")
+IMAGE = draw(40, 60)
+PNG, JPEG = encoded(IMAGE), encoded(IMAGE, "JPEG")
 NEXT = "fetch it again, or save it with another program"
 BAD_FILES = {
     "empty": (b"", "is not an image that can be read"),
@@ -111,16 +111,16 @@ def test_every_form_of_one_file(tmp_path, monkeypatch):
     uri = "data:image/png;base64," + base64.b64encode(PNG).decode()
     sources = [path, str(path), "a cat.png", path.as_uri(), PNG, bytearray(PNG), memoryview(PNG), read, Stream(PNG)]
     with path.open("rb") as file, Image.open(path) as opened:
-        for source in [*sources, uri, file, opened, PICTURE]:
+        for source in [*sources, uri, file, opened, IMAGE]:
             image = load_image(source)
-            assert image.mode == "RGB" and pixels(image) == pixels(PICTURE), type(source)
+            assert image.mode == "RGB" and pixels(image) == pixels(IMAGE), type(source)
 
 
 @pytest.mark.parametrize("orientation", [1, 3, 6, 8])
 def test_the_orientation_of_a_camera(orientation, tmp_path):
     exif = Image.Exif()
     exif[0x0112] = orientation
-    (tmp_path / "photo.jpg").write_bytes(encoded(PICTURE, "JPEG", exif=exif, quality=95))
+    (tmp_path / "photo.jpg").write_bytes(encoded(IMAGE, "JPEG", exif=exif, quality=95))
     expected = pixels(their_load_image(str(tmp_path / "photo.jpg")))
     assert pixels(load_image(tmp_path / "photo.jpg")) == expected
     with Image.open(tmp_path / "photo.jpg") as opened:
@@ -148,9 +148,9 @@ def test_transparency_lies_on_white():
 
 
 def test_cmyk_of_a_jpeg(tmp_path):
-    (tmp_path / "print.jpg").write_bytes(encoded(PICTURE.convert("CMYK"), "JPEG", quality=95))
+    (tmp_path / "print.jpg").write_bytes(encoded(IMAGE.convert("CMYK"), "JPEG", quality=95))
     assert pixels(load_image(tmp_path / "print.jpg")) == pixels(their_load_image(str(tmp_path / "print.jpg")))
-    difference = np.asarray(load_image(tmp_path / "print.jpg"), dtype=float) - np.asarray(PICTURE)
+    difference = np.asarray(load_image(tmp_path / "print.jpg"), dtype=float) - np.asarray(IMAGE)
     assert abs(difference).mean() < 20  # right way round: inverted it would be above 80
 
 
@@ -162,7 +162,7 @@ def test_sixteen_bits_keep_their_range(form):
 
 
 @pytest.mark.parametrize("form", ["GIF", "PNG", "WEBP", "TIFF"])
-def test_of_an_animation_the_first_picture_with_a_warning(form, tmp_path):
+def test_of_an_animation_the_first_image_with_a_warning(form, tmp_path):
     frames = [Image.new("RGB", (8, 8), colour) for colour in ("red", "lime", "blue")]
     options = {"lossless": True} if form == "WEBP" else {}
     path = tmp_path / "moving"
@@ -183,20 +183,20 @@ def test_a_pil_image_whose_file_is_cut_off():
 
 
 def test_a_photograph_with_previews_is_no_animation(recwarn):
-    data = encoded(PICTURE, "MPO", save_all=True, append_images=[draw(20, 30)])
+    data = encoded(IMAGE, "MPO", save_all=True, append_images=[draw(20, 30)])
     assert load_image(data).size == (60, 40)
     assert not recwarn
 
 
-def test_the_picture_of_the_caller_stays_as_it_is():
+def test_the_image_of_the_caller_stays_as_it_is():
     image = draw(8, 8).convert("RGBA")
     before = image.copy()
     load_image(image)
     assert image.mode == "RGBA" and pixels(image) == pixels(before)
-    array = np.asarray(PICTURE).copy()
+    array = np.asarray(IMAGE).copy()
     loaded = load_image(array)
     array[:] = 0
-    assert pixels(loaded) == pixels(PICTURE)
+    assert pixels(loaded) == pixels(IMAGE)
 
 
 def test_pillow_that_is_not_there():

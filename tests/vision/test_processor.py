@@ -108,7 +108,7 @@ def test_qwen_inputs_are_those_of_transformers(qwen, case, side):
     assert (actual["input_ids"] == ours.tokenizer.token_to_id("<|image_pad|>")).sum() == merged
 
 
-def test_qwen_videos_and_pictures_in_one_batch(qwen):
+def test_qwen_videos_and_images_in_one_batch(qwen):
     ours, theirs = qwen
     text = [f"{CLIP} and {PAD}", f"{PAD}{PAD}", f"{CLIP}{CLIP}!"]
     images, videos = [[CAT], [DOG, OWL], []], [[FILM], [], [FILM[:2], FILM[1:4]]]
@@ -244,7 +244,7 @@ def test_a_batch_of_conversations(family, request):
     same(actual, expected, list(expected))
 
 
-def test_pictures_in_every_form_of_a_part(qwen, tmp_path):
+def test_images_in_every_form_of_a_part(qwen, tmp_path):
     ours, _ = qwen
     file = io.BytesIO()
     CAT.save(file, "PNG")
@@ -288,14 +288,13 @@ def test_answers_are_decoded(qwen):
     ours, _ = qwen
     inputs = ours([f"{PAD}the cat", "the dog sat"], [[CAT], []])
     assert ours.batch_decode(inputs["input_ids"]) == ["the cat", "the dog sat"]
-    assert ours.decode(inputs["input_ids"][1]) == "the dog sat"
     assert ours.decode(inputs["input_ids"][0], skip_special_tokens=False).endswith("<|image_pad|><|vision_end|>the cat")
 
 
 # --- Forms and errors -------------------------------------------------------------------------------------------
 
 
-def test_pictures_nested_or_flat_or_alone(qwen):
+def test_images_nested_or_flat_or_alone(qwen):
     ours, _ = qwen
     texts = [f"{PAD}{PAD}", "none", PAD]
     expected = ours(texts, [[CAT, DOG], [], [OWL]])
@@ -369,17 +368,12 @@ def test_both_generations_of_files(family, request, tmp_path):
     """processor_config.json as transformers 5 saves it gives the same processor as the files of the Hub."""
     ours, theirs = request.getfixturevalue(family)
     if family == "qwen":
-        theirs = TheirQwen(theirs.image_processor, theirs.tokenizer, None, chat_template=folders.QWEN_TEMPLATE)
-        theirs.video_processor = transformers.BatchFeature({"video_processor_type": "Qwen2VLVideoProcessor"})
-        theirs.image_processor.save_pretrained(tmp_path)
         nested = {"image_processor": theirs.image_processor.to_dict(), "processor_class": "Qwen2VLProcessor"}
         nested["video_processor"] = {
             "video_processor_type": "Qwen2VLVideoProcessor",
             "size": {"longest_edge": 602112, "shortest_edge": 100352},
-            "resample": 3, "do_sample_frames": False, "do_convert_rgb": True, "return_metadata": False,
-            "min_frames": 4, "max_frames": 768, "max_video_tokens": 128000, "data_format": "channels_first",
+            "resample": 3, "do_sample_frames": False, "do_convert_rgb": True, "max_video_tokens": 128000,
         }  # fmt: skip
-        (tmp_path / "preprocessor_config.json").unlink()
         (tmp_path / "processor_config.json").write_text(json.dumps(nested))
         theirs.tokenizer.save_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(folders.QWEN_TEMPLATE)

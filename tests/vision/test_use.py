@@ -82,7 +82,7 @@ def said(model, inputs, length, stops) -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
+def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     folder, theirs = built
     images = [folders.draw(70, 90, seed=1), folders.draw(40, 100, seed=2)]
     for number, image in enumerate(images):
@@ -107,7 +107,7 @@ def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("image, words", [("missing.png", "missing.png"), ("model/config.json", "not an image")])
-def test_chat_refuses_what_is_no_picture(built, tmp_path, capsys, monkeypatch, image, words):
+def test_chat_refuses_what_is_no_image(built, tmp_path, capsys, monkeypatch, image, words):
     folder, _ = built
     monkeypatch.setattr(ligermodels, "load", None)  # not even tried
     assert main(["chat", str(folder), "--image", str(tmp_path / image)]) == 3
