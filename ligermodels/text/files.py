@@ -58,6 +58,10 @@ class AddedToken:
     normalized: bool = False
     single_word: bool = False
 
+    def to_dict(self) -> dict[str, Any]:
+        """The content and the flags, as tokenizer_config.json and `tokenizers.AddedToken` have them."""
+        return {name: value for name, value in vars(self).items() if name != "id"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:

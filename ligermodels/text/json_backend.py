@@ -78,17 +78,7 @@ class JsonBackend(Backend):
         import tokenizers
 
         present = self._native.get_added_tokens_decoder()
-        natives = {
-            token.id: tokenizers.AddedToken(
-                token.content,
-                single_word=token.single_word,
-                lstrip=token.lstrip,
-                rstrip=token.rstrip,
-                normalized=token.normalized,
-                special=token.special,
-            )
-            for token in files.added
-        }
+        natives = {token.id: tokenizers.AddedToken(**token.to_dict()) for token in files.added}
         # All at once: each call rebuilds the search for all of them.
         changed = [native for index, native in natives.items() if repr(present.get(index)) != repr(native)]
         self._native.add_tokens(changed)

@@ -43,10 +43,7 @@ def contents(
         if files.extra_special != loaded.extra_special:
             config.pop("extra_special_tokens", None)
             config["additional_special_tokens"] = list(files.extra_special)
-        flags = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
-        config["added_tokens_decoder"] = {
-            str(index): {flag: getattr(token, flag) for flag in flags} for index, token in sorted(backend.added.items())
-        }
+        config["added_tokens_decoder"] = {str(index): token.to_dict() for index, token in sorted(backend.added.items())}
     if files.added != loaded.added and isinstance(backend, JsonBackend):
         found["tokenizer.json"] = backend.to_json().encode()
         # The classes of transformers that rebuild all but the vocabulary split the text around new tokens elsewhere.

@@ -170,10 +170,8 @@ class Tokenizer(Vocabulary):
                 f"not {type(texts).__name__} and {short(padding_side)}."
             )
         rows = [row.ids for row in self._encode(list(texts), add_special_tokens)]
-        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        width = max(map(len, rows), default=0)
-        found = batch.as_tensors(batch.pad(columns, width, padding_side, self.padding_id), "pt")
-        return found.input_ids.reshape(len(rows), width), found.attention_mask.reshape(len(rows), width)
+        found = batch.padded(rows, padding_side, self.padding_id)
+        return found.input_ids, found.attention_mask
 
     def pad(
         self,

@@ -34,7 +34,7 @@ class _Special:
     def __set__(self, instance: "Vocabulary", value: Any) -> None:
         token = getattr(value, "content", value)
         if self._is_id and value is not None:
-            # Of an added token that is looked for in the normalised text, id_to_token gives the normalised spelling.
+            # Of an added token that is matched in the normalised text, id_to_token gives the normalised spelling.
             index = value if isinstance(value, int) else -1
             added = instance.backend.added.get(index)
             token = added.content if added else instance.backend.id_to_token(index) if index >= 0 else None
@@ -44,7 +44,8 @@ class _Special:
                 f"{self._name} cannot be {short(value)}, which is not in the vocabulary. Next step: "
                 f"add_special_tokens({{{self._name!r}: ...}}) adds it, and the model's resize_token_embeddings a row."
             )
-        instance._change(named=_with(instance.files.named, self._name, token))
+        named = {**instance.files.named, self._name: token}
+        instance._change(named={name: content for name, content in named.items() if content is not None})
 
 
 class Vocabulary:
@@ -162,7 +163,7 @@ class Vocabulary:
     def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
         """How many were added of a token or several, each a str or an object as tokenizers.AddedToken.
 
-        A token of the vocabulary keeps its id and is from now on cut out of a text first; one that is new gets the
+        A token of the vocabulary keeps its id and is cut out of texts first from then on; one that is new gets the
         next id, and the model's `resize_token_embeddings(len(tokenizer))` a row for it.
         """
         alone = isinstance(new_tokens, str) or hasattr(new_tokens, "content")
@@ -176,7 +177,7 @@ class Vocabulary:
             special = special_tokens or bool(getattr(given, "special", False))
             if token := present.get(content):
                 if special and not token.special:
-                    # A special token is looked for as it stands.
+                    # A special token is matched as it is spelled.
                     found[token.id] = dataclasses.replace(token, special=True, normalized=False)
                 continue
             index = self.token_to_id(content)
@@ -215,10 +216,6 @@ class Vocabulary:
         return count
 
     def _change(self, **fields: Any) -> None:
-        """Other tokens or templates: as if the folder had had them when it was read."""
+        """Takes over other tokens or templates, as if the folder had held them when it was read."""
         self.files = dataclasses.replace(self.files, **fields)
         self.backend.update(self.files)
-
-
-def _with(named: Mapping[str, str], name: str, token: str | None) -> dict[str, str]:
-    return {key: value for key, value in {**named, name: token}.items() if value is not None}

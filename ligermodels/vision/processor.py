@@ -164,7 +164,7 @@ class Processor:
         images = self._shared_out("image", images, rows)
         if isinstance(self.image_processor, MllamaImageProcessor):
             pixels, tiles = self.image_processor(images)
-            inputs = self._padded(rows, padding_side)
+            inputs = batch.padded(rows, padding_side, self.tokenizer.padding_id)
             if pixels:
                 inputs["cross_attention_mask"] = cross_attention_mask(
                     inputs["input_ids"], self._tokens["image"], tiles, self.image_processor.max_image_tiles
@@ -179,7 +179,7 @@ class Processor:
         if any(clips) and self.video_processor is not None:
             found |= self.video_processor.videos([clip for some in clips for clip in some])
             rows = self._expanded("video", rows, found["video_grid_thw"])
-        return ModelInputs(self._padded(rows, padding_side) | found)
+        return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | found)
 
     def apply_chat_template(
         self,
@@ -310,11 +310,6 @@ class Processor:
         counts = iter([processor.num_tokens(grid) for grid in grids.tolist()])
         token = self._tokens[kind]
         return [[copy for i in row for copy in ([i] * next(counts) if i == token else (i,))] for row in rows]
-
-    def _padded(self, rows: list[list[int]], side: str) -> dict[str, Tensor]:
-        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        width = max(map(len, rows), default=0)
-        return batch.as_tensors(batch.pad(columns, width, side, self.tokenizer.padding_id), "pt")
 
 
 _FILM = " Video files are not decoded here: pass a list of frames."
