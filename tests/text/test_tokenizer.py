@@ -169,6 +169,7 @@ def test_config_adds_tokens_and_flags(byte_fallback_folder, tmp_path):
         str(size + 1): folders.added("<note>", special=False),
     }
     folder = copy(byte_fallback_folder, tmp_path, added_tokens_decoder=decoder, eos_token="<note>")
+    folders.write(folder, "special_tokens_map.json", {"eos_token": "<s>"})  # older: beside such a config it is not read
     ours, theirs = Tokenizer.from_folder(folder), AutoTokenizer.from_pretrained(folder)
     for text in ("<|user|> \n the cat<note>", "<note> <|user|>"):
         ids = ours.encode(text)
