@@ -151,7 +151,7 @@ def test_any_damage_is_a_typed_error(folder, sentencepiece_folder):
     """Single bytes changed, ranges cut, values inserted: it loads and works, or says why not."""
     generator, refusals = random.Random(0), 0
     other = sentencepiece_folder(added_tokens_decoder={"420": folders.added("<|user|>")})
-    insertions = [b"null", b"-1", b'"', b"{", b"[]", b"1e999", b"\\ud800"]
+    insertions = [b"null", b"-1", b'"', b"{", b"[]", b"1e999"]
     json_files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
     for path in (*json_files, other / "tokenizer_config.json", other / "tokenizer.model"):
         good = path.read_bytes()
