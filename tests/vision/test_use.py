@@ -82,7 +82,7 @@ def said(model, inputs, length, stops) -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
+def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     folder, theirs = built
     images = [folders.draw(70, 90, seed=1), folders.draw(40, 100, seed=2)]
     for number, image in enumerate(images):
@@ -107,7 +107,7 @@ def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("image, words", [("missing.png", "missing.png"), ("model/config.json", "not an image")])
-def test_chat_refuses_what_is_no_picture(built, tmp_path, capsys, monkeypatch, image, words):
+def test_chat_refuses_what_is_no_image(built, tmp_path, capsys, monkeypatch, image, words):
     folder, _ = built
     monkeypatch.setattr(ligermodels, "load", None)  # not even tried
     assert main(["chat", str(folder), "--image", str(tmp_path / image)]) == 3
@@ -122,7 +122,9 @@ def example():
     return module
 
 
-@pytest.mark.parametrize("tower", [False, True], ids=["frozen tower", "trained tower"])
+@pytest.mark.parametrize(
+    "tower", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen tower", "trained tower"]
+)
 def test_fine_tuning(built, tmp_path, tower, monkeypatch, capsys):
     """It learns which of two images gets which answer, and what it saves loads in transformers."""
     folder, theirs = built
