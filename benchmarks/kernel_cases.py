@@ -37,6 +37,7 @@ class Case:
     bytes: the fewest that forward and backward can move. flops: of forward and backward, what cannot be left out.
     gemms: the matmuls that the op cannot leave out, by themselves, as a row of their own.
     scalar_tolerance: the error that a loss is always allowed.
+    compile_eager: the eager form is a baseline, and again under torch.compile.
     """
 
     inputs: Tensors
@@ -51,6 +52,13 @@ class Case:
     forward_flops: float = 0.0
     gemms: tuple[str, Call] | None = None
     scalar_tolerance: float = 0.0
+    compile_eager: bool = True
+
+    def __post_init__(self) -> None:
+        if self.compile_eager:
+            ours = {name: call for name, call in self.baselines.items() if name.startswith("ligermodels")}
+            compiled = torch.compile(self.eager, fullgraph=True, dynamic=False)
+            self.baselines = {**ours, "eager": self.eager, "torch.compile": compiled, **self.baselines}
 
 
 class Place:
@@ -79,13 +87,6 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def with_eager(eager: Call, baselines: dict[str, Call]) -> dict[str, Call]:
-    """Ours first, then the eager form and the same under torch.compile, then the other peers."""
-    ours = {name: call for name, call in baselines.items() if name.startswith("ligermodels")}
-    compiled = torch.compile(eager, fullgraph=True, dynamic=False)
-    return {**ours, "eager": eager, "torch.compile": compiled, **baselines}
-
-
 def liger(name: str) -> Any:
     """An autograd.Function of Liger's."""
     return getattr(__import__("liger_kernel.ops", fromlist=[name]), name)
@@ -101,18 +102,17 @@ def eager_rms_norm(t: Tensors) -> Tensor:
 
 
 def rms_norm(place: Place, tokens: int, size: int) -> Case:
-    baselines = {
-        "ligermodels": lambda t: kernels.rms_norm(t["x"], t["weight"], eps=EPS),
-        "F.rms_norm": lambda t: F.rms_norm(t["x"], (size,), t["weight"], EPS),
-        # eps, offset, casting mode, in place: dx goes where dy was, the default of LigerRMSNorm
-        "Liger": lambda t: liger("LigerRMSNormFunction").apply(t["x"], t["weight"], EPS, 0.0, "llama", True),
-    }
     return Case(
         inputs={"x": place.randn(tokens, size), "weight": 1 + place.randn(size, scale=0.1)},
         leaves=("x", "weight"),
         cotangents=(place.randn(tokens, size),),
         eager=eager_rms_norm,
-        baselines=with_eager(eager_rms_norm, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.rms_norm(t["x"], t["weight"], eps=EPS),
+            "F.rms_norm": lambda t: F.rms_norm(t["x"], (size,), t["weight"], EPS),
+            # eps, offset, casting mode, in place: dx goes where dy was, the default of LigerRMSNorm
+            "Liger": lambda t: liger("LigerRMSNormFunction").apply(t["x"], t["weight"], EPS, 0.0, "llama", True),
+        },
         overwrites=("Liger",),
         bytes=10.0 * tokens * size,
     )
@@ -132,18 +132,17 @@ def add_rms_norm(place: Place, tokens: int, size: int) -> Case:
         function = liger("LigerFusedAddRMSNormFunction")
         return function.apply(t["x"], t["residual"], t["weight"], EPS, 0.0, "llama", False)
 
-    baselines = {
-        "ligermodels": lambda t: kernels.add_rms_norm(t["x"], t["residual"], t["weight"], eps=EPS),
-        "add, F.rms_norm": pytorch,
-        "Liger": of_liger,
-    }
     inputs = {"x": place.randn(tokens, size), "residual": place.randn(tokens, size)}
     return Case(
         inputs={**inputs, "weight": 1 + place.randn(size, scale=0.1)},
         leaves=("x", "residual", "weight"),
         cotangents=(place.randn(tokens, size), place.randn(tokens, size)),
         eager=eager_add_rms_norm,
-        baselines=with_eager(eager_add_rms_norm, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.add_rms_norm(t["x"], t["residual"], t["weight"], eps=EPS),
+            "add, F.rms_norm": pytorch,
+            "Liger": of_liger,
+        },
         bytes=16.0 * tokens * size,
     )
 
@@ -156,60 +155,47 @@ def eager_layer_norm(t: Tensors) -> Tensor:
 
 
 def layer_norm(place: Place, tokens: int, size: int) -> Case:
-    baselines = {
-        "ligermodels": lambda t: kernels.layer_norm(t["x"], t["weight"], t["bias"], eps=EPS),
-        "F.layer_norm": lambda t: F.layer_norm(t["x"], (size,), t["weight"], t["bias"], EPS),
-        "Liger": lambda t: liger("LigerLayerNormFunction").apply(t["x"], t["weight"], t["bias"], EPS),
-    }
     weight, bias = 1 + place.randn(size, scale=0.1), place.randn(size, scale=0.1)
     return Case(
         inputs={"x": place.randn(tokens, size), "weight": weight, "bias": bias},
         leaves=("x", "weight", "bias"),
         cotangents=(place.randn(tokens, size),),
         eager=eager_layer_norm,
-        baselines=with_eager(eager_layer_norm, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.layer_norm(t["x"], t["weight"], t["bias"], eps=EPS),
+            "F.layer_norm": lambda t: F.layer_norm(t["x"], (size,), t["weight"], t["bias"], EPS),
+            "Liger": lambda t: liger("LigerLayerNormFunction").apply(t["x"], t["weight"], t["bias"], EPS),
+        },
         bytes=10.0 * tokens * size,
     )
 
 
-def glu(place: Place, tokens: int, size: int, activation: str = "silu") -> Case:
-    def eager(t: Tensors) -> Tensor:
-        gate = F.silu(t["gate"]) if activation == "silu" else F.gelu(t["gate"], approximate="tanh")
-        return gate * t["up"]
+def glu(place: Place, tokens: int, size: int, activation: str = "silu", packed: bool = False) -> Case:
+    """packed: gate and up side by side in one tensor, as one matmul makes them."""
 
-    function = "LigerSiLUMulFunction" if activation == "silu" else "LigerGELUMulFunction"
-    baselines = {
-        "ligermodels": lambda t: kernels.glu(t["gate"], t["up"], activation=activation),
-        "Liger": lambda t: liger(function).apply(t["gate"], t["up"]),
-    }
+    def eager(t: Tensors) -> Tensor:
+        gate, up = t["gate_up"].chunk(2, -1) if packed else (t["gate"], t["up"])
+        return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def of_liger(t: Tensors) -> Tensor:
+        if packed:
+            return liger("LigerFusedGateUpSiLUMulFunction").apply(t["gate_up"])
+        function = "LigerSiLUMulFunction" if activation == "silu" else "LigerGELUMulFunction"
+        return liger(function).apply(t["gate"], t["up"])
+
+    inputs = {"gate": place.randn(tokens, size), "up": place.randn(tokens, size)}
+    if packed:
+        inputs = {"gate_up": torch.cat([inputs["gate"], inputs["up"]], -1)}
     return Case(
-        inputs={"gate": place.randn(tokens, size), "up": place.randn(tokens, size)},
-        leaves=("gate", "up"),
+        inputs=inputs,
+        leaves=tuple(inputs),
         cotangents=(place.randn(tokens, size),),
         eager=eager,
-        baselines=with_eager(eager, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.glu(*(t[name] for name in inputs), activation=activation),
+            "Liger": of_liger,
+        },
         overwrites=("Liger",),
-        bytes=16.0 * tokens * size,
-    )
-
-
-def glu_packed(place: Place, tokens: int, size: int) -> Case:
-    """gate and up side by side in one tensor, as one matmul makes them."""
-
-    def eager(t: Tensors) -> Tensor:
-        gate, up = t["gate_up"].chunk(2, -1)
-        return F.silu(gate) * up
-
-    baselines = {
-        "ligermodels": lambda t: kernels.glu(t["gate_up"]),
-        "Liger": lambda t: liger("LigerFusedGateUpSiLUMulFunction").apply(t["gate_up"]),
-    }
-    return Case(
-        inputs={"gate_up": place.randn(tokens, 2 * size)},
-        leaves=("gate_up",),
-        cotangents=(place.randn(tokens, size),),
-        eager=eager,
-        baselines=with_eager(eager, baselines),
         bytes=16.0 * tokens * size,
     )
 
@@ -223,7 +209,7 @@ def activate(place: Place, tokens: int, size: int) -> Case:
         leaves=("x",),
         cotangents=(place.randn(tokens, size),),
         eager=eager,
-        baselines=with_eager(eager, {"ligermodels": lambda t: kernels.activate(t["x"], activation="quick_gelu")}),
+        baselines={"ligermodels": lambda t: kernels.activate(t["x"], activation="quick_gelu")},
         bytes=10.0 * tokens * size,
     )
 
@@ -256,16 +242,15 @@ def rope(place: Place, batch: int, length: int, heads: int, kv_heads: int, head_
         return q.transpose(1, 2), k.transpose(1, 2)
 
     q, k = (place.randn(batch, length, n, head_dim) for n in (heads, kv_heads))
-    baselines = {
-        "ligermodels": lambda t: kernels.rope_qk(t["q"], t["k"], t["cos"], t["sin"]),
-        "Liger": of_liger,
-    }
     return Case(
         inputs={"q": q, "k": k, **_rope_tables(place, batch, length, head_dim)},
         leaves=("q", "k"),
         cotangents=(place.randn(*q.shape), place.randn(*k.shape)),
         eager=eager,
-        baselines=with_eager(eager, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.rope_qk(t["q"], t["k"], t["cos"], t["sin"]),
+            "Liger": of_liger,
+        },
         overwrites=("Liger",),
         bytes=8.0 * batch * length * (heads + kv_heads) * head_dim,
     )
@@ -295,17 +280,16 @@ def rope_packed(place: Place, batch: int, length: int, heads: int, kv_heads: int
         qkv = _Produced.apply(t["qkv"]) if inplace else t["qkv"]
         return kernels.rope(qkv, t["cos"], t["sin"], num_heads=heads, num_kv_heads=kv_heads, inplace=inplace)
 
-    baselines = {
-        "ligermodels": functools.partial(ours, inplace=False),
-        "ligermodels, in place": functools.partial(ours, inplace=True),
-    }
     qkv = place.randn(batch, length, (heads + 2 * kv_heads) * head_dim)
     return Case(
         inputs={"qkv": qkv, **_rope_tables(place, batch, length, head_dim)},
         leaves=("qkv",),
         cotangents=tuple(place.randn(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads)),
         eager=eager,
-        baselines=with_eager(eager, baselines),
+        baselines={
+            "ligermodels": functools.partial(ours, inplace=False),
+            "ligermodels, in place": functools.partial(ours, inplace=True),
+        },
         overwrites=("ligermodels, in place",),
         bytes=8.0 * batch * length * (heads + kv_heads) * head_dim,
     )
@@ -321,16 +305,15 @@ def embedding(place: Place, tokens: int, size: int, vocab: int, zipf: bool = Fal
     if zipf:
         odds = torch.arange(1, vocab + 1, device=place.device, dtype=torch.float64).reciprocal()
         ids = torch.randperm(vocab, device=place.device)[odds.multinomial(tokens, replacement=True)]
-    baselines = {
-        "ligermodels": lambda t: kernels.embedding(t["ids"], t["weight"]),
-        "Liger": lambda t: liger("LigerEmbeddingFunction").apply(t["weight"], t["ids"]),
-    }
     return Case(
         inputs={"ids": ids, "weight": place.randn(vocab, size)},
         leaves=("weight",),
         cotangents=(place.randn(tokens, size),),
         eager=eager_embedding,
-        baselines=with_eager(eager_embedding, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.embedding(t["ids"], t["weight"]),
+            "Liger": lambda t: liger("LigerEmbeddingFunction").apply(t["weight"], t["ids"]),
+        },
         bytes=2.0 * (len(ids.unique()) + 2 * tokens + vocab) * size,  # the gradient of the weight is dense
     )
 
@@ -365,6 +348,7 @@ def int2_matmul(place: Place, rows: int, out_size: int, size: int) -> Case:
         eager=bf16,
         baselines={"ligermodels": ours, "bf16 weights": bf16}
         | ({"torch._int_mm, int8 weights": int8} if rows > 16 else {}),
+        compile_eager=False,
         flops=2.0 * rows * out_size * size,
     )
 
@@ -377,16 +361,15 @@ def eager_cross_entropy(t: Tensors) -> Tensor:
 
 
 def cross_entropy(place: Place, tokens: int, vocab: int) -> Case:
-    baselines = {
-        "ligermodels": lambda t: kernels.cross_entropy(t["logits"], t["labels"]),
-        "F.cross_entropy, no upcast": lambda t: F.cross_entropy(t["logits"], t["labels"]),
-        "Liger": lambda t: liger("LigerCrossEntropyFunction").apply(t["logits"], t["labels"], None)[0],
-    }
     return Case(
         inputs={"logits": place.randn(tokens, vocab, scale=2.0), "labels": place.labels(tokens, vocab)},
         leaves=("logits",),
         eager=eager_cross_entropy,
-        baselines=with_eager(eager_cross_entropy, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.cross_entropy(t["logits"], t["labels"]),
+            "F.cross_entropy, no upcast": lambda t: F.cross_entropy(t["logits"], t["labels"]),
+            "Liger": lambda t: liger("LigerCrossEntropyFunction").apply(t["logits"], t["labels"], None)[0],
+        },
         overwrites=("Liger",),
         bytes=4.0 * tokens * vocab,
         scalar_tolerance=1e-5,  # the logits are exact here: only fp32 sums in another order are left
@@ -426,18 +409,17 @@ def linear_cross_entropy(place: Place, tokens: int, size: int, vocab: int, ignor
         exact = {"impl": "cce_exact"} if hasattr(implementations, "CCE_EXACT") else {"filter_eps": None}
         return cut_cross_entropy.linear_cross_entropy(t["x"], t["weight"], t["labels"], **exact)
 
-    baselines = {
-        "ligermodels": functools.partial(ours, accum_dtype=torch.float32),
-        "ligermodels, accum_dtype=None": functools.partial(ours, accum_dtype=None),
-        "Liger, accum_dtype=fp32": functools.partial(of_liger, accum_dtype=torch.float32),
-        "Liger": functools.partial(of_liger, accum_dtype=None),
-        "CCE, exact": cce,
-    }
     return Case(
         inputs=inputs,
         leaves=("x", "weight"),
         eager=eager_linear_cross_entropy,
-        baselines=with_eager(eager_linear_cross_entropy, baselines),
+        baselines={
+            "ligermodels": functools.partial(ours, accum_dtype=torch.float32),
+            "ligermodels, accum_dtype=None": functools.partial(ours, accum_dtype=None),
+            "Liger, accum_dtype=fp32": functools.partial(of_liger, accum_dtype=torch.float32),
+            "Liger": functools.partial(of_liger, accum_dtype=None),
+            "CCE, exact": cce,
+        },
         # dW is rounded to bf16 after each of up to 8 chunks, worth sqrt((8 + 1) / 2) = 2.1 roundings
         slack={"ligermodels, accum_dtype=None": 2.5},
         flops=6.0 * valid * size * vocab,
@@ -457,38 +439,34 @@ def linear_logprobs(place: Place, tokens: int, size: int, vocab: int) -> Case:
         options = (None, None, IGNORED, 0.0, 0.0, "none")
         return -liger("LigerFusedLinearCrossEntropyFunction").apply(t["x"], t["weight"], t["labels"], *options)[0]
 
-    baselines = {
-        "ligermodels": lambda t: kernels.linear_logprobs(t["x"], t["weight"], t["labels"]),
-        "Liger, reduction none": of_liger,
-    }
     return Case(
         inputs={**place.head(tokens, size, vocab), "labels": place.labels(tokens, vocab)},
         leaves=("x", "weight"),
         cotangents=(torch.randn(tokens, device=place.device) / tokens,),
         eager=eager_linear_logprobs,
-        baselines=with_eager(eager_linear_logprobs, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.linear_logprobs(t["x"], t["weight"], t["labels"]),
+            "Liger, reduction none": of_liger,
+        },
         flops=6.0 * tokens * size * vocab,
         gemms=("three GEMMs", lambda t: three_gemms(t["x"], t["weight"])),
     )
 
 
-def eager_kl_div(t: Tensors) -> Tensor:
-    x = upcast(t["x"])
-    return F.kl_div(x, t["target"].to(x.dtype), reduction="batchmean")
-
-
 def kl_div(place: Place, tokens: int, vocab: int) -> Case:
+    def eager(t: Tensors) -> Tensor:
+        return F.kl_div(upcast(t["x"]), upcast(t["target"]), reduction="batchmean")
+
     x, target = (place.randn(tokens, vocab, scale=2.0).log_softmax(-1) for _ in range(2))
-    baselines = {
-        "ligermodels": lambda t: kernels.kl_div(t["x"], t["target"], reduction="batchmean"),
-        "F.kl_div, no upcast": lambda t: F.kl_div(t["x"], t["target"], reduction="batchmean"),
-        "Liger": lambda t: liger("LigerKLDivLossFunction").apply(t["x"], t["target"], "batchmean"),
-    }
     return Case(
         inputs={"x": x, "target": target.exp()},
         leaves=("x",),
-        eager=eager_kl_div,
-        baselines=with_eager(eager_kl_div, baselines),
+        eager=eager,
+        baselines={
+            "ligermodels": lambda t: kernels.kl_div(t["x"], t["target"], reduction="batchmean"),
+            "F.kl_div, no upcast": lambda t: F.kl_div(t["x"], t["target"], reduction="batchmean"),
+            "Liger": lambda t: liger("LigerKLDivLossFunction").apply(t["x"], t["target"], "batchmean"),
+        },
         bytes=6.0 * tokens * vocab,
         scalar_tolerance=1e-5,
     )
@@ -502,19 +480,15 @@ def eager_jsd(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 def jsd(place: Place, tokens: int, vocab: int) -> Case:
-    def eager(t: Tensors) -> Tensor:
-        return eager_jsd(upcast(t["x"]), upcast(t["target"]))
-
     x, target = (place.randn(tokens, vocab, scale=2.0).log_softmax(-1) for _ in range(2))
-    baselines = {
-        "ligermodels": lambda t: kernels.jsd(t["x"], t["target"], beta=0.5),
-        "Liger": lambda t: liger("LigerJSDFunction").apply(t["x"], t["target"], None, 0.5),
-    }
     return Case(
         inputs={"x": x, "target": target},
         leaves=("x",),
-        eager=eager,
-        baselines=with_eager(eager, baselines),
+        eager=lambda t: eager_jsd(upcast(t["x"]), upcast(t["target"])),
+        baselines={
+            "ligermodels": lambda t: kernels.jsd(t["x"], t["target"], beta=0.5),
+            "Liger": lambda t: liger("LigerJSDFunction").apply(t["x"], t["target"], None, 0.5),
+        },
         bytes=6.0 * tokens * vocab,
         scalar_tolerance=1e-5,
     )
@@ -534,17 +508,16 @@ def linear_jsd(place: Place, tokens: int, size: int, teacher_size: int, vocab: i
     def gemms(t: Tensors) -> tuple[Tensor, ...]:
         return *three_gemms(t["x"], t["weight"]), t["teacher_x"] @ t["teacher_weight"].T
 
-    baselines = {
-        "ligermodels": lambda t: kernels.linear_jsd(*(t[name] for name in names), beta=0.5),
-        "Liger, accum_dtype=fp32": functools.partial(of_liger, accum_dtype=torch.float32),
-        "Liger": functools.partial(of_liger, accum_dtype=None),
-    }
     teacher = {f"teacher_{name}": x for name, x in place.head(tokens, teacher_size, vocab).items()}
     return Case(
         inputs={**place.head(tokens, size, vocab), **teacher},
         leaves=("x", "weight"),
         eager=eager,
-        baselines=with_eager(eager, baselines),
+        baselines={
+            "ligermodels": lambda t: kernels.linear_jsd(*(t[name] for name in names), beta=0.5),
+            "Liger, accum_dtype=fp32": functools.partial(of_liger, accum_dtype=torch.float32),
+            "Liger": functools.partial(of_liger, accum_dtype=None),
+        },
         flops=(6.0 * size + 2.0 * teacher_size) * tokens * vocab,
         gemms=("four GEMMs", gemms),
         scalar_tolerance=place.logits_tolerance(tokens),
@@ -608,7 +581,7 @@ def linear_preference(place: Place, loss: str, sequences: int, length: int, size
         inputs=inputs,
         leaves=("x", "weight"),
         eager=eager,
-        baselines=with_eager(eager, {"ligermodels": ours, "Liger": of_liger}),
+        baselines={"ligermodels": ours, "Liger": of_liger},
         flops=(8.0 if has_reference else 6.0) * tokens * size * vocab,
         gemms=("four GEMMs" if has_reference else "three GEMMs", gemms),
         scalar_tolerance=place.logits_tolerance(tokens) * BETA * tokens,  # of a sum over tokens
@@ -720,6 +693,7 @@ def attention(
         cotangents=(place.randn(*q.shape),),
         eager=eager,
         baselines=baselines,
+        compile_eager=False,
         forward_flops=4.0 * pairs * head_dim,
         flops=14.0 * pairs * head_dim,
     )
@@ -821,6 +795,7 @@ def moe(place: Place, tokens: int, size: int, intermediate: int, experts: int, t
             "transformers, loop over experts": functools.partial(theirs, implementation="eager"),
             "Liger": of_liger,
         },
+        compile_eager=False,
         forward_flops=forward,
         flops=3 * forward,
     )
@@ -856,14 +831,11 @@ def _preference(loss: str) -> Op:
 
 
 V = 128256
+_HEADS = dict(heads=32, kv_heads=8, head_dim=128)
 _TINY_HEADS = dict(heads=4, kv_heads=2, head_dim=16)
 OPS: dict[str, Op] = {
-    "rms_norm": Op(
-        rms_norm, [dict(tokens=16384, size=n) for n in (2048, 4096, 8192)], [dict(tokens=5, size=48)]
-    ),
-    "add_rms_norm": Op(
-        add_rms_norm, [dict(tokens=16384, size=n) for n in (2048, 4096, 8192)], [dict(tokens=5, size=48)]
-    ),
+    "rms_norm": Op(rms_norm, [dict(tokens=16384, size=n) for n in (2048, 4096, 8192)], [dict(tokens=5, size=48)]),
+    "add_rms_norm": Op(add_rms_norm, [dict(tokens=16384, size=n) for n in (2048, 4096)], [dict(tokens=5, size=48)]),
     "layer_norm": Op(
         layer_norm,
         [dict(tokens=21904, size=1280), dict(tokens=16384, size=4096)],  # four images of 1036 x 1036 in Qwen2-VL
@@ -871,22 +843,14 @@ OPS: dict[str, Op] = {
     ),
     "glu": Op(
         glu,
-        [dict(tokens=16384, size=8192), dict(tokens=16384, size=14336),
-         dict(tokens=16384, size=14336, activation="gelu_tanh")],
-        [dict(tokens=5, size=24), dict(tokens=5, size=24, activation="gelu_tanh")],
+        [dict(tokens=16384, size=14336), dict(tokens=16384, size=14336, activation="gelu_tanh"),
+         dict(tokens=16384, size=14336, packed=True)],
+        [dict(tokens=5, size=24), dict(tokens=5, size=24, activation="gelu_tanh"),
+         dict(tokens=5, size=24, packed=True)],
     ),
-    "glu_packed": Op(glu_packed, [dict(tokens=16384, size=14336)], [dict(tokens=5, size=24)]),
     "activate": Op(activate, [dict(tokens=21904, size=5120)], [dict(tokens=5, size=24)]),
-    "rope": Op(
-        rope,
-        [dict(batch=4, length=4096, heads=32, kv_heads=8, head_dim=128)],
-        [dict(batch=2, length=7, **_TINY_HEADS)],
-    ),
-    "rope_packed": Op(
-        rope_packed,
-        [dict(batch=4, length=4096, heads=32, kv_heads=8, head_dim=128)],
-        [dict(batch=2, length=7, **_TINY_HEADS)],
-    ),
+    "rope": Op(rope, [dict(batch=4, length=4096, **_HEADS)], [dict(batch=2, length=7, **_TINY_HEADS)]),
+    "rope_packed": Op(rope_packed, [dict(batch=4, length=4096, **_HEADS)], [dict(batch=2, length=7, **_TINY_HEADS)]),
     "embedding": Op(
         embedding,
         [dict(tokens=16384, size=4096, vocab=V, zipf=zipf) for zipf in (False, True)],
@@ -929,11 +893,11 @@ OPS: dict[str, Op] = {
         attention,
         [
             dict(batch=8, length=2048, heads=32, kv_heads=8, head_dim=64),
-            dict(batch=4, length=4096, heads=32, kv_heads=8, head_dim=128),
+            dict(batch=4, length=4096, **_HEADS),
             dict(batch=4, length=4096, heads=8, kv_heads=4, head_dim=256, softcap=50.0),  # Gemma 2
-            dict(batch=2, length=8192, heads=32, kv_heads=8, head_dim=128, window=1024),
-            dict(batch=1, length=16384, heads=32, kv_heads=8, head_dim=128, layout="packed"),
-            dict(batch=4, length=4096, heads=32, kv_heads=8, head_dim=128, layout="padded"),
+            dict(batch=2, length=8192, **_HEADS, window=1024),
+            dict(batch=1, length=16384, **_HEADS, layout="packed"),
+            dict(batch=4, length=4096, **_HEADS, layout="padded"),
         ],
         [
             dict(batch=2, length=24, **_TINY_HEADS),

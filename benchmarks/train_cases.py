@@ -107,7 +107,8 @@ _QWEN2_VL_2B = {
 _LLAMA_11B_VISION = dict(
     model_type="mllama", image_token_index=128256,
     text_config={
-        **_LLAMA_8B, "model_type": "mllama_text_model", "num_hidden_layers": 40, "pad_token_id": 128004,
+        **{name: value for name, value in _LLAMA_8B.items() if name != "head_dim"},
+        "model_type": "mllama_text_model", "num_hidden_layers": 40, "pad_token_id": 128004, "dropout": 0,
         "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
     },
     vision_config=dict(
@@ -156,7 +157,7 @@ MODELS: dict[str, Model] = {
         },
         tiny={
             "image_token_index": 512,
-            "text_config": {**_TINY, "head_dim": 16, "num_hidden_layers": 3, "cross_attention_layers": [1]},
+            "text_config": {**_TINY, "num_hidden_layers": 3, "cross_attention_layers": [1]},
             "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
                               "num_global_layers": 1, "attention_heads": 2, "image_size": 28,
                               "intermediate_layers_indices": [0], "vision_output_dim": 64},
@@ -172,7 +173,9 @@ CASES: dict[str, Case] = {
         ("ligermodels", "ligermodels+captured", "ligermodels+adamw+captured", "hf", "hf+liger", "hf+compile"),
         steps=20,
     ),
-    "llama-1b-long": Case("llama-3.2-1b", 1, 32768, "none", ("ligermodels", "ligermodels+adamw+in_backward", "hf+liger")),
+    "llama-1b-long": Case(
+        "llama-3.2-1b", 1, 32768, "none", ("ligermodels", "ligermodels+adamw+in_backward", "hf+liger")
+    ),
     "llama-8b": Case("llama-3.1-8b", 4, 4096, "block", _OURS_AND_PEERS),
     "llama-8b-none": Case("llama-3.1-8b", 4, 4096, "none", ("ligermodels+adamw+in_backward", "hf+liger")),
     "mistral-7b": Case("mistral-7b", 2, 4096, "block", _OURS_AND_PEERS),
@@ -187,21 +190,16 @@ CASES: dict[str, Case] = {
 """Where a row says "block", the peers' best setting is that too: they have no other that recomputes less."""
 
 
-def model_inputs(model: Model, config: Mapping[str, Any], ids: Tensor, seed: int) -> dict[str, Tensor]:
-    """The inputs of a step on random ids [B, S], whose first tokens an image takes where the model has one.
-
-    config: the model's, or the smaller one of a parity check or a dry run.
-    """
+def model_inputs(config: Mapping[str, Any], ids: Tensor, image: tuple[int, int] | None, seed: int) -> dict[str, Tensor]:
+    """The inputs of a step on random ids [B, S], whose first tokens an image takes where the model has one."""
     text = config.get("text_config", config)
     names = {name for name in text if name.endswith("token_id")} - {"bos_token_id", "eos_token_id"}
-    special = [text[name] for name in names if text[name] is not None]  # padding, images: not what text may hold
+    special = [text[name] for name in names if text[name] is not None]  # padding and images are no text
     ids = ids.masked_fill(torch.isin(ids, torch.tensor(special, dtype=torch.int64)), text["bos_token_id"])
-    generator = torch.Generator().manual_seed(seed)
-    if config["model_type"] == "qwen2_vl":
-        return _qwen2_vl_inputs(config, ids, model.image, generator)
-    if config["model_type"] == "mllama":
-        return _mllama_inputs(config, ids, model.image, generator)
-    return {"input_ids": ids, "labels": ids}
+    if image is None:
+        return {"input_ids": ids, "labels": ids}
+    make = {"qwen2_vl": _qwen2_vl_inputs, "mllama": _mllama_inputs}[config["model_type"]]
+    return make(config, ids, image, torch.Generator().manual_seed(seed))
 
 
 def _qwen2_vl_inputs(
