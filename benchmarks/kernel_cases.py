@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels import kernels
-from ligermodels.layers import MoE, preference
+from ligermodels.layers import MoE
+from ligermodels.layers.preference import LinearDPOLoss
 
 Tensors = dict[str, Tensor]
 Call = Callable[[Tensors], Any]
@@ -30,21 +31,19 @@ IGNORED, EPS = -100, 1e-5
 class Case:
     """An op on one shape.
 
-    leaves: inputs whose gradients are computed; without any, the op has no backward.
-    cotangents: one for each output, none for a loss.
-    baselines: name -> call; those of ours begin with "ligermodels". overwrites: baselines that write over their inputs,
-    and get fresh copies, outside of the time. slack: baseline -> factor on the error that it is allowed.
+    leaves: inputs whose gradients are computed. constants: those without.
+    baselines: name -> call of all inputs; those of ours begin with "ligermodels". overwrites: baselines that write over
+    their inputs, and get fresh copies, outside of the time. slack: baseline -> factor on the error that it is allowed.
     bytes: the fewest that forward and backward can move. flops: of forward and backward, what cannot be left out.
-    gemms: the matmuls that the op cannot leave out, by themselves, as a row of their own.
+    gemms: the matmuls that the op cannot do without, by themselves, as a row of their own.
     scalar_tolerance: the error that a loss is always allowed.
     compile_eager: the eager form is a baseline, and again under torch.compile.
     """
 
-    inputs: Tensors
-    leaves: tuple[str, ...]
+    leaves: Tensors
     eager: Call
     baselines: dict[str, Call]
-    cotangents: tuple[Tensor, ...] = ()
+    constants: Tensors = field(default_factory=dict)
     overwrites: tuple[str, ...] = ()
     slack: Mapping[str, float] = field(default_factory=dict)
     bytes: float = 0.0
@@ -74,9 +73,9 @@ class Place:
         labels = torch.randint(vocab, (tokens,), device=self.device)
         return labels.masked_fill_(torch.rand(tokens, device=self.device) < ignored, IGNORED)
 
-    def head(self, tokens: int, size: int, vocab: int) -> Tensors:
-        """Hidden states and a head whose logits have a deviation of 1."""
-        return {"x": self.randn(tokens, size), "weight": self.randn(vocab, size, scale=size**-0.5)}
+    def head(self, vocab: int, size: int) -> Tensor:
+        """A head that makes logits of deviation 1."""
+        return self.randn(vocab, size, scale=size**-0.5)
 
     def logits_tolerance(self, tokens: int) -> float:
         """What a mean loss of so many tokens may err by: each token's errs by one rounding of a logit of size 1."""
@@ -103,9 +102,7 @@ def eager_rms_norm(t: Tensors) -> Tensor:
 
 def rms_norm(place: Place, tokens: int, size: int) -> Case:
     return Case(
-        inputs={"x": place.randn(tokens, size), "weight": 1 + place.randn(size, scale=0.1)},
-        leaves=("x", "weight"),
-        cotangents=(place.randn(tokens, size),),
+        leaves={"x": place.randn(tokens, size), "weight": 1 + place.randn(size, scale=0.1)},
         eager=eager_rms_norm,
         baselines={
             "ligermodels": lambda t: kernels.rms_norm(t["x"], t["weight"], eps=EPS),
@@ -132,11 +129,12 @@ def add_rms_norm(place: Place, tokens: int, size: int) -> Case:
         function = liger("LigerFusedAddRMSNormFunction")
         return function.apply(t["x"], t["residual"], t["weight"], EPS, 0.0, "llama", False)
 
-    inputs = {"x": place.randn(tokens, size), "residual": place.randn(tokens, size)}
     return Case(
-        inputs={**inputs, "weight": 1 + place.randn(size, scale=0.1)},
-        leaves=("x", "residual", "weight"),
-        cotangents=(place.randn(tokens, size), place.randn(tokens, size)),
+        leaves={
+            "x": place.randn(tokens, size),
+            "residual": place.randn(tokens, size),
+            "weight": 1 + place.randn(size, scale=0.1),
+        },
         eager=eager_add_rms_norm,
         baselines={
             "ligermodels": lambda t: kernels.add_rms_norm(t["x"], t["residual"], t["weight"], eps=EPS),
@@ -157,9 +155,7 @@ def eager_layer_norm(t: Tensors) -> Tensor:
 def layer_norm(place: Place, tokens: int, size: int) -> Case:
     weight, bias = 1 + place.randn(size, scale=0.1), place.randn(size, scale=0.1)
     return Case(
-        inputs={"x": place.randn(tokens, size), "weight": weight, "bias": bias},
-        leaves=("x", "weight", "bias"),
-        cotangents=(place.randn(tokens, size),),
+        leaves={"x": place.randn(tokens, size), "weight": weight, "bias": bias},
         eager=eager_layer_norm,
         baselines={
             "ligermodels": lambda t: kernels.layer_norm(t["x"], t["weight"], t["bias"], eps=EPS),
@@ -183,34 +179,18 @@ def glu(place: Place, tokens: int, size: int, activation: str = "silu", packed: 
         function = "LigerSiLUMulFunction" if activation == "silu" else "LigerGELUMulFunction"
         return liger(function).apply(t["gate"], t["up"])
 
-    inputs = {"gate": place.randn(tokens, size), "up": place.randn(tokens, size)}
+    leaves = {"gate": place.randn(tokens, size), "up": place.randn(tokens, size)}
     if packed:
-        inputs = {"gate_up": torch.cat([inputs["gate"], inputs["up"]], -1)}
+        leaves = {"gate_up": torch.cat([leaves["gate"], leaves["up"]], -1)}
     return Case(
-        inputs=inputs,
-        leaves=tuple(inputs),
-        cotangents=(place.randn(tokens, size),),
+        leaves=leaves,
         eager=eager,
         baselines={
-            "ligermodels": lambda t: kernels.glu(*(t[name] for name in inputs), activation=activation),
+            "ligermodels": lambda t: kernels.glu(*(t[name] for name in leaves), activation=activation),
             "Liger": of_liger,
         },
         overwrites=("Liger",),
         bytes=16.0 * tokens * size,
-    )
-
-
-def activate(place: Place, tokens: int, size: int) -> Case:
-    def eager(t: Tensors) -> Tensor:
-        return t["x"] * torch.sigmoid(1.702 * t["x"])
-
-    return Case(
-        inputs={"x": place.randn(tokens, size)},
-        leaves=("x",),
-        cotangents=(place.randn(tokens, size),),
-        eager=eager,
-        baselines={"ligermodels": lambda t: kernels.activate(t["x"], activation="quick_gelu")},
-        bytes=10.0 * tokens * size,
     )
 
 
@@ -232,30 +212,6 @@ def _rotate(t: Tensors, x: Tensor) -> Tensor:
     return (x * cos + torch.cat((-second, first), -1) * sin).transpose(1, 2)
 
 
-def rope(place: Place, batch: int, length: int, heads: int, kv_heads: int, head_dim: int) -> Case:
-    def eager(t: Tensors) -> tuple[Tensor, Tensor]:
-        return _rotate(t, t["q"]), _rotate(t, t["k"])
-
-    def of_liger(t: Tensors) -> tuple[Tensor, Tensor]:
-        q, k = (t[name].transpose(1, 2) for name in ("q", "k"))
-        q, k = liger("LigerRopeFunction").apply(q, k, t["full_cos"], t["full_sin"])
-        return q.transpose(1, 2), k.transpose(1, 2)
-
-    q, k = (place.randn(batch, length, n, head_dim) for n in (heads, kv_heads))
-    return Case(
-        inputs={"q": q, "k": k, **_rope_tables(place, batch, length, head_dim)},
-        leaves=("q", "k"),
-        cotangents=(place.randn(*q.shape), place.randn(*k.shape)),
-        eager=eager,
-        baselines={
-            "ligermodels": lambda t: kernels.rope_qk(t["q"], t["k"], t["cos"], t["sin"]),
-            "Liger": of_liger,
-        },
-        overwrites=("Liger",),
-        bytes=8.0 * batch * length * (heads + kv_heads) * head_dim,
-    )
-
-
 class _Produced(torch.autograd.Function):
     """The tensor itself, as the output of a projection: an op in place may not write over a leaf."""
 
@@ -268,88 +224,36 @@ class _Produced(torch.autograd.Function):
         return gradient
 
 
-def rope_packed(place: Place, batch: int, length: int, heads: int, kv_heads: int, head_dim: int) -> Case:
-    """q, k and v side by side in one tensor, as one matmul makes them."""
+def rope(place: Place, batch: int, length: int, heads: int, kv_heads: int, head_dim: int, packed: bool = False) -> Case:
+    """packed: q, k and v side by side in one tensor, as one matmul makes them."""
 
     def eager(t: Tensors) -> tuple[Tensor, ...]:
-        qkv = t["qkv"].unflatten(-1, (-1, head_dim))
-        q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=2)
+        if not packed:
+            return _rotate(t, t["q"]), _rotate(t, t["k"])
+        q, k, v = t["qkv"].unflatten(-1, (-1, head_dim)).split((heads, kv_heads, kv_heads), dim=2)
         return _rotate(t, q), _rotate(t, k), v
 
-    def ours(t: Tensors, inplace: bool) -> tuple[Tensor, ...]:
+    def ours(t: Tensors, inplace: bool = False) -> tuple[Tensor, ...]:
+        if not packed:
+            return kernels.rope_qk(t["q"], t["k"], t["cos"], t["sin"])
         qkv = _Produced.apply(t["qkv"]) if inplace else t["qkv"]
         return kernels.rope(qkv, t["cos"], t["sin"], num_heads=heads, num_kv_heads=kv_heads, inplace=inplace)
 
+    def of_liger(t: Tensors) -> tuple[Tensor, Tensor]:
+        q, k = (t[name].transpose(1, 2) for name in ("q", "k"))
+        q, k = liger("LigerRopeFunction").apply(q, k, t["full_cos"], t["full_sin"])
+        return q.transpose(1, 2), k.transpose(1, 2)
+
+    in_place = {"ligermodels, in place": functools.partial(ours, inplace=True)}
+    q, k = (place.randn(batch, length, n, head_dim) for n in (heads, kv_heads))
     qkv = place.randn(batch, length, (heads + 2 * kv_heads) * head_dim)
     return Case(
-        inputs={"qkv": qkv, **_rope_tables(place, batch, length, head_dim)},
-        leaves=("qkv",),
-        cotangents=tuple(place.randn(batch, length, n, head_dim) for n in (heads, kv_heads, kv_heads)),
+        leaves={"qkv": qkv} if packed else {"q": q, "k": k},
+        constants=_rope_tables(place, batch, length, head_dim),
         eager=eager,
-        baselines={
-            "ligermodels": functools.partial(ours, inplace=False),
-            "ligermodels, in place": functools.partial(ours, inplace=True),
-        },
-        overwrites=("ligermodels, in place",),
+        baselines={"ligermodels": ours, **(in_place if packed else {"Liger": of_liger})},
+        overwrites=("Liger", "ligermodels, in place"),
         bytes=8.0 * batch * length * (heads + kv_heads) * head_dim,
-    )
-
-
-def eager_embedding(t: Tensors) -> Tensor:
-    return F.embedding(t["ids"], t["weight"])
-
-
-def embedding(place: Place, tokens: int, size: int, vocab: int, zipf: bool = False) -> Case:
-    """zipf: the id of rank r is drawn 1 / r times as often as the first, as the words of a text are."""
-    ids = torch.randint(vocab, (tokens,), device=place.device)
-    if zipf:
-        odds = torch.arange(1, vocab + 1, device=place.device, dtype=torch.float64).reciprocal()
-        ids = torch.randperm(vocab, device=place.device)[odds.multinomial(tokens, replacement=True)]
-    return Case(
-        inputs={"ids": ids, "weight": place.randn(vocab, size)},
-        leaves=("weight",),
-        cotangents=(place.randn(tokens, size),),
-        eager=eager_embedding,
-        baselines={
-            "ligermodels": lambda t: kernels.embedding(t["ids"], t["weight"]),
-            "Liger": lambda t: liger("LigerEmbeddingFunction").apply(t["weight"], t["ids"]),
-        },
-        bytes=2.0 * (len(ids.unique()) + 2 * tokens + vocab) * size,  # the gradient of the weight is dense
-    )
-
-
-def int2_matmul(place: Place, rows: int, out_size: int, size: int) -> Case:
-    """Ternary weights in two bits times int8 activations."""
-    weight = torch.randint(-1, 2, (out_size, size), dtype=torch.int8, device=place.device)
-
-    def scaled(product: Tensor, t: Tensors) -> Tensor:
-        return (product * t["scale_a"][:, None] * t["scale_w"]).to(t["bf16"].dtype)
-
-    def bf16(t: Tensors) -> Tensor:
-        return scaled(F.linear(t["a"].to(t["bf16"].dtype), t["bf16"]), t)
-
-    def ours(t: Tensors) -> Tensor:
-        scales = {"scale_a": t["scale_a"], "scale_w": t["scale_w"]}
-        return kernels.int2_matmul(t["a"], t["packed"], **scales, out_dtype=t["bf16"].dtype)
-
-    def int8(t: Tensors) -> Tensor:
-        return scaled(torch._int_mm(t["a"], t["weight"].T), t)
-
-    return Case(
-        inputs={
-            "a": torch.randint(-127, 128, (rows, size), dtype=torch.int8, device=place.device),
-            "weight": weight,
-            "bf16": weight.to(place.dtype),
-            "packed": kernels.pack_int2(weight),
-            "scale_a": torch.rand(rows, device=place.device) / 100,
-            "scale_w": torch.rand((), device=place.device),
-        },
-        leaves=(),
-        eager=bf16,
-        baselines={"ligermodels": ours, "bf16 weights": bf16}
-        | ({"torch._int_mm, int8 weights": int8} if rows > 16 else {}),
-        compile_eager=False,
-        flops=2.0 * rows * out_size * size,
     )
 
 
@@ -362,8 +266,8 @@ def eager_cross_entropy(t: Tensors) -> Tensor:
 
 def cross_entropy(place: Place, tokens: int, vocab: int) -> Case:
     return Case(
-        inputs={"logits": place.randn(tokens, vocab, scale=2.0), "labels": place.labels(tokens, vocab)},
-        leaves=("logits",),
+        leaves={"logits": place.randn(tokens, vocab, scale=2.0)},
+        constants={"labels": place.labels(tokens, vocab)},
         eager=eager_cross_entropy,
         baselines={
             "ligermodels": lambda t: kernels.cross_entropy(t["logits"], t["labels"]),
@@ -387,8 +291,8 @@ def eager_linear_cross_entropy(t: Tensors) -> Tensor:
 
 
 def linear_cross_entropy(place: Place, tokens: int, size: int, vocab: int, ignored: float = 0.0) -> Case:
-    inputs = {**place.head(tokens, size, vocab), "labels": place.labels(tokens, vocab, ignored)}
-    valid = int((inputs["labels"] != IGNORED).sum())
+    labels = place.labels(tokens, vocab, ignored)
+    valid = int((labels != IGNORED).sum())
 
     def ours(t: Tensors, accum_dtype: torch.dtype | None) -> Tensor:
         num_valid = valid if ignored else None
@@ -410,8 +314,8 @@ def linear_cross_entropy(place: Place, tokens: int, size: int, vocab: int, ignor
         return cut_cross_entropy.linear_cross_entropy(t["x"], t["weight"], t["labels"], **exact)
 
     return Case(
-        inputs=inputs,
-        leaves=("x", "weight"),
+        leaves={"x": place.randn(tokens, size), "weight": place.head(vocab, size)},
+        constants={"labels": labels},
         eager=eager_linear_cross_entropy,
         baselines={
             "ligermodels": functools.partial(ours, accum_dtype=torch.float32),
@@ -433,65 +337,11 @@ def eager_linear_logprobs(t: Tensors) -> Tensor:
     return logits.log_softmax(-1).gather(-1, t["labels"][..., None])[..., 0]
 
 
-def linear_logprobs(place: Place, tokens: int, size: int, vocab: int) -> Case:
-    def of_liger(t: Tensors) -> Tensor:
-        # bias, class weight, ignore_index, z-loss, smoothing, reduction
-        options = (None, None, IGNORED, 0.0, 0.0, "none")
-        return -liger("LigerFusedLinearCrossEntropyFunction").apply(t["x"], t["weight"], t["labels"], *options)[0]
-
-    return Case(
-        inputs={**place.head(tokens, size, vocab), "labels": place.labels(tokens, vocab)},
-        leaves=("x", "weight"),
-        cotangents=(torch.randn(tokens, device=place.device) / tokens,),
-        eager=eager_linear_logprobs,
-        baselines={
-            "ligermodels": lambda t: kernels.linear_logprobs(t["x"], t["weight"], t["labels"]),
-            "Liger, reduction none": of_liger,
-        },
-        flops=6.0 * tokens * size * vocab,
-        gemms=("three GEMMs", lambda t: three_gemms(t["x"], t["weight"])),
-    )
-
-
-def kl_div(place: Place, tokens: int, vocab: int) -> Case:
-    def eager(t: Tensors) -> Tensor:
-        return F.kl_div(upcast(t["x"]), upcast(t["target"]), reduction="batchmean")
-
-    x, target = (place.randn(tokens, vocab, scale=2.0).log_softmax(-1) for _ in range(2))
-    return Case(
-        inputs={"x": x, "target": target.exp()},
-        leaves=("x",),
-        eager=eager,
-        baselines={
-            "ligermodels": lambda t: kernels.kl_div(t["x"], t["target"], reduction="batchmean"),
-            "F.kl_div, no upcast": lambda t: F.kl_div(t["x"], t["target"], reduction="batchmean"),
-            "Liger": lambda t: liger("LigerKLDivLossFunction").apply(t["x"], t["target"], "batchmean"),
-        },
-        bytes=6.0 * tokens * vocab,
-        scalar_tolerance=1e-5,
-    )
-
-
 def eager_jsd(student: Tensor, teacher: Tensor) -> Tensor:
     """With beta 0.5, of log probabilities, summed over the vocabulary, mean over the tokens."""
     mixture = torch.logsumexp(torch.stack([student, teacher]), dim=0) - math.log(2)
     divergence = functools.partial(F.kl_div, mixture, reduction="batchmean", log_target=True)
     return 0.5 * divergence(target=teacher) + 0.5 * divergence(target=student)
-
-
-def jsd(place: Place, tokens: int, vocab: int) -> Case:
-    x, target = (place.randn(tokens, vocab, scale=2.0).log_softmax(-1) for _ in range(2))
-    return Case(
-        inputs={"x": x, "target": target},
-        leaves=("x",),
-        eager=lambda t: eager_jsd(upcast(t["x"]), upcast(t["target"])),
-        baselines={
-            "ligermodels": lambda t: kernels.jsd(t["x"], t["target"], beta=0.5),
-            "Liger": lambda t: liger("LigerJSDFunction").apply(t["x"], t["target"], None, 0.5),
-        },
-        bytes=6.0 * tokens * vocab,
-        scalar_tolerance=1e-5,
-    )
 
 
 def linear_jsd(place: Place, tokens: int, size: int, teacher_size: int, vocab: int) -> Case:
@@ -508,10 +358,9 @@ def linear_jsd(place: Place, tokens: int, size: int, teacher_size: int, vocab: i
     def gemms(t: Tensors) -> tuple[Tensor, ...]:
         return *three_gemms(t["x"], t["weight"]), t["teacher_x"] @ t["teacher_weight"].T
 
-    teacher = {f"teacher_{name}": x for name, x in place.head(tokens, teacher_size, vocab).items()}
     return Case(
-        inputs={**place.head(tokens, size, vocab), **teacher},
-        leaves=("x", "weight"),
+        leaves={"x": place.randn(tokens, size), "weight": place.head(vocab, size)},
+        constants={"teacher_x": place.randn(tokens, teacher_size), "teacher_weight": place.head(vocab, teacher_size)},
         eager=eager,
         baselines={
             "ligermodels": lambda t: kernels.linear_jsd(*(t[name] for name in names), beta=0.5),
@@ -524,66 +373,51 @@ def linear_jsd(place: Place, tokens: int, size: int, teacher_size: int, vocab: i
     )
 
 
-BETA, GAMMA = 0.1, 0.5
+BETA = 0.1
 
 
-def eager_preference(t: Tensors, loss: str) -> Tensor:
-    """As TRL writes them, on all logits at once."""
-    tokens = eager_linear_logprobs(t)
-    logps = tokens.mean(-1) if loss in ("ORPO", "SimPO") else tokens.sum(-1)
-    if "ref_x" in t:
-        reference = {"x": t["ref_x"], "weight": t["ref_weight"], "labels": t["labels"]}
-        logps = logps - eager_linear_logprobs(reference).sum(-1).detach()
-    if loss == "KTO":
-        return torch.sigmoid(BETA * torch.where(t["desirable"], -logps, logps)).mean()
-    chosen, rejected = logps.chunk(2)
-    margin = BETA * (chosen - rejected) - (GAMMA if loss == "SimPO" else 0)
-    if loss == "ORPO":
-        odds = chosen - rejected - (torch.log1p(-chosen.exp()) - torch.log1p(-rejected.exp()))
-        return -BETA * F.logsigmoid(odds).mean() - tokens.chunk(2)[0].mean()
-    nll = -tokens.chunk(2)[0].mean() if loss == "CPO" else 0.0
-    return nll - F.logsigmoid(margin).mean()
+def eager_dpo(t: Tensors) -> Tensor:
+    """As TRL writes it, on all logits at once."""
+    reference = {"x": t["ref_x"], "weight": t["ref_weight"], "labels": t["labels"]}
+    ratios = eager_linear_logprobs(t).sum(-1) - eager_linear_logprobs(reference).sum(-1).detach()
+    chosen, rejected = ratios.chunk(2)
+    return -F.logsigmoid(BETA * (chosen - rejected)).mean()
 
 
-def linear_preference(place: Place, loss: str, sequences: int, length: int, size: int, vocab: int) -> Case:
-    """Over a linear head; DPO and KTO with a reference model."""
-    tokens, has_reference = sequences * length, loss in ("DPO", "KTO")
-    inputs = place.head(tokens, size, vocab)
-    inputs |= {f"ref_{name}": x for name, x in place.head(tokens, size, vocab).items()} if has_reference else {}
-    inputs = {name: x.view(sequences, length, size) if name.endswith("x") else x for name, x in inputs.items()}
-    inputs["labels"] = place.labels(tokens, vocab).view(sequences, length)
-    if loss == "KTO":
-        inputs["desirable"] = torch.arange(sequences, device=place.device) % 2 == 0
-    options: dict[str, Any] = {"gamma": GAMMA, "compute_nll_loss": False} if loss == "SimPO" else {}
-    module = getattr(preference, f"Linear{loss}Loss")(beta=BETA, **options)
-    eager = functools.partial(eager_preference, loss=loss)
+def linear_dpo(place: Place, sequences: int, length: int, size: int, vocab: int) -> Case:
+    """DPO with a reference model, from the hidden states of both."""
+    tokens = sequences * length
 
-    def ours(t: Tensors) -> Tensor:
-        desirable = (t["desirable"],) if loss == "KTO" else ()
-        reference = {"ref_x": t["ref_x"], "ref_weight": t["ref_weight"]} if has_reference else {}
-        return module(t["x"], t["weight"], t["labels"], *desirable, **reference).loss
+    def hidden_states() -> Tensor:
+        return place.randn(sequences, length, size)
 
     def of_liger(t: Tensors) -> Tensor:
-        from liger_kernel import chunked_loss
+        from liger_kernel.chunked_loss import LigerFusedLinearDPOLoss
 
-        extra: dict[str, Any] = {"use_ref_model": True} if has_reference else {}
-        theirs = getattr(chunked_loss, f"LigerFusedLinear{loss}Loss")(beta=BETA, **options, **extra)
-        given: dict[str, Any] = {"ref_input": t["ref_x"], "ref_weight": t["ref_weight"]} if has_reference else {}
-        if loss == "KTO":
-            return theirs(t["x"], t["weight"], t["labels"], preference_labels=t["desirable"], **given)[0]
-        return theirs(t["weight"], t["x"], t["labels"], **given)[0]
+        module = LigerFusedLinearDPOLoss(beta=BETA, use_ref_model=True)
+        return module(t["weight"], t["x"], t["labels"], ref_input=t["ref_x"], ref_weight=t["ref_weight"])[0]
 
     def gemms(t: Tensors) -> tuple[Tensor, ...]:
-        reference = (t["ref_x"].flatten(0, 1) @ t["ref_weight"].T,) if has_reference else ()
-        return *three_gemms(t["x"].flatten(0, 1), t["weight"]), *reference
+        return *three_gemms(t["x"].flatten(0, 1), t["weight"]), t["ref_x"].flatten(0, 1) @ t["ref_weight"].T
+
+    def ours(t: Tensors) -> Tensor:
+        reference = {"ref_x": t["ref_x"], "ref_weight": t["ref_weight"]}
+        return LinearDPOLoss(beta=BETA)(t["x"], t["weight"], t["labels"], **reference).loss
 
     return Case(
-        inputs=inputs,
-        leaves=("x", "weight"),
-        eager=eager,
-        baselines={"ligermodels": ours, "Liger": of_liger},
-        flops=(8.0 if has_reference else 6.0) * tokens * size * vocab,
-        gemms=("four GEMMs" if has_reference else "three GEMMs", gemms),
+        leaves={"x": hidden_states(), "weight": place.head(vocab, size)},
+        constants={
+            "ref_x": hidden_states(),
+            "ref_weight": place.head(vocab, size),
+            "labels": place.labels(tokens, vocab).view(sequences, length),
+        },
+        eager=eager_dpo,
+        baselines={
+            "ligermodels": ours,
+            "Liger": of_liger,
+        },
+        flops=8.0 * tokens * size * vocab,
+        gemms=("four GEMMs", gemms),
         scalar_tolerance=place.logits_tolerance(tokens) * BETA * tokens,  # of a sum over tokens
     )
 
@@ -655,10 +489,6 @@ def attention(
             out = F.scaled_dot_product_attention(*heads_first(t), is_causal=True, enable_gqa=heads != kv_heads)
         return out.transpose(1, 2)
 
-    def sdpa_with_mask(t: Tensors) -> Tensor:
-        q, k, v = heads_first(t, repeat=True)  # no backend takes a mask and grouped heads
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask()).transpose(1, 2)
-
     def varlen(t: Tensors) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
 
@@ -680,17 +510,13 @@ def attention(
     if softcap is None and window is None and layout == "full":
         baselines["cuDNN by SDPA"] = functools.partial(sdpa, backend=SDPBackend.CUDNN_ATTENTION)
         baselines["FlashAttention-2 by SDPA"] = functools.partial(sdpa, backend=SDPBackend.FLASH_ATTENTION)
-    elif softcap is None:
-        baselines["SDPA, boolean mask"] = sdpa_with_mask
-        if layout != "padded":
-            baselines["FlashAttention-2, varlen_attn"] = varlen
+    elif softcap is None and layout != "padded":
+        baselines["FlashAttention-2, varlen_attn"] = varlen
     baselines["FlexAttention"] = flex
     lengths = [end - start for start, end in itertools.pairwise(starts)] if layout == "packed" else real
     pairs = heads * sum(_pairs(n, window) for n in lengths)
     return Case(
-        inputs={"q": q, "k": k, "v": v},
-        leaves=("q", "k", "v"),
-        cotangents=(place.randn(*q.shape),),
+        leaves={"q": q, "k": k, "v": v},
         eager=eager,
         baselines=baselines,
         compile_eager=False,
@@ -746,7 +572,7 @@ def moe(place: Place, tokens: int, size: int, intermediate: int, experts: int, t
     x = place.randn(tokens, size)
     best = (x.float() @ router.float().T).topk(top_k + 1).values
     clear = x[best[:, -2] - best[:, -1] > MARGIN]
-    inputs = {
+    leaves = {
         "x": clear[torch.arange(tokens, device=x.device) % len(clear)],
         "router": router,
         "gate_up": place.randn(experts, 2 * intermediate, size, scale=size**-0.5),
@@ -784,9 +610,7 @@ def moe(place: Place, tokens: int, size: int, intermediate: int, experts: int, t
         ours = MoE(size, intermediate, num_experts=experts, top_k=top_k)
     forward = 6.0 * tokens * top_k * size * intermediate
     return Case(
-        inputs=inputs,
-        leaves=("x", "router", "gate_up", "down"),
-        cotangents=(place.randn(tokens, size),),
+        leaves=leaves,
         eager=eager,
         baselines={
             "ligermodels": lambda t: run(ours, t),
@@ -816,18 +640,13 @@ def _transformers_moe(size: int, intermediate: int, experts: int, top_k: int, im
 
 @dataclass(frozen=True)
 class Op:
-    """shapes: on a GPU. dry: on a CPU; on the first of them the host's cost is measured. parity_limits: sizes at which
-    parity is checked, where those of the shape are too large for fp64."""
+    """shapes: on a GPU. dry: on a CPU. parity_limits: the sizes at which parity is checked, where those of the shape
+    are too large for fp64."""
 
     build: Callable[..., Case]
     shapes: Sequence[dict[str, Any]]
     dry: Sequence[dict[str, Any]]
     parity_limits: dict[str, int] = field(default_factory=dict)
-
-
-def _preference(loss: str) -> Op:
-    sizes = [dict(sequences=4, length=1024, size=4096, vocab=V)]
-    return Op(functools.partial(linear_preference, loss=loss), sizes, [dict(sequences=4, length=5, size=32, vocab=131)])
 
 
 V = 128256
@@ -848,18 +667,10 @@ OPS: dict[str, Op] = {
         [dict(tokens=5, size=24), dict(tokens=5, size=24, activation="gelu_tanh"),
          dict(tokens=5, size=24, packed=True)],
     ),
-    "activate": Op(activate, [dict(tokens=21904, size=5120)], [dict(tokens=5, size=24)]),
-    "rope": Op(rope, [dict(batch=4, length=4096, **_HEADS)], [dict(batch=2, length=7, **_TINY_HEADS)]),
-    "rope_packed": Op(rope_packed, [dict(batch=4, length=4096, **_HEADS)], [dict(batch=2, length=7, **_TINY_HEADS)]),
-    "embedding": Op(
-        embedding,
-        [dict(tokens=16384, size=4096, vocab=V, zipf=zipf) for zipf in (False, True)],
-        [dict(tokens=9, size=24, vocab=50, zipf=True)],
-    ),
-    "int2_matmul": Op(
-        int2_matmul,
-        [dict(rows=n, out_size=14336, size=4096) for n in (1, 16, 512, 4096)],
-        [dict(rows=n, out_size=16, size=64) for n in (1, 20)],
+    "rope": Op(
+        rope,
+        [dict(batch=4, length=4096, **_HEADS, packed=packed) for packed in (False, True)],
+        [dict(batch=2, length=7, **_TINY_HEADS, packed=packed) for packed in (False, True)],
     ),
     "cross_entropy": Op(
         cross_entropy,
@@ -873,22 +684,17 @@ OPS: dict[str, Op] = {
         [dict(tokens=9, size=32, vocab=131), dict(tokens=33, size=32, vocab=131, ignored=0.7)],
         parity_limits={"tokens": 8192},
     ),
-    "linear_logprobs": Op(
-        linear_logprobs, [dict(tokens=4096, size=4096, vocab=V)], [dict(tokens=9, size=32, vocab=131)]
-    ),
-    "kl_div": Op(kl_div, [dict(tokens=4096, vocab=V)], [dict(tokens=9, vocab=131)]),
-    "jsd": Op(jsd, [dict(tokens=4096, vocab=V)], [dict(tokens=9, vocab=131)]),
     "linear_jsd": Op(
         linear_jsd,
         [dict(tokens=4096, size=2048, teacher_size=4096, vocab=V)],
         [dict(tokens=9, size=32, teacher_size=48, vocab=131)],
         parity_limits={"tokens": 2048},
     ),
-    "linear_dpo": _preference("DPO"),
-    "linear_kto": _preference("KTO"),
-    "linear_orpo": _preference("ORPO"),
-    "linear_cpo": _preference("CPO"),
-    "linear_simpo": _preference("SimPO"),
+    "linear_dpo": Op(
+        linear_dpo,
+        [dict(sequences=4, length=1024, size=4096, vocab=V)],
+        [dict(sequences=4, length=5, size=32, vocab=131)],
+    ),
     "attention": Op(
         attention,
         [

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.common import environment, heading, table, write_json
-from benchmarks.kernel_cases import OPS, Case, Place, Tensors
+from benchmarks.kernel_cases import OPS, Call, Case, Place, Tensors
 
 OURS = "ligermodels"
 NEEDS_GPU = ("torch.compile", "Liger", "CCE", "FlexAttention", "FlashAttention", "cuDNN")
@@ -97,13 +97,11 @@ def benchmark(op: str, place: Place, wanted: Callable[[str], bool], record: dict
     if any(name.startswith(OURS) for name in refused):
         record["red"].append(op)
         return
-    torch.manual_seed(0)
-    host = host_costs(build(place, **OPS[op].dry[0]), wanted)
     for shape in shapes:
         torch.manual_seed(0)
         case = build(place, **shape)
         for row in measure(case, place.device, lambda name: wanted(name) and name not in refused):
-            record["rows"].append({"op": op, "shape": _label(shape), "host_us": host.get(row["baseline"]), **row})
+            record["rows"].append({"op": op, "shape": _label(shape), **row})
             if "note" in row and row["baseline"].startswith(OURS):
                 record["red"].append(op)
         del case
@@ -119,21 +117,20 @@ def _label(shape: Mapping[str, Any]) -> str:
 class Run:
     """One baseline with its own leaves, and own copies of all tensors where it writes over its inputs."""
 
-    def __init__(self, case: Case, name: str, inputs: Tensors, cotangents: tuple[Tensor, ...]):
-        self.case, self.call = case, case.eager if name == "exact" else case.baselines[name]
-        self.originals: list[tuple[Tensor, Tensor]] = []
-        overwrites = name in case.overwrites
+    def __init__(
+        self, call: Call, leaves: Tensors, constants: Tensors, cotangents: Sequence[Tensor], copy: bool = False
+    ):
+        self.call, self.originals = call, []
 
         def own(x: Tensor) -> Tensor:
-            if not overwrites:
+            if not copy:
                 return x.detach()
-            copy = x.detach().clone()
-            self.originals.append((copy, x))
-            return copy
+            self.originals.append((x.clone(), x))
+            return self.originals[-1][0]
 
-        self.tensors = {key: own(x).requires_grad_(key in case.leaves) for key, x in inputs.items()}
-        self.cotangents = tuple(own(x) for x in cotangents)
-        self.leaves = [self.tensors[key] for key in case.leaves]
+        self.leaves = {name: own(x).requires_grad_() for name, x in leaves.items()}
+        self.constants = {name: own(x) for name, x in constants.items()}
+        self.cotangents = [own(x) for x in cotangents]
 
     def restore(self) -> None:
         with torch.no_grad():
@@ -141,31 +138,39 @@ class Run:
                 copy.copy_(original)
 
     def forward(self) -> tuple[Tensor, ...]:
-        out = self.call(self.tensors)
+        out = self.call({**self.leaves, **self.constants})
         return out if isinstance(out, tuple) else (out,)
 
     def full(self) -> tuple[Tensor, ...]:
         """Outputs and gradients of the leaves."""
         outputs = self.forward()
-        if not self.leaves:
-            return outputs
-        return (*outputs, *torch.autograd.grad(outputs, self.leaves, self.cotangents or None))
+        return (*outputs, *torch.autograd.grad(outputs, tuple(self.leaves.values()), self.cotangents or None))
 
     def results(self) -> Tensors:
-        results = [x.detach() for x in self.full()]
-        outputs = [f"output {n}" for n in range(len(results) - len(self.leaves))]
-        return dict(zip([*outputs, *(f"d {leaf}" for leaf in self.case.leaves)], results, strict=True))
+        found = [x.detach() for x in self.full()]
+        outputs = [f"output {n}" for n in range(len(found) - len(self.leaves))]
+        return dict(zip([*outputs, *(f"d {name}" for name in self.leaves)], found, strict=True))
+
+
+def cotangents_of(call: Call, case: Case) -> list[Tensor]:
+    """Random gradients of what a call returns, none for a loss."""
+    with torch.no_grad():
+        outputs = Run(call, case.leaves, case.constants, ()).forward()
+    return [torch.randn_like(x) for x in outputs if x.dim() > 0]
 
 
 def check(case: Case, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     """A row for each baseline and result: its rms error against fp64 over eager's, and why it may not be timed."""
-    double = {name: x.double() if x.is_floating_point() else x for name, x in case.inputs.items()}
-    exact = Run(case, "exact", double, tuple(x.double() for x in case.cotangents)).results()
-    eager = Run(case, "exact", case.inputs, case.cotangents).results()
+    cotangents = cotangents_of(case.eager, case)
+    leaves = {name: x.double() for name, x in case.leaves.items()}
+    constants = {name: x.double() if x.is_floating_point() else x for name, x in case.constants.items()}
+    exact = Run(case.eager, leaves, constants, [x.double() for x in cotangents]).results()
+    eager = Run(case.eager, case.leaves, case.constants, cotangents).results()
     rows = []
     for name in filter(wanted, case.baselines):
         try:
-            found = Run(case, name, case.inputs, case.cotangents).results()
+            copy = name in case.overwrites
+            found = Run(case.baselines[name], case.leaves, case.constants, cotangents, copy).results()
         except Exception as error:
             traceback.print_exc()
             rows.append({"baseline": name, "result": None, "why": _summary(error)})
@@ -210,16 +215,20 @@ def _rms(x: Tensor) -> float:
 
 def measure(case: Case, device: str, wanted: Callable[[str], bool]) -> list[dict[str, Any]]:
     """A row of times and memory for each baseline, after one for the GEMMs that the op cannot do without."""
-    nbytes = sum(x.nbytes for x in (*case.inputs.values(), *case.cotangents))
+    cotangents = cotangents_of(case.baselines["ligermodels"], case)
+    nbytes = sum(x.nbytes for x in (*case.leaves.values(), *case.constants.values(), *cotangents))
     copies = max(1, min(64, ROTATED_BYTES // nbytes)) if device == "cuda" else 1
-    inputs = [case.inputs] + [{name: x.clone() for name, x in case.inputs.items()} for _ in range(copies - 1)]
-    cotangents = [case.cotangents] + [tuple(x.clone() for x in case.cotangents) for _ in range(copies - 1)]
+    tensors = [(case.leaves, case.constants, cotangents)]
+    for _ in range(copies - 1):
+        leaves, constants = ({name: x.clone() for name, x in ts.items()} for ts in (case.leaves, case.constants))
+        tensors.append((leaves, constants, [x.clone() for x in cotangents]))
     rows: list[dict[str, Any]] = []
     if case.gemms is not None:
         name, call = case.gemms
-        rows.append({"baseline": name, "full_ms": milliseconds([lambda: call(case.inputs)], device)[0]})
+        inputs = {**case.leaves, **case.constants}
+        rows.append({"baseline": name, "full_ms": milliseconds([lambda: call(inputs)], device)[0]})
     for name in filter(wanted, case.baselines):
-        runs = [Run(case, name, *tensors) for tensors in zip(inputs, cotangents, strict=True)]
+        runs = [Run(case.baselines[name], *copy, copy=name in case.overwrites) for copy in tensors]
         row: dict[str, Any] = {"baseline": name}
 
         def restore(runs=runs) -> None:
@@ -227,12 +236,9 @@ def measure(case: Case, device: str, wanted: Callable[[str], bool]) -> list[dict
                 run.restore()
 
         try:
-            passes = {"forward": [run.forward for run in runs]}
-            if case.leaves:
-                passes["full"] = [run.full for run in runs]
-            for key, calls in passes.items():
-                row[f"{key}_ms"], row["synchronises"] = milliseconds(calls, device, restore)
-            row["peak_mib"] = peak_mib(passes["full" if case.leaves else "forward"][0], device, restore)
+            row["forward_ms"], _ = milliseconds([run.forward for run in runs], device, restore)
+            row["full_ms"], row["synchronises"] = milliseconds([run.full for run in runs], device, restore)
+            row["peak_mib"] = peak_mib(runs[0].full, device, restore)
             row |= rates(case, row)
         except Exception as error:
             traceback.print_exc()
@@ -243,8 +249,7 @@ def measure(case: Case, device: str, wanted: Callable[[str], bool]) -> list[dict
 
 def rates(case: Case, row: Mapping[str, Any]) -> dict[str, float]:
     """TB/s of the fewest bytes that the op can move, TFLOP/s of the operations that it cannot leave out."""
-    found = {}
-    full = row.get("full_ms", row["forward_ms"])
+    found, full = {}, row["full_ms"]
     if case.bytes:
         found["tb_per_s"] = case.bytes / full * 1e-9
     if case.flops:
@@ -325,29 +330,6 @@ def peak_mib(call: Callable[[], object], device: str, restore: Callable[[], obje
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def host_costs(case: Case, wanted: Callable[[str], bool]) -> dict[str, float]:
-    """Baseline -> microseconds that the host needs to queue forward and backward, on a shape too small to matter."""
-    found = {}
-    for name in case.baselines:
-        if not wanted(name) or name == "torch.compile":  # another shape is seconds of compiling
-            continue
-        try:
-            run = Run(case, name, case.inputs, case.cotangents)
-            run.full()
-            times = []
-            for _ in range(5):
-                if run.leaves and run.leaves[0].is_cuda:
-                    torch.cuda.synchronize()
-                started = time.perf_counter()
-                for _ in range(10):
-                    run.full()
-                times.append((time.perf_counter() - started) / 10 * 1e6)
-            found[name] = statistics.median(times)
-        except Exception:  # the same baseline is timed below, and says there what is wrong
-            traceback.print_exc()
-    return found
-
-
 def ceilings(device: str) -> dict[str, float]:
     """What this GPU does at best, measured now: TB/s of a large copy, TFLOP/s of a bf16 GEMM of 8192 x 8192 x 8192."""
     elements, n = (2**31, 8192) if device == "cuda" else (2**20, 256)
@@ -376,7 +358,6 @@ COLUMNS = {
     "tflop_per_s": "both",
     "peak_mib": "peak MiB",
     "over_eager": "error / eager's",
-    "host_us": "host us",
     "note": "note",
 }
 

@@ -18,15 +18,13 @@ IGNORED = -100
 class Model:
     """A model's config.json, and what the benchmark must know beside it.
 
-    attention: the implementation of transformers that computes this model; its patches and torch.compile take it.
-    inexact: baseline -> what it leaves out; it is timed all the same, and the table says so.
+    attention: the implementation of transformers that computes this model. Gemma 2's is eager: sdpa has no softcap.
     image: height and width in pixels of the image that each sequence begins with.
     shallow: changes that make the model for the parity check, with a layer of each kind. tiny: changes for a dry run.
     """
 
     config: dict[str, Any]
     attention: str = "sdpa"
-    inexact: Mapping[str, str] = field(default_factory=dict)
     image: tuple[int, int] | None = None
     shallow: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     tiny: Mapping[str, Any] = field(default_factory=dict)
@@ -104,25 +102,10 @@ _QWEN2_VL_2B = {
         spatial_merge_size=2, temporal_patch_size=2,
     ),
 }  # fmt: skip
-_LLAMA_11B_VISION = dict(
-    model_type="mllama", image_token_index=128256,
-    text_config={
-        **{name: value for name, value in _LLAMA_8B.items() if name != "head_dim"},
-        "model_type": "mllama_text_model", "num_hidden_layers": 40, "pad_token_id": 128004, "dropout": 0,
-        "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38],
-    },
-    vision_config=dict(
-        model_type="mllama_vision_model", hidden_size=1280, intermediate_size=5120, num_hidden_layers=32,
-        num_global_layers=8, attention_heads=16, hidden_act="gelu", norm_eps=1e-5, image_size=560, patch_size=14,
-        num_channels=3, max_num_tiles=4, intermediate_layers_indices=[3, 7, 15, 23, 30], vision_output_dim=7680,
-        supported_aspect_ratios=[[1, 1], [1, 2], [1, 3], [1, 4], [2, 1], [2, 2], [3, 1], [4, 1]],
-    ),
-)  # fmt: skip
 _TINY = dict(
     hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
     vocab_size=512, bos_token_id=1, eos_token_id=2, pad_token_id=0,
 )  # fmt: skip
-_NO_SOFTCAP = "sdpa leaves the softcap of the scores out"
 
 MODELS: dict[str, Model] = {
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
@@ -132,7 +115,6 @@ MODELS: dict[str, Model] = {
     "gemma-2-2b": Model(
         _GEMMA_2_2B,
         attention="eager",
-        inexact={"hf+sdpa": _NO_SOFTCAP, "hf+sdpa+liger": _NO_SOFTCAP},
         tiny={**_TINY, "head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24},
     ),
     "qwen2-1.5b": Model(_QWEN2_1_5B, tiny=_TINY),
@@ -145,22 +127,6 @@ MODELS: dict[str, Model] = {
             **_TINY, "rope_scaling": {"mrope_section": [2, 3, 3]}, "vision_start_token_id": 3,
             "vision_end_token_id": 4, "vision_token_id": 5, "image_token_id": 6, "video_token_id": 7,
             "vision_config": {"depth": 2, "embed_dim": 32, "num_heads": 2, "hidden_size": 64},
-        },
-    ),
-    "llama-3.2-11b-vision": Model(
-        _LLAMA_11B_VISION,
-        image=(1120, 1120),
-        shallow={
-            "text_config": {"num_hidden_layers": 3, "cross_attention_layers": [1]},
-            "vision_config": {"num_hidden_layers": 2, "num_global_layers": 1, "intermediate_layers_indices": [0],
-                              "vision_output_dim": 2560},
-        },
-        tiny={
-            "image_token_index": 512,
-            "text_config": {**_TINY, "num_hidden_layers": 3, "cross_attention_layers": [1]},
-            "vision_config": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-                              "num_global_layers": 1, "attention_heads": 2, "image_size": 28,
-                              "intermediate_layers_indices": [0], "vision_output_dim": 64},
         },
     ),
 }  # fmt: skip
@@ -181,31 +147,22 @@ CASES: dict[str, Case] = {
     "mistral-7b": Case("mistral-7b", 2, 4096, "block", _OURS_AND_PEERS),
     "phi-3-mini": Case("phi-3-mini", 4, 4096, "block", _OURS_AND_PEERS),
     "qwen2-1.5b": Case("qwen2-1.5b", 4, 4096, "none", _OURS_AND_PEERS),
-    "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", (*_OURS_AND_PEERS, "hf+sdpa+liger")),
+    "gemma-2-2b": Case("gemma-2-2b", 4, 4096, "block", _OURS_AND_PEERS),
     "mixtral-12l": Case("mixtral-12l", 4, 4096, "block", (*_OURS_AND_PEERS, "hf+loop")),
     # 74 x 74 patches are 1369 tokens; two more around them, and 512 of text
     "qwen2-vl-2b": Case("qwen2-vl-2b", 4, 1883, "none", _OURS_AND_PEERS),
-    "llama-3.2-11b-vision": Case("llama-3.2-11b-vision", 2, 2048, "block", _OURS_AND_PEERS),
 }  # fmt: skip
 """Where a row says "block", the peers' best setting is that too: they have no other that recomputes less."""
 
 
 def model_inputs(config: Mapping[str, Any], ids: Tensor, image: tuple[int, int] | None, seed: int) -> dict[str, Tensor]:
     """The inputs of a step on random ids [B, S], whose first tokens an image takes where the model has one."""
-    text = config.get("text_config", config)
-    names = {name for name in text if name.endswith("token_id")} - {"bos_token_id", "eos_token_id"}
-    special = [text[name] for name in names if text[name] is not None]  # padding and images are no text
-    ids = ids.masked_fill(torch.isin(ids, torch.tensor(special, dtype=torch.int64)), text["bos_token_id"])
+    names = {name for name in config if name.endswith("token_id")} - {"bos_token_id", "eos_token_id"}
+    special = torch.tensor([config[name] for name in names], dtype=torch.int64)  # padding and images are no text
+    ids = ids.masked_fill(torch.isin(ids, special), config["bos_token_id"])
     if image is None:
         return {"input_ids": ids, "labels": ids}
-    make = {"qwen2_vl": _qwen2_vl_inputs, "mllama": _mllama_inputs}[config["model_type"]]
-    return make(config, ids, image, torch.Generator().manual_seed(seed))
-
-
-def _qwen2_vl_inputs(
-    config: Mapping[str, Any], ids: Tensor, image: tuple[int, int], generator: torch.Generator
-) -> dict[str, Tensor]:
-    """<vision_start>, one placeholder for each 2 x 2 patches, <vision_end>, text."""
+    # Qwen2-VL: <vision_start>, one placeholder for each 2 x 2 patches, <vision_end>, text
     vision = config["vision_config"]
     rows, columns = (side // vision["patch_size"] for side in image)
     tokens = rows * columns // vision["spatial_merge_size"] ** 2
@@ -214,29 +171,7 @@ def _qwen2_vl_inputs(
     labels = ids.clone()
     labels[:, : tokens + 2] = IGNORED
     values = 3 * vision["temporal_patch_size"] * vision["patch_size"] ** 2
+    generator = torch.Generator().manual_seed(seed)
     pixels = torch.randn(len(ids) * rows * columns, values, generator=generator)
     grids = torch.tensor([[1, rows, columns]] * len(ids))
     return {"input_ids": ids, "labels": labels, "pixel_values": pixels.bfloat16(), "image_grid_thw": grids}
-
-
-def _mllama_inputs(
-    config: Mapping[str, Any], ids: Tensor, image: tuple[int, int], generator: torch.Generator
-) -> dict[str, Tensor]:
-    """<image>, and text that all sees the image."""
-    vision = config["vision_config"]
-    size, most, batch = vision["image_size"], vision["max_num_tiles"], len(ids)
-    tiles = [side // size for side in image]
-    ids[:, 0] = config["image_token_index"]
-    labels = ids.clone()
-    labels[:, 0] = IGNORED
-    pixels = torch.randn(batch, 1, most, 3, size, size, generator=generator)
-    real = torch.arange(most) < tiles[0] * tiles[1]
-    pixels[:, :, ~real] = 0
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "pixel_values": pixels.bfloat16(),
-        "aspect_ratio_ids": torch.full((batch, 1), vision["supported_aspect_ratios"].index(tiles) + 1),
-        "aspect_ratio_mask": real.long().expand(batch, 1, most).clone(),
-        "cross_attention_mask": real.long().expand(batch, ids.shape[1], 1, most).clone(),
-    }

@@ -13,7 +13,7 @@ is 1. The steps are on random tokens, the same for all, and loss and gradient no
 
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
 backward), +captured (the step is one CUDA graph) and +offload (what is saved for backward goes to the host), or `hf`,
-which is transformers, with any of +sdpa, +eager, +flex (attention), +grouped_mm, +loop (experts), +liger and +compile.
+which is transformers, with any of +liger, +compile and +loop (over experts, in place of its grouped matmuls).
 Its recomputation stands after a colon where it is not the case's: `ligermodels:mlp`, `hf+liger:none`.
 """
 
@@ -21,7 +21,6 @@ import argparse
 import dataclasses
 import gc
 import importlib
-import importlib.util
 import itertools
 import json
 import os
@@ -44,9 +43,7 @@ from benchmarks.train_cases import CASES, MODELS, Case, Model, changed, model_in
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 LEARNING_RATE, WARMUP = 1e-5, 3
-ATTENTION = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
-EXPERTS = {"grouped_mm": "grouped_mm", "loop": "eager"}
-OURS, THEIRS = ("adamw", "in_backward", "captured", "offload"), (*ATTENTION, *EXPERTS, "liger", "compile")
+OURS, THEIRS = ("adamw", "in_backward", "captured", "offload"), ("liger", "compile", "loop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +125,7 @@ def _settings(name: str, options: argparse.Namespace) -> Settings:
     needs_gpu = {"liger", "compile", "captured"} if options.dry and not options.baselines else set()
     baselines = tuple(name for name in case.baselines if not needs_gpu & set(name.split(":")[0].split("+")))
     for baseline in baselines:
-        Baseline.of(baseline, MODELS[case.model], case.recompute)
+        Baseline.of(baseline, case.recompute)
     chosen = {**dataclasses.asdict(case), "baselines": baselines}
     return Settings(**chosen, case=name, dry=options.dry, longest=options.longest)
 
@@ -139,11 +136,10 @@ class Baseline:
 
     ours: bool
     options: frozenset[str]
-    attention: str
     recompute: str
 
     @classmethod
-    def of(cls, name: str, model: Model, recompute: str) -> Self:
+    def of(cls, name: str, recompute: str) -> Self:
         """Raises ValueError for a name that says nothing."""
         kind, _, own = name.partition(":")
         base, *options = kind.split("+")
@@ -154,8 +150,7 @@ class Baseline:
                 f"unknown baseline {name!r}; known: ligermodels with any of +{', +'.join(OURS)}, and :none, :mlp or "
                 f":block after it; hf with any of +{', +'.join(THEIRS)}, and :none or :block after it"
             )
-        attention = next((option for option in options if option in ATTENTION), model.attention)
-        return cls(base == "ligermodels", frozenset(options), ATTENTION[attention], own or recompute)
+        return cls(base == "ligermodels", frozenset(options), own or recompute)
 
 
 def run(settings: Settings, timeout: float, scratch: str | None) -> dict[str, Any]:
@@ -201,13 +196,9 @@ def work(name: str, folder: Path) -> None:
     if name == "prepare":
         prepare(settings, folder)
         return
-    baseline = Baseline.of(name, MODELS[settings.model], settings.recompute)
+    baseline = Baseline.of(name, settings.recompute)
     row: dict[str, Any] = {"recompute": baseline.recompute}
-    wrong = parity(baseline, settings, folder)
-    inexact = MODELS[settings.model].inexact.get(name.partition(":")[0])
-    if inexact:
-        row["inexact"] = inexact
-    elif wrong:
+    if wrong := parity(baseline, settings, folder):
         write_json(result, {**row, "note": "; ".join(wrong)})
         return
     model = build(baseline, settings, folder / "model")
@@ -238,11 +229,9 @@ def build(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
             policy = {"recompute": baseline.recompute, "offload": "offload" in baseline.options}
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=policy)
         return model.train()
-    options: dict[str, Any] = {"attn_implementation": baseline.attention}
-    for name in baseline.options & set(EXPERTS):
-        options["experts_implementation"] = EXPERTS[name]
-    if settings.device == "cuda" and importlib.util.find_spec("accelerate"):
-        options["device_map"] = "cuda"  # straight to the GPU
+    options: dict[str, Any] = {"attn_implementation": MODELS[settings.model].attention}
+    if "loop" in baseline.options:
+        options["experts_implementation"] = "eager"
     found = auto_class(MODELS[settings.model]).from_pretrained(folder, dtype=torch.bfloat16, **options)
     model = found.to(settings.device).train()
     model.config.use_cache = False
@@ -290,8 +279,7 @@ def batches(
 ) -> list[dict[str, Tensor]]:
     """Inputs for each step, the same for everyone on every device, as `model` takes them."""
     config, generator = settings.config, torch.Generator().manual_seed(seed)
-    vocab = config.get("text_config", config)["vocab_size"]
-    ids = torch.randint(vocab, (steps, batch, seq), generator=generator)
+    ids = torch.randint(config["vocab_size"], (steps, batch, seq), generator=generator)
     found = []
     for n, rows in enumerate(ids):
         inputs = model_inputs(config, rows, settings.image, seed + n)
@@ -340,9 +328,9 @@ def _initialised(config: Mapping[str, Any], settings: Settings) -> nn.Module:
 
     torch.manual_seed(0)
     case = MODELS[settings.model]
-    kind, attention = CONFIG_MAPPING[config["model_type"]], ATTENTION[case.attention]
+    found = CONFIG_MAPPING[config["model_type"]].from_dict(config)
     with torch.device(settings.device):
-        return auto_class(case).from_config(kind.from_dict(config), dtype=torch.bfloat16, attn_implementation=attention)
+        return auto_class(case).from_config(found, dtype=torch.bfloat16, attn_implementation=case.attention)
 
 
 @torch.no_grad()
@@ -410,7 +398,7 @@ def compare_first_steps(rows: Sequence[dict[str, Any]]) -> None:
 
     A row that does not agree loses its figures and gets a note.
     """
-    timed = [row for row in rows if "losses" in row and "inexact" not in row]
+    timed = [row for row in rows if "losses" in row]
     theirs = [row for row in timed if not row["baseline"].startswith("ligermodels")]
     reference = next((row for row in theirs if row["baseline"] == "hf"), theirs[0] if theirs else None)
     for row in timed if reference else []:
@@ -571,7 +559,7 @@ def render(record: Mapping[str, Any]) -> str:
     lines = []
     for row in rows:
         timed = figure in row
-        notes = [row.get("note"), f"inexact: {row['inexact']}" if "inexact" in row else None]
+        notes = [row.get("note")]
         if row.get("pinned_gib", 0) >= 0.1:
             notes.append(f"{row['pinned_gib']:.1f} GiB of the host")
         lines.append(
