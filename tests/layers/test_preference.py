@@ -1,8 +1,6 @@
 """Preference losses against their formulas, written anew here in fp64 from log_softmax of whole logits."""
 
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -843,13 +841,3 @@ def test_liger_computes_the_same(device):
         ),
         loss,
     )
-
-
-def test_the_example_learns_the_preference():
-    path = Path(__file__).parents[2] / "examples" / "finetune_dpo.py"
-    spec = importlib.util.spec_from_file_location("finetune_dpo", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    outputs = module.train(steps=10)
-    torch.testing.assert_close(outputs[0].loss.item(), math.log(2), rtol=0, atol=1e-5)  # still its own reference
-    assert outputs[-1].loss < 0.3 and outputs[-1].reward_accuracy == 1 and outputs[-1].reward_margin > 1
