@@ -84,34 +84,31 @@ def benchmark(op: str, place: Place, wanted: Callable[[str], bool], record: dict
     """Adds an op to the record: parity on all of its shapes, and if ours passed on all of them, the times."""
     torch.compiler.reset()  # each op has its own count of recompilations
     build = OPS[op].build
-    shapes = OPS[op].shapes if place.device == "cuda" else OPS[op].dry
+    listed = OPS[op].shapes if place.device == "cuda" else OPS[op].dry
+    shapes = {", ".join(f"{name} {value}" for name, value in shape.items()): shape for shape in listed}
     refused: set[str] = set()
-    for shape in shapes:
+    for label, shape in shapes.items():
         torch.manual_seed(0)
         limits = OPS[op].parity_limits
         smaller = {name: min(size, limits[name]) if name in limits else size for name, size in shape.items()}
         for row in check(build(place, **smaller), wanted):
-            record["parity"].append({"op": op, "shape": _label(shape), **row})
+            record["parity"].append({"op": op, "shape": label, **row})
             if row["why"]:
                 refused.add(row["baseline"])
     if any(name.startswith(OURS) for name in refused):
         record["red"].append(op)
         return
-    for shape in shapes:
+    for label, shape in shapes.items():
         torch.manual_seed(0)
         case = build(place, **shape)
         for row in measure(case, place.device, lambda name: wanted(name) and name not in refused):
-            record["rows"].append({"op": op, "shape": _label(shape), **row})
+            record["rows"].append({"op": op, "shape": label, **row})
             if "note" in row and row["baseline"].startswith(OURS):
                 record["red"].append(op)
         del case
         gc.collect()
         if place.device == "cuda":
             torch.cuda.empty_cache()
-
-
-def _label(shape: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name} {value}" for name, value in shape.items())
 
 
 class Run:

@@ -161,7 +161,7 @@ def run(settings: Settings, timeout: float, scratch: str | None) -> dict[str, An
         write_json(folder / "settings.json", dataclasses.asdict(settings))
         for baseline in ("prepare", *settings.baselines):
             started = time.perf_counter()
-            error = spawn(baseline, folder, timeout)
+            error = spawn(baseline, folder, timeout, settings.longest is not None)
             print(f"{baseline}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
             result = folder / "result.json"
             found = json.loads(result.read_text()) if result.exists() else {}
@@ -175,11 +175,12 @@ def run(settings: Settings, timeout: float, scratch: str | None) -> dict[str, An
     return {"benchmark": "train_step", "environment": environment(settings.device), "settings": shown, "rows": rows}
 
 
-def spawn(baseline: str, folder: Path, timeout: float) -> str:
+def spawn(baseline: str, folder: Path, timeout: float, longest: bool) -> str:
     """Runs a baseline's process. Why it failed, or "". What it found lies in the folder, if it came so far."""
     command = [sys.executable, "-m", "benchmarks.train_step", "--worker", baseline, str(folder)]
-    # For everyone: what is lost between tensors would decide otherwise which sequence is the longest.
-    variables = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **os.environ}
+    variables = dict(os.environ)
+    if longest:  # for everyone: what is lost between tensors would decide otherwise
+        variables["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     try:
         done = subprocess.run(command, cwd=ROOT, env=variables, timeout=timeout, stderr=subprocess.PIPE, text=True)
     except subprocess.TimeoutExpired:

@@ -166,7 +166,7 @@ def test_a_table_is_aligned():
 def in_this_process(monkeypatch):
     """Baselines run here, one after the other: a process each costs seconds of imports."""
 
-    def spawn(baseline, folder, timeout):
+    def spawn(baseline, folder, timeout, longest):
         try:
             train_step.work(baseline, folder)
         except RuntimeError as error:
@@ -267,6 +267,27 @@ def test_parity_sees_what_is_left_out(name, field, value, tmp_path):
     assert any("logits" in reason for reason in train_step.parity(ours, settings, tmp_path))
 
 
+def test_a_baseline_is_built_as_its_name_says(tmp_path):
+    settings = dataclasses.replace(train_step.Settings(**dataclasses.asdict(CASES["llama-1b"]), dry=True), seq=64)
+    train_step.prepare(settings, tmp_path)
+    saved: dict[str, int] = {}
+    for name in ("ligermodels", "ligermodels:mlp", "ligermodels:block", "hf", "hf:block"):
+        baseline = Baseline.of(name, "none")
+        model = train_step.build(baseline, settings, tmp_path / "model")
+        (inputs,) = train_step.batches(settings, model, 1, 1, 64)
+
+        def count(x, name=name):
+            saved[name] = saved.get(name, 0) + x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            model(**inputs)
+    assert saved["ligermodels"] > saved["ligermodels:mlp"] > saved["ligermodels:block"]
+    assert saved["hf"] > saved["hf:block"]
+    for name, module in (("hf", "torch.optim"), ("ligermodels", "torch.optim"), ("ligermodels+adamw", "ligermodels")):
+        assert type(train_step.optimizer_of(Baseline.of(name, "none"), model)).__module__.startswith(module)
+
+
 @pytest.mark.parametrize(
     ("name", "change"), [("", 0.0), ("logits", 2e-2), ("loss", 0.05), ("gradient_norm", -0.02), ("loss", float("nan"))]
 )
@@ -309,9 +330,9 @@ def test_every_baseline_has_a_process_of_its_own(tmp_path, monkeypatch):
             sys.exit("noise\\nbecause of this")
     """)
     monkeypatch.setattr(train_step, "ROOT", tmp_path)
-    assert train_step.spawn("works", tmp_path, 60) == train_step.spawn("too", tmp_path, 60) == ""
-    assert train_step.spawn("fails", tmp_path, 60) == "because of this"
-    assert train_step.spawn("slow", tmp_path, 1) == "did not finish in 1 s"
+    assert train_step.spawn("works", tmp_path, 60, False) == train_step.spawn("too", tmp_path, 60, False) == ""
+    assert train_step.spawn("fails", tmp_path, 60, False) == "because of this"
+    assert train_step.spawn("slow", tmp_path, 1, False) == "did not finish in 1 s"
     assert len({str(os.getpid()), *((tmp_path / name).read_text() for name in ("works", "too", "fails"))}) == 4
 
 
