@@ -34,15 +34,12 @@ def encode(tokenizer: ligermodels.Tokenizer, messages: list[dict[str, str]]) -> 
     return ids, labels
 
 
-def pack(chats: list[tuple[list[int], list[int]]], device: torch.device) -> dict[str, torch.Tensor | int]:
-    """One row of several conversations, none of which sees another."""
-    lengths = [len(ids) for ids, _ in chats]
+def pack(chats: list[tuple[list[int], list[int]]], device: torch.device) -> dict[str, torch.Tensor]:
+    """One row of several conversations. Positions that restart say where one begins: none sees another."""
     return {
         "input_ids": torch.tensor([[token for ids, _ in chats for token in ids]], device=device),
-        "labels": torch.tensor([[token for _, labels in chats for token in labels]], device=device),
-        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None].to(device),
-        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32),
-        "max_seqlen": max(lengths),
+        "labels": torch.tensor([[label for _, labels in chats for label in labels]], device=device),
+        "position_ids": torch.tensor([[n for ids, _ in chats for n in range(len(ids))]], device=device),
     }
 
 
