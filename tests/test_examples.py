@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture
-def example(monkeypatch):
+def example(monkeypatch, tmp_path):
     """Imports an example as `python examples/NAME.py` would, on the CPU."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     return importlib.import_module
