@@ -20,7 +20,6 @@ Checked against: gguf 0.19 (constants.py, gguf_writer.py), src/models and src/ll
 """
 
 import math
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.gguf_tokenizer import add_tokenizer
 from ligermodels.conversion.meta import to_pairs
-from ligermodels.conversion.sources import View
+from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+\.weight)")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
-_LARGEST = 2**31 - 1
+GGUF = "model.gguf"
 
 
 def package() -> Any:
@@ -82,19 +81,18 @@ class _Part:
     table: Tensor | None = None
 
 
-class GgufView:
+class GgufTarget:
     """A checkpoint as llama.cpp sees it, under its names; made from headers and the tokenizer's files alone.
 
     view: the source in Hugging Face's layout, as stored. dtype: of the matrices, None to keep theirs. name: the
     model's, for people. headers: {name: TensorInfo}, in the order of the file.
-    `read` holds one tensor of the result and what is mapped of the source.
     Raises ConfigError (a family or feature that llama.cpp does not compute, or no gguf package), InputError (float64
-    kept), CheckpointError (no tokenizer), TokenizerError (one that llama.cpp has no words for).
+    kept), CheckpointError (no tokenizer), TokenizerError (one that llama.cpp has no counterpart for).
     """
 
     def __init__(self, view: View, *, dtype: torch.dtype | None = None, name: str = ""):
         self._gguf = gguf = package()
-        self.view, self.source = view, view.source
+        self._view = view
         config: Any = view.model.config
         check(view.model, view.source)
         arch, _ = FAMILIES[config.model_type]
@@ -116,73 +114,63 @@ class GgufView:
             kind = getattr(gguf.GGMLQuantizationType, _TYPES[info.dtype])
             self._writer.add_tensor_info(tensor, info.shape, np.dtype("float32"), info.nbytes, raw_dtype=kind)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as the file holds it; mapped from the source where nothing changes: not to be written to."""
-        part = self._parts[name]
-        if part.table is not None:
-            return part.table
-        if not part.stacked and not part.heads and not part.offset:
-            return self.view.read(part.sources[0]).to(part.info.dtype)
-        whole = torch.empty(part.info.shape, dtype=part.info.dtype)
-        for box, source in zip(whole if part.stacked else [whole], part.sources, strict=True):
-            tensor = self.view.read(source)
-            if part.heads:
-                tensor = to_pairs(tensor, part.heads)
-            if part.offset:
-                tensor = tensor.float() + part.offset
-            box.view(tensor.shape).copy_(tensor)
-        return whole
+    def files(self) -> dict[str, bytes | Path]:
+        """None: the tokenizer is in the file."""
+        return {}
 
-    def write(self, path: Path, bar: Any) -> None:
-        """Writes the file, once, and has it on the disk. Raises OSError. bar: told of the bytes."""
+    def write(self, folder: Path) -> None:
+        """Writes model.gguf, once."""
         writer = self._writer
         try:
-            writer.write_header_to_file(path)
+            writer.write_header_to_file(folder / GGUF)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+            for name in self.headers:
+                writer.write_tensor_data(self._read(name).contiguous().reshape(-1).view(torch.uint8).numpy())
         finally:
             writer.close()
-        with path.open("ab") as file:
-            file.write(bytes(-file.tell() % writer.data_alignment))
-            for name, info in self.headers.items():
-                tensor = self.read(name)
-                found = TensorInfo(tensor.dtype, tuple(tensor.shape))
-                assert found == info, f"{name} is {found}, its header said {info}"
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                file.write(bytes(-info.nbytes % writer.data_alignment))
-                bar.update(info.nbytes)
-                del tensor  # before the next one is made
-            file.flush()
-            os.fsync(file.fileno())
 
-    def compare(self, path: Path, *, level: str, report: "Report") -> None:
-        """Adds to `report` what the file at `path`, read back by the gguf package, has otherwise.
+    def compare(self, folder: Path, *, level: str, report: "Report") -> None:
+        """Adds to `report` what the file, read back by the gguf package, has otherwise.
 
         level: "keys" compares metadata, names, shapes and types; "bytes" every bit too.
         """
         report.details["verified"] = level
-        reader = self._gguf.GGUFReader(path)
+        reader = self._gguf.GGUFReader(folder / GGUF)
         for key, value in self._writer.kv_data[0].items():
             field = reader.fields.get(key)
             if field is None or not _equal(field.contents(), value.value):
                 report.mismatches.append(f"metadata {key}: differs from what was to be written")
         found = {tensor.name: tensor for tensor in reader.tensors}
-        for name in self.headers.keys() ^ found.keys():
-            report.mismatches.append(f"{name}: only in {path.name if name in found else self.source}")
         for name, info in self.headers.items():
             if name not in found:
+                report.mismatches.append(f"{name}: is not in the file")
                 continue
             tensor = found[name]
-            if tensor.tensor_type.name != _TYPES[info.dtype] or tuple(reversed(tensor.shape.tolist())) != info.shape:
-                report.mismatches.append(
-                    f"{name}: {tensor.tensor_type.name} {tensor.shape.tolist()[::-1]}, expected {info}"
-                )
+            header = tensor.tensor_type.name, tuple(reversed(tensor.shape.tolist()))
+            if header != (_TYPES[info.dtype], info.shape):
+                report.mismatches.append(f"{name}: {header}, expected {info}")
             elif level == "bytes":
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-                    stored = torch.from_numpy(tensor.data.reshape(-1).view(np.uint8)).view(info.dtype)
-                if not same_bits(stored.reshape(info.shape), self.read(name)):
+                stored = torch.from_numpy(tensor.data.reshape(-1).view(np.uint8).copy()).view(info.dtype)
+                if not same_bits(stored.reshape(info.shape), self._read(name)):
                     report.mismatches.append(f"{name}: values differ")
+
+    def _read(self, name: str) -> Tensor:
+        """The tensor as the file holds it; mapped from the source where nothing changes: not to be written to."""
+        part = self._parts[name]
+        if part.table is not None:
+            return part.table
+        if not part.stacked and not part.heads and not part.offset:
+            return self._view.read(part.sources[0]).to(part.info.dtype)
+        whole = torch.empty(part.info.shape, dtype=part.info.dtype)
+        for box, source in zip(whole if part.stacked else [whole], part.sources, strict=True):
+            tensor = self._view.read(source)
+            if part.heads:
+                tensor = to_pairs(tensor, part.heads)
+            if part.offset:
+                tensor = tensor.float() + part.offset
+            box.copy_(tensor)
+        return whole
 
 
 def _named(name: str, strips: bool) -> str:
@@ -215,7 +203,7 @@ def check(model: Any, where: str) -> None:
             "  Next: keep another layout."
         )
     arch, activation = FAMILIES[kind]
-    rope, layers = config.rope_parameters, range(config.num_hidden_layers)
+    layers = range(config.num_hidden_layers)
     odd = []
     if ACTIVATIONS[config.hidden_act] != activation:
         odd.append(f"hidden_act {config.hidden_act}")
@@ -233,9 +221,6 @@ def check(model: Any, where: str) -> None:
     if kind == "phi3" and config.head_dim * config.num_attention_heads != config.hidden_size:
         odd.append(f"head_dim {config.head_dim} (it takes hidden_size / num_attention_heads)")
     odd += _odd_rope(config, model.decoder.rotary_emb, arch)
-    for name in ("max_position_embeddings", "original_max_position_embeddings", "sliding_window"):
-        value = rope.get(name) or getattr(config, name, None) or 0
-        odd += [f"{name} {value}"] * (value > _LARGEST)
     if odd:
         raise ConfigError(
             f"{where}: llama.cpp does not compute {'; '.join(odd)} of a {kind}.\n  Next: keep another layout."
