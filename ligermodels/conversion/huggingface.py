@@ -95,9 +95,12 @@ class SafetensorsTarget:
         with path.open("wb") as file:
             file.write(len(text).to_bytes(8, "little") + text)
             for name in names:
-                tensor = self._source.read(name)
-                assert TensorInfo(tensor.dtype, tuple(tensor.shape)) == self.headers[name], f"{name} is not as planned"
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                file.write(self._bytes_of(name))
+
+    def _bytes_of(self, name: str) -> memoryview:
+        tensor = self._source.read(name)
+        assert TensorInfo(tensor.dtype, tuple(tensor.shape)) == self.headers[name], f"{name} is not as planned"
+        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _like(source: Source) -> list[list[str]]:

@@ -314,12 +314,17 @@ class MetaTarget:
     def write(self, folder: Path) -> None:
         """The files are made at their full size and filled through a mapping: memory holds one tensor."""
         ranks = [self._blank(folder / f"consolidated.{rank:02}.pth") for rank in range(self._ranks)]
-        for theirs, part in self._parts.items():
-            tensor, heads = self._view.read(part.source), place_of(theirs).heads
-            tensor = to_pairs(tensor, self._heads[heads]) if heads else tensor
-            boxes = [tensor] * len(ranks) if part.axis is None else tensor.chunk(len(ranks), part.axis)
-            for rank, box in zip(ranks, boxes, strict=True):
-                rank[theirs].copy_(box)
+        for theirs in self._parts:
+            self._fill(ranks, theirs)
+
+    def _fill(self, ranks: list[dict[str, Tensor]], theirs: str) -> None:
+        """Writes one tensor into the ranks' files."""
+        part, heads = self._parts[theirs], place_of(theirs).heads
+        tensor = self._view.read(part.source)
+        tensor = to_pairs(tensor, self._heads[heads]) if heads else tensor
+        boxes = [tensor] * len(ranks) if part.axis is None else tensor.chunk(len(ranks), part.axis)
+        for rank, box in zip(ranks, boxes, strict=True):
+            rank[theirs].copy_(box)
 
     def _check_ranks(self, config: Any) -> None:
         """Raises InputError where the ranks would not be equal, or would cut a head."""

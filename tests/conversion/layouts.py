@@ -1,6 +1,7 @@
-"""One model in every layout that is read."""
+"""Small checkpoints: of every architecture, and one model in every layout that is read."""
 
 import json
+import random
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ligermodels.arch import ARCHS
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import json_bytes
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 
 SIZES = {
@@ -17,7 +21,70 @@ SIZES = {
 }  # fmt: skip
 PARAMETERS = {"embedding": 768, "norms": 80, "attention": 1536, "mlp": 2304, "lm_head": 768}
 """Of SIZES, by hand: 48 x 16; 5 x 16; 2 x (4 + 2 + 2 + 4) x 4 x 16; 2 x 3 x 24 x 16; 48 x 16."""
+EXTRA = {
+    "mixtral": {"num_local_experts": 2}, "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 4},
+    "qwen2_vl": {
+        "hidden_size": 32, "head_dim": 8, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "image_token_id": 40, "video_token_id": 41, "vision_start_token_id": 42, "vision_end_token_id": 43,
+        "vision_config": {
+            "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+        },
+    },
+    "mllama": {
+        "cross_attention_layers": [1], "image_token_index": 48,
+        "vision_config": {
+            "hidden_size": 16, "attention_heads": 2, "num_hidden_layers": 2, "num_global_layers": 1, "image_size": 8,
+            "patch_size": 4, "intermediate_size": 24, "intermediate_layers_indices": [0], "vision_output_dim": 32,
+        },
+    },
+}  # fmt: skip
+FILES = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"eos_token_id": 2}'}
 OF_LLAMA = ("hf", "sharded", "native", "meta", "dcp", "bin")
+
+
+def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, shards=1, seed=0, **fields):
+    """Every bit pattern, NaN among them, in shuffled order over `shards` files."""
+    arch = ARCHS[family]
+    config = {"model_type": family, **SIZES, **EXTRA.get(family, {}), "tie_word_embeddings": tied, **fields}
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    draw = random.Random(f"{family} {dtype} {tied} {shards} {seed}")
+    torch.manual_seed(draw.randrange(1 << 30))
+    model = arch.from_config(config, device="meta")
+    params = dict(model.named_parameters())
+    tensors = {}
+    for region in weights.regions(model, arch.DISK_NAMES):
+        shape = params[region.param][region.index].shape
+        bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensors[region.source] = bits.view(dtype).reshape(shape)
+    names = draw.sample(sorted(tensors), len(tensors))
+    folder.mkdir()
+    for name, content in {"config.json": json_bytes(config), **FILES}.items():
+        (folder / name).write_bytes(content)
+    if shards == 1:
+        save_file({name: tensors[name] for name in names}, folder / "model.safetensors")
+    else:
+        files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+        for file in set(files.values()):
+            save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return tensors
+
+
+def stored(folder):
+    """All tensors, as the safetensors library reads the files: a second opinion on what was written."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
