@@ -224,9 +224,13 @@ class MergedSource(Source):
 
 def _aliases(model: CausalLM) -> dict[str, str]:
     """{name in memory or in another layout of the architecture: name on disk}."""
-    on_disk = {(box.param, box.index): box.source for box in weights.regions(model, model.DISK_NAMES)}
-    boxes = [box for table in ({}, *model.ALSO_READ) for box in weights.regions(model, table)]
-    return {box.source: on_disk[box.param, box.index] for box in boxes if (box.param, box.index) in on_disk}
+
+    def box(region: weights.Region) -> tuple[str, str]:
+        return region.param, str(region.index)  # a slice has no hash before Python 3.12
+
+    on_disk = {box(region): region.source for region in weights.regions(model, model.DISK_NAMES)}
+    others = [region for table in ({}, *model.ALSO_READ) for region in weights.regions(model, table)]
+    return {region.source: on_disk[box(region)] for region in others if box(region) in on_disk}
 
 
 def headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorInfo]:

@@ -40,11 +40,13 @@ EXTRA = {
     },
 }  # fmt: skip
 FILES = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"eos_token_id": 2}'}
+NATIVE = json.loads((Path(__file__).parent / "native.json").read_text())
+"""What `write_native` packs, by architecture."""
 OF_LLAMA = ("hf", "sharded", "native", "meta", "dcp", "bin")
 
 
-def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, shards=1, seed=0, **fields):
-    """Every bit pattern, NaN among them, in shuffled order over `shards` files."""
+def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, shards=1, seed=0, finite=False, **fields):
+    """Every bit pattern, NaN among them unless `finite`, in shuffled order over `shards` files."""
     arch = ARCHS[family]
     config = {"model_type": family, **SIZES, **EXTRA.get(family, {}), "tie_word_embeddings": tied, **fields}
     config["torch_dtype"] = str(dtype).removeprefix("torch.")
@@ -56,7 +58,7 @@ def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, sha
     for region in weights.regions(model, arch.DISK_NAMES):
         shape = params[region.param][region.index].shape
         bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
-        tensors[region.source] = bits.view(dtype).reshape(shape)
+        tensors[region.source] = torch.randn(shape, dtype=dtype) if finite else bits.view(dtype).reshape(shape)
     names = draw.sample(sorted(tensors), len(tensors))
     folder.mkdir()
     for name, content in {"config.json": json_bytes(config), **FILES}.items():
@@ -117,9 +119,8 @@ def write_native(folder: Path, source: Path) -> None:
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model*.safetensors*"))
     held = {name: x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}
-    table = json.loads((Path(__file__).parent / "native.json").read_text())
     packed = {}
-    for name, parts in table[json.loads((source / "config.json").read_text())["model_type"]].items():
+    for name, parts in NATIVE[json.loads((source / "config.json").read_text())["model_type"]].items():
         if isinstance(parts[0], list):
             packed[name] = torch.stack([torch.cat([held[part] for part in expert]) for expert in parts])
         elif parts[0] in held:  # a tied head is not
