@@ -1,8 +1,8 @@
 """GGUF, the one file that llama.cpp runs: weights, configuration, tokenizer and chat template.
 
-- Llama, Mistral and Mixtral are its architecture "llama", which turns neighbouring rows of a head: rows of q and k (and
-  of their biases) change places, as for Meta's files. gemma, gemma2, qwen2 and phi3 turn halves, as config.json's
-  models do, and keep their rows. Phi-3 stays packed: attn_qkv; gate before up in ffn_up.
+- Llama, Mistral and Mixtral are its architecture "llama", which rotates neighbouring rows of a head: rows of q and
+  k (and of their biases) are permuted, as for Meta's files. gemma, gemma2, qwen2 and phi3 rotate halves, as
+  config.json's models do, and keep their rows. Phi-3 stays packed: attn_qkv; gate before up in ffn_up.
 - Gemma's norm weights act as 1 + weight, and are written as that sum.
 - Norms, biases and routers are float32 whatever the rest is; sums and casts are made from the stored numbers at once.
 - Experts are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns].
@@ -10,12 +10,12 @@
 - Llama 3's frequencies are a table of divisors, rope_freqs; LongRoPE's two are rope_factors_long and _short, of which
   llama.cpp takes one by the size of the context it is given, not by the length of the text.
 - There is a token for each row of the embedding; rows without one are named [PAD<row>].
-- Texts are cut as the tokenizer's files say, but for three things: NFC (Qwen2) is left out; where there is a dummy
-  prefix, it stands before every text and behind every special token; and runs of spaces stay as they are.
+- Texts are split as the tokenizer's files say, but for three things: NFC (Qwen2) is left out; where there is a dummy
+  prefix, it stands before every text and after every special token; and runs of spaces stay as they are.
 - A window is computed for Gemma 2 only. For other models it is noted in the file, and a warning says from where on
   their outputs differ.
 
-What llama.cpp has no words for is refused: no file is written that runs and says something else.
+What llama.cpp does not support is refused: no file is written that runs and gives another output.
 Checked against: gguf 0.19 (constants.py, gguf_writer.py), src/models and src/llama-vocab.cpp of llama.cpp.
 """
 
@@ -70,7 +70,7 @@ def package() -> Any:
 class _Part:
     """Where a tensor of the file comes from: tensors of the source, stacked if it is experts', or a `table`.
 
-    heads: whose rows change places; 0 for none. offset: added to all.
+    heads: whose rows are permuted; 0 for none. offset: added to all.
     """
 
     info: TensorInfo
@@ -174,7 +174,7 @@ class GgufTarget:
 
 
 def _named(name: str, strips: bool) -> str:
-    """A name with "phi-3" in it, by which llama.cpp knows special tokens that take the white space behind them."""
+    """A name with "phi-3" in it, by which llama.cpp knows special tokens that strip the white space after them."""
     name = name.encode(errors="replace").decode()  # a folder's may be no UTF-8
     if strips:
         return name if _PHI3.search(name) else f"{name} (Phi-3)"
@@ -343,7 +343,7 @@ def _llama3_divisors(config: ModelConfig, dim: int) -> list[float]:
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     divisors = []
     for i in range(0, dim, 2):
-        turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        rotations = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
+        share = min(1.0, max(0.0, (rotations - low) / (high - low)))
         divisors.append(1.0 / ((1.0 - share) / factor + share))
     return divisors

@@ -94,6 +94,12 @@ def place_of(name: str) -> Place:
     return Place(name) if place is None else Place(place.name.format(*numbers), place.axis, place.heads)
 
 
+def meta_name(name: str) -> str:
+    """Meta's name of one of Hugging Face's tensors."""
+    pattern, numbers = _split(name)
+    return next(theirs for theirs, place in PLACES.items() if place.name == pattern).format(*numbers)
+
+
 def _split(name: str) -> tuple[str, list[str]]:
     """A name with {} for each number in it, and the numbers."""
     return re.sub(r"\.\d+\.", ".{}.", name), re.findall(r"\.(\d+)\.", name)
@@ -293,14 +299,10 @@ class MetaTarget:
         self._heads = {"n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads}
         if embedding_axis is None:
             embedding_axis = 0 if self._params["rope_theta"] == _LLAMA3_THETA else 1
-        names = {place.name: theirs for theirs, place in PLACES.items()}
-        head = {"lm_head.weight": view.headers["model.embed_tokens.weight"]} if config.tie_word_embeddings else {}
-        self._parts = {}
-        for name, info in {**view.headers, **head}.items():
-            pattern, numbers = _split(name)
-            theirs = names[pattern].format(*numbers)
-            axis = embedding_axis if theirs == _EMBEDDING else place_of(theirs).axis
-            self._parts[theirs] = _Part("model.embed_tokens.weight" if name in head else name, info, axis)
+        self._sources = {meta_name(name): name for name in view.headers}
+        if config.tie_word_embeddings:
+            self._sources["output.weight"] = "model.embed_tokens.weight"
+        self._axes = {theirs: place_of(theirs).axis for theirs in self._sources} | {_EMBEDDING: embedding_axis}
         self._check_ranks(config)
 
     def files(self) -> dict[str, bytes | Path]:
@@ -314,15 +316,14 @@ class MetaTarget:
     def write(self, folder: Path) -> None:
         """The files are made at their full size and filled through a mapping: memory holds one tensor."""
         ranks = [self._blank(folder / f"consolidated.{rank:02}.pth") for rank in range(self._ranks)]
-        for theirs in self._parts:
+        for theirs in self._sources:
             self._fill(ranks, theirs)
 
     def _fill(self, ranks: list[dict[str, Tensor]], theirs: str) -> None:
         """Writes one tensor into the ranks' files."""
-        part, heads = self._parts[theirs], place_of(theirs).heads
-        tensor = self._view.read(part.source)
+        tensor, heads, axis = self._view.read(self._sources[theirs]), place_of(theirs).heads, self._axes[theirs]
         tensor = to_pairs(tensor, self._heads[heads]) if heads else tensor
-        boxes = [tensor] * len(ranks) if part.axis is None else tensor.chunk(len(ranks), part.axis)
+        boxes = [tensor] * len(ranks) if axis is None else tensor.chunk(len(ranks), axis)
         for rank, box in zip(ranks, boxes, strict=True):
             rank[theirs].copy_(box)
 
@@ -331,8 +332,9 @@ class MetaTarget:
         ranks = self._ranks
         if not 1 <= ranks <= 99:
             raise InputError(f"{ranks} shards (--ranks): expected 1 to 99")
-        uneven = any(part.info.shape[part.axis] % ranks for part in self._parts.values() if part.axis is not None)
-        if uneven or any(heads % ranks for heads in self._heads.values()):
+        shapes = {theirs: self.headers[source].shape for theirs, source in self._sources.items()}
+        cut = [shapes[theirs][axis] for theirs, axis in self._axes.items() if axis is not None]
+        if any(size % ranks for size in (*cut, *self._heads.values())):
             raise InputError(
                 f"{ranks} shards (--ranks) must divide {config.num_attention_heads} heads, "
                 f"{config.num_key_value_heads} key/value heads, an intermediate size of {config.intermediate_size}, "
@@ -342,9 +344,10 @@ class MetaTarget:
     def _blank(self, path: Path) -> dict[str, Tensor]:
         """One rank's file at its full size, and its tensors, mapped so that writing to them writes to the file."""
         state = {}
-        for theirs, part in self._parts.items():
-            shape = [size // self._ranks if i == part.axis else size for i, size in enumerate(part.info.shape)]
-            state[theirs] = torch.empty(shape, dtype=part.info.dtype)  # never touched: takes no memory
+        for theirs, source in self._sources.items():
+            info, axis = self.headers[source], self._axes[theirs]
+            shape = [size // self._ranks if i == axis else size for i, size in enumerate(info.shape)]
+            state[theirs] = torch.empty(shape, dtype=info.dtype)  # never touched: takes no memory
         try:
             with torch.serialization.skip_data():
                 torch.save(state, path)
@@ -355,15 +358,6 @@ class MetaTarget:
                 os.posix_fallocate(file.fileno(), 0, path.stat().st_size)
         with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A tensor to be written: Hugging Face's name for where it comes from, its shape when whole, how ranks cut it."""
-
-    source: str
-    info: TensorInfo
-    axis: int | None
 
 
 def _shard_files(folder: Path) -> list[Path]:

@@ -1,6 +1,7 @@
 """Small checkpoints: of every architecture, and one model in every layout that is read."""
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
@@ -167,3 +169,53 @@ def write_adapter(folder: Path, **options: object) -> None:
         },
         folder / "adapter_model.safetensors",
     )
+
+
+def logits(state: dict[str, Tensor], ids: Tensor, params: dict, frequencies: Tensor | None = None) -> Tensor:
+    """Meta's and Mistral's forward pass in fp64, from their description: neighbouring dimensions rotated together, a
+    window, experts weighed by softmax. state: under their names. frequencies: of the rotation, where it is scaled."""
+    heads, groups, width = (
+        params["n_heads"],
+        params["n_heads"] // params["n_kv_heads"],
+        len(state["layers.0.attention.wq.weight"]),
+    )
+    width //= heads
+    batch, length = ids.shape
+    if frequencies is None:
+        frequencies = params["rope_theta"] ** -(torch.arange(0, width, 2).double() / width)
+    angles = torch.arange(length).double()[:, None] * frequencies
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    ago = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (ago < 0) | (ago >= (params.get("sliding_window") or length))
+
+    def rotated(x: Tensor) -> Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + params["norm_eps"]).rsqrt() * weight
+
+    def mlp(x: Tensor, prefix: str) -> Tensor:
+        w1, w2, w3 = (state[f"{prefix}.w{n}.weight"] for n in (1, 2, 3))
+        return (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+
+    state = {name: tensor.double() for name, tensor in state.items()}
+    x = state["tok_embeddings.weight"][ids]
+    for i in range(params["n_layers"]):
+        at = f"layers.{i}."
+        h = norm(x, state[at + "attention_norm.weight"])
+        q, k, v = ((h @ state[f"{at}attention.w{n}.weight"].T).unflatten(-1, (-1, width)) for n in "qkv")
+        k, v = (t.repeat_interleave(groups, 2) for t in (rotated(k), v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", rotated(q), k) / math.sqrt(width)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+        x = x + mixed.reshape(batch, length, heads * width) @ state[at + "attention.wo.weight"].T
+        h = norm(x, state[at + "ffn_norm.weight"])
+        if params.get("moe"):
+            best = (h @ state[at + "feed_forward.gate.weight"].T).topk(params["moe"]["num_experts_per_tok"])
+            shares = torch.zeros(*h.shape[:2], params["moe"]["num_experts"]).double()
+            shares = shares.scatter(-1, best.indices, best.values.softmax(-1))
+            for e in range(params["moe"]["num_experts"]):
+                x = x + shares[..., e, None] * mlp(h, f"{at}feed_forward.experts.{e}")
+        else:
+            x = x + mlp(h, at + "feed_forward")
+    return norm(x, state["norm.weight"]) @ state.get("output.weight", state["tok_embeddings.weight"]).T

@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from ligermodels import Llama
 from ligermodels.checkpoint import weights
@@ -17,7 +16,7 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.meta import MetaSource, to_halves, to_pairs
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigermodelsError
-from tests.conversion.layouts import SIZES
+from tests.conversion.layouts import SIZES, logits
 
 PARAMS = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "multiple_of": 16, "norm_eps": 1e-5,
@@ -91,43 +90,6 @@ def as_model(source: MetaSource) -> Llama:
         model, {}, source, device="cpu", progress=False, ignore=Llama.IGNORE, tied=model.tied_weights
     )  # fmt: skip
     return model.eval()
-
-
-def meta_logits(state: dict[str, Tensor], ids: Tensor, params: dict, frequencies: Tensor | None = None) -> Tensor:
-    """Meta's forward pass, written from its description: neighbours are one complex number, turned by m * theta_j."""
-    heads, kv_heads = params["n_heads"], params["n_kv_heads"]
-    batch, length, width = *ids.shape, params["dim"] // heads
-    if frequencies is None:
-        frequencies = params["rope_theta"] ** -(torch.arange(0, width, 2).double() / width)
-    angles = torch.outer(torch.arange(length).double(), frequencies.double())
-    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
-
-    def rotated(x: Tensor) -> Tensor:
-        pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
-        return torch.view_as_real(pairs * turns).flatten(-2)
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + params["norm_eps"]).rsqrt() * weight
-
-    state = {name: tensor.double() for name, tensor in state.items()}
-    x = state["tok_embeddings.weight"][ids]
-    for i in range(params["n_layers"]):
-        w = {name.split(".")[-2]: tensor for name, tensor in state.items() if name.startswith(f"layers.{i}.")}
-        h = norm(x, w["attention_norm"])
-        q = rotated((h @ w["wq"].T).view(batch, length, heads, width))
-        k = rotated((h @ w["wk"].T).view(batch, length, kv_heads, width))
-        k, v = (t.repeat_interleave(heads // kv_heads, 2) for t in (k, (h @ w["wv"].T).view(*k.shape)))
-        scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(width)
-        scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
-        x = x + torch.einsum("bhqk,bkhd->bqhd", scores.softmax(-1), v).flatten(2) @ w["wo"].T
-        h = norm(x, w["ffn_norm"])
-        x = x + (F.silu(h @ w["w1"].T) * (h @ w["w3"].T)) @ w["w2"].T
-    return norm(x, state["norm.weight"]) @ state.get("output.weight", state["tok_embeddings.weight"]).T
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 # The same bits.
@@ -210,7 +172,7 @@ def test_a_tied_head_is_left_out_and_written_back(tmp_path, axis):
 @pytest.mark.parametrize("ranks, axis", [(1, 0), (2, 0), (2, 1)])
 def test_logits_are_metas_and_not_without_the_permutation(tmp_path, ranks, axis, monkeypatch):
     state, ids = meta_weights(), torch.randint(VOCAB, (2, 17))
-    expected = meta_logits(state, ids, PARAMS)
+    expected = logits(state, ids, PARAMS)
     source = opened(a_folder(tmp_path, cut(state, ranks, axis)))
     with torch.no_grad():
         right = (as_model(source)(ids).logits - expected).abs().max()
@@ -239,7 +201,7 @@ def test_a_model_of_ours_written_for_meta_gives_its_logits(tmp_path):
     turns = 8192 * plain / (2 * math.pi)
     blend = ((turns - 1) / (4 - 1)).clamp(0, 1)
     ids = torch.randint(VOCAB, (1, 33))
-    expected = meta_logits(whole, ids, params, plain * (blend + (1 - blend) / 8))
+    expected = logits(whole, ids, params, plain * (blend + (1 - blend) / 8))
     with torch.no_grad():
         assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
 
@@ -251,7 +213,7 @@ def test_transformers_loads_what_comes_out(tmp_path):
     convert(tmp_path / "in", tmp_path / "out", Options(allow_pickle=True, progress=False))
     model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(info.values())
-    expected = meta_logits(state, ids, PARAMS)
+    expected = logits(state, ids, PARAMS)
     with torch.no_grad():
         assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
 

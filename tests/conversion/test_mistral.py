@@ -1,14 +1,12 @@
 """Mistral's own layout, dense and with experts: the logits of its rotation, the files it comes in, what is refused."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from torch.nn import functional as F
 
 from ligermodels import Mistral, Mixtral
 from ligermodels.checkpoint import weights
@@ -16,6 +14,7 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.mistral import MistralSource
 from ligermodels.errors import CheckpointError
+from tests.conversion.layouts import logits
 
 PARAMS = {
     "dim": 24, "n_layers": 2, "head_dim": 8, "hidden_dim": 40, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5,
@@ -56,53 +55,6 @@ def a_folder(folder: Path, state: dict[str, Tensor] | None = None, params: dict 
 
 def read_all(source: MistralSource) -> dict[str, Tensor]:
     return {name: source.read(name) for name in source.headers}
-
-
-def logits(state: dict[str, Tensor], ids: Tensor, params: dict) -> Tensor:
-    """Mistral's forward pass in fp64: neighbouring dimensions turned together, a window, experts weighed by softmax."""
-    heads, groups, width = params["n_heads"], params["n_heads"] // params["n_kv_heads"], params["head_dim"]
-    batch, length = ids.shape
-    angles = torch.arange(length).double()[:, None] * params["rope_theta"] ** -(torch.arange(0, width, 2) / width)
-    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
-    ago = torch.arange(length)[:, None] - torch.arange(length)
-    hidden = (ago < 0) | (ago >= (params.get("sliding_window") or length))
-
-    def rotated(x: Tensor) -> Tensor:
-        even, odd = x[..., 0::2], x[..., 1::2]
-        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        return x * (x.square().mean(-1, keepdim=True) + params["norm_eps"]).rsqrt() * weight
-
-    def unit(x: Tensor, prefix: str) -> Tensor:
-        w1, w2, w3 = (state[f"{prefix}.w{n}.weight"] for n in (1, 2, 3))
-        return (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
-
-    state = {name: tensor.double() for name, tensor in state.items()}
-    x = state["tok_embeddings.weight"][ids]
-    for i in range(params["n_layers"]):
-        at = f"layers.{i}."
-        h = norm(x, state[at + "attention_norm.weight"])
-        q, k, v = ((h @ state[f"{at}attention.w{n}.weight"].T).unflatten(-1, (-1, width)) for n in "qkv")
-        k, v = (t.repeat_interleave(groups, 2) for t in (rotated(k), v))
-        scores = torch.einsum("bqhd,bkhd->bhqk", rotated(q), k) / math.sqrt(width)
-        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
-        x = x + mixed.reshape(batch, length, heads * width) @ state[at + "attention.wo.weight"].T
-        h = norm(x, state[at + "ffn_norm.weight"])
-        if params.get("moe"):
-            best = (h @ state[at + "feed_forward.gate.weight"].T).topk(params["moe"]["num_experts_per_tok"])
-            shares = torch.zeros(*h.shape[:2], params["moe"]["num_experts"]).double()
-            shares = shares.scatter(-1, best.indices, best.values.softmax(-1))
-            for e in range(params["moe"]["num_experts"]):
-                x = x + shares[..., e, None] * unit(h, f"{at}feed_forward.experts.{e}")
-        else:
-            x = x + unit(h, at + "feed_forward")
-    return norm(x, state["norm.weight"]) @ state.get("output.weight", state["tok_embeddings.weight"]).T
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 @pytest.mark.parametrize(
