@@ -90,10 +90,11 @@ class MergedSource(Source):
             if patch.shape != info.shape and not grows:
                 self._fail_size(name, patch.shape, info.shape)
             self.headers[name] = TensorInfo(info.dtype, patch.shape)
-        rows = {self.headers[name].shape[0] for name in (self._embedding, _HEAD) if name in self.headers}
-        if len(rows) > 1:
-            self._fail(f"embedding and head have {sorted(rows)} rows", "only one of them was saved with the adapter")
-        self._config["vocab_size"] = rows.pop()
+        rows = {name: self.headers[name].shape[0] for name in (self._embedding, _HEAD) if name in self.headers}
+        if any(name in base.headers and base.headers[name].shape[0] != count for name, count in rows.items()):
+            if len(set(rows.values())) > 1:
+                self._fail(f"the rows become {rows}", "only one of embedding and head was saved with the adapter")
+            self._config["vocab_size"] = rows[self._embedding]
 
     def config(self) -> dict[str, Any]:
         return dict(self._config)
