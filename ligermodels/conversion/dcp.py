@@ -169,7 +169,7 @@ class DcpSource(Source):
 
 
 class DcpTarget:
-    """`source` as a distributed checkpoint of one file, under its names.
+    """`source` as a distributed checkpoint under its names, each tensor in a file of its own.
 
     `torch.distributed.checkpoint.load` reads it into any sharding of a model whose state dict has these names.
     """
@@ -191,7 +191,8 @@ class DcpTarget:
                 return source.read(index.fqn)
 
         state = {name: torch.empty(info.shape, dtype=info.dtype, device="meta") for name, info in self.headers.items()}
-        writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, thread_count=1, per_thread_copy_ahead=0)
+        # torch holds all tensors of a file until that is complete.
+        writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
         try:
             with _one_process():
                 dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)

@@ -138,7 +138,6 @@ def test_what_is_written_is_loaded_by_torch(tmp_path):
     model.save_pretrained(tmp_path / "hf")
     (tmp_path / "dcp").mkdir()
     DcpTarget(FolderSource(tmp_path / "hf")).write(tmp_path / "dcp")
-    assert sorted(os.listdir(tmp_path / "dcp")) == [".metadata", "__0_0.distcp"]
     state = {name: torch.zeros_like(tensor) for name, tensor in model.state_dict().items()}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())

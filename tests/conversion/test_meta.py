@@ -221,7 +221,7 @@ def test_transformers_loads_what_comes_out(tmp_path):
 # What params.json does not say.
 
 
-@pytest.mark.parametrize("inner", [1, 7, 48, 53, 1000, 8192, 11008])
+@pytest.mark.parametrize("inner", [1, 7, 49, 98, 1000, 8192, 11008])
 def test_the_width_of_the_mlp_is_what_metas_code_makes_of_params(tmp_path, inner):
     model = Llama.from_config(hf_config(intermediate_size=inner, num_hidden_layers=1), device="cpu")
     model.save_pretrained(tmp_path / "hf")

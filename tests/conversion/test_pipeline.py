@@ -87,6 +87,16 @@ def test_shards_are_as_large_as_is_said(tmp_path, script):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
 
 
+def test_dtypes_of_one_file_may_differ(tmp_path):
+    """A gate is a single number: after one of two bytes, an fp32 tensor would not be aligned."""
+    tensors = a_checkpoint(tmp_path / "hf", "mllama")
+    gate = next(name for name, x in tensors.items() if x.numel() == 1)
+    tensors[gate] = tensors[gate].bfloat16()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors")
+    convert(tmp_path / "hf", tmp_path / "out", Options(progress=False))
+    assert same(stored(tmp_path / "out"), tensors)
+
+
 def test_pickles(tmp_path, script, capsys):
     tensors = a_checkpoint(tmp_path / "bin")
     (tmp_path / "bin" / "model.safetensors").unlink()
@@ -185,14 +195,16 @@ def test_a_tokenizer_beside_the_weights_alone_goes_before_that_beside_the_config
 
 @pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
 def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
-    """At each read, no tensor that was read before is still referred to: all in one file, and cast."""
+    """At each read, the memory of no tensor that was read before is still held: all in one file, and cast."""
     finite(tmp_path / "hf")
     alive, read = [], View.read
 
     def watched(view, name):
-        assert not [name for name, tensor in alive if tensor() is not None], f"still there at {name}"
+        # torch's writer of distributed checkpoints has the last one in a variable while it asks for the next.
+        most = 1 if to == "dcp" else 0
+        assert sum(storage() is not None for storage in alive) <= most, f"still there at {name}"
         tensor = read(view, name)
-        alive.append((name, weakref.ref(tensor)))
+        alive.append(weakref.ref(tensor.untyped_storage()))
         return tensor
 
     monkeypatch.setattr(View, "read", watched)
@@ -238,7 +250,7 @@ def test_memory_is_a_tensor_and_what_it_is_made_from(tmp_path, to, dtype):
     result = subprocess.run(map(str, command), capture_output=True, text=True, env=environment, cwd=ROOT)
     assert result.returncode == 0, result.stderr
     peak = int(result.stdout.splitlines()[-1])
-    assert peak < 3e6 if dtype == "keep" else 0.9 * largest < peak < 2.2 * largest + 3e6
+    assert peak < 3e6 if dtype == "keep" else 0.9 * largest < peak < 2.2 * largest + 3e6, peak / largest
 
 
 # What fails leaves nothing
