@@ -88,7 +88,7 @@ def test_shards_are_as_large_as_is_said(tmp_path, script):
 
 
 def test_dtypes_of_one_file_may_differ(tmp_path):
-    """A gate is a single number: after one of two bytes, an fp32 tensor would not be aligned."""
+    """As a gate of two bytes among fp32 tensors, which the file holds after those."""
     tensors = a_checkpoint(tmp_path / "hf", "mllama")
     gate = next(name for name, x in tensors.items() if x.numel() == 1)
     tensors[gate] = tensors[gate].bfloat16()
