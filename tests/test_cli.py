@@ -22,7 +22,6 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.reading import SafetensorsFile, SafetensorsReader
 from ligermodels.cli import demo, main
-from ligermodels.conversion import pipeline
 from ligermodels.text import Tokenizer
 from tests.text import families
 from tests.text.folders import write
@@ -543,24 +542,6 @@ def test_folders_that_may_not_be_entered(argv, words, folder, capsys):
         assert sorted(path.name for path in root.iterdir()) == ["hf", "locked"]
 
 
-def test_an_interrupted_conversion_says_how_it_goes_on(folder, capsys, monkeypatch, tmp_path):
-    write, done = pipeline._write_shard, []
-
-    def some(*arguments):
-        if len(done) == 2:
-            raise KeyboardInterrupt
-        done.append(write(*arguments))
-
-    argv = ["convert", folder, tmp_path / "out", "--max-shard-size", "500KB"]
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "_write_shard", some)
-        status, out, err = run(capsys, *argv)
-    assert (status, out) == (130, "") and "2 finished shards are kept in " in err and "--resume" in err
-    assert not (tmp_path / "out").exists()
-    status, out, _ = run(capsys, *argv, "--resume", "--verify", "bytes")
-    assert status == 0 and "kept: 2\n" in out and "verified: bytes\n" in out
-
-
 def test_many_mismatches_are_counted_and_those_of_the_whole_come_first(folder, capsys, tmp_path):
     run(capsys, "convert", folder, tmp_path / "half", "--dtype", "bf16")
     status, out, _ = run(capsys, "verify", folder, tmp_path / "half")
@@ -600,7 +581,7 @@ def test_help_names_layouts_and_every_exit_status(command, capsys):
         (["convert", "", "OUT"], 2, "is empty"),
         (["convert", "MODEL", "FILE"], 2, "is a file; give the name of a folder"),
         (["convert", "MODEL", "OUT", "--adapter", "~no_such_user/x"], 3, "the folder of a LoRA adapter"),
-        (["convert", "MODEL", "OUT", "--to", "meta", "--resume"], 2, "not for meta"),
+        (["convert", "MODEL", "OUT", "--to", "meta", "--like"], 2, "not for meta"),
         (["convert", "MODEL", "OUT", "--adapter", "MODEL"], 3, "adapter_config.json"),
         (["convert", "MODEL", "OUT", "--to", "meta", "--ranks", "3"], 2, "3 shards (--ranks) must divide 4 heads"),
         (["convert", "MODEL", "OUT", "--config", "MODEL"], 2, "--config is for weights without one"),

@@ -69,9 +69,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "convert",
         parents=[shared],
         help="another layout, dtype or division into files",
-        description="Converts the checkpoint SRC. DST appears when it is complete; conversion.json in it (beside it,\n"
-        "for a GGUF file) says from what it was made. Memory holds one tensor of the result and what\n"
-        "it is made from.",
+        description="Converts the checkpoint SRC. DST appears when it is complete. Memory holds one tensor of the\n"
+        "result and what it is made from.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -114,7 +113,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     convert.add_argument("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing")
     convert.add_argument("--overwrite", action="store_true", help="save over what is in DST")
-    convert.add_argument("--resume", action="store_true", help="go on from an interrupted conversion into DST")
     convert.set_defaults(run=_convert, status=_conversion_status)
 
     verify = commands.add_parser(
