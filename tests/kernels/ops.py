@@ -138,13 +138,13 @@ def pick(values: list[int], j: int, interpreted: bool, most: int = 200) -> int:
 # Norms. In fp32 a row shares the error of its statistic.
 
 
-def eager_rms_norm(x, weight=None, *, eps=1e-6, offset=0.0, casting="llama"):
+def eager_rms_norm(x, weight=None, *, eps=1e-6, offset=0.0, cast_before_weight=True):
     """LlamaRMSNorm and GemmaRMSNorm of transformers."""
     h = x.to(accumulator(x.dtype))
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return h.to(x.dtype)
-    return (offset + weight) * h.to(x.dtype) if casting == "llama" else (h * (offset + weight.float())).to(x.dtype)
+    return (offset + weight) * h.to(x.dtype) if cast_before_weight else (h * (offset + weight.float())).to(x.dtype)
 
 
 def eager_layer_norm(x, weight=None, bias=None, *, eps=1e-5):
@@ -182,7 +182,7 @@ def norm(call, reference, eager, *, add: bool, layer: bool) -> Op:
         affine = draw.choice([(), ("weight",), ("weight", "bias")] if layer else [(), ("weight",), ("weight",)])
         options = {"eps": draw.choice([1e-5, 1e-6, 0.5])}
         if not layer:
-            options |= {"casting": draw.choice(["llama", "gemma"]), "offset": draw.choice([0.0, 1.0])}
+            options |= {"cast_before_weight": draw.choice([True, False]), "offset": draw.choice([0.0, 1.0])}
         return {"row": width, "width": width, "affine": affine, "options": options}
 
     def make(m, rows, *, width, affine=("weight",), options=None, values=None):

@@ -329,8 +329,6 @@ def test_wrong_tensors_raise(device, name):
 
 
 WRONG = {
-    "rms_norm": {"casting": "none"},
-    "add_rms_norm": {"casting": "none"},
     "rope": {"num_heads": 7},
     "glu": {"activation": "relu"},
     "glu of two tensors": {"activation": "relu"},

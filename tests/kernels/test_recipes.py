@@ -14,8 +14,8 @@ from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 shared = importlib.import_module("ligermodels.kernels._norm")
 
 NORMS = {
-    "rms": (rms_norm, add_rms_norm, dict(casting="llama")),
-    "rms, gemma": (rms_norm, add_rms_norm, dict(casting="gemma", offset=1.0, eps=0.5)),
+    "rms": (rms_norm, add_rms_norm, dict(cast_before_weight=True)),
+    "rms, gemma": (rms_norm, add_rms_norm, dict(cast_before_weight=False, offset=1.0, eps=0.5)),
     "layer": (layer_norm, add_layer_norm, dict(eps=0.5)),
 }
 

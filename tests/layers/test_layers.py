@@ -40,10 +40,10 @@ def assert_same(module, actual, expected):
     assert all(grad.abs().sum() > 0 for grad in ours.values())
 
 
-@pytest.mark.parametrize("offset, casting", [(0.0, "llama"), (1.0, "gemma")])
+@pytest.mark.parametrize("offset, cast_before_weight", [(0.0, True), (1.0, False)])
 @pytest.mark.parametrize("affine", [True, False])
-def test_rms_norm_adds_and_normalises(offset, casting, affine):
-    norm = L.RMSNorm(6, eps=1e-3, offset=offset, casting=casting, elementwise_affine=affine)
+def test_rms_norm_adds_and_normalises(offset, cast_before_weight, affine):
+    norm = L.RMSNorm(6, eps=1e-3, offset=offset, cast_before_weight=cast_before_weight, elementwise_affine=affine)
     x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     if affine:
         assert (norm.weight + offset == 1).all()
