@@ -6,6 +6,7 @@ from torch import Tensor
 
 from benchmarks.kernels.case import Case, Place, Provider, Tensors, chosen, compiled
 from ligermodels import kernels
+from ligermodels.experimental import bitnet
 
 FEW_ROWS = 64
 """Below, reading the weights of int2_matmul takes longer than multiplying with them."""
@@ -64,7 +65,7 @@ def int2_matmul_case(place: Place, peers: set[str], rows: int, out_size: int, si
             "a": torch.randint(-127, 128, (rows, size), dtype=torch.int8, device=place.device),
             "weight": weight,
             "wide": weight.to(place.dtype),
-            "packed": kernels.pack_int2(weight),
+            "packed": bitnet.pack_int2(weight),
             "scale_a": torch.rand(rows, device=place.device) / 100,
             "scale_w": torch.rand((), device=place.device),
         }
@@ -89,7 +90,7 @@ def int2_matmul_case(place: Place, peers: set[str], rows: int, out_size: int, si
 
     def ours(t):
         scales = {"scale_a": t["scale_a"], "scale_w": t["scale_w"]}
-        return (kernels.int2_matmul(t["a"], t["packed"], **scales, out_dtype=t["wide"].dtype),)
+        return (bitnet.int2_matmul(t["a"], t["packed"], **scales, out_dtype=t["wide"].dtype),)
 
     few = rows <= FEW_ROWS
     return Case(

@@ -7,7 +7,6 @@ modules in them are `torch.nn.Linear`.
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.batch import Batch, CrossStates
-from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.divergences import JSDLoss, KLDivLoss, LinearJSDLoss
 from ligermodels.layers.embedding import Embedding
@@ -38,7 +37,6 @@ __all__ = [
     "MLP",
     "Attention",
     "Batch",
-    "BitLinear",
     "CrossAttention",
     "CrossEntropyLoss",
     "CrossStates",
@@ -58,7 +56,6 @@ __all__ = [
     "LinearORPOLoss",
     "LinearSimPOLoss",
     "MoE",
-    "PackedBitLinear",
     "PreferenceOutput",
     "RMSNorm",
     "RotaryEmbedding",

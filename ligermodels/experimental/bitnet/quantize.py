@@ -1,9 +1,8 @@
-"""Activations as int8, each row by its own largest value.
+"""Activations as int8, each row by its own largest value. Experimental.
 
     scale = max |x| / 127                q = round(x / scale), half to even
 
-One launch reads a row twice, from memory once, and writes a quarter to a half of it; in eager torch this takes six
-passes. Whether transformers or this rounds a row, the int8 are the same, bit for bit.
+One launch reads a row twice, from memory once. The int8 are those of transformers, bit for bit.
 
 Source: Ma et al. 2024, https://arxiv.org/abs/2402.17764; rounding and eps as in integrations/bitnet.py of
 https://github.com/huggingface/transformers.
