@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import kernels
+from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, pack_int2, unpack_int2
+from ligermodels.experimental.bitnet.quantize import quantize_int8
 from ligermodels.kernels._triton import accumulator
 from ligermodels.kernels.embedding import embedding, embedding_reference
 from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
-from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, pack_int2, unpack_int2
 from ligermodels.kernels.jsd import jsd, jsd_reference
 from ligermodels.kernels.kl_div import kl_div, kl_div_reference
 from ligermodels.kernels.linear_jsd import linear_jsd, linear_jsd_reference
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
-from ligermodels.experimental.bitnet.quantize import quantize_int8
 
 IGNORE = -100
 WIDTHS = [

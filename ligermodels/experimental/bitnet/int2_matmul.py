@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.experimental.bitnet.quantize import has_ptx
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     cdiv,
@@ -33,7 +34,6 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.experimental.bitnet.quantize import has_ptx
 
 
 def pack_int2(w: Tensor) -> Tensor:
