@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._gradients import accumulate, give_gradient, is_marked, scale_
+from ligermodels.kernels._gradients import accumulate, accumulate_grad, is_marked, scale_
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import accumulator, device_guard, tl, triton
 
@@ -198,7 +198,7 @@ class Gradients:
 
 
 def keep(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = None) -> None:
-    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `hand_out` in the backward.
+    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `release` in the backward.
 
     weight: the one of dweight, where that may be added to its .grad in place.
     """
@@ -211,7 +211,7 @@ def keep(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = N
         ctx.weight = weight if weight is not None and is_marked(weight) else None
 
 
-def hand_out(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
+def release(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
     """In the backward of `op`: dx, dweight and dbias that forward left, times upstream and factor, once.
 
     dweight is None where it was added to the .grad of the weight given to `keep`.
@@ -231,7 +231,7 @@ def hand_out(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
     with device_guard(factor):
         dx, dbias = (None if t is None else scale_(t, factor) for t in (dx, dbias))
         if dweight is not None:
-            dweight = scale_(dweight, factor) if ctx.weight is None else give_gradient(ctx.weight, dweight, factor)
+            dweight = scale_(dweight, factor) if ctx.weight is None else accumulate_grad(ctx.weight, dweight, factor)
     return [dx, dweight, dbias]
 
 

@@ -79,7 +79,7 @@ def target(weight: Tensor) -> Tensor | None:
 
 
 def adds_in_place(weight: Tensor) -> bool:
-    """In a backward: True if `weight_gradient` and `give_gradient` will add to weight.grad and return None."""
+    """In a backward: True if `weight_gradient` and `accumulate_grad` will add to weight.grad and return None."""
     return target(weight) is not None
 
 
@@ -101,14 +101,14 @@ def weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor | None:
     leaf = target(weight)
     if leaf is None or not (dy.dtype == x.dtype == leaf.dtype):
         product = dy.t() @ x
-        return product.to(weight.dtype) if leaf is None else give_gradient(weight, product)
+        return product.to(weight.dtype) if leaf is None else accumulate_grad(weight, product)
     total = torch.empty_like(leaf) if leaf.grad is None else leaf.grad
     accumulate(total, dy, x, leaf.grad is None)
     leaf.grad = total
     return None
 
 
-def give_gradient(weight: Tensor, gradient: Tensor, factor: Tensor | None = None) -> Tensor | None:
+def accumulate_grad(weight: Tensor, gradient: Tensor, factor: Tensor | None = None) -> Tensor | None:
     """gradient times factor, in the dtype of weight, or None after it was added to weight.grad; rounded once.
 
     gradient: of any dtype, contiguous, a buffer of the caller's own, not to be read afterwards. factor: one number on

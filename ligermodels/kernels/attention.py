@@ -41,7 +41,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError, warn_once
-from ligermodels.kernels._recipes import backward_alone, remember
+from ligermodels.kernels._recompute import attach, only_backward
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
 from ligermodels.kernels.flash_attention import flash_attention
 from ligermodels.kernels.flash_config import data_centre
@@ -175,7 +175,7 @@ def attention(
         return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
     if everything:
         turns = turns and not torch.compiler.is_compiling()
-        return _in_turns(q, k, v, causal, scale) if turns else _sdpa(q, k, v, None, causal, scale)
+        return _by_head_chunks(q, k, v, causal, scale) if turns else _sdpa(q, k, v, None, causal, scale)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
 
 
@@ -240,18 +240,18 @@ def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None
 
 # Elements of q at a time. cuDNN's backward holds dq in fp32, and dk and dv of every query head before it adds up those
 # that share a key head: 8 bytes per element of q in 16 bits, beside 6 of what it reads and 3 to 6 of what it gives.
-_TURN = 2**26
+_CHUNK_ELEMENTS = 2**26
 
 
-def _in_turns(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+def _by_head_chunks(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
     """`_sdpa` of all key heads at once; of a long text, of some after others: its backward needs memory for each."""
-    turns = q.numel() // _TURN
-    if turns < 2 or k.shape[2] == 1 or not backward_alone() or torch.is_autocast_enabled(q.device.type):
+    turns = q.numel() // _CHUNK_ELEMENTS
+    if turns < 2 or k.shape[2] == 1 or not only_backward() or torch.is_autocast_enabled(q.device.type):
         return _sdpa(q, k, v, None, causal, scale)
     heads = -(-k.shape[2] // turns)
     parts = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)
     outs = [_sdpa(*part, None, causal, scale) for part in zip(*parts, strict=True)]
-    return remember(_joined(*outs), _joined, *outs)  # the backward of each reads its own, so who reads all keeps those
+    return attach(_joined(*outs), _joined, *outs)  # the backward of each reads its own, so who reads all keeps those
 
 
 def _joined(*outs: Tensor) -> Tensor:

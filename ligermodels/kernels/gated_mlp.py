@@ -36,8 +36,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows
-from ligermodels.kernels._gradients import accumulate, give_gradient
-from ligermodels.kernels._recipes import read_last, recipe_of
+from ligermodels.kernels._gradients import accumulate, accumulate_grad
+from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.glu import check_unit, glu_reference, linear_operands, unit, unit_linear_backward
@@ -114,7 +114,7 @@ class _Gradients:
         if all(self.needs):
             totals = list(totals[0].split([w.shape[0] for w in self.weights]))
         self.sums, left = [], iter(totals)
-        return [give_gradient(w, next(left)) if n else None for w, n in zip(self.weights, self.needs, strict=True)]
+        return [accumulate_grad(w, next(left)) if n else None for w, n in zip(self.weights, self.needs, strict=True)]
 
 
 class _MLP(torch.autograd.Function):
@@ -150,7 +150,7 @@ class _MLP(torch.autograd.Function):
         shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, w2.shape[0])
         tiles = _tiles(len(dy), rows) if need_z or need_w2 else []
         several = len(tiles) > 1
-        over = need_z and (rows is not None or (kept.is_contiguous() and read_last(kept)))
+        over = need_z and (rows is not None or (kept.is_contiguous() and may_overwrite(kept)))
         of_w1, of_w2 = _Gradients(w1, need_w1, several), _Gradients([w2], [need_w2], several)
         x: Any = None
         dx, db1, room = x, x, x
@@ -198,7 +198,7 @@ def _apply(
         z = pack(x, w1, b1) if rows is None else None
     if z is not None and not torch.is_grad_enabled():
         return F.linear(unit(z, None, packed, activation), w2, b2)
-    y = _MLP.apply(x, z, recipe_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
+    y = _MLP.apply(x, z, handle_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             _write(y.detach().view(-1, w2.shape[0]), x, w1, w2, b1, b2, z, packed, activation, rows)

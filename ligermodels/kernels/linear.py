@@ -6,7 +6,7 @@ What differs from the layers one by one, and a copy that joins their outputs:
 - Weights that follow each other in one storage (`joint`, which `lay_together` brings about) are one matrix: one product
   makes y, one dx, and one the gradients of all weights, which are views of one buffer. Of weights that lie apart, each
   product writes its columns of y, and adds to dx in its epilogue; the gradients of the weights are one product still.
-- Where a norm has just made x, x is a function of what the norm keeps anyway (`_recipes`): the backward, which needs x
+- Where a norm has just made x, x is a function of what the norm keeps anyway (`_recompute`): the backward, which needs x
   for the gradients of the weights alone, makes it again. That costs one more run of the norm's kernel, 4 H bytes moved
   per token in 16 bits, and 2 H bytes per token are not kept.
 - The gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, is_marked, target, weight_gradient
-from ligermodels.kernels._recipes import Recipe, backward_alone, make, recipe_of, transformed
+from ligermodels.kernels._recompute import Handle, handle_of, in_transform, only_backward, recomputed
 from ligermodels.kernels._triton import once_differentiable, use_triton
 
 _PLAIN = (nn.Parameter, Tensor)
@@ -210,7 +210,7 @@ class _Linear(torch.autograd.Function):
     bias [N_i] or None -> [..., sum N_i]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, recipe: Recipe | None, count: int, *parameters):
+    def forward(ctx, x: Tensor, recipe: Handle | None, count: int, *parameters):
         weights, biases = parameters[:count], parameters[count:]
         ctx.function, made_of = (None, (x,)) if recipe is None else recipe
         ctx.count = count
@@ -227,7 +227,7 @@ class _Linear(torch.autograd.Function):
         rows = dy.flatten(0, -2)
         dx, dweights, dbiases = None, _nothing(count), _nothing(count)
         if made_of:  # first, so that x and dx are never there together
-            dweights = weight_gradients(weights, needs[:count], rows, make(ctx.function, made_of).flatten(0, -2))
+            dweights = weight_gradients(weights, needs[:count], rows, recomputed(ctx.function, made_of).flatten(0, -2))
         if need_x:
             dx = input_gradient(rows, weights).view(*dy.shape[:-1], weights[0].shape[1])
         if any(needs[count:]):
@@ -244,7 +244,7 @@ def _left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         or x.dim() < 2
         or not _OF_LAYERS.issuperset(map(type, (*weights, *biases)))
         or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
-        or transformed()
+        or in_transform()
     )
 
 
@@ -255,9 +255,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     x is made again in the backward where gradients are on, the weight wants one, and nothing has happened to x since
     the norm returned it. Under autocast and torch.compile, and for tensor subclasses, this is F.linear.
     """
-    recipe = recipe_of(x)
+    recipe = handle_of(x)
     if (
-        (recipe is not None or (is_marked(weight) and use_triton(x) and backward_alone()))
+        (recipe is not None or (is_marked(weight) and use_triton(x) and only_backward()))
         and weight.requires_grad
         and not _left_to_torch(x, (weight,), (bias,))
     ):
@@ -285,5 +285,5 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     if _left_to_torch(x, weights, biases):
         return side_by_side(x, weights, biases)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
-        return _Linear.apply(x, recipe_of(x), len(weights), *weights, *biases)
+        return _Linear.apply(x, handle_of(x), len(weights), *weights, *biases)
     return pack(x, weights, biases)

@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, hand_out, keep
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, release, keep
 from ligermodels.kernels._cross_entropy_rows import Options, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import is_marked
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
@@ -182,7 +182,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
-        dx, dweight, dbias = hand_out(ctx, grad_loss, "linear_cross_entropy")
+        dx, dweight, dbias = release(ctx, grad_loss, "linear_cross_entropy")
         return (
             dx,
             None if dweight is None else dweight.to(ctx.dtypes[0]),

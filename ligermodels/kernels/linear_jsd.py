@@ -33,7 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, gather, hand_out, keep
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, gather, release, keep
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
 from ligermodels.kernels._gradients import accumulate
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
@@ -248,7 +248,7 @@ class _LinearJSD(torch.autograd.Function):
                 results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
             dx, dweight, dbias = results[3:6]
         else:
-            dx, dweight, dbias = hand_out(ctx, upstream, "linear_jsd")
+            dx, dweight, dbias = release(ctx, upstream, "linear_jsd")
         return (
             dx,
             None if dweight is None else dweight.to(ctx.dtypes[0]),

@@ -29,7 +29,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
-from ligermodels.kernels._gradients import give_gradient, target
+from ligermodels.kernels._gradients import accumulate_grad, target
 from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import check_inputs
 
@@ -217,7 +217,7 @@ class _LinearLogprobs(torch.autograd.Function):
                                       settings, temperature, ctx.needs)  # fmt: skip
                 del kept
                 if gradients[1] is not None:
-                    gradients[1] = give_gradient(weight, gradients[1])
+                    gradients[1] = accumulate_grad(weight, gradients[1])
         return *gradients, *(None,) * 7
 
 

@@ -8,7 +8,7 @@ What differs from a loop over experts:
 - A counting sort in two small kernels puts each expert's rows together, in token order; every product runs over all
   experts at once. No host waits for a size, nothing is added atomically: results are the same bit for bit each time.
 - Tokens gather: a kernel sums each token's k rows in fp32, weighted, and rounds once. The same kernel makes dx.
-- Saved: x, or how a norm made it (`_recipes`), the routing, and gate_up unless it is to be made again. Not the sorted
+- Saved: x, or how a norm made it (`_recompute`), the routing, and gate_up unless it is to be made again. Not the sorted
   x, not h = act(gate) * up, not the experts' outputs: the gradient of a weight is <dy @ down, h>, taken row by row
   where one kernel reads (gate_up, dh), writes d_gate_up, over gate_up where nobody will read that again, and leaves
   weight * h in the place of dh, for d_down.
@@ -34,7 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from ligermodels.errors import InputError
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, exp
-from ligermodels.kernels._recipes import make, read_last, recipe_of
+from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
@@ -268,9 +268,9 @@ class _Experts(torch.autograd.Function):
         need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
         top_k = weights.shape[1]
         dx = d_gate_up_proj = d_down_proj = None
-        own = not torch.compiler.is_compiling() if gate_up is None else read_last(gate_up)
+        own = not torch.compiler.is_compiling() if gate_up is None else may_overwrite(gate_up)
         if gate_up is None:
-            gate_up = _gate_up(make(function, made_of), gate_up_proj, rows, offsets, top_k)
+            gate_up = _gate_up(recomputed(function, made_of), gate_up_proj, rows, offsets, top_k)
         dy = spread(dy, rows, top_k)
         dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
         d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, activation, need_down, own)
@@ -279,7 +279,7 @@ class _Experts(torch.autograd.Function):
             d_down_proj = grouped_mm_outer(dy, h, offsets)
         del dy, dh, h
         if need_gate_up and d_gate_up is not None:
-            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(make(function, made_of), rows, top_k), offsets)
+            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(recomputed(function, made_of), rows, top_k), offsets)
         if need_x and d_gate_up is not None:
             dx = combine(grouped_mm(d_gate_up, gate_up_proj, offsets), rows, top_k)
         return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, *[None] * 6
@@ -384,7 +384,7 @@ def moe_experts(
     gate_up_proj, down_proj = gate_up_proj.contiguous(), down_proj.contiguous()
     weights = weights.contiguous()
     order = sort_by_expert(experts.contiguous(), down_proj.shape[0])
-    made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, recipe_of(x))
+    made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, handle_of(x))
     stand_in, gate_up = (made, None) if recompute else made
     constants = (t.detach() for t in (x, weights, gate_up_proj, down_proj))
     return _Combine.apply(stand_in, gate_up, *constants, *order[1:], activation)

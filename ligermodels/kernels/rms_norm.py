@@ -5,21 +5,21 @@
 What differs from a plain fused norm:
 - `add_rms_norm` returns the sum as well, and its backward adds the gradient that arrives through the sum in
   the kernel that computes the norm's own; the two inputs share that one tensor.
-- Any width, in registers up to 16384 and in two passes beyond; the backward is persistent and sums dweight in a fixed
-  order, without atomics. The kernels are those of `_norm`, which LayerNorm shares.
+- The backward is persistent and sums dweight in a fixed order, without atomics. The kernels are those of `_norm`, which
+  LayerNorm shares. Rows wider than 16384 take the reference.
 - A frozen weight or a frozen input costs nothing in the backward.
 
 Saved for the backward: x (the sum, when there is one) and one fp32 number per row.
 Bytes per element at 2-byte dtypes, which are the minimum: forward 4, backward 6; with the add 8 and 8.
 
-Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. cast_before_weight is LlamaRMSNorm's order, its
-opposite GemmaRMSNorm's, in https://github.com/huggingface/transformers.
+Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. cast_before_weight is LlamaRMSNorm's order, without
+it GemmaRMSNorm's, in https://github.com/huggingface/transformers.
 """
 
 import torch
 from torch import Tensor
 
-from ligermodels.kernels._norm import check, norm
+from ligermodels.kernels._norm import MAX_WIDTH, check, norm
 from ligermodels.kernels._triton import accumulator, use_triton
 
 
@@ -36,14 +36,9 @@ def rms_norm_reference(
 
 
 def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
     cast_before_weight: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     total = x + residual
     return rms_norm_reference(total, weight, eps=eps, offset=offset, cast_before_weight=cast_before_weight), total
 
@@ -60,30 +55,24 @@ def rms_norm(
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     check(x, None, weight, None, "rms_norm")
-    if not use_triton(x):
+    if not use_triton(x) or x.shape[-1] > MAX_WIDTH[0]:
         return rms_norm_reference(x, weight, eps=eps, offset=offset, cast_before_weight=cast_before_weight)
     return norm(x, None, weight, None, eps, offset, False, cast_before_weight)[0]
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
     cast_before_weight: bool = True,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """rms_norm(x + residual) and x + residual, in one pass.
 
-    x, residual: [..., N]; weight and options as in `rms_norm`. The sum is rounded to its dtype first
-    and the norm reads the rounded sum, so that the result is that of the two ops one after the other.
+    x, residual: [..., N]; weight and options as in `rms_norm`. The sum is rounded to its dtype first and the norm reads
+    the rounded sum, so that the result is that of the two ops one after the other.
     Returns both [..., N], in the dtype that x + residual has.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     check(x, residual, weight, None, "add_rms_norm")
-    if not use_triton(x):
-        return add_rms_norm_reference(
-            x, residual, weight, eps=eps, offset=offset, cast_before_weight=cast_before_weight
-        )
+    if not use_triton(x) or x.shape[-1] > MAX_WIDTH[0]:
+        options = dict(eps=eps, offset=offset, cast_before_weight=cast_before_weight)
+        return add_rms_norm_reference(x, residual, weight, **options)
     return norm(x, residual, weight, None, eps, offset, False, cast_before_weight)

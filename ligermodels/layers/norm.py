@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels._recipes import forget, recipe_of
+from ligermodels.kernels._recompute import detach_handle, handle_of
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.linear import is_untouched
@@ -21,8 +21,8 @@ def _is_plain(norm: nn.Module) -> bool:
 
 def _results(norm: nn.Module, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """y and the sum; who reads y keeps y itself, and not the norm's weight, unless the norm is plain."""
-    if recipe_of(y) is not None and not _is_plain(norm):
-        forget(y)
+    if handle_of(y) is not None and not _is_plain(norm):
+        detach_handle(y)
     return y, total
 
 

@@ -283,7 +283,7 @@ def test_adds_to_the_gradient_in_place(device, poison, monkeypatch, mode):
         setattr(weight, MARK, True)
     expected = run(gated_mlp, inputs, dy)[2:]
     given: list = []
-    owner, name = (module, "give_gradient") if mode == "tiles" else (linear, "weight_gradient")
+    owner, name = (module, "accumulate_grad") if mode == "tiles" else (linear, "weight_gradient")
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: given.append(real(*args)) or given[-1])
     for _ in range(2):

@@ -101,7 +101,7 @@ def test_heads_that_take_turns_are_kept_once(options, monkeypatch):
     layer, x = make_attention(**options), torch.randn(2, 7, 16, dtype=torch.float64)
     kept, gradients = [], []
     for turn in (2**26, 1):
-        monkeypatch.setattr(importlib.import_module("ligermodels.kernels.attention"), "_TURN", turn)
+        monkeypatch.setattr(importlib.import_module("ligermodels.kernels.attention"), "_CHUNK_ELEMENTS", turn)
         memories = {}
 
         def pack(t, memories=memories):
@@ -116,7 +116,7 @@ def test_heads_that_take_turns_are_kept_once(options, monkeypatch):
     torch.testing.assert_close(*gradients)
     layer.o_proj.register_forward_hook(lambda *_: None)  # who may keep the whole
     module, calls = importlib.import_module("ligermodels.kernels.attention"), []
-    monkeypatch.setattr(module, "_in_turns", lambda *_: calls.append(1))
+    monkeypatch.setattr(module, "_by_head_chunks", lambda *_: calls.append(1))
     layer(x, batch_of(7))
     assert not calls
 

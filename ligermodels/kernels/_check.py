@@ -1,0 +1,18 @@
+"""Checks of operands that many ops share: InputError says what is wrong, where, and what was expected."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ligermodels.errors import InputError
+
+
+def describe(x: Tensor) -> str:
+    return f"shape {tuple(x.shape)} and dtype {x.dtype} on {x.device}"
+
+
+def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside: Tensor) -> None:
+    """Raises unless x is floating point, of this shape (a tuple) and on the device of `beside`."""
+    if x.shape != shape or x.device != beside.device or not x.is_floating_point():
+        expected = f"floating point {tuple(shape)} on {beside.device}"
+        raise InputError(f"{where}: {name} has {describe(x)}; expected {expected}. Was it made for other sizes?")
