@@ -11,7 +11,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, is_marked, scale_
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import accumulator, device_guard, tl, triton
+from ligermodels.kernels._triton import accumulator, tl, triton
 
 CHUNK_BYTES = 512 * 2**20
 """What the logits of a chunk take if not told otherwise."""
@@ -228,10 +228,9 @@ def release(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
     dx, dweight, dbias, factor = ctx.gradients
     ctx.gradients = None
     factor = upstream if factor is None else upstream * factor
-    with device_guard(factor):
-        dx, dbias = (None if t is None else scale_(t, factor) for t in (dx, dbias))
-        if dweight is not None:
-            dweight = scale_(dweight, factor) if ctx.weight is None else accumulate_grad(ctx.weight, dweight, factor)
+    dx, dbias = (None if t is None else scale_(t, factor) for t in (dx, dbias))
+    if dweight is not None:
+        dweight = scale_(dweight, factor) if ctx.weight is None else accumulate_grad(ctx.weight, dweight, factor)
     return [dx, dweight, dbias]
 
 

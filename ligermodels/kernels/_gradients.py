@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import cdiv, device_guard, num_sms, tl, triton, use_triton
+from ligermodels.kernels._triton import cdiv, num_sms, tl, triton, use_triton
 
 MARK = "_accumulates_in_place"
 """The attribute of a parameter whose gradients the user asked to be added in place."""
@@ -139,6 +139,5 @@ def _write(out: Tensor, x: Tensor, factor: Tensor | None, add: bool) -> Tensor:
         return out.copy_(out + x if add else x)
     if x.numel():
         acc = tl.float64 if dtype == torch.float64 else tl.float32
-        with device_guard(x):
-            launch(_write_kernel, (cdiv(x.numel(), 4096),), out, x, factor, x.numel(), add, acc, 4096, num_warps=8)
+        launch(_write_kernel, (cdiv(x.numel(), 4096),), out, x, factor, x.numel(), add, acc, 4096, num_warps=8)
     return out

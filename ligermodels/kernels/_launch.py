@@ -36,8 +36,18 @@ _KERNELS: dict[int, tuple] = {}
 
 
 def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
-    """kernel[grid](*args, **options) on the current device and stream, which returns nothing."""
-    if not _DIRECT or torch.compiler.is_compiling() or type(grid) is not tuple or _watched(kernel):
+    """kernel[grid](*args, **options) on the device of its tensors, on the current stream."""
+    if torch.compiler.is_compiling():  # which sees a plain launch, and chooses the device itself
+        kernel[grid](*args, **options)
+        return
+    for x in args:
+        if isinstance(x, Tensor):
+            break
+    if x.is_cuda and x.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(x.device):
+            launch(kernel, grid, *args, **options)
+        return
+    if not _DIRECT or type(grid) is not tuple or _watched(kernel):
         kernel[grid](*args, **options)
         return
     try:

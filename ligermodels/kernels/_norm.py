@@ -15,7 +15,7 @@ from ligermodels.kernels._check import check_operand, describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._norm_kernels import backward_kernel, forward_kernel, sum_parts_kernel
 from ligermodels.kernels._recompute import attach
-from ligermodels.kernels._triton import accumulator, as_rows, device_guard, num_sms, once_differentiable
+from ligermodels.kernels._triton import accumulator, as_rows, num_sms, once_differentiable
 
 MAX_WIDTH = 16384, 8192
 """The widest rows that a program holds in registers, of RMSNorm and LayerNorm. Wider ones take the reference."""
@@ -58,13 +58,12 @@ def _forward(
     stats = x.new_empty(n_rows * (1 + centred), dtype=accumulator(dtype))
     if n_rows:
         block, rows, warps = _forward_tile(width, centred)
-        with device_guard(x):
-            launch(
-                forward_kernel, (-(-n_rows // rows),), y, total, stats, x, other,
-                x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
-                n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
-                weight is not None, bias is not None, width, block, rows, num_warps=warps,
-            )  # fmt: skip
+        launch(
+            forward_kernel, (-(-n_rows // rows),), y, total, stats, x, other,
+            x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
+            n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
+            weight is not None, bias is not None, width, block, rows, num_warps=warps,
+        )  # fmt: skip
     return y, total, stats
 
 
@@ -92,20 +91,19 @@ def _backward(
     stage = rows * (block + rest) * loads
     programs = min(num_sms(x.device.index) * per_sm, -(-n_rows // (4 * rows)))
     parts = stats.new_empty(len(grads), programs, width) if grads else stats
-    with device_guard(x):
+    launch(
+        backward_kernel, (programs,),
+        x if dx is None else dx, parts, dy, dtotal, x, x if weight is None else weight.contiguous(), stats,
+        n_rows, dy_stride, dtotal_stride, x_stride,
+        offset, centred, add, weight is not None, need_dx, dw is not None, db is not None,
+        width, block, rest, rows, min(3, 1 + _PIPELINE_BYTES // stage), num_warps=warps,
+    )  # fmt: skip
+    if grads:
+        columns, at_once = (16, 128) if width <= 8192 else (64, 32)
         launch(
-            backward_kernel, (programs,),
-            x if dx is None else dx, parts, dy, dtotal, x, x if weight is None else weight.contiguous(), stats,
-            n_rows, dy_stride, dtotal_stride, x_stride,
-            offset, centred, add, weight is not None, need_dx, dw is not None, db is not None,
-            width, block, rest, rows, min(3, 1 + _PIPELINE_BYTES // stage), num_warps=warps,
+            sum_parts_kernel, (-(-width // columns), len(grads)),
+            grads[0], grads[1] if len(grads) == 2 else None, parts, programs, width, columns, at_once,
         )  # fmt: skip
-        if grads:
-            columns, at_once = (16, 128) if width <= 8192 else (64, 32)
-            launch(
-                sum_parts_kernel, (-(-width // columns), len(grads)),
-                grads[0], grads[1] if len(grads) == 2 else None, parts, programs, width, columns, at_once,
-            )  # fmt: skip
     return dx, dw, db
 
 

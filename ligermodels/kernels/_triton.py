@@ -76,13 +76,6 @@ def as_if_capturing() -> Iterator[None]:
         _as_if_capturing = before
 
 
-def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
-    """Makes the device of `x` current, where it is not: Triton launches on the current device."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
-
-
 def once_differentiable(backward: Callable) -> Callable:
     """torch.autograd.function.once_differentiable, only where gradients are on: elsewhere it costs the host 5 us."""
     once = torch.autograd.function.once_differentiable(backward)
@@ -102,7 +95,7 @@ def last_dim_contiguous(x: Tensor) -> Tensor:
 def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     """x [..., W] as rows: a tensor that holds them, their number, and the stride between them.
 
-    A contiguous x is returned as it is, since a view costs the host time. Others are flattened to [T, W], and copied only
+    A contiguous x is returned as it is: a view costs the host time. Others are flattened to [T, W], and copied only
     where no strides can describe that.
     """
     width = x.shape[-1]

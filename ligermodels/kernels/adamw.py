@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import accumulator, cdiv, device_guard, tl, triton, use_triton
+from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_triton
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
@@ -204,12 +204,11 @@ def adamw(
         bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
     given = weight, exp_avg, exp_avg_sq, remainder
     w, m, v, r = held = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
-    with device_guard(weight):
-        launch(
-            _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
-            1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
-            isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
+        1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
+        isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
+    )  # fmt: skip
     for x, y in zip(given, held, strict=True):
         if x is not y:
             x.copy_(y)  # type: ignore[union-attr, arg-type]

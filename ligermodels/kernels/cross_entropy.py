@@ -24,7 +24,7 @@ from torch import Tensor
 from ligermodels.errors import InputError
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import scale_
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -112,15 +112,14 @@ class _CrossEntropy(torch.autograd.Function):
         # One upstream gradient for all tokens: their gradient is written while the row lies in L2. Not in fp16, where
         # p / T underflows before a loss scaler's factor comes, nor in torch.compile, which would copy what is scaled.
         at_once = options.reduction != "none" and logits.dtype != torch.float16 and not torch.compiler.is_compiling()
-        with device_guard(logits):
-            scales, weight_sum = divisors(labels, class_weight, num_items, logits, options)
-            rows = empty_rows(labels, logits, options)
-            # Maximum and sum apart: rounded into one lse, they would cost each probability half an ulp of lse.
-            stats = rows.loss.new_empty(labels.numel(), 2) if backward_follows else None
-            ctx.gradient = logits.new_empty(logits.shape) if at_once and backward_follows else None
-            launch_rows(logits, labels, options, row_stride=logits.stride(0), class_weight=class_weight,
-                        weight_sum=weight_sum, scales=scales, rows=rows, stats=stats, out=ctx.gradient)  # fmt: skip
-            out = reduce_rows(rows, scales, options)
+        scales, weight_sum = divisors(labels, class_weight, num_items, logits, options)
+        rows = empty_rows(labels, logits, options)
+        # Maximum and sum apart: rounded into one lse, they would cost each probability half an ulp of lse.
+        stats = rows.loss.new_empty(labels.numel(), 2) if backward_follows else None
+        ctx.gradient = logits.new_empty(logits.shape) if at_once and backward_follows else None
+        launch_rows(logits, labels, options, row_stride=logits.stride(0), class_weight=class_weight,
+                    weight_sum=weight_sum, scales=scales, rows=rows, stats=stats, out=ctx.gradient)  # fmt: skip
+        out = reduce_rows(rows, scales, options)
         ctx.save_for_backward(logits, labels, class_weight, weight_sum, scales, stats)
         ctx.options, ctx.row_stride = options, logits.stride(0)
         ctx.mark_non_differentiable(*(t for t in out[1:] if t is not None))
@@ -131,14 +130,12 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss, *_):
         if ctx.gradient is not None:
             grad, ctx.gradient = ctx.gradient, None  # given away; a second backward computes it again
-            with device_guard(grad):
-                return scale_(grad, grad_loss), *(None,) * 5
+            return scale_(grad, grad_loss), *(None,) * 5
         logits, labels, class_weight, weight_sum, scales, stats = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        with device_guard(logits):
-            launch_rows(logits, labels, ctx.options, row_stride=ctx.row_stride, class_weight=class_weight,
-                        weight_sum=weight_sum, scales=scales, stats=stats, out=grad,
-                        upstream=grad_loss.contiguous())  # fmt: skip
+        launch_rows(logits, labels, ctx.options, row_stride=ctx.row_stride, class_weight=class_weight,
+                    weight_sum=weight_sum, scales=scales, stats=stats, out=grad,
+                    upstream=grad_loss.contiguous())  # fmt: skip
         return grad, *(None,) * 5
 
 

@@ -32,7 +32,6 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
@@ -159,11 +158,10 @@ def _gather(ids: Tensor, weight: Tensor, scale: float | None) -> Tensor:
     if y.numel():
         block = min(1024, next_power_of_2(width))
         rows = 2048 // block
-        with device_guard(weight):
-            launch(
-                _forward_kernel, (cdiv(n_ids, rows) * cdiv(width, block),), y, ids, weight,
-                n_ids, weight.shape[0], weight.stride(0), scale, width, block, rows, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _forward_kernel, (cdiv(n_ids, rows) * cdiv(width, block),), y, ids, weight,
+            n_ids, weight.shape[0], weight.stride(0), scale, width, block, rows, num_warps=4,
+        )  # fmt: skip
     return y
 
 
@@ -183,17 +181,16 @@ def _backward(
     span, steps = next((span, bits) for bits, span in _SPANS if n_ids < 2**bits)
     offsets = torch.empty(vocab + 1, dtype=torch.int32, device=dy.device)
     partial = torch.empty((n_ids // span, width), dtype=accumulator(dtype), device=dy.device)
-    with device_guard(dy):
-        sorted_ids, places = torch.sort(ids, stable=True)
-        launch(
-            _runs_kernel, (cdiv(vocab + 1, 128) + n_ids // span * blocks,), offsets, partial, dy, sorted_ids, places,
-            n_ids, vocab, steps, dy.stride(0), skipped, 128, width, block, span, _UNROLL, num_warps=warps,
-        )  # fmt: skip
-        launch(
-            _backward_kernel, (cdiv(vocab, _ROWS) * blocks,), dw, partial, dy, places, offsets, vocab, dy.stride(0),
-            scale, skipped, total is not None, tl.float64 if dtype == torch.float64 else tl.float32,
-            width, block, _ROWS, span, _UNROLL, num_warps=warps,
-        )  # fmt: skip
+    sorted_ids, places = torch.sort(ids, stable=True)
+    launch(
+        _runs_kernel, (cdiv(vocab + 1, 128) + n_ids // span * blocks,), offsets, partial, dy, sorted_ids, places,
+        n_ids, vocab, steps, dy.stride(0), skipped, 128, width, block, span, _UNROLL, num_warps=warps,
+    )  # fmt: skip
+    launch(
+        _backward_kernel, (cdiv(vocab, _ROWS) * blocks,), dw, partial, dy, places, offsets, vocab, dy.stride(0),
+        scale, skipped, total is not None, tl.float64 if dtype == torch.float64 else tl.float32,
+        width, block, _ROWS, span, _UNROLL, num_warps=warps,
+    )  # fmt: skip
     return dw
 
 

@@ -35,7 +35,6 @@ from ligermodels.kernels._triton import (
     accumulator,
     as_rows,
     cdiv,
-    device_guard,
     once_differentiable,
     tl,
     triton,
@@ -132,11 +131,10 @@ def unit(
     gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, packed)
     if n_rows:
         block, rows, blocks = tile(width)
-        with device_guard(x):
-            launch(
-                _forward_kernel, (cdiv(n_rows, rows) * blocks,), h, gate, up, n_rows, gate_stride, up_stride,
-                up_at, activation, gate_multiplier, down_multiplier, width, block, rows, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _forward_kernel, (cdiv(n_rows, rows) * blocks,), h, gate, up, n_rows, gate_stride, up_stride,
+            up_at, activation, gate_multiplier, down_multiplier, width, block, rows, num_warps=4,
+        )  # fmt: skip
     return h
 
 
@@ -156,12 +154,11 @@ def unit_backward(
     dh, _, dh_stride = as_rows(dh)
     if n_rows:
         block, rows, blocks = tile(width)
-        with device_guard(x):
-            launch(
-                _backward_kernel, (cdiv(n_rows, rows) * blocks,), dx, d_up, dh, gate, up,
-                n_rows, dh_stride, gate_stride, up_stride, emit, up_at, activation, gate_multiplier, down_multiplier,
-                width, block, rows, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _backward_kernel, (cdiv(n_rows, rows) * blocks,), dx, d_up, dh, gate, up,
+            n_rows, dh_stride, gate_stride, up_stride, emit, up_at, activation, gate_multiplier, down_multiplier,
+            width, block, rows, num_warps=4,
+        )  # fmt: skip
     return dx, d_up
 
 

@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import cdiv, device_guard, last_dim_contiguous, next_power_of_2, tl, triton
+from ligermodels.kernels._triton import cdiv, last_dim_contiguous, next_power_of_2, tl, triton
 
 
 @triton.jit
@@ -142,13 +142,12 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     share = cdiv(cdiv(n_slots, 256), block) * block  # 256 programs at most, who read all their counts
     programs = cdiv(n_slots, share)
     counts = torch.empty((programs, block_e), dtype=torch.int32, device=experts.device)
-    with device_guard(experts):
-        launch(_count_kernel, (programs,), counts, experts, n_slots, share, num_experts, block, block_e, num_warps=4)
-        launch(
-            _place_kernel, (programs,),
-            slots, rows, offsets, counts, experts, n_slots, share, programs,
-            num_experts, block, block_e, max(1, 4096 // block_e), num_warps=4,
-        )  # fmt: skip
+    launch(_count_kernel, (programs,), counts, experts, n_slots, share, num_experts, block, block_e, num_warps=4)
+    launch(
+        _place_kernel, (programs,),
+        slots, rows, offsets, counts, experts, n_slots, share, programs,
+        num_experts, block, block_e, max(1, 4096 // block_e), num_warps=4,
+    )  # fmt: skip
     return slots, rows, offsets
 
 
@@ -159,11 +158,10 @@ def spread(x: Tensor, rows: Tensor, top_k: int) -> Tensor:
     out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
     if n_tokens:
         block, tokens = _tile(width)
-        with device_guard(x):
-            launch(
-                _spread_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
-                out, x, rows, n_tokens, x.stride(0), top_k, width, block, tokens, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _spread_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+            out, x, rows, n_tokens, x.stride(0), top_k, width, block, tokens, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -173,12 +171,11 @@ def combine(out: Tensor, rows: Tensor, top_k: int, weights: Tensor | None = None
     y = torch.empty((n_tokens, width), dtype=out.dtype, device=out.device)
     if n_tokens:
         block, tokens = _tile(width)
-        with device_guard(out):
-            launch(
-                _combine_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
-                y, out, rows, out if weights is None else weights, n_tokens, weights is not None,
-                tl.float64 if out.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
-            )  # fmt: skip
+        launch(
+            _combine_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+            y, out, rows, out if weights is None else weights, n_tokens, weights is not None,
+            tl.float64 if out.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
+        )  # fmt: skip
     return y
 
 
@@ -305,12 +302,11 @@ def _rows(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if n_rows:
         options = _options(a)
         tiles_m = cdiv(n_rows, options["BLOCK_M"]) + n_groups - 1
-        with device_guard(a):
-            launch(
-                _rows_kernel, (tiles_m * cdiv(n, options["BLOCK_N"]),),
-                c, a, b, offsets, tiles_m, n, k, a.stride(0), *b.stride(),
-                E=n_groups, BLOCK_E=next_power_of_2(n_groups), **options,
-            )  # fmt: skip
+        launch(
+            _rows_kernel, (tiles_m * cdiv(n, options["BLOCK_N"]),),
+            c, a, b, offsets, tiles_m, n, k, a.stride(0), *b.stride(),
+            E=n_groups, BLOCK_E=next_power_of_2(n_groups), **options,
+        )  # fmt: skip
     return c
 
 
@@ -321,8 +317,7 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     c = torch.empty((n_groups, m, n), dtype=a.dtype, device=a.device)
     options = _options(a)
     tiles = cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"])
-    with device_guard(a):
-        launch(_outer_kernel, (n_groups * tiles,), c, a, b, offsets, m, n, a.stride(0), b.stride(0), **options)
+    launch(_outer_kernel, (n_groups * tiles,), c, a, b, offsets, m, n, a.stride(0), b.stride(0), **options)
     return c
 
 

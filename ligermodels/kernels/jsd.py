@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 
 
 def jsd_reference(
@@ -74,9 +74,8 @@ class _JSD(torch.autograd.Function):
         valid = None if labels is None or options.reduction != "mean" else (labels != options.ignore_index).sum()
         loss = torch.empty(x.shape[0], dtype=accumulator(torch.promote_types(x.dtype, y.dtype)), device=x.device)
         ctx.options, ctx.strides = options, (x.stride(0), y.stride(0))
-        with device_guard(x):
-            launch_rows(x, y, options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
-                        labels=labels, losses=(loss, None, None))  # fmt: skip
+        launch_rows(x, y, options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
+                    labels=labels, losses=(loss, None, None))  # fmt: skip
         ctx.save_for_backward(x, y, labels, valid)
         return loss if options.reduction == "none" else loss.sum()
 
@@ -88,9 +87,8 @@ class _JSD(torch.autograd.Function):
             torch.empty(z.shape, dtype=z.dtype, device=z.device) if needed else None
             for z, needed in zip((x, y), ctx.needs_input_grad[:2], strict=True)
         )
-        with device_guard(x):
-            launch_rows(x, y, ctx.options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
-                        labels=labels, d_student=dx, d_teacher=dy, upstream=upstream.contiguous())  # fmt: skip
+        launch_rows(x, y, ctx.options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
+                    labels=labels, d_student=dx, d_teacher=dy, upstream=upstream.contiguous())  # fmt: skip
         return dx, dy, None, None
 
 

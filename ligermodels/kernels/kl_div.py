@@ -21,7 +21,6 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
-    device_guard,
     last_dim_contiguous,
     num_sms,
     once_differentiable,
@@ -135,8 +134,7 @@ class _KLDiv(torch.autograd.Function):
             programs = max(1, min(programs, 16 * num_sms(x.device.index)))
             loss = torch.empty(programs, dtype=accumulator(dtype), device=x.device)
         if programs:
-            with device_guard(x):
-                launch(_kernel, (programs,), x, t, None, None, None, loss, *layout, divisor, *ctx.options, block)
+            launch(_kernel, (programs,), x, t, None, None, None, loss, *layout, divisor, *ctx.options, block)
         return loss if reduction == "none" else loss.sum()
 
     @staticmethod
@@ -150,11 +148,10 @@ class _KLDiv(torch.autograd.Function):
         rows, width = ctx.layout[2:]
         block = _block(width)
         if rows * width:
-            with device_guard(t):
-                launch(
-                    _kernel, (rows * cdiv(width, block),),
-                    x, t, dy.contiguous(), dx, dt, None, *ctx.layout, ctx.divisor, *ctx.options, block,
-                )  # fmt: skip
+            launch(
+                _kernel, (rows * cdiv(width, block),),
+                x, t, dy.contiguous(), dx, dt, None, *ctx.layout, ctx.divisor, *ctx.options, block,
+            )  # fmt: skip
         return dx, dt, None, None, None
 
 

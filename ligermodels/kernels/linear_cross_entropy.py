@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, release, keep
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, keep, release
 from ligermodels.kernels._cross_entropy_rows import Options, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import is_marked
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_inputs,
@@ -172,9 +172,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, bias, labels, class_weight, num_items, options, settings, backward_follows):
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        with device_guard(x):
-            out = _dispatch(x, weight, bias, labels, class_weight, num_items, options, settings, needs,
-                            is_marked(weight) and weight.grad is not None)  # fmt: skip
+        out = _dispatch(x, weight, bias, labels, class_weight, num_items, options, settings, needs,
+                        is_marked(weight) and weight.grad is not None)  # fmt: skip
         keep(ctx, out[5:], weight)
         ctx.mark_non_differentiable(*(t for t in out[1:5] if t is not None))
         return tuple(out[:5])

@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, gather, release, keep
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, gather, keep, release
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
 from ligermodels.kernels._gradients import accumulate
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
 
 
@@ -230,8 +230,7 @@ class _LinearJSD(torch.autograd.Function):
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
         ctx.dtypes, ctx.how = (weight.dtype, None if bias is None else bias.dtype), (teacher_dtype, options, settings)
         later = options.reduction == "none"
-        with device_guard(x):
-            out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
+        out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
         if later:
             ctx.needs = needs
             ctx.save_for_backward(x, weight, bias, *tensors)
@@ -244,8 +243,7 @@ class _LinearJSD(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         if ctx.how[1].reduction == "none":
-            with device_guard(upstream):
-                results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
+            results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
             dx, dweight, dbias = results[3:6]
         else:
             dx, dweight, dbias = release(ctx, upstream, "linear_jsd")

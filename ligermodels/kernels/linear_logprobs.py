@@ -30,7 +30,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import accumulate_grad, target
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import check_inputs
 
 
@@ -190,9 +190,8 @@ class _LinearLogprobs(torch.autograd.Function):
             stats = next(found, None)
         else:
             room = settings.whole_bytes(weight, ctx.needs[1]) if follows else 0
-            with device_guard(x):
-                rows, stats, ctx.kept = _forward(x, weight, bias, labels, class_weight, options, settings,
-                                                 temperature, return_mean, follows, room)  # fmt: skip
+            rows, stats, ctx.kept = _forward(x, weight, bias, labels, class_weight, options, settings,
+                                             temperature, return_mean, follows, room)  # fmt: skip
         ctx.save_for_backward(x, weight, bias, labels, class_weight, stats, rows.entropy)
         metrics = rows.z_loss, rows.correct, rows.predicted, rows.logits_mean
         ctx.mark_non_differentiable(*(t for t in metrics if t is not None))
@@ -212,12 +211,11 @@ class _LinearLogprobs(torch.autograd.Function):
         else:
             # The first backward writes over the logits that forward kept; a later one computes them again.
             kept, ctx.kept = ctx.kept, None
-            with device_guard(x):
-                gradients = _backward(x, weight, bias, labels, class_weight, stats, entropy, *grads, kept, options,
-                                      settings, temperature, ctx.needs)  # fmt: skip
-                del kept
-                if gradients[1] is not None:
-                    gradients[1] = accumulate_grad(weight, gradients[1])
+            gradients = _backward(x, weight, bias, labels, class_weight, stats, entropy, *grads, kept, options,
+                                  settings, temperature, ctx.needs)  # fmt: skip
+            del kept
+            if gradients[1] is not None:
+                gradients[1] = accumulate_grad(weight, gradients[1])
         return *gradients, *(None,) * 7
 
 

@@ -38,7 +38,6 @@ from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
@@ -168,11 +167,10 @@ def _route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     experts = torch.empty((n_rows, top_k), dtype=torch.int32, device=logits.device)
     if n_rows:
         blocks, rows = _route_tile(num_experts, top_k)
-        with device_guard(logits):
-            launch(
-                _route_kernel, (cdiv(n_rows, rows),),
-                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _route_kernel, (cdiv(n_rows, rows),),
+            weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4,
+        )  # fmt: skip
     return weights, experts
 
 
@@ -181,12 +179,11 @@ def _route_backward(d_weights: Tensor, weights: Tensor, experts: Tensor, num_exp
     d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=weights.device)
     if n_rows:
         blocks, rows = _route_tile(num_experts, top_k)
-        with device_guard(weights):
-            launch(
-                _route_backward_kernel, (cdiv(n_rows, rows),),
-                d_logits, d_weights.contiguous(), weights, experts, n_rows, num_experts, top_k, *blocks, rows,
-                num_warps=4,
-            )  # fmt: skip
+        launch(
+            _route_backward_kernel, (cdiv(n_rows, rows),),
+            d_logits, d_weights.contiguous(), weights, experts, n_rows, num_experts, top_k, *blocks, rows,
+            num_warps=4,
+        )  # fmt: skip
     return d_logits
 
 
@@ -206,13 +203,12 @@ def _backward(
     if dh is not None:
         d_gate_up, d_weights = gate_up if own else torch.empty_like(gate_up), torch.empty_like(weights)
     if n_rows:
-        with device_guard(gate_up):
-            launch(
-                _backward_kernel, (n_rows,),
-                d_gate_up, d_weights, h, gate_up, weights, slots,
-                tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
-                activation, width, min(1024, next_power_of_2(width)), num_warps=4,
-            )  # fmt: skip
+        launch(
+            _backward_kernel, (n_rows,),
+            d_gate_up, d_weights, h, gate_up, weights, slots,
+            tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
+            activation, width, min(1024, next_power_of_2(width)), num_warps=4,
+        )  # fmt: skip
     return d_gate_up, d_weights, h if emit else None
 
 

@@ -30,7 +30,6 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
-    device_guard,
     last_dim_contiguous,
     once_differentiable,
     tl,
@@ -198,15 +197,14 @@ def _rotate(
         table_b, axis = 0 if cos.shape[0] == 1 else cos.stride(0), 0
     else:
         table_b, axis = 0 if position_ids.shape[1] == 1 else length, position_ids.stride(0)
-    with device_guard(out):
-        launch(
-            _rope_kernel, (batch * length,),
-            out, q, k, from_v, cos, sin, cos if position_ids is None else position_ids, length, cos.shape[0],
-            out.stride(0), out.stride(1), *strides, table_b, axis,
-            backward, packed, copy, v is not None, position_ids is not None, *bounds, num_heads, num_kv_heads,
-            head_dim, half, block_half, block_rest, block_d, block_q, block_k,
-            num_warps=max(1, min(4, block_q * block_half // 256)),
-        )  # fmt: skip
+    launch(
+        _rope_kernel, (batch * length,),
+        out, q, k, from_v, cos, sin, cos if position_ids is None else position_ids, length, cos.shape[0],
+        out.stride(0), out.stride(1), *strides, table_b, axis,
+        backward, packed, copy, v is not None, position_ids is not None, *bounds, num_heads, num_kv_heads,
+        head_dim, half, block_half, block_rest, block_d, block_q, block_k,
+        num_warps=max(1, min(4, block_q * block_half // 256)),
+    )  # fmt: skip
 
 
 def _rotate_back(

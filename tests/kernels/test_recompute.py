@@ -52,7 +52,7 @@ def test_a_norm_is_recomputed_to_the_bit(device, poison, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("width", [7, 128, 768, 1280, 2048, 4096, 8192, 16384])
+@pytest.mark.parametrize("width", [7, 128, 768, 1280, 2048, 4096, 8192])
 @pytest.mark.parametrize("name", NORMS)
 def test_every_tile_is_recomputed_to_the_bit(name, width):
     """The kernel that adds and the one that does not are two, and must add up a row in one order."""

@@ -26,7 +26,6 @@ from ligermodels.experimental.bitnet.quantize import has_ptx
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     cdiv,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     num_sms,
@@ -251,30 +250,29 @@ def _matmul(
         return out
     options, asm = _options(scale_a, scale_w, bias), has_ptx(a)
     scales = tuple(a if t is None else t.contiguous() for t in (scale_a, scale_w, bias))
-    with device_guard(a):
-        if n_rows <= _VECTORS and _in_words(a) and _in_words(packed):
-            launch(
-                _vector_kernel, (cdiv(R, 2), 1), out, a.view(torch.int32), packed.view(torch.int32), *scales,
-                n_rows, width, R, K // 4, a.stride(0) // 4, packed.stride(0) // 4, *options,
-                next_power_of_2(n_rows), 2, 256, asm, num_warps=2,
-            )  # fmt: skip
-            return out
-        block_m, block_r, block_k, warps, stages = next((tile[1:] for tile in _TILES if n_rows <= tile[0]), _LARGE)
-        tiles = cdiv(n_rows, block_m) * cdiv(R, block_r)
-        split = 1
-        if n_rows <= _TILES[-1][0]:
-            split = max(1, min(2 * num_sms(a.device.index) // tiles, cdiv(K, 4 * block_k), 16))
-        parts = out if split == 1 else torch.empty((split, n_rows, width), dtype=torch.int32, device=a.device)
+    if n_rows <= _VECTORS and _in_words(a) and _in_words(packed):
         launch(
-            _matmul_kernel, (tiles * split,), parts, a, packed, *scales,
-            n_rows, width, R, K, a.stride(0), packed.stride(0), *(options if split == 1 else (False, 0, False)),
-            split, block_m, block_r, block_k, 8, asm, num_warps=warps, num_stages=stages,
+            _vector_kernel, (cdiv(R, 2), 1), out, a.view(torch.int32), packed.view(torch.int32), *scales,
+            n_rows, width, R, K // 4, a.stride(0) // 4, packed.stride(0) // 4, *options,
+            next_power_of_2(n_rows), 2, 256, asm, num_warps=2,
         )  # fmt: skip
-        if split > 1:
-            launch(
-                _finish_kernel, (cdiv(width, 512), n_rows), out, parts, *scales, n_rows, width, *options, split, 512,
-                num_warps=4,
-            )  # fmt: skip
+        return out
+    block_m, block_r, block_k, warps, stages = next((tile[1:] for tile in _TILES if n_rows <= tile[0]), _LARGE)
+    tiles = cdiv(n_rows, block_m) * cdiv(R, block_r)
+    split = 1
+    if n_rows <= _TILES[-1][0]:
+        split = max(1, min(2 * num_sms(a.device.index) // tiles, cdiv(K, 4 * block_k), 16))
+    parts = out if split == 1 else torch.empty((split, n_rows, width), dtype=torch.int32, device=a.device)
+    launch(
+        _matmul_kernel, (tiles * split,), parts, a, packed, *scales,
+        n_rows, width, R, K, a.stride(0), packed.stride(0), *(options if split == 1 else (False, 0, False)),
+        split, block_m, block_r, block_k, 8, asm, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if split > 1:
+        launch(
+            _finish_kernel, (cdiv(width, 512), n_rows), out, parts, *scales, n_rows, width, *options, split, 512,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 

@@ -18,7 +18,6 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     INTERPRET,
     accumulator,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     tl,
@@ -96,9 +95,8 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(x.shape[:-1], dtype=accumulator(x.dtype), device=x.device)
     if rows.shape[0]:
         block = min(8192, next_power_of_2(max(1, width)))
-        with device_guard(x):
-            launch(
-                _quantize_kernel, (rows.shape[0],), q, scale, rows, rows.stride(0), ABSMAX_EPS, width, block,
-                has_ptx(x), num_warps=max(1, min(16, block // 512)),
-            )  # fmt: skip
+        launch(
+            _quantize_kernel, (rows.shape[0],), q, scale, rows, rows.stride(0), ABSMAX_EPS, width, block,
+            has_ptx(x), num_warps=max(1, min(16, block // 512)),
+        )  # fmt: skip
     return q, scale
