@@ -11,8 +11,10 @@ def describe(x: Tensor) -> str:
     return f"shape {tuple(x.shape)} and dtype {x.dtype} on {x.device}"
 
 
-def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside: Tensor) -> None:
-    """Raises unless x is floating point, of this shape (a tuple) and on the device of `beside`."""
-    if x.shape != shape or x.device != beside.device or not x.is_floating_point():
-        expected = f"floating point {tuple(shape)} on {beside.device}"
-        raise InputError(f"{where}: {name} has {describe(x)}; expected {expected}. Was it made for other sizes?")
+def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside: str, other: Tensor) -> None:
+    """Raises unless x is floating point, of this shape (a tuple) and on the device of the tensor `other`, `beside`."""
+    if x.shape != shape or x.device != other.device or not x.is_floating_point():
+        expected = f"floating point {tuple(shape)} on {other.device}"
+        raise InputError(
+            f"{where}: {name} has {describe(x)}; expected {expected}, beside {beside} {tuple(other.shape)}."
+        )

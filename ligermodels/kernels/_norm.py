@@ -159,8 +159,8 @@ def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tenso
         raise InputError(f"{where}: x has {describe(x)}; expected floating point [..., N], N >= 1.")
     width = operator.index(x.shape[-1])  # a constexpr of the kernels: Dynamo must take it for a constant from here on
     if residual is not None:
-        check_operand(where, "residual", residual, x.shape, x)
+        check_operand(where, "residual", residual, x.shape, "x", x)
     if weight is not None:
-        check_operand(where, "weight", weight, (width,), x)
+        check_operand(where, "weight", weight, (width,), "x", x)
     if bias is not None:
-        check_operand(where, "bias", bias, (width,), x)
+        check_operand(where, "bias", bias, (width,), "x", x)

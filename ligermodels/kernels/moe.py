@@ -45,7 +45,7 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.kernels.glu import glu_reference, unit
+from ligermodels.kernels.glu import glu_forward, glu_reference
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 
 
@@ -292,7 +292,7 @@ class _Combine(torch.autograd.Function):
         top_k = weights.shape[1]
         if gate_up is None:
             gate_up = _gate_up(x, gate_up_proj, rows, offsets, top_k)
-        h = unit(gate_up, None, True, activation)
+        h = glu_forward(gate_up, None, True, activation)
         del gate_up
         return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, top_k, weights)
 

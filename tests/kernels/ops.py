@@ -321,12 +321,11 @@ GATED = ["silu", "gelu", "gelu_tanh"]
 PLAIN = ["quick_gelu", "gelu", "gelu_tanh"]
 
 
-def eager_glu(gate_up, up=None, *, activation="silu", gate_multiplier=1.0, down_multiplier=1.0):
+def eager_glu(gate_up, up=None, *, activation="silu"):
     """The MLP of transformers, every step in the dtype of its input."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
-    gate = gate if gate_multiplier == 1.0 else gate * gate_multiplier
     h = ACTIVATIONS[activation](gate) * up
-    return h if down_multiplier == 1.0 else h * down_multiplier
+    return h
 
 
 def eager_activate(x, *, activation):
@@ -346,8 +345,6 @@ def unit(call, reference, eager, *, gated: bool, linear: bool, separate: bool = 
     def sizes(j, draw, interpreted):
         width = pick(WIDTHS[:-2], j, interpreted)
         options = {"activation": draw.choice(GATED if gated else PLAIN)}
-        if gated and not linear and draw.random() < 0.3:
-            options |= {"gate_multiplier": 0.3, "down_multiplier": 1.7}
         out = draw.choice([1, 7, 64, 300])
         return {"row": parts * width, "width": width, "options": options, "out": out, "bias": draw.random() < 0.5}
 
