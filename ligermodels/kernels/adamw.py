@@ -9,14 +9,12 @@ written. What differs from torch's fused AdamW, beside `factor`, is how bf16 is 
 - "nearest": as torch does. An update smaller than half a step between neighbours (1/512 of a weight) is lost.
 - "stochastic": up or down, with the odds by which the mean is the exact value: 16 random bits are added to the fp32's
   bits, and those below bf16 cut off. The bits come from Philox4x32-7, by seed, parameter, step and element, and so are
-  the same on every device, for every block size, and after a resume. Seven rounds pass all of BigCrush.
+  the same on every device, for every block size, and after a resume.
 - `remainder`: the weight is an exact fp32 number for 2 bytes more: master's bits = (weight's bits << 16) + remainder,
   int16. The weight is the master rounded to nearest, ties away from zero: ties to even would need one value more than
   16 bits hold. Beside a weight that was set from outside, an old remainder adds half a step at most.
 
-Bytes per element, which are the minimum: bf16 weight, gradient and moments 14, with a remainder 18, fp32 28. At 14, an
-H200 has time for about 96 instructions per element; compiled, this is 61, of them 10 for random bits, as one call of
-Philox serves eight elements.
+Bytes per element, which are the minimum: bf16 weight, gradient and moments 14, with a remainder 18, fp32 28.
 
 Sources: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101; Salmon et al. 2011 (Philox),
 https://doi.org/10.1145/2063384.2063405; remainders: store_param_remainders of DistributedFusedAdam in

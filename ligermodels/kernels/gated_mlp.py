@@ -254,7 +254,7 @@ def gated_mlp(
     x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
     [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
     activation: as in `glu`.
-    recompute: the backward recomputes gate_up = [gate | up] from x instead of saving it, a chunk of tokens at a time.
+    recompute: the backward recomputes gate_up = [gate | up] from x, a chunk of tokens at a time, and saves none of it.
         The gradients of the weights are summed over several chunks in fp32, and differ by rounding from those of one.
     workspace_bytes: what gate_up of a chunk takes at most (of 128 tokens at least), or of the only chunk twice that; h
         takes half as much beside it.
@@ -273,8 +273,8 @@ def gated_mlp(
     ):
         raise InputError(
             f"gated_mlp: gate_up_weight is {[tuple(w.shape) for w in weights]}, gate_up_bias "
-            f"{[b if b is None else tuple(b.shape) for b in biases]}; expected one weight [2F, H] and bias [2F], or two "
-            "weights of as many rows (gate, up) and two biases."
+            f"{[b if b is None else tuple(b.shape) for b in biases]}; expected one weight [2F, H] and bias [2F], "
+            "or two weights of as many rows (gate, up) and two biases."
         )
     layers = ("gate_up_", "down_") if one else ("gate_", "up_", "down_")
     return _mlp(

@@ -240,8 +240,8 @@ def linear_operands(
     """
     if weight.dim() != 2 or weight.shape[1] != width or weight.device != x.device:
         raise InputError(
-            f"{where}: {layer}weight has {describe(weight)}, {name} has {describe(x)}; expected [N, {width}] there. "
-            "Are the layers before and after of one intermediate_size?"
+            f"{where}: {layer}weight {tuple(weight.shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
+            f"{x.device}; expected [N, {width}] there. Are the layers before and after of one intermediate_size?"
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
         raise InputError(

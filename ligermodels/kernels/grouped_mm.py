@@ -1,17 +1,14 @@
-"""Rows grouped by expert: sorted there, spread there and summed back, and the matrix products of such groups.
+"""Rows grouped by expert: sorted, spread and summed back, and the matmuls of such groups.
 
     grouped_mm:        c[r] = a[r] @ b[e]                     for the rows r of group e, offsets[e] .. offsets[e + 1]
     grouped_mm_outer:  c[e] = a[r].T @ b[r], summed over r    so that an empty group gives zeros
 
 What differs from a loop over groups:
-- Where the groups lie is known to the device alone. No host waits to learn it, and a CUDA graph can hold it all. The
-  grid covers the most tiles that any split of the rows can need; programs past the last tile end at once.
+- Only the device knows where the groups lie. Nothing synchronises, and a CUDA graph can hold it all. The grid covers the
+  most tiles that any split of the rows can need; programs past the last tile end at once.
 - The sort is a counting sort, stable, in two kernels. Nothing here is added atomically or in an order that varies.
 
-bf16 on Hopper and datacenter Blackwell takes torch's grouped product (CUTLASS). On an H200, at 8 experts (32768 rows,
-H 2048, I 7168) and at 64 (65536 rows, I 768), a Triton grouped_mm with TMA made the whole layer as fast within the
-spread of the clock. With the gather of x inside it, it lost; with the gated unit inside it took 1.02 and 0.92 of the
-time of the two apart, with the gated unit's backward inside it twice that. grouped_mm_outer took 1.06 to 1.28.
+bf16 on Hopper and datacenter Blackwell takes torch's grouped matmul (CUTLASS), which is as fast as one in Triton with TMA.
 Sums are fp32 (fp64 for fp64); fp32 factors are rounded to TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
 """
 
@@ -268,12 +265,12 @@ def _outer_kernel(
 
 @functools.cache
 def _is_datacenter(index: int | None) -> bool:
-    """True on Hopper and datacenter Blackwell: elsewhere torch's grouped product waits for the sizes and loops."""
+    """True on Hopper and datacenter Blackwell: elsewhere torch's grouped matmul synchronises and loops."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
 def _cutlass(a: Tensor, b: Tensor) -> bool:
-    """True if torch's grouped product is to be taken: it is made for bf16 and rows of whole 16 bytes."""
+    """True if torch's grouped matmul is to be taken: it is made for bf16 and rows of whole 16 bytes."""
     return (
         a.dtype == torch.bfloat16
         and a.device.type == "cuda"
@@ -286,7 +283,7 @@ def _cutlass(a: Tensor, b: Tensor) -> bool:
 def _options(a: Tensor) -> dict:
     cuda = a.device.type == "cuda"
     wide = cuda and a.element_size() == 2 and _is_datacenter(a.device.index)
-    block_m, block_n, block_k, warps, stages = _WIDE if wide else _TILES[a.element_size()]
+    block_m, block_n, block_k, warps, stages = _LARGE if large else _TILES[a.element_size()]
     return dict(
         TF32=cuda and torch.backends.cuda.matmul.allow_tf32,
         ACC=tl.float64 if a.dtype == torch.float64 else tl.float32,
@@ -321,7 +318,7 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     return c
 
 
-# torch.compile sees each product as one opaque op: what decides between the engines is not traceable.
+# torch.compile sees each matmul as one opaque op: what decides between the engines is not traceable.
 
 
 @torch.library.custom_op("ligermodels::grouped_mm", mutates_args=())

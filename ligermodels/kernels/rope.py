@@ -386,8 +386,8 @@ def rope_qk(
     fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
     if not fits or q.dtype != k.dtype or q.device != k.device or not q.is_floating_point():
         raise InputError(
-            f"rope_qk: q has {describe(q)}, k has {describe(k)}; expected [B, S, heads, D] of the same B, S, D, floating "
-            "dtype and device. Is the head dim before the sequence, as attention kernels like it?"
+            f"rope_qk: q has {describe(q)}, k has {describe(k)}; expected [B, S, heads, D] of the same B, S, D, "
+            "floating dtype and device. Is the head dim before the sequence, as attention kernels like it?"
         )
     angles = _angles("rope_qk", q, operator.index(q.shape[3]), cos, sin, position_ids, sections)
     if not use_triton(q):
