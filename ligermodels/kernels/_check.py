@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
@@ -17,4 +18,14 @@ def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside
         expected = f"floating point {tuple(shape)} on {other.device}"
         raise InputError(
             f"{where}: {name} has {describe(x)}; expected {expected}, beside {beside} {tuple(other.shape)}."
+        )
+
+
+def check_labels(labels: Tensor, valid: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raises where a label that is `valid`, not ignore_index, is no class; for references, since it synchronises."""
+    wrong = valid & ((labels < 0) | (labels >= vocab))
+    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
+        raise InputError(
+            f"labels hold {labels[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
+            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
         )

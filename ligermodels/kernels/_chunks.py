@@ -10,22 +10,10 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, accumulate_grad, is_marked, scale_
-from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import accumulator, tl, triton
+from ligermodels.kernels._triton import accumulator
 
 CHUNK_BYTES = 512 * 2**20
 """The default workspace for the logits of a chunk."""
-
-
-@triton.jit
-def _gather_kernel(x, source, out, row_stride, H, BLOCK: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    at = tl.load(source + r)
-    readable = tl.where(at < 0, 0, H)
-    for start in range(0, H, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        row = tl.load(x + at * row_stride + columns, mask=columns < readable, other=0.0)
-        tl.store(out + r * H + columns, row, mask=columns < H)
 
 
 def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
@@ -37,10 +25,7 @@ def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
 
 def gather(x: Tensor, source: Tensor) -> Tensor:
     """x [N, H] -> rows x[source], and zeros where source is negative: zeros even if x holds NaN."""
-    out = torch.empty(source.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    if out.numel():
-        launch(_gather_kernel, (source.shape[0],), x, source, out, x.stride(0), x.shape[1], 1024)
-    return out
+    return x.index_select(0, source.clamp(min=0)).masked_fill_(source[:, None] < 0, 0)
 
 
 def compact(labels: Tensor, limit: int, ignore_index: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -234,7 +234,7 @@ def _mlp(
     w2, b2 = linear_operands(where, "x", x, inner // 2 if packed else inner, w2, b2, layers[-1])
     x = x.to(w2.dtype)  # under autocast, as F.linear would
     triton = use_triton(x)
-    run = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
+    run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
         one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two chunks cost more than that memory is worth

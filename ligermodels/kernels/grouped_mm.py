@@ -4,11 +4,11 @@
     grouped_mm_outer:  c[e] = a[r].T @ b[r], summed over r    so that an empty group gives zeros
 
 What differs from a loop over groups:
-- Only the device knows where the groups lie. Nothing synchronises, and a CUDA graph can hold it all. The grid covers the
-  most tiles that any split of the rows can need; programs past the last tile end at once.
+- Only the device knows where the groups lie. Nothing synchronises, and a CUDA graph can hold it all. The grid covers
+  the most tiles that any split of the rows can need; programs past the last tile end at once.
 - The sort is a counting sort, stable, in two kernels. Nothing here is added atomically or in an order that varies.
 
-bf16 on Hopper and datacenter Blackwell takes torch's grouped matmul (CUTLASS), which is as fast as one in Triton with TMA.
+bf16 on Hopper and datacenter Blackwell takes torch's grouped matmul (CUTLASS), as fast as one in Triton with TMA.
 Sums are fp32 (fp64 for fp64); fp32 factors are rounded to TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
 """
 
@@ -178,7 +178,7 @@ def combine(out: Tensor, rows: Tensor, top_k: int, weights: Tensor | None = None
 
 _TILES = {8: (16, 16, 16, 4, 1), 4: (64, 64, 32, 4, 3), 2: (128, 128, 64, 8, 3)}
 """Bytes per element -> BLOCK_M, BLOCK_N, BLOCK_K, warps, stages."""
-_WIDE = (128, 256, 64, 8, 3)
+_DATACENTER_TILE = (128, 256, 64, 8, 3)
 """The same for 2 bytes where shared memory is large: 6 to 37 % faster on an H200."""
 
 
@@ -282,8 +282,8 @@ def _cutlass(a: Tensor, b: Tensor) -> bool:
 
 def _options(a: Tensor) -> dict:
     cuda = a.device.type == "cuda"
-    wide = cuda and a.element_size() == 2 and _is_datacenter(a.device.index)
-    block_m, block_n, block_k, warps, stages = _LARGE if large else _TILES[a.element_size()]
+    datacenter = cuda and a.element_size() == 2 and _is_datacenter(a.device.index)
+    block_m, block_n, block_k, warps, stages = _DATACENTER_TILE if datacenter else _TILES[a.element_size()]
     return dict(
         TF32=cuda and torch.backends.cuda.matmul.allow_tf32,
         ACC=tl.float64 if a.dtype == torch.float64 else tl.float32,

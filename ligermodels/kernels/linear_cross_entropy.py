@@ -158,7 +158,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         tensors = x, weight, bias, labels, class_weight, num_items
         if torch.compiler.is_compiling():
-            out = call_opaque(_run_op, _like, *tensors, *options, *settings, *needs)
+            out: Any = call_opaque(_run_op, _like, *tensors, *options, *settings, *needs)
         else:
             out = _run(*tensors, options, settings, needs, is_marked(weight) and weight.grad is not None)
         stash(ctx, out[5:], weight)

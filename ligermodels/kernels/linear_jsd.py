@@ -200,11 +200,13 @@ def _like(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upst
     undivided, forward = _undivided(options, settings, needs), upstream is None
     dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
     loss_shape = x.shape[:1] if options.reduction == "none" else ()
-    wanted = forward, forward and parts, forward and parts and labels is not None
+    with_hard = parts and labels is not None
     dweight_dtype = settings.sum_dtype(weight) if undivided else weight.dtype
     dbias_dtype = accumulator(settings.dtype) if undivided or bias is None else bias.dtype
     return _Results(
-        *(x.new_empty(loss_shape, dtype=dtype) if want else None for want in wanted),
+        x.new_empty(loss_shape, dtype=dtype) if forward else None,
+        x.new_empty(loss_shape, dtype=dtype) if forward and parts else None,
+        x.new_empty(loss_shape, dtype=dtype) if forward and with_hard else None,
         x.new_empty(x.shape) if needs[0] else None,
         weight.new_empty(weight.shape, dtype=dweight_dtype) if needs[1] else None,
         weight.new_empty(weight.shape[:1], dtype=dbias_dtype) if needs[2] else None,

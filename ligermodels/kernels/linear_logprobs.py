@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import check_labels
 from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, call_opaque, check_head, present
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import accumulate_grad, target
@@ -50,12 +51,7 @@ def linear_logprobs_reference(
     """What `linear_logprobs` computes, in plain PyTorch, which holds all logits."""
     vocab = weight.shape[0]
     valid = labels != ignore_index
-    wrong = valid & ((labels < 0) | (labels >= vocab))
-    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
-        raise InputError(
-            f"labels hold {labels[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
-            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
-        )
+    check_labels(labels, valid, vocab, ignore_index)
     logits = F.linear(x, weight, bias)
     logits = logits.to(accumulator(logits.dtype)).masked_fill(~valid[..., None], 0)
     if softcap is not None:

@@ -8,8 +8,8 @@ What differs from a loop over experts:
 - A counting sort in two small kernels puts each expert's rows together, in token order; every matmul runs over all
   experts at once. Nothing synchronises, nothing is added atomically: results are the same bit for bit each time.
 - Tokens gather: a kernel sums each token's k rows in fp32, weighted, and rounds once. The same kernel computes dx.
-- Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed; not the
-  sorted x, h = act(gate) * up, or the experts' outputs. The gradient of a weight is <dy @ down, h>, taken row by row
+- Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed; not
+  the sorted x, h = act(gate) * up, or the experts' outputs. The gradient of a weight is <dy @ down, h>, row by row,
   where one kernel reads (gate_up, dh), writes d_gate_up, and leaves weight * h in the place of dh, for d_down.
 - Under activation checkpointing, the second run of the block ends once everything is saved again, before h, the down
   projection and the sum: `_Experts` saves all there is, `_Combine` nothing.
@@ -335,8 +335,9 @@ def moe_experts(
         or not (autocast or x.dtype == gate_up_proj.dtype == down_proj.dtype)
     ):
         raise InputError(
-            f"moe_experts: x has {describe(x)}, gate_up_proj {describe(gate_up_proj)}, down_proj {describe(down_proj)}; "
-            "expected [T, H], [E, 2I, H] and [E, H, I] on one device, outside torch.autocast of one dtype."
+            f"moe_experts: x has {describe(x)}, gate_up_proj {describe(gate_up_proj)}, down_proj "
+            f"{describe(down_proj)}; expected [T, H], [E, 2I, H] and [E, H, I] on one device, and of one dtype "
+            "outside torch.autocast."
         )
     if (
         weights.dim() != 2

@@ -73,6 +73,7 @@ def add_rms_norm(
     """
     check(x, residual, weight, None, "add_rms_norm")
     if not use_triton(x) or x.shape[-1] > MAX_WIDTH[0]:
-        options = dict(eps=eps, offset=offset, cast_before_weight=cast_before_weight)
-        return add_rms_norm_reference(x, residual, weight, **options)
+        return add_rms_norm_reference(
+            x, residual, weight, eps=eps, offset=offset, cast_before_weight=cast_before_weight
+        )
     return norm(x, residual, weight, None, eps, offset, False, cast_before_weight)
