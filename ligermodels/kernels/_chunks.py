@@ -244,7 +244,7 @@ def check_head(
         )
     vocab = weight.shape[0]
     if bias is not None and (bias.shape != (vocab,) or bias.device != x.device):
-        raise InputError(f"bias {tuple(bias.shape)} on {bias.device}; expected [{vocab}] on {x.device}.")
+        raise InputError(f"bias {tuple(bias.shape)} on {bias.device} must be [{vocab}] on {x.device}.")
     dtype = x.dtype
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and not parameter.is_floating_point():

@@ -133,7 +133,7 @@ def backward_kernel(
     """dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd + dtotal, with g = dy * w, and mean(g) only if CENTRED.
 
     A row is one tile of BLOCK columns, or two, of BLOCK and of REST, where one of a power of two would be half empty.
-    This program's share of dw goes to row pid of parts, that of db as many rows behind as there are shares of dw.
+    This program's share of dw goes to row pid of parts, that of db as many rows later as there are shares of dw.
     """
     ACC: tl.constexpr = stats_ptr.dtype.element_ty
     PIECES: tl.constexpr = 2 if REST else 1
@@ -201,8 +201,8 @@ def backward_kernel(
         if DW:
             tl.store(parts_ptr + cols, tl.sum(dw[i], 0), mask=cols < N)
         if DB:
-            behind = tl.num_programs(0).to(tl.int64) * N if DW else 0
-            tl.store(parts_ptr + behind + cols, tl.sum(db[i], 0), mask=cols < N)
+            skipped = tl.num_programs(0).to(tl.int64) * N if DW else 0
+            tl.store(parts_ptr + skipped + cols, tl.sum(db[i], 0), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["n_parts"])

@@ -98,7 +98,7 @@ def adamw_reference(
         if rounding == "stochastic" and held.dtype == torch.bfloat16 and exact.dtype == torch.float32:
             bits = random_bits(exact, stream, seed=seed, number=number, step=step, first=first)
             exact = round_stochastically(exact.contiguous(), bits)
-        if held is not exact:  # a wide one was changed in place
+        if held is not exact:  # an fp32 one was changed in place
             held.copy_(exact)
 
 

@@ -117,7 +117,7 @@ def _backward_kernel(
     scale: tl.constexpr, padding_idx: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, ROWS: tl.constexpr, SPAN: tl.constexpr, UNROLL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of dw: the run up to the first cut, the sums between cuts, and what is left behind the last.
+    """Rows of dw: the run up to the first cut, the sums between cuts, and what is left after the last.
 
     ADD: they are added to those that are there, and rows without an id are not touched."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK

@@ -11,7 +11,7 @@ What differs from a plain flash attention:
 - A softcapped score is bounded. Where exp of the bound fits, no maximum is kept and nothing is ever scaled again.
 - The gradients are sums in a fixed order, without atomics: one kernel makes dq, one dk and dv over all the query
   heads that share a key head (two for heads wider than 128, whose sums do not fit the registers together). Scores
-  are made once more in each, 7 products of tiles for the backward (8 in wide heads) instead of 5.
+  are recomputed in each: 7 matmuls of tiles for the backward (8 in wide heads) instead of 5.
 - Tiles that a loop streams come through the bulk copy engine where there is one (NVIDIA Hopper and later).
 
 Saved for the backward: q, k, v, o and one fp32 number per row and head. Bytes: those read and written once, up to
@@ -191,7 +191,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
-    """The softmax's weights, made again from the scores, and the derivative of the softcap."""
+    """The softmax's weights, recomputed from the scores, and the derivative of the softcap."""
     if CAP is not None:
         capped, slope = _capped(s, SCALE, CAP, dtype)
         return tl.exp2((capped - lse).to(s.dtype)), slope

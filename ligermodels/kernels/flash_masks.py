@@ -14,7 +14,7 @@ from ligermodels.kernels._triton import cdiv, tl, triton
 def span(
     x, shift, limit, ends_ptr, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """[lo, hi) of what token x sees: `before` tokens before x + shift and `after` ones behind it, of `limit`."""
+    """[lo, hi) of what token x sees: `before` tokens before x + shift and `after` ones after it, of `limit`."""
     lo = x * 0
     hi = lo + limit
     if PACKED:

@@ -44,7 +44,7 @@ from ligermodels.kernels.linear import matmul
 
 def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     gate, up = (t.to(accumulator(t.dtype)) for t in (gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)))
-    return (ACTIVATIONS[activation](gate) * up).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate.contiguous()) * up).to(gate_up.dtype)
 
 
 def glu_linear_reference(

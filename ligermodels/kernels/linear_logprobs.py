@@ -5,7 +5,7 @@
 
 What preference losses and policy gradients stand on. A log probability is minus the loss of `cross_entropy`, and the
 same kernel computes it, chunk by chunk of tokens over one workspace [C, V] as in `linear_cross_entropy`. But each
-token has its own upstream gradient here, which is known in backward only. So forward keeps two numbers per token, and
+token has its own upstream gradient here, which is known in backward only. So forward saves two numbers per token, and
 backward computes the logits of each chunk again, writes their gradient where they lie,
 
     dz_c = g ([c = y] - p_c) - h p_c (log p_c + entropy)            g, h: gradients of log p and of the entropy
