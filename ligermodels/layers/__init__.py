@@ -6,7 +6,6 @@ addition is part of the norm's kernel; attention and MLPs map x to x. Linear mod
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.batch import Batch, CrossStates
-from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
 from ligermodels.layers.cross_attention import CrossAttention
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.head import LMHead
@@ -36,7 +35,6 @@ __all__ = [
     "MLP",
     "Attention",
     "Batch",
-    "BitLinear",
     "CrossAttention",
     "CrossEntropyLoss",
     "CrossStates",
@@ -56,7 +54,6 @@ __all__ = [
     "LinearORPOLoss",
     "LinearSimPOLoss",
     "MoE",
-    "PackedBitLinear",
     "PreferenceOutput",
     "RMSNorm",
     "RotaryEmbedding",

@@ -40,10 +40,10 @@ def assert_same(module, actual, expected):
     assert all(grad.abs().sum() > 0 for grad in ours.values())
 
 
-@pytest.mark.parametrize("offset, casting", [(0.0, "llama"), (1.0, "gemma")])
+@pytest.mark.parametrize("offset, cast_before_weight", [(0.0, True), (1.0, False)])
 @pytest.mark.parametrize("affine", [True, False])
-def test_rms_norm_adds_and_normalises(offset, casting, affine):
-    norm = L.RMSNorm(6, eps=1e-3, offset=offset, casting=casting, elementwise_affine=affine)
+def test_rms_norm_adds_and_normalises(offset, cast_before_weight, affine):
+    norm = L.RMSNorm(6, eps=1e-3, offset=offset, cast_before_weight=cast_before_weight, elementwise_affine=affine)
     x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     if affine:
         assert (norm.weight + offset == 1).all()
@@ -101,7 +101,7 @@ def test_heads_that_take_turns_are_kept_once(options, monkeypatch):
     layer, x = make_attention(**options), torch.randn(2, 7, 16, dtype=torch.float64)
     kept, gradients = [], []
     for turn in (2**26, 1):
-        monkeypatch.setattr(importlib.import_module("ligermodels.kernels.attention"), "_TURN", turn)
+        monkeypatch.setattr(importlib.import_module("ligermodels.kernels.attention"), "_CHUNK_ELEMENTS", turn)
         memories = {}
 
         def pack(t, memories=memories):
@@ -116,7 +116,7 @@ def test_heads_that_take_turns_are_kept_once(options, monkeypatch):
     torch.testing.assert_close(*gradients)
     layer.o_proj.register_forward_hook(lambda *_: None)  # who may keep the whole
     module, calls = importlib.import_module("ligermodels.kernels.attention"), []
-    monkeypatch.setattr(module, "_in_turns", lambda *_: calls.append(1))
+    monkeypatch.setattr(module, "_by_head_chunks", lambda *_: calls.append(1))
     layer(x, batch_of(7))
     assert not calls
 

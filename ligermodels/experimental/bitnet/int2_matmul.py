@@ -1,21 +1,16 @@
-"""Products of int8 activations with ternary weights, four of which share a byte, as BitNet b1.58 computes a layer.
+"""int8 activations times ternary weights, four of which share a byte, as BitNet b1.58 computes a layer. Experimental.
 
     out[m, n] = sum over k of a[m, k] * w[n, k], times scale_a[m] * scale_w[n], plus bias[n]
 
 A packed weight is uint8 [R, K] with R = ceil(N / 4): bits 2i, 2i + 1 of byte (r, k) hold w[i * R + r, k] + 1. It is
 the layout that transformers packs BitNet checkpoints in, so theirs load as they are.
 
-What differs from a matrix product that unpacks:
-- A byte is read once and gives four rows of the weight, which meet the same activations: four products per tile of
-  each operand. Four bytes are unpacked at a time in one register.
-- Sums are exact, in int32; so the split of K among programs changes nothing, and runs are equal bit by bit.
-- The scales, the bias and the rounding to the output's dtype happen where the sum is, not in a pass over int32.
-- No size is tuned for at run time; any M, N and K works, since every tile's edge is masked.
+What differs from a matmul that unpacks first:
+- A byte is read once and gives four rows of the weight, which meet the same activations.
+- Sums are exact, in int32, so that the split of K among programs changes no bit.
+- Scales, bias and the rounding to the output's dtype are applied to the sum in registers.
 
-Bytes, for few rows: R K of the weight, which is a quarter of int8's and an eighth of bf16's. On an H200 at N 14336,
-K 4096 and 1, 8, 64, 512, 4096 rows: 7.3, 11.4, 17.1, 75, 492 us, the first 0.47 of the rate of those bytes, the last
-0.49 of the int8 peak; a bf16 product by cuBLAS takes 30, 30, 32, 90, 600, torch._int_mm (at least 32 rows) 19, 19, 24,
-91, 541 without the scales.
+Bytes read, for few rows: R K of the weight, a quarter of int8's and an eighth of bf16's.
 
 Source: Ma et al. 2024, https://arxiv.org/abs/2402.17764; layout and rounding as in integrations/bitnet.py of
 https://github.com/huggingface/transformers.
@@ -27,10 +22,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.experimental.bitnet.quantize import has_ptx
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     cdiv,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     num_sms,
@@ -38,13 +33,12 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.kernels.quantize import has_ptx
 
 
 def pack_int2(w: Tensor) -> Tensor:
     """w: [N, K] of -1, 0 and 1, in any integer or floating dtype -> uint8 [ceil(N / 4), K]. w stays as it is.
 
-    Raises InputError for another value; since packing is done once, it waits for the device to look.
+    Raises InputError for another value; it synchronises to look.
     """
     if w.dim() != 2:
         raise InputError(f"pack_int2: w has shape {tuple(w.shape)}; expected [N, K], a row per output feature")
@@ -225,12 +219,12 @@ def _finish_kernel(
 
 
 _VECTORS = 2
-"""Rows of a up to which the vector kernel runs; 4 take 18 us in it at the sizes above, and 11.4 on tensor cores."""
+"""Rows of a up to which the vector kernel runs; with 4 the tensor cores are faster."""
 _TILES = ((16, 16, 64, 128, 4, 4), (32, 32, 64, 128, 4, 4), (64, 64, 64, 128, 4, 4))
 """Rows of a up to which BLOCK_M, BLOCK_R, BLOCK_K, warps and stages hold, with K split so that the programs are twice
 the multiprocessors."""
 _LARGE = (64, 64, 128, 4, 4)
-"""With the whole of K per program; larger tiles took 8 to 16 % longer."""
+"""With the whole of K per program."""
 
 
 def _options(scale_a: Tensor | None, scale_w: Tensor | None, bias: Tensor | None) -> tuple[bool, int, bool]:
@@ -256,30 +250,29 @@ def _matmul(
         return out
     options, asm = _options(scale_a, scale_w, bias), has_ptx(a)
     scales = tuple(a if t is None else t.contiguous() for t in (scale_a, scale_w, bias))
-    with device_guard(a):
-        if n_rows <= _VECTORS and _in_words(a) and _in_words(packed):
-            launch(
-                _vector_kernel, (cdiv(R, 2), 1), out, a.view(torch.int32), packed.view(torch.int32), *scales,
-                n_rows, width, R, K // 4, a.stride(0) // 4, packed.stride(0) // 4, *options,
-                next_power_of_2(n_rows), 2, 256, asm, num_warps=2,
-            )  # fmt: skip
-            return out
-        block_m, block_r, block_k, warps, stages = next((tile[1:] for tile in _TILES if n_rows <= tile[0]), _LARGE)
-        tiles = cdiv(n_rows, block_m) * cdiv(R, block_r)
-        split = 1
-        if n_rows <= _TILES[-1][0]:
-            split = max(1, min(2 * num_sms(a.device.index) // tiles, cdiv(K, 4 * block_k), 16))
-        parts = out if split == 1 else torch.empty((split, n_rows, width), dtype=torch.int32, device=a.device)
+    if n_rows <= _VECTORS and _in_words(a) and _in_words(packed):
         launch(
-            _matmul_kernel, (tiles * split,), parts, a, packed, *scales,
-            n_rows, width, R, K, a.stride(0), packed.stride(0), *(options if split == 1 else (False, 0, False)),
-            split, block_m, block_r, block_k, 8, asm, num_warps=warps, num_stages=stages,
+            _vector_kernel, (cdiv(R, 2), 1), out, a.view(torch.int32), packed.view(torch.int32), *scales,
+            n_rows, width, R, K // 4, a.stride(0) // 4, packed.stride(0) // 4, *options,
+            next_power_of_2(n_rows), 2, 256, asm, num_warps=2,
         )  # fmt: skip
-        if split > 1:
-            launch(
-                _finish_kernel, (cdiv(width, 512), n_rows), out, parts, *scales, n_rows, width, *options, split, 512,
-                num_warps=4,
-            )  # fmt: skip
+        return out
+    block_m, block_r, block_k, warps, stages = next((tile[1:] for tile in _TILES if n_rows <= tile[0]), _LARGE)
+    tiles = cdiv(n_rows, block_m) * cdiv(R, block_r)
+    split = 1
+    if n_rows <= _TILES[-1][0]:
+        split = max(1, min(2 * num_sms(a.device.index) // tiles, cdiv(K, 4 * block_k), 16))
+    parts = out if split == 1 else torch.empty((split, n_rows, width), dtype=torch.int32, device=a.device)
+    launch(
+        _matmul_kernel, (tiles * split,), parts, a, packed, *scales,
+        n_rows, width, R, K, a.stride(0), packed.stride(0), *(options if split == 1 else (False, 0, False)),
+        split, block_m, block_r, block_k, 8, asm, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    if split > 1:
+        launch(
+            _finish_kernel, (cdiv(width, 512), n_rows), out, parts, *scales, n_rows, width, *options, split, 512,
+            num_warps=4,
+        )  # fmt: skip
     return out
 
 

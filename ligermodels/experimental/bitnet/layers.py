@@ -1,4 +1,4 @@
-"""BitNet b1.58: linear layers whose weights are -1, 0 and 1 times one number, and whose inputs are int8.
+"""BitNet b1.58, experimental: linear layers whose weights are -1, 0 and 1 times one number, and whose inputs are int8.
 
 - BitLinear trains: it holds the weight in floating point, rounds it and its input at every call, and passes the
   gradient through the rounding as if there were none (the straight-through estimator).
@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.int2_matmul import int2_matmul, pack_int2
-from ligermodels.kernels.quantize import quantize_int8
+from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, pack_int2
+from ligermodels.experimental.bitnet.quantize import quantize_int8
 
 MEAN_EPS = 1e-5
 """Below it the mean |w| of a weight counts as this, as in the reference implementation."""

@@ -1,9 +1,8 @@
-"""Activations as int8, each row by its own largest value.
+"""Activations as int8, each row by its own largest value. Experimental.
 
     scale = max |x| / 127                q = round(x / scale), half to even
 
-One launch reads a row twice, from memory once, and writes a quarter to a half of it; in eager torch this takes six
-passes. Whether transformers or this rounds a row, the int8 are the same, bit for bit.
+One launch reads a row twice, from memory once. The int8 are those of transformers, bit for bit.
 
 Source: Ma et al. 2024, https://arxiv.org/abs/2402.17764; rounding and eps as in integrations/bitnet.py of
 https://github.com/huggingface/transformers.
@@ -19,7 +18,6 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     INTERPRET,
     accumulator,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     tl,
@@ -97,9 +95,8 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(x.shape[:-1], dtype=accumulator(x.dtype), device=x.device)
     if rows.shape[0]:
         block = min(8192, next_power_of_2(max(1, width)))
-        with device_guard(x):
-            launch(
-                _quantize_kernel, (rows.shape[0],), q, scale, rows, rows.stride(0), ABSMAX_EPS, width, block,
-                has_ptx(x), num_warps=max(1, min(16, block // 512)),
-            )  # fmt: skip
+        launch(
+            _quantize_kernel, (rows.shape[0],), q, scale, rows, rows.stride(0), ABSMAX_EPS, width, block,
+            has_ptx(x), num_warps=max(1, min(16, block // 512)),
+        )  # fmt: skip
     return q, scale
