@@ -361,7 +361,9 @@ def test_an_adapter_is_told_once(on_a_gpu):
         llama(), "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj"
     )
     (message,) = warned(lambda: [model(IDS, labels=IDS) for _ in range(2)])
-    assert message.startswith(f"Attention calls q_proj as a module, because of {ADAPTER}. It is not fused with k_proj, v_proj")
+    assert message.startswith(
+        f"Attention calls q_proj as a module, because of {ADAPTER}. It is not fused with k_proj, v_proj"
+    )
     assert "model.fusion_report()" in message
 
 
