@@ -1,4 +1,4 @@
-"""What a model's parameters are called on disk, loading them and giving them out again.
+"""The table of a model's names on disk; loading a model's parameters and exporting them.
 
 A parameter's name on disk is its own, unless the table of its architecture says otherwise:
 
@@ -7,7 +7,7 @@ A parameter's name on disk is its own, unless the table of its architecture says
      "model.visual.{rest}": "visual.{rest}"}
 
 `{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is what remains of the name. Keys match whole names; of
-several that match, the first one counts. A source with `{e}` is one of those that are stacked on dim 0. A tuple cuts
+several that match, the first one counts. A source with `{e}` is one of those that are stacked on dim 0. A tuple splits
 the rows into as many equal parts, in that order.
 
 The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box,
@@ -20,10 +20,11 @@ import re
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
 
@@ -171,15 +172,15 @@ def load(
     *,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
-    progress: bool | Literal["force"] = True,
+    progress: bool = True,
     ignore: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
     also: Iterable[Table] = (),
 ) -> None:
-    """Gives the parameters of `model`, all on the meta device, their memory on `device` and their values.
+    """Allocates the parameters of `model`, all on the meta device, on `device`, and reads their values.
 
     dtype: that of all parameters, by default each one's own.
-    progress: a bar over bytes on stderr if that is a terminal; "force" shows it anyway.
+    progress: shows a bar over bytes on stderr if that is a terminal.
     ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
     also: tables of other layouts that are read as well; see `layout`.
     Copies one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
@@ -191,10 +192,12 @@ def load(
     check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
     check_tied(model, table, reader, tied)
     boxes = {region.source: region for region in regions(model, table)}
-    _allocate(model, torch.device(device), dtype)
+    _allocate(model, device, dtype)
     params = dict(model.named_parameters())
     finite: dict[str, Tensor] = {}
-    with torch.no_grad(), _bar(sum(reader.headers[name].nbytes for name in boxes), progress) as bar:
+    total = sum(reader.headers[name].nbytes for name in boxes)
+    disable = None if progress else True  # None: unless stderr is a terminal
+    with torch.no_grad(), tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable) as bar:
         for name in reader.headers:
             if name in boxes:
                 box = params[boxes[name].param][boxes[name].index]
@@ -343,24 +346,14 @@ def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
         )
 
 
-def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+def _allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
     for name, module in model.named_modules():
         rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
         assert rebuilds, f"{name} has buffers but no _apply of its own"
     for name, param in model.named_parameters():
         assert param.is_meta, f"load() fills models on the meta device; {name} is on {param.device}"
         param.data = param.data.to(dtype or param.dtype)
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device))
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        assert not tensor.is_meta, f"{name} is still on the meta device"
-
-
-def _bar(total: int, progress: bool | Literal["force"]) -> Any:
-    from tqdm import tqdm
-
-    # tqdm reads disable=None as: unless stderr is a terminal.
-    disable = None if progress is True else not progress
-    return tqdm(desc="Loading weights", total=total, unit="B", unit_scale=True, disable=disable)
+    model.to_empty(device=device)
 
 
 # (a name among the unexpected ones, what it means)
