@@ -23,7 +23,7 @@ from ligermodels.conversion import MismatchError, Options, convert, inspect, pip
 from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.sources import FolderSource, View
 from ligermodels.errors import CheckpointError, HubError, InputError
-from tests.children import Child
+from tests.processes import Child
 from tests.conversion.layouts import SIZES, write_mistral, write_native
 
 EXTRA = {
