@@ -174,8 +174,16 @@ def test_a_file_and_subfolders(tmp_path):
 # Downloading
 
 
-def test_only_what_is_needed_is_fetched_from_one_commit(server):
-    folder = hub.resolve(REPO)
+def test_only_what_is_needed_is_fetched_from_one_commit(server, monkeypatch):
+    revisions, real = [], huggingface_hub.snapshot_download
+
+    def download(*args, revision, **options):
+        revisions.append(revision)
+        return real(*args, revision=revision, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    folder = hub.resolve(REPO, revision="main")
+    assert revisions == ["main", "main", OLD], "the cache, the index, and the shards of the same commit"
     assert folder == server.snapshot and files_in(folder) == fetched(server) == NEEDED
     with open_checkpoint(folder) as reader:
         assert float(reader.read("x1")[0]) == 1.0
