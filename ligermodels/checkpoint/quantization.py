@@ -433,7 +433,9 @@ class _Without:
 
     def __init__(self, reader: Any, left_out: Iterable[str]):
         self.source, self.read = reader.source, reader.read
-        self.headers = {name: info for name, info in reader.headers.items() if name not in set(left_out)}
+        self.headers = dict(reader.headers)
+        for name in left_out:
+            self.headers.pop(name, None)
 
 
 def _saved_parts(boxes: Iterable[weights.Region], names: Iterable[str]) -> dict[str, dict[str, str]]:

@@ -66,8 +66,8 @@ def check_file(path: Path, home: Path | None = None) -> os.stat_result:
 def companion_files(folder: Path, target: Path | None = None) -> dict[str, Path]:
     """{name: path} of the tokenizer, template and processor files in `folder`. Raises as `check_file`.
 
-    target: a folder that they are to be saved to. What it holds already stays out: a file of that name, and, where
-    there is a tokenizer, all files of one. Its user has saved it there, with added tokens perhaps.
+    target: the folder that they are to be saved to. Files that it holds already are left out and, if a tokenizer is
+    among them, all files of the tokenizer: the user has saved one there, perhaps with added tokens.
     """
     present = _found(target, COMPANIONS) if target is not None else {}
     skipped = (*TOKENIZER, *TEMPLATES) if any(name in present for name in TOKENIZER) else ()
@@ -231,7 +231,7 @@ def read_pickle(path: Path, home: Path | None = None) -> dict[str, Tensor]:
 class _FolderReader:
     """The tensors of a checkpoint folder: a context manager and a `weights.Reader`.
 
-    headers: {name: TensorInfo} in file order, without what wrappers put into the names. places: {name: file}.
+    headers: {name: TensorInfo} in file order, without the prefixes of wrappers. places: {name: file}.
     metadata: the first file's. With an index, what it does not name is not part of the checkpoint.
     Raises CheckpointError for an index or file that is missing, damaged or not what its name says, and for a folder
     that was replaced meanwhile; HubError for one that cannot be read.

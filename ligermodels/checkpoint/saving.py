@@ -103,7 +103,7 @@ def absolute(path: str | Path) -> Path:
 
 
 def check_target(target: Path, overwrite: bool) -> bool:
-    """Whether the folder has to be filled where it is, since it cannot be renamed.
+    """Whether the folder has to be filled in place, since it cannot be renamed.
 
     Raises CheckpointError, HubError or PermissionError if it may not be filled.
     """
@@ -217,7 +217,7 @@ def _move_files(staging: Path, target: Path) -> None:
 
 
 def _swap(staging: Path, target: Path) -> None:
-    """Puts `staging` in the place of `target`, with what else was there, neither weights nor new."""
+    """Puts `staging` in the place of `target`; files of `target` other than its weights stay, unless they are new."""
     old = staging.with_name(f"{staging.name}-old")
     if target.is_dir():
         shutil.copymode(target, staging)
@@ -240,7 +240,7 @@ def _swap(staging: Path, target: Path) -> None:
 
 
 def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
-    """Gives `new` what it lacks of the files in `old`, its weights aside: the same files, under one more name each."""
+    """Hard-links into `new` the files of `old` that it lacks, except the weights."""
     for path in old.iterdir():
         place = new / path.name
         if path.is_dir() and not path.is_symlink() and (place.is_dir() or not os.path.lexists(place)):

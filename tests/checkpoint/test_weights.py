@@ -190,7 +190,7 @@ def test_patterns_match_whole_names():
 def test_tables_that_cannot_be():
     with pytest.raises(ValueError, match=r"put model\.norm\.weight in two places"):
         weights.regions(on_meta(), {"lm_head.weight": "model.norm.weight"})
-    with pytest.raises(ValueError, match=r"lm_head\.weight \[32, 16\] cannot be cut into 3 equal parts"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight \[32, 16\] cannot be split into 3 equal parts"):
         weights.regions(on_meta(), {"lm_head.weight": ("a", "b", "c")})
 
 
@@ -333,7 +333,7 @@ def test_wrong_shapes():
             lambda n: n.removeprefix("model.").replace("self_attn.q_proj", "attn.qkv_proj"),
             "`ligermodels convert OLD NEW`",
         ),
-        (lambda n: "language_model." + n, "larger model that holds this one behind 'language_model.'"),
+        (lambda n: "language_model." + n, "larger model that holds this one under 'language_model.'"),
         (lambda n: n.removeprefix("model."), "bare model, saved without its head: its names lack 'model.'"),
         (lambda n: n.replace("layers.1", "layers.5"), "6 layers on disk, 2 expected"),
         (lambda n: n.replace("lm_head", "score"), "set tie_word_embeddings"),

@@ -23,8 +23,8 @@ from ligermodels.conversion import MismatchError, Options, convert, inspect, pip
 from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.sources import FolderSource, View
 from ligermodels.errors import CheckpointError, HubError, InputError
-from tests.processes import Child
 from tests.conversion.layouts import SIZES, write_mistral, write_native
+from tests.processes import Child
 
 EXTRA = {
     "mixtral": {"num_local_experts": 2}, "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 4},
