@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import re
+import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
@@ -212,8 +213,11 @@ def read_pickle(path: Path, home: Path | None = None) -> dict[str, Tensor]:
     check_file(path, home)
     with read_errors(path), path.open("rb") as file:
         start = file.read(64)
-    try:  # torch before 1.6 wrote no zip files, which cannot be mapped
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's remarks on a file that is then refused
+            # Only a zip file can be mapped; torch before 1.6 wrote none.
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except Exception as error:  # of any kind: the file chooses what the unpickler runs into
         foreign = _file_kind(start) if start[:2] not in (b"PK", b"\x80\x02") else None
         kind = foreign or "it asks for more than tensors, or is damaged or cut short; do not trust it."
