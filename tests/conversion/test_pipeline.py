@@ -25,7 +25,7 @@ from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, HubError, InputError
-from tests.children import Child
+from tests.processes import Child
 from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_native
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.training.adamw import AdamW
-from tests.children import Child
+from tests.processes import Child
 
 BF16 = dict(dtype=torch.bfloat16)
 EXACT = dict(master_weights=True, state_dtype=torch.float32)

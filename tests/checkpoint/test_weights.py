@@ -3,9 +3,7 @@
 import itertools
 import json
 import random
-import subprocess
-import sys
-import textwrap
+import weakref
 from pathlib import Path
 
 import pytest
@@ -192,7 +190,7 @@ def test_patterns_match_whole_names():
 def test_tables_that_cannot_be():
     with pytest.raises(ValueError, match=r"put model\.norm\.weight in two places"):
         weights.regions(on_meta(), {"lm_head.weight": "model.norm.weight"})
-    with pytest.raises(ValueError, match=r"lm_head\.weight \[32, 16\] cannot be cut into 3 equal parts"):
+    with pytest.raises(ValueError, match=r"lm_head\.weight \[32, 16\] cannot be split into 3 equal parts"):
         weights.regions(on_meta(), {"lm_head.weight": ("a", "b", "c")})
 
 
@@ -220,10 +218,9 @@ def test_a_wrapped_model_has_the_same_names_on_disk():
 # Loading
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype, shards", [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 7)])
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("shards", [1, 2, 7])
 def test_round_trip_returns_the_same_bits(tmp_path, poison, dtype, tied, stacked, shards):
     model = on_meta(tied, stacked, dtype)
     tensors = random_tensors(model, dtype)
@@ -234,33 +231,33 @@ def test_round_trip_returns_the_same_bits(tmp_path, poison, dtype, tied, stacked
     assert all(same_bits(back.read(name), tensor) for name, tensor in tensors.items())
 
 
-def test_tensors_are_read_once_in_file_order(tmp_path):
+def test_tensors_are_read_once_in_file_order_and_held_one_at_a_time(tmp_path):
     reader = save(tmp_path, random_tensors(on_meta()), shards=3)
-    order, read = [], reader.read
-    reader.read = lambda name: order.append(name) or read(name)
-    weights.load(on_meta(), TABLE, reader, device="cpu")
-    assert order == list(reader.headers) and len(set(order)) == len(order)
+    held, real = {}, reader.read
+
+    def read(name):
+        assert all(reference() is None for reference in held.values())
+        tensor = real(name)
+        held[name] = weakref.ref(tensor)
+        return tensor
+
+    reader.read = read
+    weights.load(on_meta(), TABLE, reader, device="cpu", dtype=torch.bfloat16)
+    assert list(held) == list(reader.headers)
 
 
-def test_dtypes(tmp_path):
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_a_loaded_model(tmp_path, dtype):
+    """Its dtype, whatever is on disk; buffers that are rebuilt; what was frozen stays so."""
     tensors = random_tensors(on_meta(), torch.bfloat16) | {"model.norm.weight": torch.randn(HIDDEN)}
-    reader = save(tmp_path, tensors)
-    for dtype, expected in [(None, torch.float32), (torch.float16, torch.float16)]:
-        model = on_meta()
-        weights.load(model, TABLE, reader, device="cpu", dtype=dtype)
-        assert {param.dtype for param in model.parameters()} == {expected}
-    assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"].half())
-
-
-def test_what_a_loaded_model_keeps_and_has(tmp_path):
     model = on_meta()
     model.model.norm.weight.requires_grad_(False)
-    weights.load(model, TABLE, save(tmp_path, random_tensors(model)), device="cpu")
+    weights.load(model, TABLE, save(tmp_path, tensors), device="cpu", dtype=dtype)
+    assert {param.dtype for param in model.parameters()} == {dtype or torch.float32}
+    assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"].to(dtype or torch.float32))
     assert not any(x.is_meta for x in [*model.parameters(), *model.buffers()])
     assert torch.equal(model.model.rotary_emb.angles, torch.arange(4.0))
     assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["model.norm.weight"]
-    model.lm_head.weight.sum().backward()
-    assert model.lm_head.weight.grad is not None
 
 
 def test_a_model_with_memory_or_orphan_buffers_is_refused(tmp_path):
@@ -271,79 +268,6 @@ def test_a_model_with_memory_or_orphan_buffers_is_refused(tmp_path):
     model.model.norm.register_buffer("steps", torch.empty(1, device="meta"))
     with pytest.raises(AssertionError, match=r"model\.norm has buffers"):
         weights.load(model, TABLE, reader, device="cpu")
-
-
-def test_progress_bar(tmp_path, capfd):
-    reader = save(tmp_path, random_tensors(on_meta()))
-    weights.load(on_meta(), TABLE, reader, device="cpu")
-    weights.load(on_meta(), TABLE, reader, device="cpu", progress=False)
-    assert capfd.readouterr() == ("", "")  # stderr is no terminal here
-    weights.load(on_meta(), TABLE, reader, device="cpu", progress="force")
-    assert "100%" in capfd.readouterr().err
-
-
-MEMORY = """
-    import sys, threading, torch
-    from torch import nn
-    from ligermodels.checkpoint import weights
-    from ligermodels.checkpoint.reading import SafetensorsReader
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(2048, 6 * 2048, bias=False) for _ in range(3))
-
-    def anonymous():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
-
-    def load():
-        with torch.device("meta"):
-            model = Model()
-        reader = SafetensorsReader(sys.argv[1])
-        if sys.argv[3] == "greedy":
-            read, held = reader.read, {}
-            reader.read = lambda name: held.setdefault(name, read(name).clone())
-        weights.load(model, table, reader, device="cpu", dtype=getattr(torch, sys.argv[2]))
-        return model
-
-    table = {"layers.{i}.weight": tuple("layers.{i}.%s.weight" % part for part in "abc")}
-    load()  # what torch imports on first use is not counted
-    start = peak = anonymous()
-    done = threading.Event()
-    def watch():
-        global peak
-        while not done.wait(0.001):
-            peak = max(peak, anonymous())
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    model = load()
-    end = anonymous()
-    done.set()
-    watcher.join()
-    print(peak - start, end - start, sum(p.nbytes for p in model.parameters()))
-"""
-
-
-def load_in_a_process(folder: Path, dtype: str, how: str) -> list[int]:
-    command = [sys.executable, "-c", textwrap.dedent(MEMORY), str(folder), dtype, how]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=True)
-    return [int(word) for word in result.stdout.split()]
-
-
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon")
-def test_host_memory_beyond_the_model_is_below_the_largest_tensor(tmp_path):
-    """302 MB in nine tensors. RssAnon leaves out the mapped pages of the files, which ru_maxrss counts."""
-    largest = 4096 * 2048 * 4
-    tensors = {f"layers.{i}.{part}.weight": torch.ones(4096, 2048) for i in range(3) for part in "abc"}
-    save(tmp_path, tensors, shards=2)
-    for dtype in ("float32", "bfloat16"):
-        peak, end, model = load_in_a_process(tmp_path, dtype, "streaming")
-        assert model == 9 * largest // (1 if dtype == "float32" else 2)
-        assert end > 0.9 * model, "the model itself was not seen"
-        assert peak < model + largest, f"{dtype}: peak {peak >> 20} MiB for a model of {model >> 20} MiB"
-    peak, _, model = load_in_a_process(tmp_path, "bfloat16", "greedy")
-    assert peak > model + 8 * largest, "negative control: holding on to what was read must show"
 
 
 # Checking
@@ -396,12 +320,6 @@ def test_wrong_shapes():
     assert "lm_head.weight is [40, 16]" in complaint(tied, tied=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool, torch.float8_e4m3fn])
-def test_only_floats_are_weights(dtype):
-    message = complaint(random_tensors(on_meta()) | {Q: torch.zeros(16, HIDDEN, dtype=torch.uint8).to(dtype)})
-    assert f"quantised (1): {Q} is {dtype}" in message
-
-
 @pytest.mark.parametrize(
     "rename, words",
     [
@@ -415,7 +333,7 @@ def test_only_floats_are_weights(dtype):
             lambda n: n.removeprefix("model.").replace("self_attn.q_proj", "attn.qkv_proj"),
             "`ligermodels convert OLD NEW`",
         ),
-        (lambda n: "language_model." + n, "larger model that holds this one behind 'language_model.'"),
+        (lambda n: "language_model." + n, "larger model that holds this one under 'language_model.'"),
         (lambda n: n.removeprefix("model."), "bare model, saved without its head: its names lack 'model.'"),
         (lambda n: n.replace("layers.1", "layers.5"), "6 layers on disk, 2 expected"),
         (lambda n: n.replace("lm_head", "score"), "set tie_word_embeddings"),
@@ -446,23 +364,6 @@ def test_a_tied_copy_must_equal_the_embedding(tmp_path):
         reader = save(tmp_path / name, {**tensors, "lm_head.weight": wrong})
         with pytest.raises(CheckpointError, match=r"differs from model\.embed_tokens.*config ties"):
             weights.load(on_meta(tied=True), TABLE, reader, device="cpu", tied=TIED)
-
-
-def test_an_untied_model_without_a_head_is_refused():
-    message = complaint(random_tensors(on_meta(tied=True)))
-    assert "missing (1 of 25): lm_head.weight" in message and "set tie_word_embeddings" in message
-
-
-def test_a_wrong_table_does_not_survive_the_comparison(tmp_path):
-    """Negative control: gate and up exchanged have the right names and shapes, and other bits."""
-    swapped = {ours: theirs if isinstance(theirs, str) else theirs[::-1] for ours, theirs in TABLE.items()}
-    tensors = random_tensors(on_meta())
-    model = on_meta()
-    weights.load(model, swapped, save(tmp_path, tensors), device="cpu")
-    back = dict(weights.export(model, TABLE))
-    assert {name for name in tensors if not same_bits(back[name], tensors[name])} == {
-        f"model.layers.{i}.mlp.{part}_proj.weight" for i in range(LAYERS) for part in ("gate", "up")
-    }
 
 
 # Other layouts on disk
@@ -527,14 +428,6 @@ def test_what_is_missing_is_named_as_the_layout_on_disk_names_it(tmp_path):
         del mixed[name]  # layer 0 stacked, layer 1 not: no table says that
     with pytest.raises(CheckpointError, match=r"missing \(9 of 37\).*\n.*unexpected \(2\): model.layers.0.mlp.experts"):
         weights.load(on_meta(stacked=True), TABLE, save(tmp_path / "mixed", mixed), device="cpu", also=[STACKED])
-
-
-def test_a_tied_copy_is_compared_in_another_layout_too(tmp_path):
-    model = on_meta(tied=True, stacked=True)
-    tensors = random_tensors(model, table=STACKED)
-    reader = save(tmp_path, {**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].flip(0)})
-    with pytest.raises(CheckpointError, match="config ties"):
-        weights.load(model, TABLE, reader, device="cpu", tied=TIED, also=[STACKED])
 
 
 # Giving out
