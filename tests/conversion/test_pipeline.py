@@ -25,8 +25,8 @@ from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, HubError, InputError
-from tests.processes import Child
 from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_native
+from tests.processes import Child
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "convert" / "convert_checkpoint.py"
