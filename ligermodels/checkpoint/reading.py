@@ -345,16 +345,3 @@ def read_errors(where: str | Path) -> Iterator[None]:
 def open_safetensors(folder: Path, files: Iterable[str]) -> dict[str, SafetensorsFile]:
     """{file: the open file}, for files of `folder`. Raises as `SafetensorsFile`."""
     return {file: SafetensorsFile(folder / file, folder) for file in files}
-
-
-def versions(paths: Iterable[Path], home: Path) -> dict[Path, tuple[int, int]]:
-    """{file: its size and time of change}, each one checked. Raises as `check_file`."""
-    states = {path: check_file(path, home) for path in paths}
-    return {path: (state.st_size, state.st_mtime_ns) for path, state in states.items()}
-
-
-def check_unchanged(seen: Mapping[Path, tuple[int, int]]) -> None:
-    """Raises CheckpointError if one of the files of `versions` was written to since."""
-    for path, version in seen.items():
-        if path.exists() and (path.stat().st_size, path.stat().st_mtime_ns) != version:
-            raise CheckpointError(f"{path} changed while it was read: something still writes to it. Load it again.")
