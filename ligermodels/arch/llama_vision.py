@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.config import ACTIVATIONS
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.inputs import check_own_cache
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
@@ -87,15 +87,13 @@ class LlamaVisionConfig(LlamaConfig):
         if isinstance(self.vision_config, Mapping):
             self.vision_config = LlamaVisionTowerConfig.from_hf(self.vision_config)
         super().__post_init__()
-        if self.dropout:
-            raise self._error("dropout", "is not supported; set it to 0.0 if it does not matter to you")
         for name in _BIASES:
             if getattr(self, name):
                 raise self._error(name, "is not supported: this architecture has none")
         if self.head_dim * self.num_attention_heads != self.hidden_size:
             raise self._error("head_dim", f"must be hidden_size {self.hidden_size} / num_attention_heads")
         found, blocks = self.cross_attention_layers, self.num_hidden_layers
-        if not all(type(i) is int and 0 <= i < blocks for i in found) or len({*found}) not in range(blocks):
+        if not all(0 <= i < blocks for i in found) or len({*found}) == blocks:
             raise self._error("cross_attention_layers", f"must be of the blocks 0 to {blocks - 1}, and leave one out")
         self.tie_word_embeddings = False  # whatever the file says, as in transformers
 
@@ -263,13 +261,9 @@ class LlamaVision(CausalLM):
     """Llama-3.2-Vision. `LlamaVision.from_hub("meta-llama/Llama-3.2-11B-Vision-Instruct")` loads one."""
 
     config_class = LlamaVisionConfig
-    config: LlamaVisionConfig
     model: LlamaVisionModel
+    make_model = LlamaVisionModel
     _no_split_modules: ClassVar = ["LlamaBlock", "CrossBlock", "VisionBlock", "GlobalBlock"]
-
-    def _make_model(self, config: ModelConfig) -> nn.Module:
-        assert isinstance(config, LlamaVisionConfig)
-        return LlamaVisionModel(config)
 
     def forward(  # type: ignore[override]
         self,
@@ -277,9 +271,6 @@ class LlamaVision(CausalLM):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        use_cache: bool | None = False,
         *,
         pixel_values: Tensor | None = None,
         aspect_ratio_ids: Tensor | None = None,
@@ -304,9 +295,6 @@ class LlamaVision(CausalLM):
             attention_mask,
             position_ids,
             labels,
-            inputs_embeds,
-            past_key_values,
-            use_cache,
             pixel_values=pixel_values,
             aspect_ratio_ids=aspect_ratio_ids,
             aspect_ratio_mask=aspect_ratio_mask,

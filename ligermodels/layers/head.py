@@ -27,8 +27,7 @@ class LMHead(nn.Module):
         from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
         embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head
         alone, as PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
-        Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
-        of transformers does: see `keep_table`.
+        Where PEFT trains a copy of the table alone (modules_to_save=["embed_tokens"]), a call raises InputError.
     """
 
     workspace_bytes: int | None = None
@@ -118,7 +117,8 @@ class LMHead(nn.Module):
         gives them, whose options temperature, return_entropy and return_logits_mean are then available, and of the
         loss's only those that are its own too.
 
-        Raises InputError for options that do not go together, and where the tied table is sharded apart from the head.
+        Raises InputError for options that do not go together, and where the tied table is sharded apart from the head,
+        or PEFT trains a copy of it alone.
         """
         weight = self._weight_for(x) if weight is None else weight
         workspace_bytes = self.workspace_bytes if workspace_bytes is None else workspace_bytes
@@ -185,6 +185,13 @@ class LMHead(nn.Module):
         if not self.is_tied:
             return weight
         embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
+        original = embedding._modules.get("original_module")  # PEFT's name for the table beside its copies
+        if original is not None and weight is not original.weight:
+            raise InputError(
+                "lm_head is tied to embed_tokens, and PEFT trains a copy of the table alone (modules_to_save). Pass "
+                "ensure_weight_tying=True to train both as one; or, before get_peft_model, "
+                "`model.lm_head.weight = model.get_input_embeddings().weight` lets the head keep the table as it is"
+            )
         if weight.is_meta and not x.is_meta:
             hook = getattr(embedding, "_hf_hook", None)  # accelerate's name for it
             if hook is None:
@@ -212,21 +219,6 @@ class LMHead(nn.Module):
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """softcap * tanh(logits / softcap); None leaves them as they are."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
-
-
-def keep_table(decoder: nn.Module, embedding: Any) -> None:
-    """Unties the head that is tied to `decoder` if `embedding`, about to replace its table, trains a copy of that.
-
-    That is what PEFT's modules_to_save does. transformers' tied head is left with the original table then, and so is
-    ours; with ensure_weight_tying PEFT wraps the head as well.
-    """
-    inside = getattr(embedding, "_modules", {})
-    if inside.get("modules_to_save") is None or inside.get("original_module") is None:
-        return
-    found = decoder.__dict__.get("_tied_head")
-    head = None if found is None else found()
-    if head is not None and head.is_tied and head._tied_to is decoder:
-        head.weight = inside["original_module"].weight
 
 
 def unwrapped(head: nn.Module) -> Callable[..., Any]:
