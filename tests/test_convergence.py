@@ -12,8 +12,8 @@ from benchmarks.convergence import LAST, SEEDS, STEPS, SWITCHES, apart, losses, 
 from ligermodels.arch import ARCHS
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="minutes in the interpreter")
-PICTURES = {"qwen2_vl", "mllama"}  # trained on images, in tests/vision/test_use.py
-FAMILIES = sorted(ARCHS.keys() - PICTURES)  # one without an entry in convergence.FAMILIES or SWITCHES fails
+IMAGE_MODELS = {"qwen2_vl", "mllama"}  # trained on images, in tests/vision/test_use.py
+FAMILIES = sorted(ARCHS.keys() - IMAGE_MODELS)  # one without an entry in convergence.FAMILIES or SWITCHES fails
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 

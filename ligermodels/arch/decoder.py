@@ -16,6 +16,7 @@ from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.cache import KVCache, as_kv_cache
+from ligermodels.layers.head import keep_table
 from ligermodels.training.recompute import Checkpointing, must_not_wait, plain
 
 
@@ -56,6 +57,15 @@ class Decoder(nn.Module):
             max_position_embeddings=config.max_position_embeddings,
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
         )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "embed_tokens":
+            keep_table(self, value)
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the weak reference to the tied head, which sets its own when it is copied."""
+        return {name: value for name, value in self.__dict__.items() if name != "_tied_head"}
 
     def forward(
         self,

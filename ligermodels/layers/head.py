@@ -5,6 +5,7 @@ Head and loss are one module called as a module, so that FSDP, ZeRO and adapters
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,8 @@ class LMHead(nn.Module):
         from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
         embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head
         alone, as PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
-        Where PEFT trains a copy of the table alone (modules_to_save=["embed_tokens"]), a call raises InputError.
+        Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
+        of transformers does, if `tied_to` calls `keep_table`: see there.
     """
 
     workspace_bytes: int | None = None
@@ -59,7 +61,14 @@ class LMHead(nn.Module):
         """Drops the head's own weight for the table of `tied_to.embed_tokens`; None changes nothing."""
         if tied_to is not None:
             self._parameters["weight"] = None
+            # Weak, so that a model is freed once nobody holds it; `keep_table` reads it.
+            object.__setattr__(tied_to, "_tied_head", weakref.ref(self))
         object.__setattr__(self, "_tied_to", tied_to)  # past nn.Module, which would register it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.is_tied:
+            self.tie(self._tied_to)
 
     @property
     def weight(self) -> Tensor:
@@ -80,7 +89,9 @@ class LMHead(nn.Module):
         stays_tied = self.is_tied and id(self._tied_to) in memo
         state = self.__dict__ if stays_tied else {**self.__dict__, "_tied_to": None}
         copied.__dict__.update(copy.deepcopy(state, memo))
-        if self.is_tied and not stays_tied:
+        if stays_tied:
+            copied.tie(copied._tied_to)
+        elif self.is_tied:
             copied._parameters["weight"] = nn.Parameter(self.weight.detach().clone(), self.weight.requires_grad)
         return copied
 
@@ -117,8 +128,7 @@ class LMHead(nn.Module):
         gives them, whose options temperature, return_entropy and return_logits_mean are then available, and of the
         loss's only those that are its own too.
 
-        Raises InputError for options that do not go together, and where the tied table is sharded apart from the head,
-        or PEFT trains a copy of it alone.
+        Raises InputError for options that do not go together, and where the tied table is sharded apart from the head.
         """
         weight = self._weight_for(x) if weight is None else weight
         workspace_bytes = self.workspace_bytes if workspace_bytes is None else workspace_bytes
@@ -185,13 +195,6 @@ class LMHead(nn.Module):
         if not self.is_tied:
             return weight
         embedding: Any = self._tied_to.embed_tokens  # type: ignore[union-attr]
-        original = embedding._modules.get("original_module")  # PEFT's name for the table beside its copies
-        if original is not None and weight is not original.weight:
-            raise InputError(
-                "lm_head is tied to embed_tokens, and PEFT trains a copy of the table alone (modules_to_save). Pass "
-                "ensure_weight_tying=True to train both as one; or, before get_peft_model, "
-                "`model.lm_head.weight = model.get_input_embeddings().weight` lets the head keep the table as it is"
-            )
         if weight.is_meta and not x.is_meta:
             hook = getattr(embedding, "_hf_hook", None)  # accelerate's name for it
             if hook is None:
@@ -219,6 +222,21 @@ class LMHead(nn.Module):
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
     """softcap * tanh(logits / softcap); None leaves them as they are."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def keep_table(decoder: nn.Module, embedding: Any) -> None:
+    """Unties the head that is tied to `decoder` if `embedding`, about to become its embed_tokens, trains a copy of that.
+
+    That is what PEFT's modules_to_save does. transformers' tied head is left with the original table then, and so is
+    ours, also after merge_and_unload; with ensure_weight_tying PEFT wraps the head as well.
+    """
+    inside = getattr(embedding, "_modules", {})
+    if inside.get("modules_to_save") is None or inside.get("original_module") is None:
+        return
+    found = decoder.__dict__.get("_tied_head")
+    head = None if found is None else found()
+    if head is not None and head.is_tied and head._tied_to is decoder:
+        head.weight = inside["original_module"].weight
 
 
 def unwrapped(head: nn.Module) -> Callable[..., Any]:

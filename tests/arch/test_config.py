@@ -172,6 +172,6 @@ def test_trainers_may_assign():
 
 @pytest.mark.parametrize("value", ["</s>", 1.5, True, {"id": 1}, [1, "2"], [[1]]], ids=str)
 def test_generation_configs_name_ids(value):
-    with pytest.raises(ConfigError, match="generation_config: eos_token_id=.* must be a token id"):
+    with pytest.raises(ConfigError, match=r"eos_token_id=.* must be a token id"):
         check_generation_config("generation_config", {"eos_token_id": value})
     check_generation_config("generation_config", {"eos_token_id": [2, -1], "pad_token_id": None})
