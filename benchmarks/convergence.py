@@ -97,6 +97,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rope_parameters": _YARN,
     },
     "phi3": {"sliding_window": 30, "original_max_position_embeddings": 32, "rope_parameters": _LONGROPE},
+    "qwen3": {
+        "head_dim": 24,
+        "attention_bias": True,
+        "use_sliding_window": True,
+        "sliding_window": 12,
+        "max_window_layers": 1,
+    },
 }
 """model_type -> what its config has beside _TINY."""
 SWITCHES: dict[str, dict[str, Any]] = {
@@ -112,6 +119,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     },
     "qwen2": {"use_sliding_window": False, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
     "phi3": {"sliding_window": None, "rope_parameters": {**_LONGROPE, "long_factor": _LONGROPE["short_factor"]}},
+    "qwen3": {"use_sliding_window": False},
 }
 """model_type -> values of its config that switch a feature off, each of which the loss has to show."""
 

@@ -23,7 +23,12 @@ def write(tmp_path):
     return lambda family, seed=0: convergence.write_checkpoint(family, tmp_path / f"{family}-{seed}", seed)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# Two hundred steps take half a minute.
+QUICK = ("llama",)
+EACH = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", EACH)
 def test_fp32_losses_are_those_of_transformers(family, write, device):
     folder, batches = write(family), text_batches(STEPS, device)
     expected = losses(theirs(folder, torch.float32, device), batches)
@@ -53,6 +58,7 @@ def test_biases_and_norms_are_trained_from_values_of_their_own(family, write):
         assert parameter.std() > 0.05, f"{name} starts as a constant: what is wrong with it may not show"
 
 
+@pytest.mark.slow
 def test_optimizers_and_recomputation_train_alike():
     """What `--recipes` measures over 200 steps, for the first few."""
     found = {row["recipe"]: row["apart"] for row in convergence.compare_recipes("llama", "cpu", 4, 1)}

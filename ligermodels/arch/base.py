@@ -111,8 +111,8 @@ class CausalLM(Pretrained, TrainerInterface):
             count of labels over all micro-batches of a step. A device scalar costs no synchronisation.
         past_key_values, use_cache: a cache to read and extend; `use_cache` makes one where none is given. Where
             `decoder.rotary_emb.switches(past, past + S)` (longrope, at its original length), empty it and pass the
-            whole text, as `generate` does: the cached keys were turned by other frequencies.
-        logits_to_keep: compute the logits of the last n positions only; 0 keeps all.
+            whole text, as `generate` does: the cached keys were rotated by other frequencies.
+        logits_to_keep: compute the logits of the last n positions only; 0: of all.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         output_hidden_states: adds `hidden_states` and `last_hidden_state`.
         output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss

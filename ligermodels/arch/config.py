@@ -175,8 +175,8 @@ class ModelConfig(CheckedFields):
         if quantization := config.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ConfigError(
-                f"{cls.model_type}: quantization_config (quant_method {method!r}) is not supported: weights are read as "
-                "float32, float16 or bfloat16. Use the unquantised checkpoint."
+                f"{cls.model_type}: quantization_config (quant_method {method!r}) is not supported: weights are read "
+                "as float32, float16 or bfloat16. Use the unquantised checkpoint."
             )
         known = cls.field_names() - {"rope_parameters", "dtype"}
         values = {key: value for key, value in config.items() if key in known}
@@ -325,7 +325,7 @@ class ModelConfig(CheckedFields):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """`to_hf` and what the model was loaded by, for those who log a run."""
+        """`to_hf` and what the model was loaded by, for logging a run."""
         return {**self.to_hf(), "_name_or_path": self._name_or_path}
 
     def to_json_string(self, use_diff: bool = True) -> str:

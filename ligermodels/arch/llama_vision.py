@@ -38,7 +38,7 @@ from ligermodels.layers import (
 from ligermodels.layers.cache import CrossCache, KVCache
 
 EXTRA_ROWS = 8
-"""Of the embedding, behind the vocabulary that the head has."""
+"""Rows of the embedding beyond the vocabulary of the head."""
 _BIASES = ("attention_bias", "mlp_bias")
 
 
@@ -111,7 +111,7 @@ class LlamaVisionConfig(LlamaConfig):
 
 
 class CrossBlock(nn.Module):
-    """Attention to the images and gated MLP, both behind tanh of a gate; nothing where there is no image."""
+    """Attention to the images and gated MLP, both multiplied by tanh of a gate; skipped where there is no image."""
 
     def __init__(self, config: LlamaVisionConfig, layer: int):
         super().__init__()
@@ -284,7 +284,7 @@ class LlamaVision(CausalLM):
         aspect_ratio_ids: [B, images], 1 + the index into `supported_aspect_ratios`, 0 where there is no image.
         aspect_ratio_mask: [B, images, tiles], 1 at tiles that are there; the first one always is.
         cross_attention_mask: [B, S or past + S, images, tiles], 1 where a token sees a tile, of the cached images
-            first. Left out, all tokens see all tiles, and behind a cache what its last token saw.
+            first. Default: all tokens see all tiles, and after a cache what its last token saw.
         labels: -100 at images: the head has no logit for them.
         Packed sequences share the images of their one row; let the mask keep them apart.
 
@@ -304,7 +304,7 @@ class LlamaVision(CausalLM):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draws every parameter anew, as `CausalLM` does; of the rest, gates start at 0, those of the tower's gated
+        """Draws every parameter, as `CausalLM` does; of the rest, gates start at 0, those of the tower's gated
         blocks and the embeddings of patches and positions at normal, std `initializer_range`."""
         super().init_weights(seed)
         generator = torch.Generator(self.device).manual_seed(seed + 1)

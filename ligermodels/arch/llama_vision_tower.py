@@ -223,7 +223,7 @@ class VisionTower(nn.Module):
         return torch.cat([x, features], dim=-1).view(*shape[:3], -1)[:, :, :length]
 
     def _run(self, blocks: nn.ModuleList, x: Tensor, batch: Batch, picked: list[int]) -> tuple[Tensor, list[Tensor]]:
-        """The last state, and those that stand before or behind the `picked` blocks, in their order."""
+        """The last state, and those before or after the `picked` blocks, in their order."""
         first, residual, states = int(self.config.intermediate_states == "after"), None, {}
         run = self.checkpointing.start(x, len(blocks))
         for i, block in enumerate(blocks):
@@ -236,6 +236,6 @@ class VisionTower(nn.Module):
 
 
 def tower_padding(aspect_ratio_mask: Tensor, length: int, padded: int) -> Tensor:
-    """bool [N, tiles * padded]: tokens of tiles that mask [N, tiles] lacks, or behind the first `length` of a tile."""
+    """bool [N, tiles * padded]: tokens of tiles that mask [N, tiles] lacks, or beyond the first `length` of a tile."""
     filling = torch.arange(padded, device=aspect_ratio_mask.device) >= length
     return ((aspect_ratio_mask == 0)[..., None] | filling).flatten(1)

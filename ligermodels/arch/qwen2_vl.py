@@ -6,7 +6,7 @@
   quick_gelu; rotary by row and column; a patch sees the patches of its own frame. The merger makes one token of 2 x 2
   patches, with exact gelu; patches come in the order of these tokens.
 - Tokens `image_token_id` and `video_token_id` are replaced by what the tower makes, in order.
-- Behind a video of more frames than rows and columns, the generations of transformers differ: see `video_rule`.
+- After a video of more frames than rows and columns, the generations of transformers differ: see `video_rule`.
 
 Paper: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 Checked against: models/qwen2_vl/modeling_qwen2_vl.py of transformers 5.23; positions against 4.57 as well.
@@ -164,7 +164,7 @@ class Qwen2VLConfig(Qwen2Config):
 
 
 class VisionBlock(nn.Module):
-    """Attention within a frame and a feed-forward unit, each on the normed residual stream."""
+    """Attention within a frame and an MLP, each on the normed residual stream."""
 
     def __init__(self, config: Qwen2VLVisionConfig):
         super().__init__()
@@ -212,7 +212,7 @@ class PatchMerger(nn.Module):
 class VisionTower(nn.Module):
     """Patches of images -> tokens: forward(rows of pixels [N, ...], grids) -> [N / merge^2, hidden_size].
 
-    `checkpointing`, an attribute: what the blocks keep for the backward.
+    `checkpointing`, an attribute: what the blocks save for the backward.
     """
 
     def __init__(self, config: Qwen2VLVisionConfig):
@@ -374,11 +374,11 @@ class Qwen2VL(CausalLM):
 
         pixel_values, pixel_values_videos: [patches, channels * frames * side^2], of all images and of all videos.
         image_grid_thw, video_grid_thw: [images, 3], frames, rows and columns in patches. The host needs their values:
-            leave them on the CPU, and nothing waits for the device; elsewhere they cost one wait each.
+            leave them on the CPU; on a GPU each costs a host synchronisation.
         position_ids: [3, B, S], by default those of `config.get_rope_index`, which a data loader can make beforehand;
             with `cu_seqlens` for packed sequences. [B, S] are the text's alone, as `CausalLM.forward` has them: they
             mark packed sequences. [4, B, S], as transformers has it: the text's, and the three.
-        past_key_values: images may come with any call; the cache keeps how far positions differ from token counts.
+        past_key_values: images may come with any call; the cache stores by how much positions differ from token counts.
         mm_token_type_ids: comes with transformers' processors, and says nothing that input_ids do not.
 
         Raises InputError where images, sizes and ids do not fit together. On a GPU, tokens are counted while the

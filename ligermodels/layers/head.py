@@ -32,6 +32,7 @@ class LMHead(nn.Module):
         of transformers does, if `tied_to` calls `keep_table`: see there.
     """
 
+    _tied_to: nn.Module | None
     workspace_bytes: int | None = None
     """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
 

@@ -852,9 +852,7 @@ def test_a_config_with_text_config_and_remains_of_a_flat_one(folder, model):
     assert Qwen2VLConfig.from_hf(twice) == Qwen2VLConfig.from_hf(written)
     tied = {**written, "tie_word_embeddings": False, "text_config": {**text, "tie_word_embeddings": True}}
     assert Qwen2VLConfig.from_hf(tied).tie_word_embeddings
-    with pytest.warns(
-        UserWarning, match="vision_config has keys that are kept for saving, but not used here: window"
-    ):
+    with pytest.warns(UserWarning, match="vision_config has keys that are kept for saving, but not used here: window"):
         Qwen2VLConfig.from_hf({**written, "vision_config": {**written["vision_config"], "window": 3}})
 
 
