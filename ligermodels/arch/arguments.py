@@ -1,4 +1,4 @@
-"""Keyword arguments of transformers' from_pretrained and save_pretrained that callers pass, and how they are handled."""
+"""What from_hub and save_pretrained do with the keyword arguments of their namesakes in transformers."""
 
 import dataclasses
 import difflib

@@ -135,10 +135,6 @@ def test_the_norm_adds_one_in_fp32_and_rounds_once():
     assert not torch.equal(early(x)[0], hf(x))
 
 
-def test_every_norm_casts_as_gemma_does(model):
-    assert {(norm.offset, norm.casting) for norm in norms(model)} == {(1.0, "gemma")} and len(norms(model)) == 5
-
-
 def test_embeddings_that_are_passed_are_not_scaled(hf, model, ids):
     embedded = torch.randn(2, 24, 32)
     expected = theirs_logits(hf, None, inputs_embeds=embedded)

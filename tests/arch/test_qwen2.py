@@ -9,7 +9,6 @@ from ligermodels.arch.qwen2 import Qwen2Config
 from tests.arch.suite import (
     LOGITS,
     Suite,
-    edit_config,
     relative,
     rope,
     theirs,
@@ -129,47 +128,3 @@ def test_the_last_blocks_have_the_window_and_the_first_see_everything():
     assert windows(use_sliding_window=False, max_window_layers=0) == [None] * 4
     assert windows(sliding_window=None, max_window_layers=0) == [None] * 4
     assert windows(layer_types=[FULL, SLIDING, SLIDING, FULL]) == [None, 5, 5, None]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(layer_types=[SLIDING, FULL]),
-        dict(layer_types=[SLIDING, SLIDING]),
-        dict(layer_types=[FULL, FULL]),
-        dict(sliding_window=4),
-        dict(sliding_window=6),
-        dict(use_sliding_window=False, layer_types=None),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())),
-)
-def test_other_windows_are_seen(tmp_path, wrong):
-    folder = write_checkpoint(windowed(), tmp_path)
-    ids = torch.randint(3, 97, (2, 24))
-    expected = theirs_logits(theirs(folder), ids)
-    edit_config(folder, **wrong)
-    assert relative(ligermodels.Qwen2.from_hub(folder, progress=False)(ids).logits, expected) > 100 * LOGITS
-
-
-def test_dynamic_frequencies_grow_from_max_position_embeddings(tmp_path):
-    """Not from an original length, which other types have beside it."""
-    folder = write_checkpoint(TestQwen2.TINY["dynamic"], tmp_path)
-    ids = torch.randint(3, 97, (2, 24))
-    expected = theirs_logits(theirs(folder), ids)
-    edit_config(folder, max_position_embeddings=20)
-    assert relative(ligermodels.Qwen2.from_hub(folder, progress=False)(ids).logits, expected) > 100 * LOGITS
-
-
-def test_yarn_scales_below_the_original_length_too(tmp_path):
-    folder = write_checkpoint(TestQwen2.TINY["yarn"], tmp_path)
-    ids = torch.randint(3, 97, (2, 7))
-    expected, yarn = theirs_logits(theirs(folder), ids), TestQwen2.TINY["yarn"]["rope_parameters"]
-    for changes in (dict(attention_factor=1.0), dict(factor=2.0), dict(original_max_position_embeddings=128)):
-        edit_config(folder, rope_parameters={**yarn, **changes})
-        assert relative(ligermodels.Qwen2.from_hub(folder, progress=False)(ids).logits, expected) > 100 * LOGITS
-
-
-def test_rows_beyond_the_tokenizer_have_logits(tmp_path):
-    folder = write_checkpoint(TestQwen2.TINY["tied_with_rows_to_spare"], tmp_path)
-    model = ligermodels.Qwen2.from_hub(folder, progress=False)
-    assert model(torch.tensor([[159, 3]])).logits.shape == (1, 2, 160)

@@ -17,7 +17,6 @@ from ligermodels import ConfigError, InputError
 from ligermodels.arch import qwen2_vl
 from ligermodels.arch.qwen2_vl import Qwen2VLConfig
 from ligermodels.checkpoint import weights
-from ligermodels.layers import Batch
 from tests.arch import suite
 from tests.arch.suite import GRADIENTS, LOGITS, Suite, read_tensors, relative, saved_bytes, theirs_logits
 
@@ -403,25 +402,6 @@ def without_ids(batch):
     return {name: value for name, value in batch.items() if name != "input_ids"}
 
 
-@pytest.mark.parametrize("pad", ["left", "right"])
-def test_padding_changes_nothing(model, pad):
-    rows = CASES["mixed"]
-    torch.manual_seed(1)
-    batch = inputs(rows, pad=pad)
-    together = model(**batch).logits
-    cut = {"pixel_values": 0, "pixel_values_videos": 0, "image_grid_thw": 0, "video_grid_thw": 0}
-    for row, parts in enumerate(rows):
-        alone = {"input_ids": batch["input_ids"][row : row + 1, batch.real[row]]}
-        for kind, pixels in (("image", "pixel_values"), ("video", "pixel_values_videos")):
-            count, sizes = sum(type(part) is tuple and part[0] == kind for part in parts), f"{kind}_grid_thw"
-            if count:
-                alone[sizes] = batch[sizes][cut[sizes] :][:count]
-                patches = int(alone[sizes].prod(1).sum())
-                alone[pixels] = batch[pixels][cut[pixels] :][:patches]
-                cut[sizes], cut[pixels] = cut[sizes] + count, cut[pixels] + patches
-        assert relative(together[row, batch.real[row]], model(**alone).logits[0]) < LOGITS
-
-
 def test_images_may_come_with_a_later_call(model):
     """As in a conversation whose cache is kept; positions go on behind the first image, and behind the padding."""
     torch.manual_seed(2)
@@ -750,16 +730,6 @@ def test_a_frozen_tower_gets_no_gradient_and_text_the_same(model):
     assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters() if name in expected)
     table = expected["model.language_model.embed_tokens.weight"]
     assert not table[[IMAGE, VIDEO]].any() and table[START].any()
-
-
-def test_frames_of_one_size_are_a_batch_and_others_sequences(model, monkeypatch):
-    made = []
-    monkeypatch.setattr(qwen2_vl, "Batch", lambda **options: made.append(Batch(**options)) or made[-1])
-    model(**inputs(CASES["of_one_size"]))
-    assert made[0].cu_seqlens is None and made[0].cos.shape == (2, 24, 4)
-    model(**inputs([[image(2, 3), video(3, 1, 1), 2]]))
-    assert made[1].cu_seqlens.tolist() == [0, 24, 28, 32, 36] and made[1].max_seqlen == 24
-    assert made[1].cu_seqlens.dtype == torch.int32 and made[1].cos.shape == (1, 36, 4)
 
 
 def change(name, make):
