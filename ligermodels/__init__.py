@@ -52,17 +52,19 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Packages by name, what is in `_HOMES`, and else what ligermodels.arch holds: the architectures and load."""
+    """Packages, what is in `_HOMES`, and what ligermodels.arch makes public: the architectures, their configs, load."""
     if name in ("kernels", "layers", "training"):
         return importlib.import_module(f"ligermodels.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
     if not name.startswith("_"):
-        home = importlib.import_module(_HOMES.get(name, "ligermodels.arch"))
-        if hasattr(home, name):
-            return getattr(home, name)
+        arch = importlib.import_module("ligermodels.arch")
+        if name in arch.PUBLIC:
+            return getattr(arch, name)
     raise AttributeError(f"module 'ligermodels' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
     from ligermodels import arch
 
-    return sorted({*__all__, *(name for name in dir(arch) if not name.startswith("_"))})
+    return sorted({*__all__, *arch.PUBLIC})

@@ -28,6 +28,9 @@ ARCHS: dict[str, type[CausalLM]] = {
 }
 """model_type of config.json -> the class that reads it: every architecture imported above."""
 
+PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}
+"""What is found as `ligermodels.NAME`."""
+
 
 def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
     """The class for the checkpoint in `folder`, or for `config`; arguments as for `pretrained.config_values`.
