@@ -29,6 +29,9 @@ class Decoder(nn.Module):
     position_axes: how many positions a token may have.
     """
 
+    _tied_head: Any = None
+    """A weak reference to the head that is tied to the table, which `LMHead.tie` sets and `keep_table` reads."""
+
     def __init__(
         self,
         config: ModelConfig,
@@ -64,7 +67,7 @@ class Decoder(nn.Module):
         super().__setattr__(name, value)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the weak reference to the tied head, which sets its own when it is copied."""
+        """Without the reference to the tied head: a copied head sets its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_tied_head"}
 
     def forward(

@@ -62,8 +62,9 @@ class LMHead(nn.Module):
         """Drops the head's own weight for the table of `tied_to.embed_tokens`; None changes nothing."""
         if tied_to is not None:
             self._parameters["weight"] = None
-            # Weak, so that a model is freed once nobody holds it; `keep_table` reads it.
-            object.__setattr__(tied_to, "_tied_head", weakref.ref(self))
+            if hasattr(tied_to, "_tied_head"):  # which calls `keep_table`
+                # Weak, so that a model is freed once nobody holds it.
+                object.__setattr__(tied_to, "_tied_head", weakref.ref(self))
         object.__setattr__(self, "_tied_to", tied_to)  # past nn.Module, which would register it
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -234,7 +235,7 @@ def keep_table(decoder: nn.Module, embedding: Any) -> None:
     inside = getattr(embedding, "_modules", {})
     if inside.get("modules_to_save") is None or inside.get("original_module") is None:
         return
-    found = decoder.__dict__.get("_tied_head")
+    found: Any = getattr(decoder, "_tied_head", None)
     head = None if found is None else found()
     if head is not None and head.is_tied and head._tied_to is decoder:
         head.weight = inside["original_module"].weight
