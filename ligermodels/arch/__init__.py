@@ -1,25 +1,26 @@
 """The architectures, one file each, and `load`, which picks among them by config.json."""
 
-# ruff: noqa: I001  # one line an architecture
+# ruff: noqa: I001  # one line an architecture, in the order of `ARCHS`
 
 from pathlib import Path
 from typing import Any
 
 from ligermodels.arch.base import CausalLM as CausalLM, CausalLMOutput as CausalLMOutput
 from ligermodels.arch.config import ModelConfig as ModelConfig
-from ligermodels.arch.gemma import Gemma as Gemma, GemmaConfig as GemmaConfig
-from ligermodels.arch.gemma2 import Gemma2 as Gemma2, Gemma2Config as Gemma2Config
-from ligermodels.arch.llama import Llama as Llama, LlamaConfig as LlamaConfig
-from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
-from ligermodels.arch.mistral import Mistral as Mistral, MistralConfig as MistralConfig
-from ligermodels.arch.mixtral import Mixtral as Mixtral, MixtralConfig as MixtralConfig
-from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
 from ligermodels.arch.pretrained import config_values
-from ligermodels.arch.qwen2 import Qwen2 as Qwen2, Qwen2Config as Qwen2Config
-from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2VLConfig
-from ligermodels.arch.qwen3 import Qwen3 as Qwen3, Qwen3Config as Qwen3Config
 from ligermodels.checkpoint import hub
 from ligermodels.errors import ConfigError
+
+from ligermodels.arch.llama import Llama as Llama, LlamaConfig as LlamaConfig
+from ligermodels.arch.mistral import Mistral as Mistral, MistralConfig as MistralConfig
+from ligermodels.arch.mixtral import Mixtral as Mixtral, MixtralConfig as MixtralConfig
+from ligermodels.arch.gemma import Gemma as Gemma, GemmaConfig as GemmaConfig
+from ligermodels.arch.gemma2 import Gemma2 as Gemma2, Gemma2Config as Gemma2Config
+from ligermodels.arch.qwen2 import Qwen2 as Qwen2, Qwen2Config as Qwen2Config
+from ligermodels.arch.qwen3 import Qwen3 as Qwen3, Qwen3Config as Qwen3Config
+from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
+from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2VLConfig
+from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
 
 ARCHS: dict[str, type[CausalLM]] = {
     arch.config_class.model_type: arch

@@ -36,8 +36,8 @@ class LMHead(nn.Module):
     workspace_bytes: int | None = None
     """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
 
-    `model.lm_head.workspace_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set it
-    on the head itself, before something is wrapped around that.
+    `model.lm_head.workspace_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set
+    it on the head itself, before something is wrapped around that.
     """
 
     def __init__(
@@ -227,7 +227,7 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def keep_table(decoder: nn.Module, embedding: Any) -> None:
-    """Unties the head that is tied to `decoder` if `embedding`, about to become its embed_tokens, trains a copy of that.
+    """Unties the head that is tied to `decoder` if `embedding`, about to be its embed_tokens, trains a copy of that.
 
     That is what PEFT's modules_to_save does. transformers' tied head is left with the original table then, and so is
     ours, also after merge_and_unload; with ensure_weight_tying PEFT wraps the head as well.
