@@ -13,28 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ligermodels import kernels, layers, training
-    from ligermodels.arch import (
-        ARCHS,
-        Gemma,
-        Gemma2,
-        Gemma2Config,
-        GemmaConfig,
-        Llama,
-        LlamaConfig,
-        LlamaVision,
-        LlamaVisionConfig,
-        Mistral,
-        MistralConfig,
-        Mixtral,
-        MixtralConfig,
-        Phi3,
-        Phi3Config,
-        Qwen2,
-        Qwen2Config,
-        Qwen2VL,
-        Qwen2VLConfig,
-        load,
-    )
+    from ligermodels.arch import *  # noqa: F403  # the architectures, their configs, ARCHS and load
     from ligermodels.integrations.transformers import from_transformers
     from ligermodels.text import Tokenizer
     from ligermodels.vision import Processor
@@ -50,74 +29,42 @@ from ligermodels.errors import (
 
 __version__ = "0.1.0"
 
-_ARCH = (
-    "ARCHS",
-    "Gemma",
-    "Gemma2",
-    "Gemma2Config",
-    "GemmaConfig",
-    "Llama",
-    "LlamaConfig",
-    "LlamaVision",
-    "LlamaVisionConfig",
-    "Mistral",
-    "MistralConfig",
-    "Mixtral",
-    "MixtralConfig",
-    "Phi3",
-    "Phi3Config",
-    "Qwen2",
-    "Qwen2Config",
-    "Qwen2VL",
-    "Qwen2VLConfig",
-    "load",
-)
-_HOMES = {
-    "Processor": "ligermodels.vision",
-    "Tokenizer": "ligermodels.text",
-    "from_transformers": "ligermodels.integrations.transformers",
-    **dict.fromkeys(_ARCH, "ligermodels.arch"),
-}
-
 __all__ = [
-    "ARCHS",
     "CheckpointError",
     "ConfigError",
-    "Gemma",
-    "Gemma2",
-    "Gemma2Config",
-    "GemmaConfig",
     "HubError",
     "InputError",
     "LigermodelsError",
-    "Llama",
-    "LlamaConfig",
-    "LlamaVision",
-    "LlamaVisionConfig",
-    "Mistral",
-    "MistralConfig",
-    "Mixtral",
-    "MixtralConfig",
-    "Phi3",
-    "Phi3Config",
     "Processor",
-    "Qwen2",
-    "Qwen2Config",
-    "Qwen2VL",
-    "Qwen2VLConfig",
     "Tokenizer",
     "TokenizerError",
     "from_transformers",
     "kernels",
     "layers",
-    "load",
     "training",
 ]
 
+_HOMES = {
+    "Processor": "ligermodels.vision",
+    "Tokenizer": "ligermodels.text",
+    "from_transformers": "ligermodels.integrations.transformers",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(_HOMES[name]), name)
+    """Packages, what is in `_HOMES`, and what ligermodels.arch makes public: the architectures, their configs, load."""
     if name in ("kernels", "layers", "training"):
         return importlib.import_module(f"ligermodels.{name}")
+    if name in _HOMES:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    if not name.startswith("_"):
+        arch = importlib.import_module("ligermodels.arch")
+        if name in arch.PUBLIC:
+            return getattr(arch, name)
     raise AttributeError(f"module 'ligermodels' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    from ligermodels import arch
+
+    return sorted({*__all__, *arch.PUBLIC})

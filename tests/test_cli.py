@@ -264,6 +264,7 @@ TINY = {
         {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 16, "initializer_range": 0.05},
     ),
     "qwen2": ("qwen 2.5", {"tie_word_embeddings": True}),
+    "qwen3": ("qwen 2.5", {"head_dim": 16}),
     "phi3": ("phi 3", {"pad_token_id": 0}),
 }
 SMALL = {

@@ -25,6 +25,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         attn_logit_softcapping=None, final_logit_softcapping=None, sliding_window=128, query_pre_attn_scalar=24
     ),
     "qwen2": dict(use_sliding_window=False, rope_parameters={"rope_type": "default", "rope_theta": 1e4}),
+    "qwen3": dict(use_sliding_window=False),
     "phi3": dict(sliding_window=None, rope_parameters={**_LONGROPE, "long_factor": _LONGROPE["short_factor"]}),
 }
 """model_type -> values of its config that switch a feature off, each of which the loss has to show."""

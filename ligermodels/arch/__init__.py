@@ -1,55 +1,36 @@
 """The architectures, one file each, and `load`, which picks among them by config.json."""
 
+# ruff: noqa: I001  # one line an architecture, in the order of `ARCHS`
+
 from pathlib import Path
 from typing import Any
 
-from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ModelConfig, short
-from ligermodels.arch.gemma import Gemma, GemmaConfig
-from ligermodels.arch.gemma2 import Gemma2, Gemma2Config
-from ligermodels.arch.llama import Llama, LlamaConfig
-from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig
-from ligermodels.arch.mistral import Mistral, MistralConfig
-from ligermodels.arch.mixtral import Mixtral, MixtralConfig
-from ligermodels.arch.phi3 import Phi3, Phi3Config
+from ligermodels.arch.base import CausalLM as CausalLM, CausalLMOutput as CausalLMOutput
+from ligermodels.arch.config import ModelConfig as ModelConfig
 from ligermodels.arch.pretrained import config_values
-from ligermodels.arch.qwen2 import Qwen2, Qwen2Config
-from ligermodels.arch.qwen2_vl import Qwen2VL, Qwen2VLConfig
 from ligermodels.checkpoint import hub
 from ligermodels.errors import ConfigError
 
-__all__ = [
-    "ARCHS",
-    "CausalLM",
-    "CausalLMOutput",
-    "Gemma",
-    "Gemma2",
-    "Gemma2Config",
-    "GemmaConfig",
-    "Llama",
-    "LlamaConfig",
-    "LlamaVision",
-    "LlamaVisionConfig",
-    "Mistral",
-    "MistralConfig",
-    "Mixtral",
-    "MixtralConfig",
-    "ModelConfig",
-    "Phi3",
-    "Phi3Config",
-    "Qwen2",
-    "Qwen2Config",
-    "Qwen2VL",
-    "Qwen2VLConfig",
-    "arch_of",
-    "load",
-]
+from ligermodels.arch.llama import Llama as Llama, LlamaConfig as LlamaConfig
+from ligermodels.arch.mistral import Mistral as Mistral, MistralConfig as MistralConfig
+from ligermodels.arch.mixtral import Mixtral as Mixtral, MixtralConfig as MixtralConfig
+from ligermodels.arch.gemma import Gemma as Gemma, GemmaConfig as GemmaConfig
+from ligermodels.arch.gemma2 import Gemma2 as Gemma2, Gemma2Config as Gemma2Config
+from ligermodels.arch.qwen2 import Qwen2 as Qwen2, Qwen2Config as Qwen2Config
+from ligermodels.arch.qwen3 import Qwen3 as Qwen3, Qwen3Config as Qwen3Config
+from ligermodels.arch.phi3 import Phi3 as Phi3, Phi3Config as Phi3Config
+from ligermodels.arch.qwen2_vl import Qwen2VL as Qwen2VL, Qwen2VLConfig as Qwen2VLConfig
+from ligermodels.arch.llama_vision import LlamaVision as LlamaVision, LlamaVisionConfig as LlamaVisionConfig
 
 ARCHS: dict[str, type[CausalLM]] = {
     arch.config_class.model_type: arch
-    for arch in (Llama, Mistral, Mixtral, Gemma, Gemma2, Qwen2, Phi3, Qwen2VL, LlamaVision)
+    for arch in globals().copy().values()
+    if isinstance(arch, type) and issubclass(arch, CausalLM) and arch is not CausalLM
 }
-"""model_type of config.json -> the class that reads it."""
+"""model_type of config.json -> the class that reads it: every architecture imported above."""
+
+PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}
+"""What is found as `ligermodels.NAME`."""
 
 
 def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
@@ -60,7 +41,7 @@ def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:
     values = config_values(folder, config, **found)
     model_type = values.model_type if isinstance(values, ModelConfig) else values.get("model_type")
     if not isinstance(model_type, str) or model_type not in ARCHS:
-        raise ConfigError(f"{folder}: config.json has model_type {short(model_type)}; the zoo holds {', '.join(ARCHS)}")
+        raise ConfigError(f"{folder}: config.json has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
     return ARCHS[model_type]
 
 

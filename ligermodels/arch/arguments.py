@@ -1,4 +1,4 @@
-"""Keyword arguments that callers of transformers' from_pretrained and save_pretrained pass, and what they mean here."""
+"""What from_hub and save_pretrained do with the keyword arguments of their namesakes in transformers."""
 
 import dataclasses
 import difflib
@@ -13,7 +13,7 @@ from ligermodels.errors import InputError
 
 _NOTHING_TO_DO = {"low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "disable_mmap"}
 _NOTHING_TO_DO |= {"tqdm_class", "resume_download"}
-"""What is so in any case, or is a detail of how transformers reads."""
+"""Holds in any case, or is a detail of how transformers reads."""
 
 _WARNED = {
     "attn_implementation": "the attention of ligermodels is its own, whatever the name",
@@ -21,13 +21,13 @@ _WARNED = {
     "use_kernels": "the kernels of ligermodels are its own",
     "trust_remote_code": "ligermodels runs no code from a repository; the model is the zoo's own",
 }
-"""What a call may ask for and cannot change: None and False say nothing, other values get a warning."""
+"""Has no effect here: a value other than None and False gets a warning with this reason."""
 
 _REFUSED = {
     "adapter_kwargs": "load the model, then PeftModel.from_pretrained(model, adapter)",
     "device_mesh": "load the model, then shard it with torch.distributed.fsdp.fully_shard or parallelize_module",
     "distributed_config": "load the model, then shard it with torch.distributed.fsdp.fully_shard",
-    "force_download": "`hf download --force-download` fetches anew what the cache holds",
+    "force_download": "`hf download --force-download` fetches what the cache holds again",
     "from_flax": "weights are read from safetensors",
     "from_tf": "weights are read from safetensors",
     "generation_config": "set model.generation_config after loading",
@@ -43,7 +43,7 @@ _REFUSED = {
     "tp_size": "load the model, then shard it with torch.distributed.tensor.parallel.parallelize_module",
     "variant": "rename the files to model.safetensors or model-*-of-*.safetensors with their index",
 }
-"""What is not done, and what to do instead. None and False are what transformers passes where nobody asked."""
+"""Not supported, with what to do instead. None, False and {} are transformers' defaults, and allowed."""
 
 _SAVING = {
     "distributed_checkpoint": "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder) writes one",
@@ -55,7 +55,7 @@ _HUB = ("repo_id", "private", "revision", "create_pr", "commit_message", "token"
 def config_changes(options: Mapping[str, Any], arch: Any) -> dict[str, Any]:
     """Those of the further keyword arguments of `arch.from_hub` that change fields of its config.
 
-    Raises InputError for what is not done and for names that nobody knows; warns of what changes nothing here.
+    Raises InputError for options that are not supported and for unknown names; warns of those without effect.
     """
     fields, changes = [field.name for field in dataclasses.fields(arch.config_class)], {}
     for name, value in options.items():

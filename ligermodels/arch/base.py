@@ -13,14 +13,7 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig, RoutedConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
-from ligermodels.arch.inputs import (
-    Targets,
-    check_cu_seqlens,
-    check_labels,
-    check_outputs,
-    packed_sequences,
-    text_positions,
-)
+from ligermodels.arch.inputs import Targets, check_inputs, check_labels
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
@@ -38,6 +31,13 @@ class CausalLM(Pretrained, TrainerInterface):
 
     block_class: ClassVar[type[nn.Module]]
     """Called with (config, layer); see `Decoder`."""
+    _no_split_modules: ClassVar[list[str]]
+    """Names of the classes whose modules stay on one device, for accelerate and FSDP: the blocks."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "block_class" in vars(cls):
+            cls._no_split_modules = [cls.block_class.__name__]
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -47,13 +47,14 @@ class CausalLM(Pretrained, TrainerInterface):
         self.generation_config = GenerationConfig()
         self.warnings_issued: dict[str, bool] = {}
         self.model_tags: list[str] = []
-        self.model = self._make_model(config)
+        self.model = self.make_model(config)
         self.lm_head = LMHead(config.hidden_size, config.vocab_size)
         self.tie_weights()
 
-    def _make_model(self, config: ModelConfig) -> nn.Module:
+    @classmethod
+    def make_model(cls, config: Any) -> nn.Module:
         """All but the head; of models that read images, a module with a `language_model`."""
-        return Decoder(config, self.block_class)
+        return Decoder(config, cls.block_class)
 
     @property
     def decoder(self) -> Decoder:
@@ -64,12 +65,6 @@ class CausalLM(Pretrained, TrainerInterface):
         """Makes the head read the embedding's table where the config says so; what an adapter has wrapped stays."""
         if self.config.tie_word_embeddings and isinstance(self.lm_head, LMHead):
             self.lm_head.tie(self.decoder)
-            self.decoder.know_head(self.lm_head)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        if isinstance(self.lm_head, LMHead) and self.lm_head.is_tied:
-            self.decoder.know_head(self.lm_head)
 
     def forward(
         self,
@@ -116,8 +111,8 @@ class CausalLM(Pretrained, TrainerInterface):
             count of labels over all micro-batches of a step. A device scalar costs no synchronisation.
         past_key_values, use_cache: a cache to read and extend; `use_cache` makes one where none is given. Where
             `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope, at its original length), empty it and pass the
-            whole text, as `generate` does: the cached keys were turned by other frequencies.
-        logits_to_keep: compute the logits of the last n positions only; 0 keeps all.
+            whole text, as `generate` does: the cached keys were rotated by other frequencies.
+        logits_to_keep: compute the logits of the last n positions only; 0: of all.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         output_hidden_states: adds `hidden_states` and `last_hidden_state`.
         output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
@@ -131,24 +126,30 @@ class CausalLM(Pretrained, TrainerInterface):
 
         Raises InputError where arguments do not fit together.
         """
-        check_outputs(output_attentions, return_dict)
-        if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
-            cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
-        ids = input_ids if inputs_embeds is None else inputs_embeds
+        cu_seqlens, max_seqlen = check_inputs(
+            self.decoder,
+            input_ids=input_ids,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            cu_seq_lens_q=cu_seq_lens_q,
+            cu_seq_lens_k=cu_seq_lens_k,
+            max_length_q=max_length_q,
+        )
+        ids: Tensor = input_ids if inputs_embeds is None else inputs_embeds  # type: ignore[assignment]
         check_labels(labels, ids, num_items_in_batch, logits_to_keep)
+        # Before the blocks, so that the count of labels is on the host when the head asks for it.
+        targets = None if labels is None else Targets(labels, cu_seqlens)
         if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", None)
-        packing_known = any(x is not None for x in (cu_seqlens, attention_mask, past_key_values)) or bool(use_cache)
-        positions = text_positions(position_ids, ids)
-        if positions is not None and ids is not None and not packing_known:
-            cu_seqlens, max_seqlen = packed_sequences(positions, ids)
-            packing_known = True
-        # Before the blocks, so that the count of labels is on the host when the head asks for it.
-        targets = None if labels is None else Targets(labels, cu_seqlens)
         output = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -158,39 +159,44 @@ class CausalLM(Pretrained, TrainerInterface):
             use_cache=use_cache,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
-            find_packing=not packing_known,
             output_hidden_states=output_hidden_states,
             output_router_logits=output_router_logits,
+            output_attentions=output_attentions,
+            return_dict=return_dict,
+            checked=True,
             **inputs,
         )
-        headless = labels is None and not wants_logits
+        headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
-        head, softcap = unwrapped(self.lm_head), getattr(self.config, "final_logit_softcapping", None)
-        if targets is None:
-            if wants_logits:
-                computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), softcap)
-        elif takes_labels(head) and not wants_logits:
-            computed["loss"] = head(
-                x,
-                labels=targets.labels,
-                softcap=softcap,
-                num_items_in_batch=num_items_in_batch,
-                num_valid=targets.count(),
-            )
-        else:
-            # An adapter around the head must not be passed by: its logits are made in full.
-            if not takes_labels(head):
-                warn_unfused_head(self.lm_head, x)
-            logits = capped(head(x), softcap)
-            computed["loss"] = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
-            if wants_logits:
-                computed["logits"] = logits
+        if targets is not None:
+            computed = self._loss(x, targets, num_items_in_batch, with_logits=bool(wants_logits))
+        elif wants_logits:
+            head = unwrapped(self.lm_head)
+            computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), self._softcap)
         if "router_logits" in output:
             output["aux_loss"] = self._balance(output["router_logits"], attention_mask, x.shape[1])
             if "loss" in computed:
-                computed["loss"] = computed["loss"] + self.config.router_aux_loss_coef * output["aux_loss"]  # type: ignore[attr-defined]
+                computed["loss"] = computed["loss"] + self.config.router_aux_loss_coef * output["aux_loss"]
         return CausalLMOutput({**computed, **output})
+
+    @property
+    def _softcap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
+
+    def _loss(
+        self, x: Tensor, targets: Targets, num_items_in_batch: Tensor | int | None, *, with_logits: bool
+    ) -> dict[str, Any]:
+        """The loss of the last hidden state, and the logits where they are wanted."""
+        head = unwrapped(self.lm_head)
+        if takes_labels(head) and not with_logits:
+            options: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, num_valid=targets.count())
+            return {"loss": head(x, labels=targets.labels, softcap=self._softcap, **options)}
+        if not takes_labels(head):  # an adapter around the head, which must be called: its logits are made in full
+            warn_unfused_head(self.lm_head, x)
+        logits = capped(head(x), self._softcap)
+        loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
+        return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
 
     def _balance(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None, length: int) -> Tensor:
         config = self.decoder.config

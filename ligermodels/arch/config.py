@@ -2,16 +2,15 @@
 
 transformers 4 spells the rotary base `rope_theta` with `rope_scaling` beside it and the dtype `torch_dtype`;
 transformers 5 spells them `rope_parameters` and `dtype`. Either is read, both are written: a reader that knows
-one spelling only would otherwise fall back to a wrong base without a word.
-Silence is how wrong logits ship, so a field that is missing, of the wrong kind, or asks for something that is
-not computed raises ConfigError. Keys that nobody here knows are kept for saving and named in one warning.
+one spelling only would otherwise use a wrong base without an error.
+A field that is missing, of the wrong type, or asks for something that is not computed raises ConfigError. Unknown
+keys are kept for saving and named in one warning.
 Source: configuration_utils.py and modeling_rope_utils.py of transformers 4.45, 4.57 and 5.23.
 """
 
 import dataclasses
 import json
 import math
-import reprlib
 import typing
 import warnings
 from collections.abc import Iterable, Mapping
@@ -31,7 +30,7 @@ ACTIVATIONS = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
-"""config.json's word for an activation -> ours."""
+"""config.json's name of an activation -> ours."""
 
 DTYPES = {
     "float32": torch.float32,
@@ -41,63 +40,80 @@ DTYPES = {
 }
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
-_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+_NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+_DROPOUTS = ("attention_dropout", "resid_pdrop", "embd_pdrop", "dropout")
 _MAY_BE_ZERO = ("max_window_layers",)
 _MAY_BE_ABSENT = ("num_key_value_heads", "head_dim", "layer_types")  # follow from the others, once these are known
 
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
-_NEEDS_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
-
-# Largest values of a size: a few times those of any model, and such that no product of them leaves 63 bits.
-_MOST = {
-    "vocab_size": 2**28,
-    "num_hidden_layers": 2**10,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "num_local_experts": 2**12,
-    "max_position_embeddings": 2**48,
-    "original_max_position_embeddings": 2**48,
-    "max_window_layers": 2**48,
-    "sliding_window": 2**48,
-}
-_MOST_OTHERS = 2**20
-_MOST_EXPERTS_IN_ALL = 2**13  # the largest of the zoo has 448
-_LEAST_FLOAT = 1e-30
-"""Above zero, and fp32 can divide by it."""
-_DEEPEST = 32
-"""Objects and lists within each other in a config.json; real ones have four."""
-_ROPE_NUMBERS, _ROPE_KEYS, _ROPE_LIST = (1e-9, 1e15), 32, 2**12
-_NAME = 200
-"""Characters of a key that messages may show."""
-
-# Carried by files but without a say in what is computed; not written back.
-_DROPPED = {"auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta"}
-_DROPPED |= {
-    "rope_scaling",
-    "partial_rotary_factor",
-    "original_max_position_embeddings",
-    "_name_or_path",
-    "_attn_implementation_autoset",
-}
-# Known to transformers, of no consequence here; written back as found.
-_KEPT = {"pretraining_tp", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states"}
-_KEPT |= {
-    "id2label",
-    "label2id",
-    "problem_type",
-    "chunk_size_feed_forward",
-    "is_encoder_decoder",
-    "task_specific_params",
-}
+_DROPPED = {
+    "auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta", "rope_scaling",
+    "partial_rotary_factor", "original_max_position_embeddings", "_name_or_path", "_attn_implementation_autoset",
+}  # fmt: skip
+"""Keys that change nothing in what is computed, or are read under another name; not written back."""
+_KEPT = {
+    "pretraining_tp", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states", "id2label",
+    "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "task_specific_params",
+}  # fmt: skip
+"""Keys of transformers that change nothing in what is computed; written back as found."""
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
-    """The fields that every text architecture shares, under config.json's own names.
+class CheckedFields:
+    """Fields under config.json's own names, checked against their annotations; `extra` holds the keys not known.
+
+    An int is a size, 1 or more; a float is finite, 0 or more. Raises ConfigError.
+    """
+
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def label(cls) -> str:
+        """What messages call the object of config.json."""
+        raise NotImplementedError
+
+    @classmethod
+    def field_names(cls) -> set[str]:
+        return {f.name for f in dataclasses.fields(cls)} - {"extra"}
+
+    def values(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for name, value in self.values().items():
+            self._check_type(name, value, hints[name])
+
+    def _check_type(self, name: str, value: Any, hint: Any) -> None:
+        allowed = _classes(hint)
+        if value is None and (name in _MAY_BE_ABSENT or type(None) in allowed):
+            return
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if hint is int or (name == "sliding_window" and value is not None):
+            least = 0 if name in _MAY_BE_ZERO else 1
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise self._error(name, f"must be {'an integer, zero or more' if least == 0 else 'a positive integer'}")
+        elif float in allowed:
+            if not number or not 0 <= value < math.inf:
+                raise self._error(name, "must be a finite number, zero or more")
+        elif not _is_one_of(value, hint):
+            names = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
+            raise self._error(name, f"must be {names}")
+
+    def _check_choice(self, name: str, choices: Iterable[str]) -> None:
+        if getattr(self, name) not in (*choices,):
+            raise self._error(name, f"is not supported; supported: {', '.join(choices)}")
+
+    def _error(self, name: str, problem: str) -> ConfigError:
+        return ConfigError(f"{self.label()}: {name}={getattr(self, name)!r} {problem}")
+
+
+@dataclass(kw_only=True)
+class ModelConfig(CheckedFields):
+    """The fields that every text architecture shares.
 
     Not frozen, since trainers assign `use_cache` and `pad_token_id`. `rope_parameters` always holds `rope_type`
-    and `rope_theta`; `extra` holds the keys of config.json that are not ours.
+    and `rope_theta`.
     """
 
     model_type: ClassVar[str]
@@ -136,39 +152,34 @@ class ModelConfig:
     eos_token_id: int | list[int] | None = None
     pad_token_id: int | None = None
     dtype: str | None = None
-    extra: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def label(cls) -> str:
+        return cls.model_type
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """A config from the contents of a config.json of either generation.
 
-        Raises ConfigError: another model_type, a missing field, a value of the wrong kind, a value that is not
+        Raises ConfigError: another model_type, a missing field, a value of the wrong type, a value that is not
         computed, the two spellings of a field at odds, or a quantised checkpoint.
         """
         if not isinstance(config, Mapping):
             raise ConfigError(f"{cls.model_type}: config.json holds a {type(config).__name__}, expected an object")
-        _check_tree(f"{cls.model_type}: config.json", config)
         model_type = config.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ConfigError(
-                f"config.json has model_type {short(model_type)}, but {cls.architecture} reads {cls.model_type!r}. "
+                f"config.json has model_type {model_type!r}, but {cls.architecture} reads {cls.model_type!r}. "
                 "ligermodels.load() picks the class by model_type."
             )
-        if config.get("quantization_config"):
-            quantization = config["quantization_config"]
+        if quantization := config.get("quantization_config"):
             method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
             raise ConfigError(
-                f"{cls.model_type}: quantization_config (quant_method {short(method or 'unknown')}) is not supported: "
-                "weights are read as float32, float16 or bfloat16. Use the unquantised checkpoint."
+                f"{cls.model_type}: quantization_config (quant_method {method!r}) is not supported: weights are read "
+                "as float32, float16 or bfloat16. Use the unquantised checkpoint."
             )
-        known = {f.name for f in dataclasses.fields(cls)} - {"extra", "rope_parameters", "dtype"}
+        known = cls.field_names() - {"rope_parameters", "dtype"}
         values = {key: value for key, value in config.items() if key in known}
-        values["dtype"] = _one_spelling(cls, config, "dtype", "torch_dtype")
-        values["rope_parameters"] = cls._rope_from_hf(config)
-        values["extra"] = {
-            key: value for key, value in config.items()
-            if key not in known and key not in _DROPPED and key not in ("dtype", "rope_parameters")
-        }  # fmt: skip
         missing = [
             f.name for f in dataclasses.fields(cls)
             if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
@@ -178,13 +189,16 @@ class ModelConfig:
             hint = (
                 "It has a text_config: a model of more than text, which is not in the zoo."
                 if nested
-                else ("Is it the config.json of the model itself, rather than of an adapter or a tokenizer?")
+                else "Is it the config.json of the model itself, rather than of an adapter or a tokenizer?"
             )
             raise ConfigError(f"{cls.model_type}: config.json lacks {', '.join(missing)}. {hint}")
-        unknown = sorted(set(values["extra"]) - _KEPT - cls.unused)
-        if unknown:
+        values["dtype"] = cls._dtype_from_hf(config)
+        values["rope_parameters"] = cls._rope_from_hf(config)
+        others = {key: value for key, value in config.items() if key not in known | _DROPPED}
+        values["extra"] = {key: value for key, value in others.items() if key not in ("dtype", "rope_parameters")}
+        if unknown := sorted(values["extra"].keys() - _KEPT - cls.unused):
             warnings.warn(
-                f"{cls.model_type}: config.json has keys that are not used here: {_names(unknown)}. They are kept "
+                f"{cls.model_type}: config.json has keys that are not used here: {', '.join(unknown)}. They are kept "
                 "for saving. If one of them changes what the model computes, do not trust its output.",
                 stacklevel=3,
             )
@@ -200,23 +214,31 @@ class ModelConfig:
         return cls.from_hf(reading.read_json(folder / "config.json"))
 
     @classmethod
+    def _dtype_from_hf(cls, config: Mapping[str, Any]) -> Any:
+        new, old = (
+            value.removeprefix("torch.") if isinstance(value, str) else value
+            for value in (config.get("dtype"), config.get("torch_dtype"))
+        )
+        if new is not None and old is not None and new != old:
+            raise ConfigError(f"{cls.model_type}: config.json has dtype={new!r} and torch_dtype={old!r}; remove one")
+        return old if new is None else new
+
+    @classmethod
     def _rope_from_hf(cls, config: Mapping[str, Any]) -> dict[str, Any]:
         """`rope_parameters` with `rope_type` and `rope_theta`, from either spelling."""
-        old, new = ({} if config.get(name) is None else config[name] for name in ("rope_scaling", "rope_parameters"))
-        for name, value in (("rope_scaling", old), ("rope_parameters", new)):
+        nested = []
+        for name in ("rope_scaling", "rope_parameters"):
+            value = {} if config.get(name) is None else config[name]
             if not isinstance(value, Mapping):
-                raise ConfigError(f"{cls.model_type}: {name} is {short(value)}, expected an object or null")
-            if len(value) > _ROPE_KEYS:
-                raise ConfigError(f"{cls.model_type}: {name} has {len(value)} keys; a rope type has at most nine")
-            _check_names(f"{cls.model_type}: {name} of config.json", value)
+                raise ConfigError(f"{cls.model_type}: {name} is {value!r}, expected an object or null")
+            nested.append(cls._with_rope_type(value))
         top_level = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
         rope: dict[str, Any] = {}
-        for spelling in (cls._plain_rope(old), cls._plain_rope(new), top_level):
+        for spelling in (*nested, top_level):
             for key, value in spelling.items():
                 if rope.setdefault(key, value) != value:
-                    both = f"{short(rope[key])} and as {short(value)}"
                     raise ConfigError(
-                        f"{cls.model_type}: config.json gives {key} twice, as {both}. The two "
+                        f"{cls.model_type}: config.json gives {key} twice, as {rope[key]!r} and as {value!r}. The two "
                         "generations of the file disagree; remove the wrong one."
                     )
         rope.setdefault("rope_type", "default")
@@ -227,20 +249,18 @@ class ModelConfig:
         return rope
 
     @classmethod
-    def _plain_rope(cls, rope: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_rope_type(cls, rope: Mapping[str, Any]) -> dict[str, Any]:
         """`rope` with its type, where it has one, under the newer key and its own name."""
         rope_type = rope.get("type") if rope.get("rope_type") is None else rope["rope_type"]
-        if rope_type is not None and (not isinstance(rope_type, str) or not rope_type):
-            raise ConfigError(f"{cls.model_type}: rope_type is {short(rope_type)}, expected a string")
+        if not isinstance(rope_type, str | None):
+            raise ConfigError(f"{cls.model_type}: rope_type is {rope_type!r}, expected a string")
         named = {} if rope_type is None else {"rope_type": cls.rope_aliases.get(rope_type, rope_type)}
         return {**{key: value for key, value in rope.items() if key not in ("rope_type", "type")}, **named}
 
     def __post_init__(self) -> None:
         if not self.rope_parameters:
             self.rope_parameters = {"rope_type": "default", "rope_theta": self.default_rope_theta}
-        kinds = typing.get_type_hints(type(self))
-        for name in (f.name for f in dataclasses.fields(self) if f.name != "extra"):
-            self._check_kind(name, getattr(self, name), kinds[name])
+        super().__post_init__()
         heads = self.num_attention_heads
         if self.head_dim is None:
             if self.hidden_size % heads:
@@ -253,93 +273,28 @@ class ModelConfig:
         if heads % self.num_key_value_heads:
             raise self._error("num_key_value_heads", f"must divide num_attention_heads {heads}")
         if self.head_dim % 2:
-            raise self._error("head_dim", "must be even: the rotary embedding turns pairs of dimensions")
-        if self.hidden_act not in ACTIVATIONS:
-            raise self._error("hidden_act", f"is not supported; supported: {', '.join(ACTIVATIONS)}")
+            raise self._error("head_dim", "must be even: the rotary embedding rotates pairs of dimensions")
+        self._check_choice("hidden_act", ACTIVATIONS)
         for name in _DROPOUTS:
             if getattr(self, name, 0.0):
                 raise self._error(name, "is not supported; set it to 0.0 if it does not matter to you")
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise self._error("dtype", f"is not supported; supported: {', '.join(DTYPES)}")
-        rope_type, theta = self.rope_parameters.get("rope_type"), self.rope_parameters.get("rope_theta")
-        if rope_type not in ROPE_TYPES:
-            raise ConfigError(
-                f"{self.model_type}: rope_type {short(rope_type)} is not supported; supported: {', '.join(ROPE_TYPES)}"
-            )
-        if isinstance(theta, bool) or not isinstance(theta, int | float) or not 0 < theta < math.inf:
-            raise ConfigError(f"{self.model_type}: rope_theta is {short(theta)}, expected a positive number")
-        for name, value in self.rope_parameters.items():
-            self._check_rope_value(name, value)
-        original = self.rope_parameters.get("original_max_position_embeddings")
-        if rope_type == "longrope" and original is not None and original <= 1:
-            raise ConfigError(
-                f"{self.model_type}: original_max_position_embeddings is {short(original)}; longrope divides by its "
-                "logarithm, so that it must be above 1"
-            )
-        partial = self.rope_parameters.get("partial_rotary_factor", 1.0)
-        if (partial != 1.0 or isinstance(partial, bool)) and not self.partial_rotary:
-            raise ConfigError(
-                f"{self.model_type}: partial_rotary_factor {short(partial)} is not supported; supported: 1.0"
-            )
+        if self.dtype is not None:
+            self._check_choice("dtype", DTYPES)
+        self._check_rope()
 
-    def _check_rope_value(self, name: str, value: Any) -> None:
-        """Numbers that the tables can be made of, lists of them, strings and null; `layers.RotaryEmbedding` checks
-        the rest."""
-        low, high = _ROPE_NUMBERS
-        many = isinstance(value, list | tuple)
-        most = _ROPE_LIST if name in ("short_factor", "long_factor") else _ROPE_KEYS
-        if many and len(value) > most:
-            raise ConfigError(
-                f"{self.model_type}: {name} of the rope dict is a list of {len(value)}; read are at most {most} numbers"
-            )
-        if isinstance(value, str) and len(value) > _NAME:
-            raise ConfigError(f"{self.model_type}: {name} of the rope dict is {short(value)}, no number")
-        for item in value if many else [value]:
-            number = isinstance(item, int | float)
-            if not number and (item is not value or not isinstance(value, str | None)):
-                raise ConfigError(f"{self.model_type}: {name} of the rope dict is or holds {short(item)}, no number")
-            if number and item and not low <= abs(item) <= high:
-                raise ConfigError(
-                    f"{self.model_type}: {name} of the rope dict is or holds {short(item)}; numbers from {low:g} to "
-                    f"{high:g} can be computed with"
-                )
-
-    def _check_layer_types(self, layer_types: list[str]) -> None:
-        """One known type for each block."""
-        if len(layer_types) != self.num_hidden_layers or any(kind not in LAYER_TYPES for kind in layer_types):
-            raise self._error(
-                "layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {self.num_hidden_layers} blocks"
-            )
-
-    def _check_kind(self, name: str, value: Any, kind: Any) -> None:
-        """Sizes are positive integers, the rest is of its declared kind; null where the declaration allows it."""
-        if value is None:
-            if name in _MAY_BE_ABSENT or type(None) in typing.get_args(kind):
-                return
-            raise self._error(name, f"must be {_words(kind)}")
-        if kind is int:
-            least = 0 if name in _MAY_BE_ZERO else 1
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise self._error(name, f"must be a{' positive' * least} integer{', zero or more' * (1 - least)}")
-            if value > (most := _MOST.get(name, _MOST_OTHERS)):
-                raise self._error(name, f"is too large to be meant: at most {most}. Is the file damaged?")
-        elif float in _plain(kind):
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**63:
-                raise self._error(name, "must be a finite number, zero or more")
-            if 0 < value < _LEAST_FLOAT:
-                raise self._error(name, f"is too small to be meant; fp32 can compute with {_LEAST_FLOAT:g} and more")
-            if name == "rms_norm_eps" and value > 1:
-                raise self._error(name, "is too large to be meant: at most 1. It would drown what is normed")
-        elif name == "sliding_window":
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST[name]:
-                raise self._error(name, "must be a positive number of tokens, at most 2^48, or null for no window")
-        elif not isinstance(value, _plain(kind)) or (isinstance(value, bool) and bool not in _plain(kind)):
-            raise self._error(name, f"must be {_words(kind)}")
-        elif name.endswith("_token_id") and not all(map(_is_id, value if isinstance(value, list) else [value])):
-            raise self._error(name, f"must be {_words(kind)}, all of them ids")
-
-    def _error(self, name: str, problem: str) -> ConfigError:
-        return ConfigError(f"{self.model_type}: {name}={short(getattr(self, name))} {problem}")
+    def _check_rope(self) -> None:
+        """The rope type and base; `layers.RotaryEmbedding` checks the numbers of a type when the model is built."""
+        rope = self.rope_parameters
+        if rope.get("rope_type") not in ROPE_TYPES:
+            found, supported = rope.get("rope_type"), ", ".join(ROPE_TYPES)
+            raise ConfigError(f"{self.model_type}: rope_type {found!r} is not supported; supported: {supported}")
+        for name in ("rope_theta", "partial_rotary_factor"):
+            value = rope.get(name, 1.0)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ConfigError(f"{self.model_type}: {name} is {value!r}, expected a positive number")
+        if rope.get("partial_rotary_factor", 1.0) != 1.0 and not self.partial_rotary:
+            factor = rope["partial_rotary_factor"]
+            raise ConfigError(f"{self.model_type}: partial_rotary_factor {factor!r} is not supported; supported: 1.0")
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -354,23 +309,23 @@ class ModelConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """The contents of a config.json that both generations of transformers read alike."""
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
         rope = self.rope_parameters
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
+        at_the_top = ["rope_theta", "partial_rotary_factor"]
+        if rope["rope_type"] == "longrope":  # where transformers 4 looks for it
+            at_the_top.append("original_max_position_embeddings")
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **self.extra,
-            **values,
+            **self.values(),
             "torch_dtype": self.dtype,
-            **{key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope},
             "rope_scaling": None if rope["rope_type"] == "default" else scaling,
-            # Where transformers 4 looks for longrope's.
-            **{key: rope[key] for key in ("original_max_position_embeddings",) if rope["rope_type"] == "longrope"},
+            **{key: rope[key] for key in at_the_top if key in rope},
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """`to_hf` and what the model was loaded by, for those who log a run."""
+        """`to_hf` and what the model was loaded by, for logging a run."""
         return {**self.to_hf(), "_name_or_path": self._name_or_path}
 
     def to_json_string(self, use_diff: bool = True) -> str:
@@ -378,7 +333,7 @@ class ModelConfig:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query of block `layer` sees, counting itself; None where it sees all before it."""
+        """Tokens that a query of block `layer` sees, itself included; None where it sees all before it."""
         return None
 
     @property
@@ -392,111 +347,126 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
+class VisionConfig(CheckedFields):
+    """The vision_config of a config.json."""
+
+    dropped: ClassVar[frozenset[str]] = frozenset({"model_type", "dtype", "torch_dtype"})
+    """Keys without a meaning for the vision tower; not written back."""
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Keys that files carry and no implementation reads; written back."""
+
+    @classmethod
+    def from_hf(cls, config: Any) -> Self:
+        """From the object in either generation of the file, where null means absent. Raises ConfigError."""
+        if not isinstance(config, Mapping):
+            raise ConfigError(f"{cls.label()} is {config!r}, expected an object")
+        known = cls.field_names()
+        values = {key: value for key, value in config.items() if key in known and value is not None}
+        extra = {key: value for key, value in config.items() if key not in known | cls.dropped}
+        if unknown := sorted(extra.keys() - cls.unused):
+            names = ", ".join(unknown)
+            warnings.warn(f"{cls.label()} has keys that are kept for saving, but not used here: {names}", stacklevel=6)
+        return cls(**values, extra=extra)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The object that both generations of transformers read alike."""
+        return self.extra | self.values()
+
+    to_dict = to_hf
+
+
+@dataclass(kw_only=True)
+class WindowConfig(ModelConfig):
+    """Adds a window to every block."""
+
+    sliding_window: int | None = None
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window
+
+
+@dataclass(kw_only=True)
+class LayerTypesConfig(WindowConfig):
+    """Adds a window to the blocks that `layer_types` names sliding_attention."""
+
+    layer_types: list[str] = None  # type: ignore[assignment]  # absent: `default_layer_type` of each block
+
+    def default_layer_type(self, layer: int) -> str:
+        """The type of block `layer` where config.json has no layer_types."""
+        raise NotImplementedError
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        blocks = self.num_hidden_layers
+        if self.layer_types is None:
+            self.layer_types = [self.default_layer_type(layer) for layer in range(blocks)]
+        if len(self.layer_types) != blocks or any(one not in LAYER_TYPES for one in self.layer_types):
+            raise self._error("layer_types", f"must name one of {', '.join(LAYER_TYPES)} for each of {blocks} blocks")
+        if self.sliding_window is None and "sliding_attention" in self.layer_types:
+            raise self._error(
+                "layer_types",
+                "names sliding_attention, and there is no window: use_sliding_window is false or sliding_window is "
+                "null. Set them, or name full_attention everywhere.",
+            )
+
+    def window(self, layer: int) -> int | None:
+        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
+
+
+@dataclass(kw_only=True)
+class LastLayersWindowConfig(LayerTypesConfig):
+    """Adds a window to the blocks from `max_window_layers` on, where `use_sliding_window` is set."""
+
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+
+    def __post_init__(self) -> None:
+        if not self.use_sliding_window:
+            self.sliding_window = None
+        super().__post_init__()
+
+    def default_layer_type(self, layer: int) -> str:
+        slides = self.sliding_window is not None and layer >= self.max_window_layers
+        return "sliding_attention" if slides else "full_attention"
+
+
+@dataclass(kw_only=True)
 class RoutedConfig(ModelConfig):
-    """The fields that every mixture of experts shares: what the loss that balances its experts needs."""
+    """Adds what every mixture of experts has: the fields that the load-balancing loss reads."""
 
     num_experts_per_tok: int = 2
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        experts = getattr(self, "num_local_experts", 1)
-        if experts * self.num_hidden_layers > _MOST_EXPERTS_IN_ALL:
-            raise self._error(
-                "num_local_experts",
-                f"in each of {self.num_hidden_layers} blocks are too many to be meant: at most "
-                f"{_MOST_EXPERTS_IN_ALL} in all. Is the file damaged?",
-            )
+
+def _members(hint: Any) -> tuple[Any, ...]:
+    """The annotations that a union is made of; any other annotation alone."""
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, type(int | str)) else (hint,)
 
 
-def _one_spelling(cls: type[ModelConfig], config: Mapping[str, Any], new: str, old: str) -> Any:
-    """The value of a field with two names, which must not contradict each other."""
-    a, b = (
-        value.removeprefix("torch.") if isinstance(value, str) else value
-        for value in (config.get(new), config.get(old))
-    )
-    if a is not None and b is not None and a != b:
-        raise ConfigError(
-            f"{cls.model_type}: config.json has {new}={short(a)} and {old}={short(b)}; remove the wrong one"
-        )
-    return b if a is None else a
+def _classes(hint: Any) -> tuple[type, ...]:
+    """The classes of an annotation such as `int | list[int] | None`."""
+    return tuple(typing.get_origin(member) or member for member in _members(hint))
 
 
-def _plain(kind: Any) -> tuple[type, ...]:
-    """The classes that isinstance can check for an annotation such as `int | list[int] | None`."""
-    parts = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, type(int | str)) else (kind,)
-    return tuple(typing.get_origin(part) or part for part in parts)
-
-
-def _words(kind: Any) -> str:
-    return " or ".join("null" if part is type(None) else part.__name__ for part in _plain(kind))
+def _is_one_of(value: Any, hint: Any) -> bool:
+    """True if `value` is of an annotated type, and its items are where that is a list. A bool is no int."""
+    for member in _members(hint):
+        cls = typing.get_origin(member) or member
+        if isinstance(value, cls) and (cls is bool or not isinstance(value, bool)):
+            items = typing.get_args(member) if cls is list else ()
+            return not items or all(_is_one_of(item, items[0]) for item in value)
+    return False
 
 
 def check_generation_config(where: str, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the contents of a generation_config.json that generation or saving would trip over.
+    """Raises ConfigError where the token ids of a generation_config.json are none. `where`: the file, for messages.
 
-    where: the file, for messages. Looked at are the ids that `generate` takes from it, which may lie outside the
-    vocabulary (some files write -1 for none), and what `from_hf` asks of every key and value.
+    They may lie outside the vocabulary: some files write -1 for none.
     """
-    _check_tree(where, values)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         value = values.get(name)
         ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if not all(item is None or _is_id(item) for item in ids):
-            lists = " or a list of ids" if name == "eos_token_id" else ""
-            raise ConfigError(f"{where}: {name}={short(value)} must be a token id{lists}, or null")
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _check_tree(where: str, tree: Mapping[str, Any]) -> None:
-    """What could be read and not be shown, compared or written again is refused at once: depth, keys, lone surrogates,
-    NaN."""
-    level: list[Any] = [tree]
-    for _ in range(_DEEPEST):
-        for item in level:
-            if isinstance(item, Mapping) and not all(isinstance(key, str) for key in item):
-                raise ConfigError(f"{where} has keys that are no strings: {short(list(item))}")
-            for key, value in item.items() if isinstance(item, Mapping) else enumerate(item):
-                for text in (key, value):
-                    if isinstance(text, str) and not text.isascii() and not _has_utf8(text):
-                        raise ConfigError(f"{where} holds a lone surrogate, which has no UTF-8: {ascii(text)[:80]}")
-                if isinstance(value, float) and math.isnan(value):
-                    raise ConfigError(f"{where} has {_names([str(key)])}=nan, which must be a finite number")
-        parts = (part for item in level for part in (item.values() if isinstance(item, Mapping) else item))
-        level = [part for part in parts if isinstance(part, Mapping | list | tuple)]
-        if not level:
-            return _check_names(where, tree)
-    raise ConfigError(f"{where} nests objects or lists more than {_DEEPEST} deep. Is it the file of a model?")
-
-
-def _has_utf8(text: str) -> bool:
-    return not any("\ud800" <= char <= "\udfff" for char in text)
-
-
-def _check_names(where: str, keys: Iterable[str]) -> None:
-    """Keys are shown in messages: what moves a terminal's cursor, or fills its screen, is none."""
-    for key in keys:
-        if not 0 < len(key) <= _NAME or not key.isprintable():
-            raise ConfigError(f"{where} has the key {short(key)}, which no model has; do not trust it")
-
-
-_REPR = reprlib.Repr()
-_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 80, 80, 80
-
-
-def short(value: Any) -> str:
-    """`repr`, of a bounded length, for messages."""
-    try:
-        return _REPR.repr(value)
-    except ValueError:  # Python refuses to spell an int of more than 4300 digits
-        return "a number of thousands of digits"
-
-
-def _names(names: list[str]) -> str:
-    """The first names of a list that may be endless."""
-    more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-    return ", ".join(name[:80] if name.isprintable() else ascii(name[:80]) for name in names[:20]) + more
+        if not all(item is None or type(item) is int for item in ids):
+            raise ConfigError(f"{where}: {name}={value!r} must be a token id, for eos a list of them, or null")

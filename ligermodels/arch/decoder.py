@@ -4,15 +4,14 @@
 reads images.
 """
 
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.inputs import check_cu_seqlens, check_inputs, check_outputs, packed_sequences, pads_only_after
+from ligermodels.arch.inputs import check_inputs, pads_only_after
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
@@ -25,17 +24,20 @@ class Decoder(nn.Module):
     """Token ids to the last hidden state.
 
     block: (config, layer) -> a module that maps (x, residual, batch, cache) to (x, residual), and for mixtures of
-    experts to (x, residual, router_logits). norm: the final one, default a plain RMSNorm. embedding_scale: multiplies
-    the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`. position_axes: how many positions a
-    token may have.
+    experts to (x, residual, router_logits). norm: keyword arguments of the final RMSNorm beside size and eps.
+    embedding_scale: multiplies the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`.
+    position_axes: how many positions a token may have.
     """
+
+    _tied_head: Any = None
+    """A weak reference to the head that is tied to the table, which `LMHead.tie` sets and `keep_table` reads."""
 
     def __init__(
         self,
         config: ModelConfig,
         block: Callable[[Any, int], nn.Module],
         *,
-        norm: nn.Module | None = None,
+        norm: Mapping[str, Any] | None = None,
         embedding_scale: float | None = None,
         extra_rows: int = 0,
         position_axes: int = 1,
@@ -49,7 +51,7 @@ class Decoder(nn.Module):
             config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
-        self.norm = RMSNorm(size, eps=config.rms_norm_eps) if norm is None else norm
+        self.norm = RMSNorm(size, eps=config.rms_norm_eps, **(norm or {}))
         self.rotary_emb = RotaryEmbedding(
             config.head_dim,
             sections=rope.pop("mrope_section", None),
@@ -59,17 +61,14 @@ class Decoder(nn.Module):
             partial_rotary_factor=rope.get("partial_rotary_factor", 1.0),
         )
 
-    def know_head(self, head: nn.Module) -> None:
-        """Remembers the head that is tied to the table; weakly, so that a model is freed once nobody holds it."""
-        object.__setattr__(self, "_tied_head", weakref.ref(head))
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name != "_tied_head"}
-
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "embed_tokens":
             keep_table(self, value)
         super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the reference to the tied head: a copied head sets its own."""
+        return {name: value for name, value in self.__dict__.items() if name != "_tied_head"}
 
     def forward(
         self,
@@ -82,12 +81,12 @@ class Decoder(nn.Module):
         *,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
-        find_packing: bool = True,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
-        cross: CrossStates | None = None,
         output_attentions: bool | None = None,
         return_dict: bool | None = None,
+        cross: CrossStates | None = None,
+        checked: bool = False,
         cu_seq_lens_q: Tensor | None = None,
         cu_seq_lens_k: Tensor | None = None,
         max_length_q: int | None = None,
@@ -97,45 +96,45 @@ class Decoder(nn.Module):
         """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
 
         Arguments as in `CausalLM.forward`, all but those of the head: TRL, and PEFT with it, call this in its place.
-        find_packing: position_ids that restart mark packed sequences, unless the caller has looked for them already.
         cross: of models with cross-attention, what the tokens may attend to.
+        checked: the caller has called `check_inputs`, as is done here otherwise.
         """
-        check_outputs(output_attentions, return_dict)
-        returned = past_key_values
-        if past_key_values is not None:
-            past_key_values = as_kv_cache(past_key_values, self.config.num_hidden_layers)
-        if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
-            cu_seqlens, max_seqlen = check_cu_seqlens(cu_seq_lens_q, cu_seq_lens_k), max_length_q
-        check_inputs(
-            self,
-            input_ids=input_ids,
-            inputs_embeds=inputs_embeds,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-        )
+        if output_attentions:
+            raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
+        if return_dict is False:
+            raise InputError("return_dict=False is not supported: the output is a dict with attributes")
+        if not checked:
+            cu_seqlens, max_seqlen = check_inputs(
+                self,
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                cu_seq_lens_q=cu_seq_lens_q,
+                cu_seq_lens_k=cu_seq_lens_k,
+                max_length_q=max_length_q,
+            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         batch_size, length = x.shape[:2]
         if use_cache and past_key_values is None:
-            if cu_seqlens is not None:
-                raise InputError("packed sequences (cu_seqlens) go with neither a cache nor use_cache=True")
             past_key_values = self.new_cache(batch_size, length)
-        if cu_seqlens is None and find_packing and attention_mask is None and past_key_values is None:
-            cu_seqlens, max_seqlen = packed_sequences(position_ids, x)
+        cache = None if past_key_values is None else self._own_cache(past_key_values)
         if cu_seqlens is not None:
             x = x.reshape(1, batch_size * length, -1)
             if position_ids is not None:
                 axes = position_ids.shape[:-2]
                 position_ids = position_ids.expand(*axes, batch_size, length).reshape(*axes, 1, -1)
-        batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, past_key_values, cross)
+        batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, cross)
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
-        router_logits: list[Tensor] | None = [] if self.routes(output_router_logits) else None
-        x = self.hidden(x, batch, past_key_values, hidden_states, router_logits).reshape(batch_size, length, -1)
+        router_logits: list[Tensor] | None = [] if self._routes(output_router_logits) else None
+        x = self.hidden(x, batch, cache, hidden_states, router_logits).reshape(batch_size, length, -1)
         output = CausalLMOutput(last_hidden_state=x)
         if past_key_values is not None:
-            output["past_key_values"] = past_key_values if returned is None else returned
+            output["past_key_values"] = past_key_values
         if hidden_states is not None:
             output["hidden_states"] = (*(state.reshape(batch_size, length, -1) for state in hidden_states), x)
         if router_logits is not None:
@@ -166,14 +165,6 @@ class Decoder(nn.Module):
                 router_logits += routed
         return self.norm(x, residual)[0]
 
-    def routes(self, asked: bool | None) -> bool:
-        """Whether router logits are wanted: as asked, else as the config says. Raises InputError without a router."""
-        if not isinstance(self.config, RoutedConfig):
-            if asked:
-                raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
-            return False
-        return self.config.output_router_logits if asked is None else asked
-
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_length` tokens."""
         config = self.config
@@ -195,6 +186,24 @@ class Decoder(nn.Module):
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         self.embed_tokens = embeddings  # type: ignore[assignment]
 
+    def _own_cache(self, given: Any) -> KVCache:
+        """`given`, or a view of a cache of transformers. Raises InputError for anything else, and another model's."""
+        cache = as_kv_cache(given, self.config.num_hidden_layers)
+        if len(cache) != self.config.num_hidden_layers:
+            raise InputError(
+                f"past_key_values has {len(cache)} layers, the model {self.config.num_hidden_layers}; was it made for "
+                "another model? model.new_cache makes one"
+            )
+        return cache
+
+    def _routes(self, asked: bool | None) -> bool:
+        """Whether router logits are wanted: as asked, else as the config says. Raises InputError without a router."""
+        if not isinstance(self.config, RoutedConfig):
+            if asked:
+                raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
+            return False
+        return self.config.output_router_logits if asked is None else asked
+
     def _batch(
         self,
         x: Tensor,
@@ -205,7 +214,7 @@ class Decoder(nn.Module):
         past_key_values: KVCache | None,
         cross: CrossStates | None,
     ) -> Batch:
-        """What the attention layers need to know besides x: rotary tables and who may see whom."""
+        """What the attention layers need to know besides x: rotary tables and which tokens see which."""
         batch_size, length = x.shape[:2]
         past = 0 if past_key_values is None else past_key_values.length
         if position_ids is None and cu_seqlens is None and past == 0:
@@ -227,5 +236,5 @@ class Decoder(nn.Module):
                 )
             key_mask = attention_mask.bool()
             if past == 0 and not must_not_sync(key_mask) and pads_only_after(key_mask):
-                key_mask = None  # no real token looks ahead, so padding after it is out of sight already
+                key_mask = None  # no token before the padding sees it: attention is causal
         return Batch(cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cross=cross)

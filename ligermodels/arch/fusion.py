@@ -1,7 +1,7 @@
-"""What of a model runs as fused ops, and why the rest does not: `model.fusion_report()`.
+"""`model.fusion_report()`: what of a model runs as fused ops, and why the rest does not.
 
-Layers look at each call whether a fused op may stand in for their modules (layers/linear.py); the report asks the same
-questions once, and says the answers.
+Layers decide at each call whether a fused op may replace their modules (layers/linear.py); the report makes the same
+decisions once and prints them.
 """
 
 import dataclasses
@@ -97,9 +97,9 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
     elif isinstance(module, CrossAttention):
         yield _linears(module, module.joint_names, gathered)
     elif isinstance(module, GatedMLP):
-        yield _mlp(module, (*module.joint_names, module.output_name), gathered)
+        yield _linears(module, module.joint_names, gathered, module.output_name)
     elif isinstance(module, MLP):
-        yield _mlp(module, module.projections, gathered)
+        yield _linears(module, module.projections[:-1], gathered, module.projections[-1])
     elif isinstance(module, Experts):
         yield "experts", "one op, grouped matmuls", True, ""
     elif isinstance(module, RMSNorm | LayerNorm):
@@ -110,30 +110,24 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
             yield "residual add, norm", "one op, its output saved", True, reason.text
 
 
-def _linears(layer: nn.Module, names: Sequence[str], gathered: bool) -> Found:
-    """Of linear modules of one input."""
-    part, reasons = " | ".join(names), _reasons(layer, names, gathered)
-    if not reasons:
-        together, why = _together(layer, names, gathered)
-        return part, "one matmul" if together else "one op, a matmul for each", True, why
-    plain = [name for name in names if name not in reasons]
-    runs = "each by itself" if len(names) > 1 else "by itself"
-    return part, f"one op of {' | '.join(plain)}" if len(plain) > 1 else runs, False, _said(reasons)
-
-
-def _mlp(layer: nn.Module, names: Sequence[str], gathered: bool) -> Found:
-    *inputs, output = names
+def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: str | None = None) -> Found:
+    """Of linear modules of one input, and for an MLP the one of its output."""
+    names = [*inputs, *([] if output is None else [output])]
     part, reasons = " | ".join(names), _reasons(layer, names, gathered)
     if not reasons:
         together, why = _together(layer, inputs, gathered)
-        each = " and ".join(inputs)
-        return part, "one op" if together else f"one op, a matmul for each of {each}", True, why
-    runs = []
-    if len(inputs) > 1 and not reasons.keys() & set(inputs):
-        runs.append(f"one op of {' | '.join(inputs)}")
-    if output not in reasons:
+        one = "one op" if output else "one matmul"
+        each = f" of {' and '.join(inputs)}" if output else ""
+        return part, one if together else f"one op, a matmul for each{each}", True, why
+    plain = [name for name in inputs if name not in reasons]
+    runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
+    if output and output not in reasons:
         runs.append(f"one op of activation, {output}")
-    return part, "; ".join(runs) or "each by itself", False, _said(reasons)
+    by_text: dict[str, list[str]] = {}
+    for name, text in reasons.items():
+        by_text.setdefault(text, []).append(name)
+    why = "; ".join(f"{', '.join(found)}: {text}" for text, found in by_text.items())
+    return part, "; ".join(runs) or ("each by itself" if len(names) > 1 else "by itself"), False, why
 
 
 def _reasons(layer: nn.Module, names: Sequence[str], gathered: bool) -> dict[str, str]:
@@ -143,13 +137,6 @@ def _reasons(layer: nn.Module, names: Sequence[str], gathered: bool) -> dict[str
         name: reason.text for name, reason in found.items()
         if reason is not None and not (gathered and reason.kind == "weight")
     }  # fmt: skip
-
-
-def _said(reasons: dict[str, str]) -> str:
-    by_text: dict[str, list[str]] = {}
-    for name, text in reasons.items():
-        by_text.setdefault(text, []).append(name)
-    return "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
 
 
 def _together(layer: Any, names: Sequence[str], gathered: bool) -> tuple[bool, str]:

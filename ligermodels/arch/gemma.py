@@ -11,20 +11,14 @@ Checked against: models/gemma/modeling_gemma.py of transformers 5.23.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
-
-from torch import Tensor, nn
+from typing import Any, ClassVar
 
 from ligermodels.arch.base import CausalLM
+from ligermodels.arch.block import Block, attention, gated_mlp
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.arch.decoder import Decoder
-from ligermodels.layers import (
-    Attention,
-    Batch,
-    GatedMLP,
-    RMSNorm,
-)
-from ligermodels.layers.cache import LayerCache
+
+NORM: dict[str, Any] = dict(offset=1.0, cast_before_weight=False)
 
 
 @dataclass(kw_only=True)
@@ -37,7 +31,7 @@ class GemmaConfig(ModelConfig):
     num_key_value_heads: int = 16
     head_dim: int = 256
     hidden_act: str = "gelu_pytorch_tanh"
-    hidden_activation: str | None = None  # goes before hidden_act
+    hidden_activation: str | None = None  # takes precedence over hidden_act
     max_position_embeddings: int = 8192
     tie_word_embeddings: bool = True
     attention_bias: bool = False
@@ -45,52 +39,29 @@ class GemmaConfig(ModelConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.hidden_activation not in (None, *ACTIVATIONS):
-            raise self._error("hidden_activation", f"is not supported; supported: {', '.join(ACTIVATIONS)}")
         if self.use_bidirectional_attention:
             raise self._error("use_bidirectional_attention", "is not supported: this is a causal language model")
-        # One word for both, which every reader takes alike: some know hidden_act only, some hidden_activation only.
-        word = self.hidden_activation or self.hidden_act
-        self.hidden_act = self.hidden_activation = "gelu_pytorch_tanh" if word == "gelu" else word
+        if self.hidden_activation is not None:
+            self._check_choice("hidden_activation", ACTIVATIONS)
+        # Written under both names: some readers know hidden_act only, some hidden_activation only.
+        name = self.hidden_activation or self.hidden_act
+        self.hidden_act = self.hidden_activation = "gelu_pytorch_tanh" if name == "gelu" else name
 
 
-class GemmaBlock(nn.Module):
+class GemmaBlock(Block):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_mlp = "mlp"  # see recompute.py
-
     def __init__(self, config: GemmaConfig, layer: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(
-            size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-        )
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
-        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        self_attn = attention(config, layer, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        super().__init__(config, self_attn, gated_mlp(config), **NORM)
 
 
 class Gemma(CausalLM):
     """Gemma with a language-model head. `Gemma.from_hub("google/gemma-2b")` loads one."""
 
     config_class = GemmaConfig
-    config: GemmaConfig
     block_class = GemmaBlock
-    _no_split_modules: ClassVar = ["GemmaBlock"]
 
-    def _make_model(self, config: ModelConfig) -> nn.Module:
-        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, cast_before_weight=False)
-        return Decoder(config, self.block_class, norm=norm, embedding_scale=config.hidden_size**0.5)
+    @classmethod
+    def make_model(cls, config: ModelConfig) -> Decoder:
+        return Decoder(config, cls.block_class, norm=NORM, embedding_scale=config.hidden_size**0.5)

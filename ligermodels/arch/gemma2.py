@@ -13,24 +13,22 @@ out the cap.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.block import Block, attention, gated_mlp
+from ligermodels.arch.config import ACTIVATIONS, LayerTypesConfig, ModelConfig
 from ligermodels.arch.decoder import Decoder
-from ligermodels.layers import (
-    Attention,
-    Batch,
-    GatedMLP,
-    RMSNorm,
-)
+from ligermodels.layers import Batch, RMSNorm
 from ligermodels.layers.cache import LayerCache
+
+NORM: dict[str, Any] = dict(offset=1.0, cast_before_weight=False)
 
 
 @dataclass(kw_only=True)
-class Gemma2Config(ModelConfig):
+class Gemma2Config(LayerTypesConfig):
     """config.json of model_type gemma2. The activation is `hidden_activation`, whatever `hidden_act` says."""
 
     model_type: ClassVar[str] = "gemma2"
@@ -46,56 +44,41 @@ class Gemma2Config(ModelConfig):
     attention_bias: bool = False
     query_pre_attn_scalar: float = 256
     sliding_window: int | None = 4096
-    layer_types: list[str] = None  # type: ignore[assignment]  # absent: sliding, full, sliding, full, ...
     attn_logit_softcapping: float | None = 50.0
     final_logit_softcapping: float | None = 30.0
     use_bidirectional_attention: bool | None = None
 
+    def default_layer_type(self, layer: int) -> str:
+        return "full_attention" if layer % 2 else "sliding_attention"
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layer_types is None:
-            self.layer_types = [
-                "full_attention" if layer % 2 else "sliding_attention" for layer in range(self.num_hidden_layers)
-            ]
-        self._check_layer_types(self.layer_types)
-        if self.sliding_window is None and "sliding_attention" in self.layer_types:
-            raise self._error("sliding_window", "leaves the layers of layer_types that slide without a window")
-        if self.hidden_activation not in ACTIVATIONS:
-            raise self._error("hidden_activation", f"is not supported; supported: {', '.join(ACTIVATIONS)}")
-        self.hidden_act = self.hidden_activation
         if self.use_bidirectional_attention:
             raise self._error("use_bidirectional_attention", "is not supported: this is a causal language model")
         for name in ("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
+            if getattr(self, name) == 0:
                 raise self._error(name, "must be positive")
+        self._check_choice("hidden_activation", ACTIVATIONS)
+        self.hidden_act = self.hidden_activation
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
-
-class Gemma2Block(nn.Module):
+class Gemma2Block(Block):
     """Attention and gated MLP, each between two norms."""
 
+    last_mlp = None  # a norm ends the block; see recompute.py
+
     def __init__(self, config: Gemma2Config, layer: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(
-            size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
+        self_attn = attention(
+            config,
+            layer,
             qkv_bias=config.attention_bias,
             o_bias=config.attention_bias,
-            window=config.window(layer),
             softcap=config.attn_logit_softcapping,
             scale=config.query_pre_attn_scalar**-0.5,
         )
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_activation])
-        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
-        self.pre_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
-        self.post_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
+        super().__init__(config, self_attn, gated_mlp(config), **NORM)
+        self.pre_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **NORM)
+        self.post_feedforward_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, **NORM)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
@@ -111,10 +94,8 @@ class Gemma2(CausalLM):
     """Gemma 2 with a language-model head. `Gemma2.from_hub("google/gemma-2-2b")` loads one."""
 
     config_class = Gemma2Config
-    config: Gemma2Config
     block_class = Gemma2Block
-    _no_split_modules: ClassVar = ["Gemma2Block"]
 
-    def _make_model(self, config: ModelConfig) -> nn.Module:
-        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, cast_before_weight=False)
-        return Decoder(config, self.block_class, norm=norm, embedding_scale=config.hidden_size**0.5)
+    @classmethod
+    def make_model(cls, config: ModelConfig) -> Decoder:
+        return Decoder(config, cls.block_class, norm=NORM, embedding_scale=config.hidden_size**0.5)

@@ -1,12 +1,11 @@
-"""What a forward pass refuses before it computes, so that no input ends in a raw error, a crash or a wrong number.
+"""What a forward pass checks before it computes, and what it derives from its arguments: packed sequences, targets.
 
-Kinds, dtypes, shapes and devices are looked at everywhere. Values are read where that is free: of tensors on the CPU,
-outside of torch.compile. On a device reading them would wait for it; there, ids and labels outside the vocabulary end
-in its own assertion, and the values of a mask, positions and cu_seqlens are taken as given.
+Types, dtypes and shapes are checked everywhere. Values are read where that is free: of tensors on the CPU, outside of
+torch.compile. On a GPU reading them would synchronise: ids and labels outside the vocabulary end in a device-side
+assertion there, and the values of a mask and of cu_seqlens are taken as given.
 """
 
 import itertools
-import operator
 from typing import Any
 
 import torch
@@ -19,9 +18,9 @@ from ligermodels.layers.losses import check_count
 from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
+COLLATED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"})
+"""cu_seqlens and max_seqlen as the collators of transformers and TRL name them."""
 _IDS = (torch.int64, torch.int32)
-FARTHEST = 2**24
-"""Positions are turned into angles in fp32, which cannot tell this one from the next."""
 
 
 def check_inputs(
@@ -31,39 +30,47 @@ def check_inputs(
     inputs_embeds: Tensor | None,
     attention_mask: Tensor | None,
     position_ids: Tensor | None,
-    past_key_values: KVCache | None,
+    past_key_values: Any,
+    use_cache: bool | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
-) -> None:
-    """Raises InputError for arguments of `Decoder.forward` that cannot be meant."""
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    max_length_q: int | None = None,
+) -> tuple[Tensor | None, int | None]:
+    """Checks the arguments of a forward pass, which are those of `CausalLM.forward`.
+
+    Returns (cu_seqlens, max_seqlen) of packed sequences: as given, by either name, or as position_ids mark them; (None,
+    None) where nothing is packed. Raises InputError for arguments that do not fit together.
+    """
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give either input_ids or inputs_embeds, and not both")
-    tensors = _check_tensors(
+    if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
+        cu_seqlens, max_seqlen = _same_lengths(cu_seq_lens_q, cu_seq_lens_k), max_length_q
+    x = _check_tensors(
         input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask, position_ids=position_ids,
         cu_seqlens=cu_seqlens,
     )  # fmt: skip
-    x_name, x = next(iter(tensors.items()))
-    if attention_mask is not None and attention_mask.is_complex():
-        raise InputError(f"attention_mask is {attention_mask.dtype}; it must be 1 at tokens and 0 at padding")
-    if x.numel() == 0:
-        raise InputError(f"{x_name} has shape {list(x.shape)}, which holds no token; leave empty batches out")
-    if inputs_embeds is not None:
-        _check_embeds(decoder, inputs_embeds)
-    shape = x.shape[:2]
     if x.dim() != (2 if inputs_embeds is None else 3):
         ids = x.shape if inputs_embeds is None else x.shape[:-1]
         raise InputError(f"ids have shape {tuple(ids)}, expected [batch, sequence]")
+    if x.numel() == 0:
+        raise InputError(f"the batch has shape {tuple(x.shape)}, which holds no token; leave empty batches out")
+    if inputs_embeds is not None:
+        _check_embeds(decoder, inputs_embeds)
     if position_ids is not None:
-        _check_position_shape(position_ids, shape, decoder.position_axes)
-    _check_cache(decoder, past_key_values)
-    if cu_seqlens is None and max_seqlen is not None:
-        raise InputError(f"max_seqlen={max_seqlen} says something of packed sequences only; give cu_seqlens too")
+        _check_position_shape(position_ids, x.shape[:2], decoder.position_axes)
+    if attention_mask is not None:
+        _check_mask(attention_mask)
     if cu_seqlens is not None:
-        if past_key_values is not None or attention_mask is not None:
-            raise InputError("packed sequences (cu_seqlens) go with neither attention_mask nor past_key_values")
-        _check_packing(cu_seqlens, max_seqlen, shape.numel())
-    if x.device.type == "cpu" and not torch.compiler.is_compiling():
-        _check_values(attention_mask, position_ids)
+        if past_key_values is not None or use_cache or attention_mask is not None:
+            raise InputError("packed sequences (cu_seqlens) go with neither attention_mask nor a cache")
+        _check_packing(cu_seqlens, max_seqlen, x.shape[:2].numel())
+    elif max_seqlen is not None:
+        raise InputError(f"max_seqlen={max_seqlen} belongs to packed sequences; give cu_seqlens too")
+    elif attention_mask is None and past_key_values is None and not use_cache:
+        return packed_sequences(position_ids, x)
+    return cu_seqlens, max_seqlen
 
 
 def check_own_cache(cache: Any) -> None:
@@ -76,12 +83,9 @@ def check_own_cache(cache: Any) -> None:
 
 
 def check_labels(
-    labels: Tensor | None,
-    x: Tensor | None,
-    num_items_in_batch: Tensor | int | None,
-    logits_to_keep: int,
+    labels: Tensor | None, x: Tensor, num_items_in_batch: Tensor | int | None, logits_to_keep: int
 ) -> None:
-    """Raises InputError for arguments of `CausalLM.forward` that say what is computed of the last hidden state.
+    """Raises InputError for arguments of `CausalLM.forward` that choose what is computed of the last hidden state.
 
     x: input_ids [B, S] or inputs_embeds [B, S, hidden_size].
     """
@@ -94,40 +98,30 @@ def check_labels(
     if logits_to_keep:
         raise InputError("labels need the logits of all positions: leave logits_to_keep out")
     _check_tensors(labels=labels)
-    if isinstance(x, Tensor) and labels.shape != x.shape[:2]:
+    if labels.shape != x.shape[:2]:
         raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}")
-    if isinstance(x, Tensor) and labels.device != x.device:
+    if labels.device != x.device:
         raise InputError(f"labels are on {labels.device}, the ids on {x.device}; move one of them: .to(...)")
 
 
-def _check_tensors(**given: Tensor | None) -> dict[str, Tensor]:
-    """Those that are given; raises InputError where one is no dense tensor, on another device, or of no such dtype."""
+def _check_tensors(**given: Tensor | None) -> Tensor:
+    """The first that is given. Raises InputError where one is no tensor, on another device, or of a wrong dtype."""
     tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
     first_name, first = next(iter(tensors.items()))
     for name, tensor in tensors.items():
-        if not isinstance(tensor, Tensor) or tensor.layout != torch.strided:
-            kind = tensor.layout if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InputError(f"{name} is a {kind}; it must be a dense torch.Tensor: torch.tensor(...)")
+        if not isinstance(tensor, Tensor):
+            raise InputError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
         if tensor.device != first.device:
             raise InputError(
                 f"{name} is on {tensor.device}, {first_name} on {first.device}; move one of them: .to(...)"
             )
         if name in ("position_ids", "labels", "input_ids") and tensor.dtype not in _IDS:
             raise InputError(f"{name} are {tensor.dtype}; they must be torch.int64 or torch.int32")
-    return tensors
+    return first
 
 
-def check_outputs(output_attentions: bool | None, return_dict: bool | None) -> None:
-    """Raises InputError for a form of output that there is not."""
-    if output_attentions:
-        raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
-    if return_dict is False:
-        raise InputError("return_dict=False is not supported: the output is a dict with attributes")
-
-
-def check_cu_seqlens(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None) -> Tensor:
+def _same_lengths(q: Tensor | None, k: Tensor | None) -> Tensor:
     """The boundaries of packed sequences, of queries and keys alike. Raises InputError where they differ."""
-    q, k = cu_seq_lens_q, cu_seq_lens_k
     if not isinstance(q, Tensor) or not isinstance(k, Tensor):
         raise InputError("cu_seq_lens_q and cu_seq_lens_k are given together, as tensors; or give cu_seqlens")
     readable = q.device.type == k.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -136,38 +130,34 @@ def check_cu_seqlens(cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None)
     return q
 
 
-def _check_embeds(model: Any, embeds: Tensor) -> None:
-    width = model.config.hidden_size
-    if not embeds.is_floating_point() or embeds.shape[-1:] != (width,):
+def _check_embeds(decoder: Any, embeds: Tensor) -> None:
+    size, weight = decoder.config.hidden_size, decoder.embed_tokens.weight
+    if not embeds.is_floating_point() or embeds.shape[-1] != size:
         raise InputError(
-            f"inputs_embeds are {embeds.dtype} {list(embeds.shape)}; expected floating point [batch, sequence, {width}]"
+            f"inputs_embeds are {embeds.dtype} {list(embeds.shape)}; expected floating point [batch, sequence, {size}]"
         )
-    weight = model.embed_tokens.weight
-    # A wrapped weight (FSDP's, a quantised one) says nothing of what is computed in, nor does any under autocast.
+    # A wrapped weight (FSDP's, a quantised one) does not tell the dtype that is computed in, nor does any in autocast.
     plain = type(weight) is nn.Parameter
     if plain and embeds.dtype != weight.dtype and not torch.is_autocast_enabled(embeds.device.type):
         raise InputError(f"inputs_embeds are {embeds.dtype}, the model {weight.dtype}: use .to(model.dtype)")
 
 
 def _check_position_shape(position_ids: Tensor, shape: torch.Size, axes: int) -> None:
-    ahead = () if position_ids.dim() < 3 else (axes,)
-    fits = position_ids.dim() == 2 + len(ahead) and position_ids.shape[:-2] == ahead
-    if not (fits and position_ids.shape[-2] in (1, shape[0]) and position_ids.shape[-1] == shape[1]):
-        raise InputError(
-            f"position_ids have shape {tuple(position_ids.shape)}, expected {(*ahead, *shape)} or "
-            f"{(*ahead, 1, shape[1])}"
-        )
+    """[B or 1, S], or [axes, B or 1, S]; models with several axes also take the text's positions before those."""
+    leading, rows = position_ids.shape[:-2], position_ids.shape[-2:-1]
+    known = [(), (axes,), (axes + 1,)] if axes > 1 else [(), (1,)]
+    if tuple(leading) not in known or rows not in ((1,), shape[:1]) or position_ids.shape[-1] != shape[1]:
+        expected = f"{tuple(shape)}" + (f" or {(axes, *shape)}" if axes > 1 else "")
+        raise InputError(f"position_ids have shape {tuple(position_ids.shape)}, expected {expected}; 1 row is enough")
 
 
-def _check_cache(model: Any, cache: KVCache | None) -> None:
-    if cache is None:
+def _check_mask(mask: Tensor) -> None:
+    if mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return
-    if not isinstance(cache, KVCache):
-        raise InputError(f"past_key_values is a {type(cache).__name__}; it must be a KVCache, as model.new_cache makes")
-    if len(cache) != model.config.num_hidden_layers:
+    if (other := mask[(mask != 0) & (mask != 1)]).numel():
         raise InputError(
-            f"past_key_values has {len(cache)} layers, the model {model.config.num_hidden_layers}; "
-            "was it made for another model? model.new_cache makes one"
+            f"attention_mask holds {other[0].item()}; it must be 1 at tokens and 0 at padding. Additive masks and the "
+            "numbers of packed sequences are not supported: see position_ids and cu_seqlens"
         )
 
 
@@ -176,68 +166,27 @@ def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> N
         raise InputError(
             f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; expected torch.int32 [N + 1], N >= 1"
         )
-    if torch.compiler.is_compiling():
-        return
-    try:
-        longest = None if max_seqlen is None else operator.index(max_seqlen)
-    except TypeError:
-        raise InputError(f"max_seqlen={max_seqlen!r} must be the number of tokens of the longest sequence") from None
-    if cu_seqlens.device.type != "cpu":
+    if cu_seqlens.device.type != "cpu" or torch.compiler.is_compiling():
         return
     bounds = cu_seqlens.tolist()
     if bounds[0] != 0 or bounds[-1] != tokens or bounds != sorted(bounds):
         raise InputError(
             f"cu_seqlens runs from {bounds[0]} to {bounds[-1]}; it must ascend from 0 to the number of tokens, {tokens}"
         )
-    most = max(end - start for start, end in itertools.pairwise(bounds))
-    if longest is not None and longest < most:
-        raise InputError(f"max_seqlen={longest}, but the longest sequence of cu_seqlens has {most} tokens")
-
-
-def _check_values(attention_mask: Tensor | None, position_ids: Tensor | None) -> None:
-    if attention_mask is not None and attention_mask.dtype != torch.bool:
-        odd = attention_mask[(attention_mask != 0) & (attention_mask != 1)]
-        if odd.numel():
-            raise InputError(
-                f"attention_mask holds {odd[0].item()}; it must be 1 at tokens and 0 at padding. An additive mask, or "
-                "the numbers of packed sequences, mean something else: see position_ids and cu_seqlens"
-            )
-    if position_ids is not None and position_ids.numel():
-        low, high = position_ids.aminmax()
-        if high >= FARTHEST:
-            raise InputError(f"position_ids reach {int(high)}; positions from {FARTHEST} on are not told apart in fp32")
-        if low < 0:
-            before = position_ids < 0
-            if attention_mask is not None and attention_mask.shape[-1] >= before.shape[-1]:
-                # What stands at padding does not count; -1 there is common.
-                seen = attention_mask[..., attention_mask.shape[-1] - before.shape[-1] :].bool()
-                before = before & seen if seen.shape[0] in (1, before.shape[-2]) or before.shape[-2] == 1 else before
-            if before.any():
-                raise InputError(f"position_ids reach down to {int(low)}; positions count from 0")
-
-
-def text_positions(position_ids: Any, x: Any) -> Tensor | None:
-    """The positions of the text among position_ids, [B or 1, S], if they fit x [B, S, ...].
-
-    Those are position_ids with two dims, or the first of several axes where that is one more than a token's own axes,
-    as Qwen2-VL's [4, B, S]. None for anything else, which `check_inputs` judges.
-    """
-    if not isinstance(position_ids, Tensor) or not isinstance(x, Tensor) or position_ids.dtype not in _IDS:
-        return None
-    if position_ids.dim() == 3 and len(position_ids) == 4:
-        position_ids = position_ids[0]
-    fits = position_ids.dim() == 2 and x.dim() >= 2 and position_ids.shape[0] in (1, x.shape[0])
-    fits = fits and position_ids.device == x.device
-    return position_ids if fits and position_ids.shape[1] == x.shape[1] and position_ids.numel() else None
+    longest = max(end - start for start, end in itertools.pairwise(bounds))
+    if max_seqlen is not None and max_seqlen < longest:
+        raise InputError(f"max_seqlen={max_seqlen}, but the longest sequence of cu_seqlens has {longest} tokens")
 
 
 def packed_sequences(position_ids: Tensor | None, x: Tensor) -> tuple[Tensor | None, int | None]:
     """(cu_seqlens, max_seqlen) of the sequences that position_ids [B or 1, S] mark by restarting.
 
-    (None, None) if none restarts, and for positions of several axes. x: [B, S, ...]. Rows are taken one after the
-    other. A host synchronisation: the number of sequences is read. Raises InputError
-    while a CUDA graph is captured, which cannot wait for it.
+    (None, None) if none restarts. Of [4, B, S] the first are the text's; [3, B, S] mark nothing. x: [B, S, ...]. Rows
+    are taken one after the other. Synchronises: the number of sequences is read. Raises InputError while a CUDA graph
+    is captured, where that cannot be.
     """
+    if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]
     if position_ids is None or position_ids.dim() != 2:
         return None, None
     if is_captured(position_ids):
@@ -257,7 +206,7 @@ def packed_sequences(position_ids: Tensor | None, x: Tensor) -> tuple[Tensor | N
 
 
 def pads_only_after(mask: Tensor) -> bool:
-    """True if no row of mask [B, S] has a token after a gap. A host synchronisation."""
+    """True if no row of mask [B, S] has a token after a gap. Synchronises."""
     return bool((mask[:, 1:] <= mask[:, :-1]).all())
 
 
@@ -265,8 +214,8 @@ class Targets:
     """`labels` [B, S], the label of the next token at each position, and how many of them count.
 
     Nothing is to be predicted at the end of a row or of a packed sequence. The loss leaves out the rows without a
-    label, and a matrix product needs its size on the host: the number is on its way there while the forward runs.
-    The copy is queued before the first block, so that the wait for it ends long before the device runs out of work.
+    label, and a GEMM needs its size on the host: the number is copied there while the forward runs. The copy is queued
+    before the first block, so that it is complete long before the head asks for the number.
     """
 
     def __init__(self, labels: Tensor, cu_seqlens: Tensor | None):
@@ -285,7 +234,7 @@ class Targets:
         self._copied.record(torch.cuda.current_stream(targets.device))  # which may not be the current device
 
     def count(self) -> int | None:
-        """How many labels count; None where that is not known, or cheaply found out by who asks (on the CPU)."""
+        """How many labels count; None where that is not known, or cheaply found out by the caller (on the CPU)."""
         if self._count is None or self._copied is None:
             return None
         self._copied.synchronize()

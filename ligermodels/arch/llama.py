@@ -13,17 +13,9 @@ Checked against: models/llama/modeling_llama.py of transformers 5.23.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
-
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.layers import (
-    Attention,
-    Batch,
-    GatedMLP,
-    RMSNorm,
-)
-from ligermodels.layers.cache import LayerCache
+from ligermodels.arch.block import Block, attention, gated_mlp
+from ligermodels.arch.config import ModelConfig
 
 
 @dataclass(kw_only=True)
@@ -37,40 +29,16 @@ class LlamaConfig(ModelConfig):
     mlp_bias: bool = False
 
 
-class LlamaBlock(nn.Module):
+class LlamaBlock(Block):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_mlp = "mlp"  # see recompute.py
-
     def __init__(self, config: LlamaConfig, layer: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(
-            size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            qkv_bias=config.attention_bias,
-            o_bias=config.attention_bias,
-        )
-        activation = ACTIVATIONS[config.hidden_act]
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=activation, bias=config.mlp_bias)
-        self.input_layernorm = RMSNorm(size, eps=eps)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        self_attn = attention(config, layer, qkv_bias=config.attention_bias, o_bias=config.attention_bias)
+        super().__init__(config, self_attn, gated_mlp(config, bias=config.mlp_bias))
 
 
 class Llama(CausalLM):
     """Llama with a language-model head. `Llama.from_hub("meta-llama/Llama-3.2-1B")` loads one."""
 
     config_class = LlamaConfig
-    config: LlamaConfig
     block_class = LlamaBlock
-    _no_split_modules: ClassVar = ["LlamaBlock"]

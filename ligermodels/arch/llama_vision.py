@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.config import ACTIVATIONS
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.inputs import check_own_cache
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
@@ -38,7 +38,7 @@ from ligermodels.layers import (
 from ligermodels.layers.cache import CrossCache, KVCache
 
 EXTRA_ROWS = 8
-"""Of the embedding, behind the vocabulary that the head has."""
+"""Rows of the embedding beyond the vocabulary of the head."""
 _BIASES = ("attention_bias", "mlp_bias")
 
 
@@ -87,15 +87,13 @@ class LlamaVisionConfig(LlamaConfig):
         if isinstance(self.vision_config, Mapping):
             self.vision_config = LlamaVisionTowerConfig.from_hf(self.vision_config)
         super().__post_init__()
-        if self.dropout:
-            raise self._error("dropout", "is not supported; set it to 0.0 if it does not matter to you")
         for name in _BIASES:
             if getattr(self, name):
                 raise self._error(name, "is not supported: this architecture has none")
         if self.head_dim * self.num_attention_heads != self.hidden_size:
             raise self._error("head_dim", f"must be hidden_size {self.hidden_size} / num_attention_heads")
         found, blocks = self.cross_attention_layers, self.num_hidden_layers
-        if not all(type(i) is int and 0 <= i < blocks for i in found) or len({*found}) not in range(blocks):
+        if not all(0 <= i < blocks for i in found) or len({*found}) == blocks:
             raise self._error("cross_attention_layers", f"must be of the blocks 0 to {blocks - 1}, and leave one out")
         self.tie_word_embeddings = False  # whatever the file says, as in transformers
 
@@ -113,7 +111,7 @@ class LlamaVisionConfig(LlamaConfig):
 
 
 class CrossBlock(nn.Module):
-    """Attention to the images and gated MLP, both behind tanh of a gate; nothing where there is no image."""
+    """Attention to the images and gated MLP, both multiplied by tanh of a gate; skipped where there is no image."""
 
     def __init__(self, config: LlamaVisionConfig, layer: int):
         super().__init__()
@@ -263,13 +261,9 @@ class LlamaVision(CausalLM):
     """Llama-3.2-Vision. `LlamaVision.from_hub("meta-llama/Llama-3.2-11B-Vision-Instruct")` loads one."""
 
     config_class = LlamaVisionConfig
-    config: LlamaVisionConfig
     model: LlamaVisionModel
+    make_model = LlamaVisionModel
     _no_split_modules: ClassVar = ["LlamaBlock", "CrossBlock", "VisionBlock", "GlobalBlock"]
-
-    def _make_model(self, config: ModelConfig) -> nn.Module:
-        assert isinstance(config, LlamaVisionConfig)
-        return LlamaVisionModel(config)
 
     def forward(  # type: ignore[override]
         self,
@@ -277,9 +271,6 @@ class LlamaVision(CausalLM):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        use_cache: bool | None = False,
         *,
         pixel_values: Tensor | None = None,
         aspect_ratio_ids: Tensor | None = None,
@@ -293,7 +284,7 @@ class LlamaVision(CausalLM):
         aspect_ratio_ids: [B, images], 1 + the index into `supported_aspect_ratios`, 0 where there is no image.
         aspect_ratio_mask: [B, images, tiles], 1 at tiles that are there; the first one always is.
         cross_attention_mask: [B, S or past + S, images, tiles], 1 where a token sees a tile, of the cached images
-            first. Left out, all tokens see all tiles, and behind a cache what its last token saw.
+            first. Default: all tokens see all tiles, and after a cache what its last token saw.
         labels: -100 at images: the head has no logit for them.
         Packed sequences share the images of their one row; let the mask keep them apart.
 
@@ -304,9 +295,6 @@ class LlamaVision(CausalLM):
             attention_mask,
             position_ids,
             labels,
-            inputs_embeds,
-            past_key_values,
-            use_cache,
             pixel_values=pixel_values,
             aspect_ratio_ids=aspect_ratio_ids,
             aspect_ratio_mask=aspect_ratio_mask,
@@ -316,7 +304,7 @@ class LlamaVision(CausalLM):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draws every parameter anew, as `CausalLM` does; of the rest, gates start at 0, those of the tower's gated
+        """Draws every parameter, as `CausalLM` does; of the rest, gates start at 0, those of the tower's gated
         blocks and the embeddings of patches and positions at normal, std `initializer_range`."""
         super().init_weights(seed)
         generator = torch.Generator(self.device).manual_seed(seed + 1)

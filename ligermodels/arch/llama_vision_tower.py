@@ -14,19 +14,15 @@ Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
 Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
 """
 
-import dataclasses
 import math
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arch.config import short
-from ligermodels.errors import ConfigError
+from ligermodels.arch.config import VisionConfig
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.training.recompute import Checkpointing
@@ -35,7 +31,7 @@ ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": 
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
 """Rows and columns of tiles."""
 
-GENERIC = {*"""
+GENERIC = frozenset("""
     _name_or_path add_cross_attention architectures bad_words_ids begin_suppress_tokens chunk_size_feed_forward
     cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
     encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
@@ -45,13 +41,15 @@ GENERIC = {*"""
     return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p use_bfloat16
     model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id tie_word_embeddings
-""".split()}  # fmt: skip  # noqa: SIM905
+""".split())  # fmt: skip  # noqa: SIM905
 """What transformers 4 writes into each object of the file, whatever the model; of no consequence for images."""
 
 
 @dataclass(kw_only=True)
-class LlamaVisionTowerConfig:
+class LlamaVisionTowerConfig(VisionConfig):
     """vision_config of a config.json of model_type mllama."""
+
+    dropped: ClassVar = GENERIC
 
     hidden_size: int = 1280
     hidden_act: str = "gelu"
@@ -69,54 +67,34 @@ class LlamaVisionTowerConfig:
     supported_aspect_ratios: list[list[int]] = field(default_factory=lambda: [list(ratio) for ratio in RATIOS])
     initializer_range: float = 0.02
     intermediate_states: str = "after"
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From the object in either generation of the file. Raises ConfigError."""
-        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
-        values = {key: value for key, value in config.items() if key in known and value is not None}
-        extra = {key: value for key, value in config.items() if key not in known | GENERIC}
-        if unknown := sorted(extra):
-            warnings.warn(
-                f"mllama: vision_config has keys that are not used here: {short(unknown)}. They are kept for saving.",
-                stacklevel=6,
-            )
-        return cls(**values, extra=extra)
+    def label(cls) -> str:
+        return "mllama: vision_config"
 
     def __post_init__(self) -> None:
-        for name in (f.name for f in dataclasses.fields(self) if f.type is int):
-            most = 2**10 if name.endswith("layers") else 2**16
-            self._check(name, _is_size(getattr(self, name), most), f"must be a positive integer, at most {most}")
-        for name, value in (("norm_eps", self.norm_eps), ("initializer_range", self.initializer_range)):
-            fits = type(value) in (int, float) and 1e-30 < value <= 1
-            self._check(name, fits, "must be a number above 0, at most 1")
-        blocks, picked = self.num_hidden_layers, self.intermediate_layers_indices
-        ratios, tiles = self.supported_aspect_ratios, self.max_num_tiles
-        self._check("hidden_act", self.hidden_act in [*ACTIVATIONS], f"is none of {', '.join(ACTIVATIONS)}")
-        self._check("hidden_size", self.hidden_size % self.attention_heads == 0, "must be a multiple of the heads")
-        self._check("image_size", self.patch_size <= self.image_size <= 2**14, "must be patch_size to 16384")
-        self._check("max_num_tiles", tiles <= 64, "is too large to be meant: at most 64")
-        fits = isinstance(picked, list) and all(type(i) is int and 0 <= i < blocks for i in picked)
-        self._check("intermediate_layers_indices", fits, f"must be a list of blocks, 0 to {blocks - 1}")
-        fits = isinstance(ratios, list) and 0 < len(ratios) <= 1024 and all(_is_ratio(pair, tiles) for pair in ratios)
-        self._check("supported_aspect_ratios", fits, f"must be a list of pairs of sizes, of at most {tiles} tiles each")
+        super().__post_init__()
+        self._check_choice("hidden_act", ACTIVATIONS)
+        self._check_choice("intermediate_states", ("after", "before"))
+        if self.hidden_size % self.attention_heads:
+            raise self._error("hidden_size", f"must be a multiple of attention_heads={self.attention_heads}")
+        if self.image_size < self.patch_size:
+            raise self._error("image_size", f"must be at least patch_size={self.patch_size}")
+        blocks, picked, tiles = self.num_hidden_layers, self.intermediate_layers_indices, self.max_num_tiles
+        if not all(0 <= i < blocks for i in picked):
+            raise self._error("intermediate_layers_indices", f"must be blocks, 0 to {blocks - 1}")
+        ratios = self.supported_aspect_ratios
+        if not all(len(ratio) == 2 and min(ratio) > 0 and math.prod(ratio) <= tiles for ratio in ratios):
+            raise self._error("supported_aspect_ratios", f"must be pairs of sizes, of at most {tiles} tiles each")
         width = self.hidden_size * (1 + len(picked))
-        self._check("vision_output_dim", self.vision_output_dim == width, f"must be {width}, for all features")
-        fits = self.intermediate_states in ("after", "before")
-        self._check("intermediate_states", fits, "is neither after nor before")
-
-    def _check(self, name: str, fits: bool, problem: str) -> None:
-        if not fits:
-            raise ConfigError(f"mllama: {name}={short(getattr(self, name))} of vision_config {problem}")
+        if self.vision_output_dim != width:
+            raise self._error("vision_output_dim", f"must be {width}, for all features")
 
     def to_hf(self) -> dict[str, Any]:
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        values = super().to_hf()
         if self.intermediate_states == "after":  # as every reader has it
             del values["intermediate_states"]
-        return {"model_type": "mllama_vision_model", **self.extra, **values}
-
-    to_dict = to_hf
+        return {"model_type": "mllama_vision_model", **values}
 
     @property
     def num_patches(self) -> int:
@@ -207,9 +185,9 @@ class Encoder(nn.Module):
 
 
 class VisionTower(nn.Module):
-    """VisionInputs in tiles -> the features of their patches; see `forward`.
+    """Images in tiles -> the features of their patches; see `forward`.
 
-    `checkpointing`, an attribute: what the blocks keep for the backward.
+    `checkpointing`, an attribute: what the blocks save for the backward.
     """
 
     def __init__(self, config: LlamaVisionTowerConfig):
@@ -245,7 +223,7 @@ class VisionTower(nn.Module):
         return torch.cat([x, features], dim=-1).view(*shape[:3], -1)[:, :, :length]
 
     def _run(self, blocks: nn.ModuleList, x: Tensor, batch: Batch, picked: list[int]) -> tuple[Tensor, list[Tensor]]:
-        """The last state, and those that stand before or behind the `picked` blocks, in their order."""
+        """The last state, and those before or after the `picked` blocks, in their order."""
         first, residual, states = int(self.config.intermediate_states == "after"), None, {}
         run = self.checkpointing.start(x, len(blocks))
         for i, block in enumerate(blocks):
@@ -258,15 +236,6 @@ class VisionTower(nn.Module):
 
 
 def tower_padding(aspect_ratio_mask: Tensor, length: int, padded: int) -> Tensor:
-    """bool [N, tiles * padded]: tokens of tiles that mask [N, tiles] lacks, or behind the first `length` of a tile."""
+    """bool [N, tiles * padded]: tokens of tiles that mask [N, tiles] lacks, or beyond the first `length` of a tile."""
     filling = torch.arange(padded, device=aspect_ratio_mask.device) >= length
     return ((aspect_ratio_mask == 0)[..., None] | filling).flatten(1)
-
-
-def _is_size(value: Any, most: int) -> bool:
-    return type(value) is int and 1 <= value <= most
-
-
-def _is_ratio(pair: Any, tiles: int) -> bool:
-    whole = isinstance(pair, list) and len(pair) == 2 and all(_is_size(side, tiles) for side in pair)
-    return whole and pair[0] * pair[1] <= tiles

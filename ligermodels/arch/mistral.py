@@ -11,21 +11,13 @@ Checked against: models/mistral/modeling_mistral.py of transformers 5.23.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
-
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.layers import (
-    Attention,
-    Batch,
-    GatedMLP,
-    RMSNorm,
-)
-from ligermodels.layers.cache import LayerCache
+from ligermodels.arch.block import Block, attention, gated_mlp
+from ligermodels.arch.config import WindowConfig
 
 
 @dataclass(kw_only=True)
-class MistralConfig(ModelConfig):
+class MistralConfig(WindowConfig):
     """config.json of model_type mistral."""
 
     model_type: ClassVar[str] = "mistral"
@@ -35,42 +27,16 @@ class MistralConfig(ModelConfig):
     max_position_embeddings: int = 131072
     sliding_window: int | None = 4096
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
 
-
-class MistralBlock(nn.Module):
+class MistralBlock(Block):
     """Attention over a window and gated MLP, each on the normed residual stream."""
 
-    last_mlp = "mlp"  # see recompute.py
-
     def __init__(self, config: MistralConfig, layer: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(
-            size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            window=config.window(layer),
-        )
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
-        self.input_layernorm = RMSNorm(size, eps=eps)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        super().__init__(config, attention(config, layer), gated_mlp(config))
 
 
 class Mistral(CausalLM):
     """Mistral with a language-model head. `Mistral.from_hub("mistralai/Mistral-7B-v0.3")` loads one."""
 
     config_class = MistralConfig
-    config: MistralConfig
     block_class = MistralBlock
-    _no_split_modules: ClassVar = ["MistralBlock"]

@@ -14,21 +14,17 @@ Checked against: models/mixtral/modeling_mixtral.py of transformers 5.23.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.config import ACTIVATIONS, RoutedConfig
-from ligermodels.layers import (
-    Attention,
-    Batch,
-    MoE,
-    RMSNorm,
-)
+from ligermodels.arch.block import Block, attention
+from ligermodels.arch.config import ACTIVATIONS, RoutedConfig, WindowConfig
+from ligermodels.layers import Batch, MoE
 from ligermodels.layers.cache import LayerCache
 
 
 @dataclass(kw_only=True)
-class MixtralConfig(RoutedConfig):
+class MixtralConfig(RoutedConfig, WindowConfig):
     """config.json of model_type mixtral."""
 
     model_type: ClassVar[str] = "mixtral"
@@ -38,7 +34,6 @@ class MixtralConfig(RoutedConfig):
     num_key_value_heads: int = 8
     max_position_embeddings: int = 131072
     rms_norm_eps: float = 1e-5
-    sliding_window: int | None = None
     num_local_experts: int = 8
     router_jitter_noise: float = 0.0
 
@@ -54,39 +49,24 @@ class MixtralConfig(RoutedConfig):
         """`num_local_experts` by the name that TRL's balancing loss reads."""
         return self.num_local_experts
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
 
-
-class MixtralBlock(nn.Module):
-    """Attention and a mixture of gated MLPs, each on the normed residual stream."""
-
-    last_mlp = "mlp"  # see recompute.py
+class MixtralBlock(Block):
+    """Attention and a mixture of gated MLPs, each on the normed residual stream. Also returns router logits."""
 
     def __init__(self, config: MixtralConfig, layer: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(
-            size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            window=config.window(layer),
-        )
-        self.mlp = MoE(
-            size,
+        experts = MoE(
+            config.hidden_size,
             config.intermediate_size,
             num_experts=config.num_local_experts,
             top_k=config.num_experts_per_tok,
             activation=ACTIVATIONS[config.hidden_act],
             jitter_noise=config.router_jitter_noise,
         )
-        self.input_layernorm = RMSNorm(size, eps=eps)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
+        super().__init__(config, attention(config, layer), experts)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
         x, residual = self.input_layernorm(x, residual)
         x = self.self_attn(x, batch, cache)
         x, residual = self.post_attention_layernorm(x, residual)
@@ -98,9 +78,7 @@ class Mixtral(CausalLM):
     """Mixtral with a language-model head. `Mixtral.from_hub("mistralai/Mixtral-8x7B-v0.1")` loads one."""
 
     config_class = MixtralConfig
-    config: MixtralConfig
     block_class = MixtralBlock
-    _no_split_modules: ClassVar = ["MixtralBlock"]
 
     DISK_NAMES: ClassVar = {
         "model.layers.{i}.mlp.gate.weight": "model.layers.{i}.block_sparse_moe.gate.weight",

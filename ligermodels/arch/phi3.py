@@ -15,24 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
+from ligermodels.arch.block import Block, attention, gated_mlp
+from ligermodels.arch.config import WindowConfig
 from ligermodels.errors import ConfigError
-from ligermodels.layers import (
-    Attention,
-    Batch,
-    GatedMLP,
-    RMSNorm,
-)
-from ligermodels.layers.cache import LayerCache
 
 _LONGROPE = ("short_factor", "long_factor", "factor", "attention_factor")
 
 
 @dataclass(kw_only=True)
-class Phi3Config(ModelConfig):
+class Phi3Config(WindowConfig):
     """config.json of model_type phi3."""
 
     model_type: ClassVar[str] = "phi3"
@@ -46,7 +38,6 @@ class Phi3Config(ModelConfig):
     max_position_embeddings: int = 4096
     original_max_position_embeddings: int = 4096
     rms_norm_eps: float = 1e-5
-    sliding_window: int | None = None
     resid_pdrop: float = 0.0
     embd_pdrop: float = 0.0
 
@@ -67,9 +58,6 @@ class Phi3Config(ModelConfig):
         rope = self.rope_parameters = {"partial_rotary_factor": 1.0, **self.rope_parameters}
         if rope["rope_type"] not in ("default", "longrope"):
             raise ConfigError(f"phi3: rope_type {rope['rope_type']!r} is not supported; supported: default, longrope")
-        partial = rope["partial_rotary_factor"]
-        if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-            raise ConfigError(f"phi3: partial_rotary_factor is {partial!r}, expected a number above 0 and at most 1")
         if rope["rope_type"] == "longrope":
             rope["original_max_position_embeddings"] = self.original_max_position_embeddings
 
@@ -84,50 +72,19 @@ class Phi3Config(ModelConfig):
             config["rope_scaling"] = {"type": "longrope", **kept}
         return config
 
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window
 
-
-class Phi3Block(nn.Module):
+class Phi3Block(Block):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_mlp = "mlp"  # see recompute.py
-
     def __init__(self, config: Phi3Config, layer: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(
-            size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            window=config.window(layer),
-            projections=("qkv_proj", "o_proj"),
-        )
+        self_attn = attention(config, layer, projections=("qkv_proj", "o_proj"))
         # After o_proj, as transformers has it: the state of an optimizer goes by the order of the parameters.
-        self.self_attn.qkv_proj = self.self_attn._modules.pop("qkv_proj")  # type: ignore[assignment]
-        self.mlp = GatedMLP(
-            size,
-            config.intermediate_size,
-            activation=ACTIVATIONS[config.hidden_act],
-            projections=("gate_up_proj", "down_proj"),
-        )
-        self.input_layernorm = RMSNorm(size, eps=eps)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        self_attn.qkv_proj = self_attn._modules.pop("qkv_proj")  # type: ignore[assignment]
+        super().__init__(config, self_attn, gated_mlp(config, projections=("gate_up_proj", "down_proj")))
 
 
 class Phi3(CausalLM):
     """Phi-3 with a language-model head. `Phi3.from_hub("microsoft/Phi-4-mini-instruct")` loads one."""
 
     config_class = Phi3Config
-    config: Phi3Config
     block_class = Phi3Block
-    _no_split_modules: ClassVar = ["Phi3Block"]

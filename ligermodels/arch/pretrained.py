@@ -57,7 +57,7 @@ class Pretrained(nn.Module):
 
         `dtype="auto"` is the config's own; `device="meta"` builds shapes only. activation_checkpointing: "none", "mlp"
         or "block", or the dict of `gradient_checkpointing_enable`.
-        Raises ConfigError if the config cannot work, InputError for other words of activation_checkpointing.
+        Raises ConfigError if the config cannot work, InputError for another value of activation_checkpointing.
         """
         if not isinstance(config, ModelConfig):
             config = cls.config_class.from_hf(config)
@@ -176,7 +176,7 @@ class Pretrained(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draws every parameter anew.
+        """Draws every parameter.
 
         | parameter                     | distribution                            |
         |-------------------------------|-----------------------------------------|
@@ -223,7 +223,7 @@ class Pretrained(nn.Module):
             accelerator.get_state_dict(model) gives them.
         is_main_process: False writes nothing. Every rank calls this where weights are sharded (FSDP2, tensor
             parallelism): they are gathered one by one, and by default rank 0 writes. The others may return before the
-            folder is there. Else the default is True: whoever calls writes.
+            folder is there. Otherwise the default is True.
         push_to_hub: uploads the folder too, to `repo_id`, by default its name; options are those of `hub.push`.
         options: what else transformers' save_pretrained takes; what is not done raises.
 

@@ -13,21 +13,13 @@ Checked against: models/qwen2/modeling_qwen2.py of transformers 5.23.
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import Tensor, nn
-
 from ligermodels.arch.base import CausalLM
-from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.layers import (
-    Attention,
-    Batch,
-    GatedMLP,
-    RMSNorm,
-)
-from ligermodels.layers.cache import LayerCache
+from ligermodels.arch.block import Block, attention, gated_mlp
+from ligermodels.arch.config import LastLayersWindowConfig
 
 
 @dataclass(kw_only=True)
-class Qwen2Config(ModelConfig):
+class Qwen2Config(LastLayersWindowConfig):
     """config.json of model_type qwen2."""
 
     model_type: ClassVar[str] = "qwen2"
@@ -35,65 +27,17 @@ class Qwen2Config(ModelConfig):
 
     num_key_value_heads: int = 32
     max_position_embeddings: int = 32768
-    use_sliding_window: bool = False
-    sliding_window: int | None = 4096
-    max_window_layers: int = 28
-    layer_types: list[str] = None  # type: ignore[assignment]  # absent: from the three fields above
-
-    def __post_init__(self) -> None:
-        if not self.use_sliding_window:
-            self.sliding_window = None
-        super().__post_init__()
-        if self.layer_types is None:
-            first = self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
-            self.layer_types = [
-                "sliding_attention" if layer >= first else "full_attention" for layer in range(self.num_hidden_layers)
-            ]
-        self._check_layer_types(self.layer_types)
-        if self.sliding_window is None and "sliding_attention" in self.layer_types:
-            raise self._error(
-                "layer_types",
-                "names sliding_attention, and there is no window: use_sliding_window is false or sliding_window is "
-                "null. Set both, or name full_attention everywhere.",
-            )
-
-    def window(self, layer: int) -> int | None:
-        return self.sliding_window if self.layer_types[layer] == "sliding_attention" else None
 
 
-class Qwen2Block(nn.Module):
+class Qwen2Block(Block):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_mlp = "mlp"  # see recompute.py
-
     def __init__(self, config: Qwen2Config, layer: int):
-        super().__init__()
-        size, eps = config.hidden_size, config.rms_norm_eps
-        self.self_attn = Attention(
-            size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            qkv_bias=True,
-            window=config.window(layer),
-        )
-        self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
-        self.input_layernorm = RMSNorm(size, eps=eps)
-        self.post_attention_layernorm = RMSNorm(size, eps=eps)
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
-    ) -> tuple[Tensor, Tensor]:
-        x, residual = self.input_layernorm(x, residual)
-        x = self.self_attn(x, batch, cache)
-        x, residual = self.post_attention_layernorm(x, residual)
-        return self.mlp(x), residual
+        super().__init__(config, attention(config, layer, qkv_bias=True), gated_mlp(config))
 
 
 class Qwen2(CausalLM):
     """Qwen2 with a language-model head. `Qwen2.from_hub("Qwen/Qwen2.5-7B")` loads one."""
 
     config_class = Qwen2Config
-    config: Qwen2Config
     block_class = Qwen2Block
-    _no_split_modules: ClassVar = ["Qwen2Block"]

@@ -6,14 +6,12 @@
   quick_gelu; rotary by row and column; a patch sees the patches of its own frame. The merger makes one token of 2 x 2
   patches, with exact gelu; patches come in the order of these tokens.
 - Tokens `image_token_id` and `video_token_id` are replaced by what the tower makes, in order.
-- Behind a video of more frames than rows and columns, the generations of transformers differ: see `video_rule`.
+- After a video of more frames than rows and columns, the generations of transformers differ: see `video_rule`.
 
 Paper: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
 Checked against: models/qwen2_vl/modeling_qwen2_vl.py of transformers 5.23; positions against 4.57 as well.
 """
 
-import dataclasses
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -22,32 +20,26 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ModelConfig, short
+from ligermodels.arch.config import VisionConfig
 from ligermodels.arch.decoder import Decoder
-from ligermodels.arch.inputs import check_own_cache, packed_sequences
+from ligermodels.arch.inputs import COLLATED, check_inputs, check_own_cache
 from ligermodels.arch.qwen2 import Qwen2Block, Qwen2Config
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import (
-    MLP,
-    Attention,
-    Batch,
-    LayerNorm,
-    VisionRotary,
-)
+from ligermodels.layers import MLP, Attention, Batch, LayerNorm, VisionRotary
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.multimodal import Grids, PatchEmbedding, VisionInputs, patch_cells
 from ligermodels.training.recompute import Checkpointing
 
 VISION_ACTIVATIONS = {"quick_gelu": "quick_gelu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 VIDEO_RULES = ("4.x", "5.x")
-MOST = {"hidden_size": 2**20, "embed_dim": 2**16, "depth": 2**10, "num_heads": 2**10}
-"""Largest sizes of a tower: far beyond those of any, and no product of them leaves 63 bits. Of the others, 64."""
-_DTYPE = {"dtype", "torch_dtype"}
 
 
 @dataclass(kw_only=True)
-class Qwen2VLVisionConfig:
-    """vision_config of a config.json of model_type qwen2_vl; hidden_size is the width of what the tower puts out."""
+class Qwen2VLVisionConfig(VisionConfig):
+    """vision_config of a config.json of model_type qwen2_vl; hidden_size is the width of the tower's output."""
+
+    dropped: ClassVar = VisionConfig.dropped | {"in_chans", "initializer_range"}
+    unused: ClassVar = frozenset({"spatial_patch_size"})
 
     hidden_size: int = 3584
     depth: int = 32
@@ -60,53 +52,34 @@ class Qwen2VLVisionConfig:
     temporal_patch_size: int = 2
     spatial_merge_size: int = 2
     rope_parameters: dict[str, Any] = field(default_factory=lambda: {"rope_type": "axial", "rope_theta": 10000.0})
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    dropped: ClassVar = {"model_type", "in_chans", "initializer_range", "dtype", "torch_dtype"}
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> Self:
-        """From the object in either generation of the file. Raises ConfigError."""
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"qwen2_vl: vision_config is {short(config)}, expected an object")
-        known = {f.name for f in dataclasses.fields(cls)} - {"extra"}
-        values = {key: value for key, value in config.items() if key in known and value is not None}
-        channels = config.get("in_chans", 3)  # the Hub's name for it
-        if values.setdefault("in_channels", channels) != config.get("in_chans", values["in_channels"]):
-            raise ConfigError(f"qwen2_vl: vision_config has in_chans={short(channels)} and another in_channels")
-        extra = {key: value for key, value in config.items() if key not in known | cls.dropped}
-        if unknown := sorted(extra.keys() - {"spatial_patch_size"}):
-            text = f"qwen2_vl: vision_config has keys that are kept for saving, but not used here: {short(unknown)}"
-            warnings.warn(text, stacklevel=7)
-        return cls(**values, extra=extra)
+    def label(cls) -> str:
+        return "qwen2_vl: vision_config"
+
+    @classmethod
+    def from_hf(cls, config: Any) -> Self:
+        if isinstance(config, Mapping) and "in_chans" in config:  # the Hub's name for it
+            config = {"in_channels": config["in_chans"], **config}
+            if config["in_channels"] != config["in_chans"]:
+                raise ConfigError(f"{cls.label()} has in_chans={config['in_chans']!r} and another in_channels")
+        return super().from_hf(config)
 
     def __post_init__(self) -> None:
-        for name, kind in ((f.name, f.type) for f in dataclasses.fields(self)):
-            value, most = getattr(self, name), MOST.get(name, 64)
-            if kind in (int, float) and not (type(value) in (int, kind) and 1 <= value <= most):
-                raise self._error(name, f"must be {'a whole' if kind is int else 'a'} number from 1 to {most}")
-        if self.hidden_act not in tuple(VISION_ACTIVATIONS):
-            raise self._error("hidden_act", f"is not supported; supported: {', '.join(VISION_ACTIVATIONS)}")
+        super().__post_init__()
+        self._check_choice("hidden_act", VISION_ACTIVATIONS)
         if self.embed_dim % (4 * self.num_heads):
             raise self._error("embed_dim", f"must be a multiple of 4 for each of num_heads={self.num_heads} heads")
-        rope = self.rope_parameters if isinstance(self.rope_parameters, Mapping) else {}
-        theta: Any = rope.get("rope_theta")
-        if rope.get("rope_type", "axial") != "axial" or type(theta) not in (int, float) or not 1 < theta <= 1e15:
-            raise self._error("rope_parameters", "is not supported; supported: rope_type axial, rope_theta above 1")
-
-    def _error(self, name: str, problem: str) -> ConfigError:
-        return ConfigError(f"qwen2_vl: {name}={short(getattr(self, name))} of vision_config {problem}")
-
-    def to_hf(self) -> dict[str, Any]:
-        """The object that both generations of transformers read alike."""
-        return self.extra | {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "extra"}
+        rope = self.rope_parameters
+        if rope.get("rope_type", "axial") != "axial" or not isinstance(rope.get("rope_theta"), int | float):
+            raise self._error("rope_parameters", "is not supported; supported: rope_type axial, with a rope_theta")
 
 
 @dataclass(kw_only=True)
 class Qwen2VLConfig(Qwen2Config):
     """config.json of model_type qwen2_vl: the text's fields at the top, as on the Hub, and vision_config.
 
-    video_rule, ours: text behind a video that began at position p goes on at p + max(frames, rows, columns) with "4.x",
+    video_rule, ours: text after a video that began at position p goes on at p + max(frames, rows, columns) with "4.x",
     the default, as in the models' own code and transformers 4, and at p + max(rows, columns) with "5.x", as in 5.
     """
 
@@ -133,10 +106,12 @@ class Qwen2VLConfig(Qwen2Config):
             config = dict(config)
             text = config.pop("text_config") or {}
             if not isinstance(text, Mapping) or text.get("model_type", "qwen2_vl") not in ("qwen2_vl", "qwen2_vl_text"):
-                raise ConfigError(f"qwen2_vl: text_config is {short(text)}, expected an object of qwen2_vl_text")
+                raise ConfigError(f"qwen2_vl: text_config is {text!r}, expected an object of qwen2_vl_text")
             tied = config.get("tie_word_embeddings") or text.get("tie_word_embeddings") or False
-            above = {"model_type", "architectures"} | (_DTYPE if _DTYPE & config.keys() else set())
-            text = {key: value for key, value in text.items() if key not in above}
+            of_the_root = {"model_type", "architectures"}
+            if config.keys() & {"dtype", "torch_dtype"}:
+                of_the_root |= {"dtype", "torch_dtype"}
+            text = {key: value for key, value in text.items() if key not in of_the_root}
             config = {**config, **text, "tie_word_embeddings": tied}
         return super().from_hf(config)
 
@@ -145,17 +120,15 @@ class Qwen2VLConfig(Qwen2Config):
             self.vision_config = Qwen2VLVisionConfig.from_hf(self.vision_config)
         super().__post_init__()
         sections = self.rope_parameters.setdefault("mrope_section", [16, 24, 24])
-        counts = isinstance(sections, list) and all(type(n) is int and n >= 0 for n in sections)
-        if not counts or len(sections) != 3 or sum(sections) != self.head_dim // 2:
+        if not isinstance(sections, list) or len(sections) != 3 or sum(sections) != self.head_dim // 2:
             half = f"three numbers of frequencies, together {self.head_dim // 2}, half of head_dim"
-            raise ConfigError(f"qwen2_vl: mrope_section is {short(sections)}, expected {half}")
+            raise ConfigError(f"qwen2_vl: mrope_section is {sections!r}, expected {half}")
         if self.vision_config.hidden_size != self.hidden_size:
             raise self._error("hidden_size", f"differs from that of vision_config, {self.vision_config.hidden_size}")
-        if self.video_rule not in VIDEO_RULES:
-            raise self._error("video_rule", f"is not supported; supported: {', '.join(VIDEO_RULES)}")
+        self._check_choice("video_rule", VIDEO_RULES)
 
     def images(self, image_grid_thw: Tensor | None, video_grid_thw: Tensor | None) -> VisionInputs:
-        """The images of a call, from their sizes [images, 3] in patches."""
+        """The images and videos of a call, from their sizes [images, 3] in patches."""
         kinds = (("image", self.image_token_id, image_grid_thw), ("video", self.video_token_id, video_grid_thw))
         return VisionInputs(kinds, merge=self.vision_config.spatial_merge_size)
 
@@ -171,7 +144,7 @@ class Qwen2VLConfig(Qwen2Config):
     ) -> tuple[Tensor, Tensor]:
         """(position_ids [3, B, S], rope_deltas [B, 1]), for a data loader; arguments as in `VisionInputs.positions`.
 
-        rope_deltas: what positions behind the text are more than its number of tokens, padding not counted.
+        rope_deltas: by how much positions after the text exceed its number of tokens, padding not counted.
         """
         rule, images = video_rule or self.video_rule, self.images(image_grid_thw, video_grid_thw)
         if rule not in VIDEO_RULES:
@@ -191,7 +164,7 @@ class Qwen2VLConfig(Qwen2Config):
 
 
 class VisionBlock(nn.Module):
-    """Attention within a frame and a feed-forward unit, each on the normed residual stream."""
+    """Attention within a frame and an MLP, each on the normed residual stream."""
 
     def __init__(self, config: Qwen2VLVisionConfig):
         super().__init__()
@@ -239,7 +212,7 @@ class PatchMerger(nn.Module):
 class VisionTower(nn.Module):
     """Patches of images -> tokens: forward(rows of pixels [N, ...], grids) -> [N / merge^2, hidden_size].
 
-    `checkpointing`, an attribute: what the blocks keep for the backward.
+    `checkpointing`, an attribute: what the blocks save for the backward.
     """
 
     def __init__(self, config: Qwen2VLVisionConfig):
@@ -292,20 +265,29 @@ class Qwen2VLModel(nn.Module):
         image_grid_thw: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        checked: bool = False,
         **options: Any,
     ) -> CausalLMOutput:
         """As `Decoder.forward`, with images; see `Qwen2VL.forward`."""
+        if not checked:
+            collated = {name: options.pop(name) for name in COLLATED & options.keys()}
+            cu_seqlens, max_seqlen = check_inputs(
+                self.language_model,
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                **collated,
+            )
         check_own_cache(past_key_values)
         ids, cache, x = input_ids, past_key_values, inputs_embeds if input_ids is None else input_ids
-        shared: dict[str, Any] = dict(attention_mask=attention_mask, use_cache=use_cache)
-        tensors = all(
-            isinstance(t, Tensor | None) for t in (x, attention_mask, position_ids, options.get("cu_seqlens"))
-        )
-        if not tensors or not isinstance(cache, KVCache | None) or x is None or x.dim() < 2:
-            return self.language_model(  # which says what is wrong
-                input_ids, position_ids=position_ids, past_key_values=cache, inputs_embeds=inputs_embeds,
-                **shared, **options,
-            )  # fmt: skip
+        assert x is not None
         images = self.config.images(image_grid_thw, video_grid_thw)
         width = self.visual.patch_embed.proj.width
         pixels = images.pixels(pixel_values, pixel_values_videos, width=width)
@@ -313,17 +295,20 @@ class Qwen2VLModel(nn.Module):
             cache = self.language_model.new_cache(*x.shape[:2])
         check = images.count(ids) if ids is not None and (images or cache is None or not cache.length) else None
         if pixels is not None:
-            if ids is None or inputs_embeds is not None:
+            if ids is None:
                 raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")
             made = self.visual(pixels, images.grids)
             input_ids, inputs_embeds = None, images.put(self.language_model.embed_tokens(ids), ids, made)
-        position_ids = self._positions(position_ids, x, attention_mask, cache, images, options)
         output = self.language_model(
             input_ids,
-            position_ids=position_ids,
-            past_key_values=cache,
-            inputs_embeds=inputs_embeds,
-            **shared,
+            attention_mask,
+            self._positions(position_ids, x, attention_mask, cache, images, cu_seqlens),
+            cache,
+            inputs_embeds,
+            use_cache,
+            cu_seqlens=cu_seqlens,
+            max_seqlen=max_seqlen,
+            checked=True,
             **options,
         )
         if check:
@@ -337,13 +322,13 @@ class Qwen2VLModel(nn.Module):
         mask: Tensor | None,
         cache: KVCache | None,
         images: VisionInputs,
-        options: dict[str, Any],
+        cu_seqlens: Tensor | None,
     ) -> Tensor | None:
-        """The positions for the text model. Packed sequences that they mark go into `options`; into the cache goes
-        rope_deltas [B, 1], what positions are more than the number of tokens before."""
+        """The positions for the text model. Into the cache goes rope_deltas [B, 1], by how much positions exceed the
+        number of tokens before."""
         text, threefold = given, None
         if given is not None and given.dim() == 3:
-            text, threefold = given[0] if len(given) == 4 else None, given[-3:]
+            text, threefold = None, given[-3:]
         past, deltas = (0, None) if cache is None else (cache.length, cache.state.get("rope_deltas"))
         if threefold is None and not images:
             if deltas is None:
@@ -352,13 +337,11 @@ class Qwen2VLModel(nn.Module):
                 text = torch.arange(past, past + ids.shape[1], device=ids.device)
             if text is not None:
                 return text + deltas
-        known = options.get("cu_seqlens") is not None or not options.get("find_packing", True)
-        if text is not None and cache is None and mask is None and not known:
-            options["cu_seqlens"], options["max_seqlen"] = packed_sequences(text, ids)
-        options["find_packing"] = False
         if threefold is None:
-            how: Any = dict(cu_seqlens=options.get("cu_seqlens"), frames_count=self.config.video_rule == "4.x")
-            threefold = images.positions(ids, mask, past=past, deltas=deltas, **how)
+            counts = self.config.video_rule == "4.x"
+            threefold = images.positions(
+                ids, mask, past=past, deltas=deltas, cu_seqlens=cu_seqlens, frames_count=counts
+            )
         if cache is not None:
             tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
             cache.state["rope_deltas"] = (threefold.amax((0, 2))[:, None] + 1 - tokens).expand(len(ids), 1)
@@ -369,13 +352,9 @@ class Qwen2VL(CausalLM):
     """Qwen2-VL with a language-model head. `Qwen2VL.from_hub("Qwen/Qwen2-VL-7B-Instruct")` loads one."""
 
     config_class = Qwen2VLConfig
-    config: Qwen2VLConfig
     model: Qwen2VLModel
+    make_model = Qwen2VLModel
     _no_split_modules: ClassVar = ["Qwen2Block", "VisionBlock"]
-
-    def _make_model(self, config: ModelConfig) -> nn.Module:
-        assert isinstance(config, Qwen2VLConfig)
-        return Qwen2VLModel(config)
 
     def forward(  # type: ignore[override]  # the others by name only
         self,
@@ -383,9 +362,6 @@ class Qwen2VL(CausalLM):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         labels: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        use_cache: bool | None = False,
         *,
         pixel_values: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
@@ -398,11 +374,11 @@ class Qwen2VL(CausalLM):
 
         pixel_values, pixel_values_videos: [patches, channels * frames * side^2], of all images and of all videos.
         image_grid_thw, video_grid_thw: [images, 3], frames, rows and columns in patches. The host needs their values:
-            leave them on the CPU, and nothing waits for the device; elsewhere they cost one wait each.
+            leave them on the CPU; on a GPU each costs a host synchronisation.
         position_ids: [3, B, S], by default those of `config.get_rope_index`, which a data loader can make beforehand;
             with `cu_seqlens` for packed sequences. [B, S] are the text's alone, as `CausalLM.forward` has them: they
             mark packed sequences. [4, B, S], as transformers has it: the text's, and the three.
-        past_key_values: images may come with any call; the cache keeps how far positions differ from token counts.
+        past_key_values: images may come with any call; the cache stores by how much positions differ from token counts.
         mm_token_type_ids: comes with transformers' processors, and says nothing that input_ids do not.
 
         Raises InputError where images, sizes and ids do not fit together. On a GPU, tokens are counted while the
@@ -413,9 +389,6 @@ class Qwen2VL(CausalLM):
             attention_mask,
             position_ids,
             labels,
-            inputs_embeds,
-            past_key_values,
-            use_cache,
             pixel_values=pixel_values,
             pixel_values_videos=pixel_values_videos,
             image_grid_thw=image_grid_thw,

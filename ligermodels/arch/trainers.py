@@ -156,7 +156,7 @@ class TrainerInterface(nn.Module):
 
         recompute, in the dict: "block", the default, saves only the sum that enters each block. "mlp" saves all but
             what is inside the MLPs or experts: more memory than "block", less to recompute. "none".
-        offload: what is saved waits in pinned host memory until the backward needs it; default False.
+        offload: what is saved is in pinned host memory until the backward needs it; default False.
         blocks: that many of the first blocks only; default all. What the last blocks save is freed before the
             gradients of the first ones need memory, so that leaving some of them out may cost none.
         every_n_layers: of these, only every n-th block, from the first on; default 1.

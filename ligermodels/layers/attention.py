@@ -19,6 +19,7 @@ from ligermodels.layers.linear import (
     parameters_of,
     warn_unfused,
 )
+from ligermodels.layers.norm import RMSNorm
 
 
 class Attention(JointProjections):
@@ -32,7 +33,8 @@ class Attention(JointProjections):
     counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies
     them, default head_dim ** -0.5. causal=False: a token sees all of its row, or of its packed sequence, less
     what `batch.padding` hides; there is no cache. How many dims of a head rotate is for the tables of the batch to
-    say; without tables none does. projections: what the linear modules are called, the output's last. With two names
+    say; without tables none does. qk_norm_eps: each head of q and k goes through an RMSNorm of this eps, q_norm and
+    k_norm, before it rotates. projections: what the linear modules are called, the output's last. With two names
     q, k and v are the rows of one weight, in this order.
     """
 
@@ -49,6 +51,7 @@ class Attention(JointProjections):
         softcap: float | None = None,
         scale: float | None = None,
         causal: bool = True,
+        qk_norm_eps: float | None = None,
         projections: Sequence[str] = ("q_proj", "k_proj", "v_proj", "o_proj"),
     ):
         super().__init__()
@@ -66,6 +69,8 @@ class Attention(JointProjections):
         for name, out_features in zip(self.joint_names, rows if len(projections) == 4 else [sum(rows)], strict=True):
             self.add_module(name, nn.Linear(hidden_size, out_features, bias=qkv_bias))
         self.add_module(self.output_name, nn.Linear(num_heads * head_dim, hidden_size, bias=o_bias))
+        self.q_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        self.k_norm = None if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
         self.lay_together()
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
@@ -104,13 +109,17 @@ class Attention(JointProjections):
             warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
             qkv = packed_linear(x, *parameters_of(inputs)) if fused else inputs[0](x)
-            if rotates:
+            if rotates and self.q_norm is None:
                 # A packed output is ours alone, and may be overwritten; a hook or an adapter may have kept its own.
                 heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)
                 return rope(qkv, batch.cos, batch.sin, **heads, inplace=fused)  # type: ignore[arg-type]
             rows = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
-            return [part.unflatten(-1, (-1, self.head_dim)) for part in qkv.split(rows, dim=-1)]
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in apply_linears(inputs, x))
+            projected: Sequence[Tensor] = qkv.split(rows, dim=-1)
+        else:
+            projected = apply_linears(inputs, x)
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        if self.q_norm is not None and self.k_norm is not None:
+            (q, _), (k, _) = self.q_norm(q), self.k_norm(k)
         if rotates:
             q, k = rope_qk(q, k, batch.cos, batch.sin)  # type: ignore[arg-type]
         return q, k, v

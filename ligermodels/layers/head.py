@@ -5,6 +5,7 @@ Head and loss are one module called as a module, so that FSDP, ZeRO and adapters
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -28,14 +29,15 @@ class LMHead(nn.Module):
         embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head
         alone, as PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
         Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
-        of transformers does: see `keep_table`.
+        of transformers does, if `tied_to` calls `keep_table`: see there.
     """
 
+    _tied_to: nn.Module | None
     workspace_bytes: int | None = None
     """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
 
-    `model.lm_head.workspace_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set it
-    on the head itself, before something is wrapped around that.
+    `model.lm_head.workspace_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set
+    it on the head itself, before something is wrapped around that.
     """
 
     def __init__(
@@ -60,7 +62,15 @@ class LMHead(nn.Module):
         """Drops the head's own weight for the table of `tied_to.embed_tokens`; None changes nothing."""
         if tied_to is not None:
             self._parameters["weight"] = None
+            if hasattr(tied_to, "_tied_head"):  # which calls `keep_table`
+                # Weak, so that a model is freed once nobody holds it.
+                object.__setattr__(tied_to, "_tied_head", weakref.ref(self))
         object.__setattr__(self, "_tied_to", tied_to)  # past nn.Module, which would register it
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if self.is_tied:
+            self.tie(self._tied_to)
 
     @property
     def weight(self) -> Tensor:
@@ -81,7 +91,9 @@ class LMHead(nn.Module):
         stays_tied = self.is_tied and id(self._tied_to) in memo
         state = self.__dict__ if stays_tied else {**self.__dict__, "_tied_to": None}
         copied.__dict__.update(copy.deepcopy(state, memo))
-        if self.is_tied and not stays_tied:
+        if stays_tied:
+            copied.tie(copied._tied_to)
+        elif self.is_tied:
             copied._parameters["weight"] = nn.Parameter(self.weight.detach().clone(), self.weight.requires_grad)
         return copied
 
@@ -215,15 +227,15 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def keep_table(decoder: nn.Module, embedding: Any) -> None:
-    """Unties the head that is tied to `decoder` if `embedding`, about to replace its table, trains a copy of that.
+    """Unties the head that is tied to `decoder` if `embedding`, about to be its embed_tokens, trains a copy of that.
 
     That is what PEFT's modules_to_save does. transformers' tied head is left with the original table then, and so is
-    ours; with ensure_weight_tying PEFT wraps the head as well.
+    ours, also after merge_and_unload; with ensure_weight_tying PEFT wraps the head as well.
     """
     inside = getattr(embedding, "_modules", {})
     if inside.get("modules_to_save") is None or inside.get("original_module") is None:
         return
-    found = decoder.__dict__.get("_tied_head")
+    found: Any = getattr(decoder, "_tied_head", None)
     head = None if found is None else found()
     if head is not None and head.is_tied and head._tied_to is decoder:
         head.weight = inside["original_module"].weight

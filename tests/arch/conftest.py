@@ -1,10 +1,24 @@
-"""Runs each property of a Suite on each of its tiny configurations."""
+"""Runs each property of a Suite on its tiny configurations; see suite.py."""
+
+import pytest
+
+EVERY = ("test_logits_loss_and_every_gradient", "test_round_trip_is_bit_exact_and_both_generations_of_config_agree")
 
 
 def pytest_generate_tests(metafunc):
-    if metafunc.cls is None:
+    cls = metafunc.cls
+    if cls is None:
         return
     if "tiny" in metafunc.fixturenames:
-        metafunc.parametrize("tiny", metafunc.cls.TINY.values(), ids=metafunc.cls.TINY.keys())
+        quick = cls.TINY if metafunc.function.__name__ in EVERY else {next(iter(cls.TINY)), *getattr(cls, "ALSO", ())}
+        metafunc.parametrize(
+            "tiny",
+            [
+                pytest.param(config, id=name, marks=() if name in quick else pytest.mark.slow)
+                for name, config in cls.TINY.items()
+            ],
+        )
+    if "first" in metafunc.fixturenames:
+        metafunc.parametrize("first", [next(iter(cls.TINY.values()))], ids=["first"])
     if "real" in metafunc.fixturenames:
-        metafunc.parametrize("real", metafunc.cls.REAL.items(), ids=metafunc.cls.REAL.keys())
+        metafunc.parametrize("real", cls.REAL.items(), ids=cls.REAL.keys())

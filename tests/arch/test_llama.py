@@ -5,30 +5,14 @@ import weakref
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import ligermodels
-from tests.arch.suite import Suite
+from tests.arch.suite import LLAMA3, YARN, Suite, edit_config, rope, tiny_config
 
 
 def tiny(**changes):
-    base = dict(
-        model_type="llama",
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        rope_parameters={"rope_type": "default", "rope_theta": 500.0},
-    )
-    return {**base, **changes}
-
-
-def rope(rope_type, **values):
-    return {"rope_type": rope_type, "rope_theta": 500.0, **values}
+    return tiny_config("llama", **changes)
 
 
 class TestLlama(Suite):
@@ -46,15 +30,8 @@ class TestLlama(Suite):
         ),
         "linear": tiny(rope_parameters=rope("linear", factor=2.5)),
         "dynamic": tiny(max_position_embeddings=16, rope_parameters=rope("dynamic", factor=3.0)),
-        "llama3": tiny(
-            tie_word_embeddings=True,
-            rope_parameters=rope(
-                "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
-            ),
-        ),
-        "yarn": tiny(
-            rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16, beta_fast=8, beta_slow=1)
-        ),
+        "llama3": tiny(tie_word_embeddings=True, rope_parameters=LLAMA3),
+        "yarn": tiny(rope_parameters=YARN),
         "longrope": tiny(
             rope_parameters=rope(
                 "longrope",
@@ -73,23 +50,28 @@ class TestLlama(Suite):
         "Llama-3.2-3B": 3_212_749_824,
     }
 
+    def test_the_head_is_never_tied_unasked(self, folder):
+        edit_config(folder, tie_word_embeddings=...)
+        tensors = load_file(folder / "model.safetensors")
+        if tensors.pop("lm_head.weight", None) is not None:
+            assert not self.arch.from_hub(folder, progress=False).lm_head.is_tied
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ligermodels.CheckpointError, match=r"lm_head\.weight"):
+            self.arch.from_hub(folder, progress=False)
+
+    def test_files_and_tensors_that_are_not_the_model(self, folder, model, ids):
+        expected, tensors = model(ids).logits, load_file(folder / "model.safetensors")
+        save_file({"layers.0.attention.wq.weight": torch.ones(4, 4)}, folder / "consolidated.safetensors")
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        edit_config(folder, head_dim=None)
+        assert torch.equal(self.arch.from_hub(folder, progress=False)(ids).logits, expected)
+
 
 @pytest.fixture(scope="module")
 def model():
     config = {key: value for key, value in tiny().items() if key != "rope_parameters"}
     return ligermodels.Llama.from_config({**config, "initializer_range": 0.3}, dtype=torch.float32)
-
-
-def test_the_whole_model_compiles_without_a_graph_break(model):
-    ids = torch.randint(97, (2, 16))
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(ids).logits, model(ids).logits)
-    compiled(ids, labels=ids).loss.backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters()}
-    model.zero_grad()
-    model(ids, labels=ids).loss.backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad)
 
 
 def test_an_adapter_around_the_head_is_not_passed_by(model):
@@ -111,38 +93,6 @@ def test_an_adapter_around_the_head_is_not_passed_by(model):
         assert model.lm_head.delta.weight.grad.abs().sum() > 0
     finally:
         model.lm_head = head
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (dict(), "either input_ids or inputs_embeds"),
-        (dict(input_ids=torch.zeros(5, dtype=torch.long)), "expected [batch, sequence]"),
-        (
-            dict(input_ids=torch.zeros(2, 5, dtype=torch.long), labels=torch.zeros(2, 4, dtype=torch.long)),
-            "labels",
-        ),
-        (dict(input_ids=torch.zeros(2, 5, dtype=torch.long), attention_mask=torch.ones(2, 4)), "[2, 5]"),
-        (
-            dict(input_ids=torch.zeros(2, 5, dtype=torch.long), position_ids=torch.zeros(3, 5).long()),
-            "position_ids",
-        ),
-        (dict(input_ids=torch.zeros(2, 5, dtype=torch.long), output_attentions=True), "never in memory"),
-        (
-            dict(
-                input_ids=torch.zeros(1, 5, dtype=torch.long),
-                cu_seqlens=torch.tensor([0, 5], dtype=torch.int32),
-                max_seqlen=5,
-                attention_mask=torch.ones(1, 5),
-            ),
-            "packed sequences",
-        ),
-    ],
-)
-def test_arguments_that_do_not_fit(model, arguments, words):
-    with pytest.raises(ligermodels.InputError) as error:
-        model(**arguments)
-    assert words in str(error.value)
 
 
 def test_random_weights_follow_the_seed_and_the_table(model):

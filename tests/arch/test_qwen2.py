@@ -1,39 +1,27 @@
 """Qwen2: windows of some blocks, biases, long contexts, and the released sizes."""
 
-import json
-
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels import ConfigError
 from ligermodels.arch.qwen2 import Qwen2Config
-from tests.arch.suite import LOGITS, Suite, relative, theirs, theirs_logits, write_checkpoint
-from tests.arch.traps import Traps
+from tests.arch.suite import (
+    LOGITS,
+    Suite,
+    relative,
+    rope,
+    theirs,
+    theirs_logits,
+    tiny_config,
+    write_checkpoint,
+)
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
 def tiny(**changes):
-    base = dict(
-        model_type="qwen2",
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        rope_parameters=rope("default"),
-    )
-    return {**base, **changes}
-
-
-def rope(rope_type, **values):
-    return {"rope_type": rope_type, "rope_theta": 500.0, **values}
+    return tiny_config("qwen2", **changes)
 
 
 def windowed(**changes):
@@ -61,6 +49,7 @@ class TestQwen2(Suite):
         "yarn": windowed(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16)),
         "dynamic": tiny(max_position_embeddings=16, rope_parameters=rope("dynamic", factor=3.0)),
     }
+    ALSO = ("window_in_the_last_block",)
     # Sizes and counts are exact; fields without a say in them (eps, special ids, windows) may differ by revision.
     REAL = {
         "Qwen2-0.5B": 494_032_768,
@@ -93,13 +82,6 @@ class TestQwen2(Suite):
         if not config["use_sliding_window"]:
             config["sliding_window"] = 5
         return config
-
-
-class TestTraps(Traps):
-    arch = ligermodels.Qwen2
-    PLAIN = tiny(rms_norm_eps=0.05)
-    COMPILED = windowed()
-    REAL = TestQwen2.REAL
 
 
 def enlarge_biases(folder):
@@ -146,91 +128,3 @@ def test_the_last_blocks_have_the_window_and_the_first_see_everything():
     assert windows(use_sliding_window=False, max_window_layers=0) == [None] * 4
     assert windows(sliding_window=None, max_window_layers=0) == [None] * 4
     assert windows(layer_types=[FULL, SLIDING, SLIDING, FULL]) == [None, 5, 5, None]
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        dict(layer_types=[SLIDING, FULL]),
-        dict(layer_types=[SLIDING, SLIDING]),
-        dict(layer_types=[FULL, FULL]),
-        dict(sliding_window=4),
-        dict(sliding_window=6),
-        dict(use_sliding_window=False, layer_types=None),
-    ],
-    ids=lambda value: "-".join(map(str, value.values())),
-)
-def test_other_windows_are_seen(tmp_path, wrong):
-    folder = write_checkpoint(windowed(), tmp_path)
-    ids = torch.randint(3, 97, (2, 24))
-    expected = theirs_logits(theirs(folder), ids)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **wrong}))
-    assert relative(ligermodels.Qwen2.from_hub(folder, progress=False)(ids).logits, expected) > 100 * LOGITS
-
-
-def test_a_window_that_is_switched_off_is_not_used(tmp_path):
-    folder = write_checkpoint(windowed(use_sliding_window=False, max_window_layers=0), tmp_path)
-    ids = torch.randint(3, 97, (2, 24))
-    model = ligermodels.Qwen2.from_hub(folder, progress=False)
-    expected = model(ids).logits
-    model.decoder.layers[1].self_attn.window = 5
-    assert relative(model(ids).logits, expected) > 100 * LOGITS
-
-
-def test_dynamic_frequencies_grow_from_max_position_embeddings(tmp_path):
-    """Not from an original length, which other types have beside it."""
-    folder = write_checkpoint(TestQwen2.TINY["dynamic"], tmp_path)
-    ids = torch.randint(3, 97, (2, 24))
-    expected = theirs_logits(theirs(folder), ids)
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 20}))
-    wrong = ligermodels.Qwen2.from_hub(folder, progress=False)
-    assert relative(wrong(ids).logits, expected) > 100 * LOGITS
-    within = ids[:, :16]
-    (folder / "config.json").write_text(json.dumps({**config, "rope_parameters": rope("default")}))
-    plain = ligermodels.Qwen2.from_hub(folder, progress=False)
-    assert relative(plain(within).logits, theirs_logits(theirs(folder), within)) < LOGITS
-
-
-def test_yarn_scales_below_the_original_length_too(tmp_path):
-    folder = write_checkpoint(TestQwen2.TINY["yarn"], tmp_path)
-    ids = torch.randint(3, 97, (2, 7))
-    expected = theirs_logits(theirs(folder), ids)
-    config = json.loads((folder / "config.json").read_text())
-    for changes in (dict(attention_factor=1.0), dict(factor=2.0), dict(original_max_position_embeddings=128)):
-        changed = {**config, "rope_parameters": {**config["rope_parameters"], **changes}}
-        (folder / "config.json").write_text(json.dumps(changed))
-        assert relative(ligermodels.Qwen2.from_hub(folder, progress=False)(ids).logits, expected) > 100 * LOGITS
-
-
-def test_rows_beyond_the_tokenizer_have_logits(tmp_path):
-    folder = write_checkpoint(TestQwen2.TINY["tied_with_rows_to_spare"], tmp_path)
-    model = ligermodels.Qwen2.from_hub(folder, progress=False)
-    assert model(torch.tensor([[159, 3]])).logits.shape == (1, 2, 160)
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (dict(layer_types=[FULL]), ["layer_types=['full_attention']", "2 blocks"]),
-        (dict(layer_types=[FULL, "chunked_attention"]), ["chunked_attention", "sliding_attention"]),
-        (dict(layer_types="full_attention"), ["layer_types", "list"]),
-        (dict(use_sliding_window=False, layer_types=[FULL, SLIDING]), ["layer_types", "there is no window"]),
-        (dict(sliding_window=None, layer_types=[FULL, SLIDING]), ["layer_types", "there is no window"]),
-        (dict(sliding_window=0), ["sliding_window=0", "positive"]),
-        (dict(sliding_window=-4), ["sliding_window=-4", "positive"]),
-        (dict(sliding_window=True), ["sliding_window=True", "positive"]),
-        (dict(use_sliding_window="yes"), ["use_sliding_window='yes'", "bool"]),
-        (dict(max_window_layers="28"), ["max_window_layers='28'", "integer"]),
-        (dict(max_window_layers=-1), ["max_window_layers=-1", "zero or more"]),
-        (dict(num_hidden_layers="2"), ["num_hidden_layers='2'", "positive integer"]),
-        (dict(attention_dropout=0.1), ["attention_dropout=0.1", "not supported"]),
-        (dict(rope_scaling={"type": "mrope", "mrope_section": [2, 1, 1]}), ["mrope", "supported: default"]),
-    ],
-    ids=lambda value: "-".join(map(str, next(iter(value.items())))) if isinstance(value, dict) else "",
-)
-def test_what_cannot_work_is_refused(changes, words):
-    with pytest.raises(ConfigError) as error:
-        Qwen2Config.from_hf({**flat(windowed()), **changes})
-    assert all(word in str(error.value) for word in words), str(error.value)
