@@ -32,9 +32,13 @@ def test_cuts_are_those_of_transformers(ours, theirs, values, spread):
     if ours is keep_top_k:
         logits = logits.round(decimals=1)  # ties
     for value in values:
-        found, expected = ours(None, logits, value), theirs(value)(None, logits)
-        # transformers breaks ties with the p-th token otherwise; there are none here
-        assert_same(found, expected)
+        assert_same(ours(None, logits, value), theirs(value)(None, logits))
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p():
+    logits = torch.tensor([[0.5, 0.25, 0.125, 0.125]]).log()
+    for p, kept in [(0.4, 1), (0.5, 1), (0.51, 2), (0.75, 2), (0.8, 3), (1e-9, 1)]:
+        assert keep_top_p(None, logits, p).isfinite().sum() == kept, p
 
 
 @pytest.mark.parametrize("penalty", [0.5, 1.3])
