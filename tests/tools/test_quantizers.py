@@ -379,9 +379,7 @@ def test_settings_of_a_checkpoint_are_checked(saved, tmp_path):
         assert ours(saved["nf4"], quantization_config=SETTINGS["llm.int8"]).is_loaded_in_4bit
     with pytest.raises(InputError, match=r"cannot be offloaded, and device_map puts model\.layers\.0"):
         device_map = {"model.embed_tokens": "cpu", "model": "disk", "lm_head": "cpu"}
-        ligermodels.load(
-            saved["llama"], progress=False, quantization_config=SETTINGS["nf4"], device_map=device_map
-        )
+        ligermodels.load(saved["llama"], progress=False, quantization_config=SETTINGS["nf4"], device_map=device_map)
 
 
 def test_without_the_library_the_error_says_what_to_install(saved, monkeypatch):
