@@ -226,17 +226,15 @@ def kernel_errors() -> dict[str, list[float]]:
     device, dtype = ("cuda", torch.bfloat16) if on_gpu else ("cpu", torch.float32)
     torch.manual_seed(0)
     errors = {}
-    for op, kernel, eager, inputs in _kernel_cases(large=on_gpu):
-        inputs = [x.to(device, dtype) for x in inputs]
+    for op, kernel, eager, draws in _kernel_cases(large=on_gpu):
+        inputs = [x.to(device, dtype) for x in draws]
         exact = _outcome(eager, [x.double() for x in inputs])
         found = [_outcome(function, inputs) for function in (kernel, eager)]
         errors[op] = [_relative_rms(one[part], exact[part]) for part in (0, 1) for one in found]
     return errors
 
 
-def _kernel_cases(
-    *, large: bool
-) -> Iterator[tuple[str, Callable[..., Tensor], Callable[..., Tensor], tuple[Tensor, ...]]]:
+def _kernel_cases(*, large: bool) -> Iterator[tuple[str, Callable[..., Any], Callable[..., Tensor], list[Tensor]]]:
     """(op, the kernel, PyTorch's own ops with the casts that models use, inputs in fp64)."""
     from ligermodels import kernels
 
@@ -254,18 +252,18 @@ def _kernel_cases(
     def loss(logits: Tensor) -> Tensor:
         return F.cross_entropy(upcast(logits), labels.to(logits.device))
 
-    yield "rms_norm", kernels.rms_norm, norm, (x, weight)
-    yield "glu (silu)", kernels.glu, lambda x: F.silu(x[:, :size]) * x[:, size:], (gate_up,)
-    yield "cross_entropy", lambda x: kernels.cross_entropy(x, labels.to(x.device)), loss, (logits,)
+    yield "rms_norm", kernels.rms_norm, norm, [x, weight]
+    yield "glu (silu)", kernels.glu, lambda x: F.silu(x[:, :size]) * x[:, size:], [gate_up]
+    yield "cross_entropy", lambda x: kernels.cross_entropy(x, labels.to(x.device)), loss, [logits]
     yield (
         "linear_cross_entropy",
         lambda x, w: kernels.linear_cross_entropy(x, w, labels.to(x.device)),
         lambda x, w: loss(F.linear(x, w)),
-        (x, head),
+        [x, head],
     )
 
 
-def _outcome(function: Callable[..., Tensor], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _outcome(function: Callable[..., Any], inputs: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """([output], gradients) for an upstream gradient that is the same in every call, exact in every dtype."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     y = function(*inputs)

@@ -19,8 +19,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     doctor = commands.add_parser(
         "doctor",
         help="what this machine offers, how to fix what is missing, and what of a model it runs fused",
-        description="Prints versions, GPUs, Hub token and cache, with a fix for what is missing. With MODEL, also which\n"
-        "of its parts run as fused ops on this machine, and why the others do not, as its config.json says.\n"
+        description="Prints versions, GPUs, Hub token and cache, with a fix for what is missing. With MODEL, also\n"
+        "which of its parts run as fused ops on this machine, and why the others do not, by its config.json.\n"
         "For a model in memory, with its adapters and hooks: model.fusion_report().",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -47,9 +47,10 @@ def make_processors(
     if options.begin_suppress_tokens:
         made.append(ban(options.begin_suppress_tokens, below=prompt_length + 1))
     made += [functools.partial(_checked, processor) for processor in custom]
+    temperature = 1 if options.temperature is None else options.temperature
     if options.do_sample:
-        if options.temperature is not None and options.temperature != 1:
-            made.append(lambda ids, logits: logits / options.temperature)
+        if temperature != 1:
+            made.append(lambda ids, logits: logits / temperature)
         if options.top_k:
             made.append(functools.partial(keep_top_k, k=int(options.top_k)))
         if options.top_p is not None and options.top_p != 1:

@@ -91,7 +91,10 @@ class Request:
             raise InputError("inputs and input_ids are two names for the prompt; pass one of them")
         prompt = input_ids if inputs is None else inputs
         if prompt is None:
-            prompt = _only_bos(model, options.bos_token_id, attention_mask)
+            bos_ids = _token_ids(options.bos_token_id)
+            if len(bos_ids) != 1 or attention_mask is not None:
+                raise InputError("no prompt: pass input_ids; without them, generate needs a bos token and no mask")
+            prompt = torch.tensor([bos_ids], device=model.device)
         mask, longest = _checked_prompt(model, prompt, attention_mask, None if pad_id in eos_ids else pad_id)
         rows, length = prompt.shape
         limit = getattr(config, "max_position_embeddings", None)
@@ -159,17 +162,6 @@ def _token_ids(value: Any) -> list[int]:
     return ids.flatten().tolist()
 
 
-def _only_bos(model: Any, bos_token_id: Any, attention_mask: Tensor | None) -> Tensor:
-    """[1, 1]: a prompt of the bos token alone."""
-    ids = _token_ids(bos_token_id)
-    if len(ids) != 1 or attention_mask is not None:
-        raise InputError(
-            "no prompt: pass input_ids"
-            + ("" if ids else "; this checkpoint names no bos token that a text could begin with")
-        )
-    return torch.tensor([ids], dtype=torch.int64, device=model.device)
-
-
 def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Options) -> KVCache | None:
     """Returns the caller's cache of the first tokens of the prompt. Raises InputError where it does not fit."""
     if cache is None:
@@ -202,8 +194,6 @@ def _checked_prompt(
             raise InputError(f"{name} is a {type(value).__name__}; it must be a tensor, such as torch.tensor([ids])")
         if value is not None and value.device != model.device:
             raise InputError(f"{name} is on {value.device}, the model on {model.device}: use .to(model.device)")
-    if model.device.type == "meta":
-        raise InputError("the model is on the meta device: it has shapes and no weights; load or initialise it")
     if input_ids.dim() != 2:
         raise InputError(
             f"input_ids has shape {list(input_ids.shape)}; it must be [batch, length]"

@@ -6,48 +6,8 @@ import torch.nn.functional as F
 
 import ligermodels
 from ligermodels.generation import generate
-from ligermodels.layers.cache import KVCache
+from tests.generation.models import LONGROPE, ROPES, llama, padded
 from tests.generation.test_transformers import prompt_tuned
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "short_factor": [1.0, 1.1, 1.3, 1.6],
-    "long_factor": [1.4, 2.5, 5.0, 9.0],
-    "original_max_position_embeddings": 16,
-    "factor": 8.0,
-}
-ROPES = {
-    "default": {"rope_type": "default"},
-    "linear": {"rope_type": "linear", "factor": 3.0},
-    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
-    "llama3": {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
-    "longrope": LONGROPE,
-}
-
-
-def llama(windows=(None, None), rope="default", positions=512):
-    """Two layers, each with its window, with weights large enough that positions and windows decide."""
-    model = ligermodels.Llama.from_config({
-        "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": positions,
-        "rms_norm_eps": 1e-5, "hidden_act": "silu", "rope_parameters": {"rope_theta": 100.0, **ROPES[rope]},
-        "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0, "initializer_range": 0.3,
-    }).requires_grad_(False)  # fmt: skip
-    for layer, window in zip(model.model.layers, windows, strict=True):
-        layer.self_attn.window = window
-    model.new_cache = lambda rows, length: KVCache(
-        2, rows, length, 2, 8, windows=windows, dtype=model.dtype, device="cpu"
-    )
-    return model
-
-
-def padded(lengths, extra=0):
-    """(ids, mask) of prompts of these lengths, padded on the left to the longest and `extra` more."""
-    width = max(lengths) + extra
-    ids = torch.randint(1, 97, (len(lengths), width))
-    mask = torch.arange(width) >= width - torch.tensor(lengths)[:, None]
-    return ids * mask, mask
 
 
 def cached_logits(model, ids, mask, steps):

@@ -1,66 +1,81 @@
-"""The loop, on a model small enough to think about: what runs when, padding, stopping, streaming, and what raises."""
+"""The loop: what runs when, padding, stopping, streaming, warnings, and what raises."""
 
 import itertools
 import warnings
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ligermodels.errors import InputError
 from ligermodels.generation import generate, generate_iter
 from ligermodels.generation.loop import _decode
 from ligermodels.generation.request import Request
-from tests.generation.tiny import VOCAB, Tiny, prompt
+from tests.generation.models import VOCAB, llama, padded, prompt
 
 
 @pytest.fixture
 def model():
-    return Tiny().requires_grad_(False)
+    return llama()
 
 
-def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(model):
+@pytest.fixture
+def calls(model):
+    """The shape of the ids and logits_to_keep of each forward."""
+    seen = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((tuple(kwargs["input_ids"].shape), kwargs.get("logits_to_keep"))),
+        with_kwargs=True,
+    )
+    return seen
+
+
+def switch_rope(model, monkeypatch, at):
+    """As if rope changed its frequencies after `at` tokens. The text stays the same."""
+    monkeypatch.setattr(model.decoder.rotary_emb, "switches", lambda past, length: past == at)
+
+
+def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(model, calls):
     expected = ids = prompt(rows=2)
     for _ in range(12):
-        expected = torch.cat([expected, model(expected).logits[:, -1:].argmax(-1)], 1)
-    model.calls.clear()
+        expected = torch.cat([expected, model(input_ids=expected).logits[:, -1:].argmax(-1)], 1)
+    calls.clear()
     found = generate(model, ids, max_new_tokens=12)
     assert torch.equal(found, expected)
-    assert model.calls == [((2, 5), 1)] + [((2, 1), 1)] * 11
+    assert calls == [((2, 5), 1)] + [((2, 1), 1)] * 11
     assert len(set(found[0, 5:].tolist())) > 3, "a model that repeats itself proves little"
 
 
 def test_left_padding_changes_nothing(model):
-    prompts = [prompt(length=n) for n in (3, 7, 5)]
-    ids, mask = torch.zeros(3, 7, dtype=torch.int64), torch.zeros(3, 7, dtype=torch.int64)
-    for row, one in enumerate(prompts):
-        ids[row, 7 - one.shape[1] :], mask[row, 7 - one.shape[1] :] = one[0], 1
-    together = generate(model, ids, attention_mask=mask, max_new_tokens=12, repetition_penalty=1.3)
-    for row, one in enumerate(prompts):
-        alone = generate(model, one, max_new_tokens=12, repetition_penalty=1.3)
-        assert torch.equal(together[row, 7:], alone[0, one.shape[1] :])
-    assert not torch.equal(generate(model, ids, max_new_tokens=12), together), "the mask must matter"
+    ids, mask = padded([3, 7, 5])
+    options = dict(max_new_tokens=12, repetition_penalty=1.3)
+    together = generate(model, ids, attention_mask=mask, **options)
+    for row, length in enumerate([3, 7, 5]):
+        alone = generate(model, ids[row : row + 1, 7 - length :], **options)
+        assert torch.equal(together[row, 7:], alone[0, length:])
+    everything = torch.ones_like(ids)
+    assert not torch.equal(generate(model, ids, attention_mask=everything, **options), together), "the mask must matter"
 
 
 @pytest.mark.parametrize("padding", [0, 2])
-def test_where_rope_switches_the_whole_text_runs_again(model, padding):
-    """By tokens of the longest row, here 5: columns of padding do not count. The text of this model stays the same."""
-    ids = F.pad(prompt(rows=2), (padding, 0))
-    mask = torch.ones_like(ids)
-    mask[0, : padding + 1], mask[1, :padding] = 0, 0
+def test_where_rope_switches_the_whole_text_runs_again(model, calls, padding, monkeypatch):
+    """By tokens of the longest row, here 5: columns of padding do not count."""
+    ids, mask = padded([4, 5], padding)
     options = dict(attention_mask=mask, max_new_tokens=9, repetition_penalty=1.5)
     expected = generate(model, ids, **options)
-    model.calls.clear()
-    model.switches_at = 7
+    calls.clear()
+    switch_rope(model, monkeypatch, at=7)
     assert torch.equal(generate(model, ids, **options), expected)
     shapes = [(2, padding + 5), (2, 1), (2, 1), (2, padding + 8)] + [(2, 1)] * 5
-    assert model.calls == [(shape, 1) for shape in shapes]
+    assert calls == [(shape, 1) for shape in shapes]
 
 
-def test_inputs_of_the_model_come_with_its_prompt_whenever_that_runs(model):
-    model.switches_at = 7
+def test_inputs_of_the_model_come_with_its_prompt_whenever_that_runs(model, monkeypatch):
+    images, prepare = [], model.prepare_inputs_for_generation
+    monkeypatch.setattr(type(model), "extra_inputs", {"image"})
+    model.prepare_inputs_for_generation = lambda ids, image=None, **rest: images.append(image) or prepare(ids, **rest)
+    switch_rope(model, monkeypatch, at=7)
     generate(model, prompt(), max_new_tokens=5, image=4, token_type_ids=None)
-    assert model.images == [4, None, None, 4, None]
+    assert images == [4, None, None, 4, None]
     with pytest.raises(InputError, match="use_cache=False with image is not supported"):
         generate(model, prompt(), max_new_tokens=2, use_cache=False, image=4)
 
@@ -99,7 +114,7 @@ def test_stop_ids_are_those_of_the_call_or_else_of_a_generation_config_or_else_o
 
 @pytest.mark.parametrize("saved", [None, -1, 7])
 def test_pads_with_the_saved_pad_id_or_else_the_first_stop_id(model, saved):
-    model.generation_config["pad_token_id"] = saved
+    model.config.pad_token_id, model.generation_config["pad_token_id"] = None, saved
     ids = torch.tensor([[1, 2, 3, 4, 5], [6, 8, 9, 10, 11]])
     first, second = generate(model, ids, max_new_tokens=6)[:, 5:].tolist()
     stop = next(i for i in first[:-1] if i not in second)
@@ -133,17 +148,18 @@ def test_records_no_gradients_and_returns_ids_that_can_be_trained_on():
         assert not logits.requires_grad
         return logits
 
-    model = Tiny()
+    model = llama().requires_grad_()
     stream = generate_iter(model, prompt(), max_new_tokens=3, logits_processor=check)
     next(stream)
     assert torch.is_grad_enabled()
     model(generate(model, prompt(), max_new_tokens=3)).logits.sum().backward()
-    assert model.embed.weight.grad.abs().sum() > 0
+    assert model.lm_head.weight.grad.abs().sum() > 0
 
 
 @pytest.mark.parametrize("stops", [False, True])
 def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, monkeypatch):
-    reads, model.switches_at = [], 7
+    reads = []
+    switch_rope(model, monkeypatch, at=7)
     for name in ("cpu", "item", "__bool__", "__int__"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1])
@@ -155,14 +171,13 @@ def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, monkey
 
 @pytest.mark.gpu
 def test_never_synchronises_without_stop_ids(device):
-    model = Tiny().to(device)
-    list(generate_iter(model, prompt().to(device), max_new_tokens=2))  # compiles and allocates
-    request = Request.checked(
-        model, prompt(rows=2).to(device), max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01,
-        repetition_penalty=1.1, no_repeat_ngram_size=3, suppress_tokens=[3], begin_suppress_tokens=[4],
-        min_new_tokens=2, seed=0,
+    model, ids = llama().to(device), prompt(rows=2).to(device)
+    options = dict(
+        max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+        no_repeat_ngram_size=3, suppress_tokens=[3], begin_suppress_tokens=[4], min_new_tokens=2, seed=0,
     )  # fmt: skip
-    steps = _decode(request, to_host=False)
+    generate(model, ids, **options)  # compiles and allocates
+    steps = _decode(Request.checked(model, ids, **options), to_host=False)
     next(steps)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -178,7 +193,7 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
 @pytest.mark.parametrize("ids, options, message", [
     (TWO, dict(max_new_tokens=0), "at least 1"),
     (TWO, dict(max_new_tokens=2.5), "integer"),
-    (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Tiny"),
+    (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Llama"),
     (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5 leaves"),
     (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
     (TWO, dict(temperature=-0.1), "temperature"),
@@ -211,16 +226,17 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
     (ONE.to("meta"), {}, "model on cpu"),
     (None, {}, "pass input_ids"),
 ])  # fmt: skip
-def test_a_call_that_cannot_work_says_so_before_the_first_step(model, ids, options, message):
+def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids, options, message):
+    model.config.pad_token_id = None
     for call in (generate, generate_iter):  # the latter at the call, not when it is read
         with pytest.raises(InputError, match=message):
             call(model, ids, **{"max_new_tokens": 3, **options})
-    assert not model.calls
+    assert not calls
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_nan_logits_are_an_error_and_not_token_zero(model, stream):
-    model.head.weight[3] = torch.nan
+    model.lm_head.weight[3] = torch.nan
     with pytest.raises(InputError, match="float16 overflow"):
         list(generate_iter(model, prompt(), max_new_tokens=3)) if stream else generate(
             model, prompt(), max_new_tokens=3
@@ -228,10 +244,8 @@ def test_nan_logits_are_an_error_and_not_token_zero(model, stream):
 
 
 def test_warns_past_the_positions_where_padding_does_not_count():
-    model = Tiny(positions=64)
-    model.config.max_position_embeddings = 10
-    ids, mask = prompt(rows=2, length=8), torch.ones(2, 8, dtype=torch.int64)
-    mask[0, :3], mask[1, :4] = 0, 0
+    model = llama(positions=10)
+    ids, mask = padded([5, 4], extra=3)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         generate(model, ids, attention_mask=mask, max_new_tokens=5)
@@ -249,7 +263,8 @@ def test_warns_of_cuts_that_greedy_decoding_ignores(model):
         generate(model, prompt(), max_new_tokens=5, top_p=1.0, top_k=0, min_p=0.0)
 
 
-def test_the_default_length_is_twenty_and_says_so(model):
+def test_the_default_length_is_twenty_and_says_so():
+    model = llama(positions=64)
     ids = prompt(length=9)
     with pytest.warns(UserWarning, match="at most 20 tokens are added; pass max_new_tokens") as caught:
         assert generate(model, ids).shape == (1, 29)

@@ -12,7 +12,7 @@ from ligermodels.generation.processors import (
     keep_top_p,
     penalize_repetition,
 )
-from tests.generation.tiny import Tiny, prompt
+from tests.generation.models import llama, prompt
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,7 +72,7 @@ def test_draws_follow_the_distribution():
 
 
 def test_a_seed_repeats_and_leaves_the_global_generator_alone():
-    model, ids, state = Tiny(), prompt(), torch.get_rng_state()
+    model, ids, state = llama(), prompt(), torch.get_rng_state()
     a, b, c = (generate(model, ids, max_new_tokens=20, temperature=2.0, seed=s) for s in (1, 1, 2))
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert torch.equal(state, torch.get_rng_state())
@@ -85,6 +85,6 @@ def test_a_processor_sees_all_ids_and_comes_after_the_penalty():
         lengths.append(ids.shape[1])
         return torch.full_like(logits, -torch.inf).index_fill(1, torch.tensor([3]), 0.0)
 
-    ids = generate(Tiny(), prompt(), max_new_tokens=4, temperature=1.0, repetition_penalty=9.0,
+    ids = generate(llama(), prompt(), max_new_tokens=4, temperature=1.0, repetition_penalty=9.0,
                    logits_processor=only_three)  # fmt: skip
     assert ids[0, 5:].tolist() == [3, 3, 3, 3] and lengths == [5, 6, 7, 8]

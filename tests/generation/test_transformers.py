@@ -321,22 +321,6 @@ def test_caches_that_do_not_fit_are_named(pair):
             ours.generate(prompt, past_key_values=past, max_new_tokens=3, **options)
 
 
-def test_autocast_around_the_forward_alone_works(pair):
-    """As accelerate has it, whose users call generate outside: GRPO with bf16=True."""
-    ours, (ids, mask) = copy.deepcopy(pair[1]), padded(9, 4)
-    dtypes, forward = [], ours.forward
-
-    def cast(*args, **kwargs):
-        with torch.autocast("cpu", torch.bfloat16):
-            output = forward(*args, **kwargs)
-        dtypes.append(output.past_key_values[0].keys.dtype)
-        return output
-
-    ours.forward = cast
-    assert ours.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=()).shape == (2, 13)
-    assert dtypes == [torch.bfloat16] * 4
-
-
 def prompt_tuned(model):
     peft = pytest.importorskip("peft")
     config = peft.PromptTuningConfig(
@@ -363,21 +347,14 @@ def test_prompt_tuning_generates_as_with_transformers(pair, lengths):
 # What is not supported raises
 
 
-REFUSED = {
-    "num_beams": 4, "num_beam_groups": 2, "diversity_penalty": 0.5, "penalty_alpha": 0.6, "typical_p": 0.9,
-    "guidance_scale": 1.5, "prompt_lookup_num_tokens": 3, "epsilon_cutoff": 3e-4, "eta_cutoff": 3e-4,
-    "constraints": [object()], "force_words_ids": [[1]], "assistant_model": object(), "synced_gpus": True,
-    "output_attentions": True, "output_hidden_states": True, "cache_implementation": "quantized",
-    "inputs_embeds": torch.zeros(1, 2, 32), "bad_words_ids": [[3]], "prefix_allowed_tokens_fn": print,
-    "negative_prompt_ids": torch.ones(2, 2), "max_time": 3.0, "use_mtp": True,
-}  # fmt: skip
+OF_OTHER_TYPES = {"inputs_embeds": torch.zeros(1, 2, 32), "bad_words_ids": [[3]], "num_beams": 4, "synced_gpus": True}
 
 
 def test_what_is_not_supported_is_refused_by_name_wherever_it_is_said(pair):
     ours, (ids, _) = pair[1], padded(9)
     expected = ours.generate(ids, max_new_tokens=2)
     for name, (off, _) in UNSUPPORTED.items():
-        value = REFUSED.get(name, "something")
+        value = OF_OTHER_TYPES.get(name, "something")
         with pytest.raises(InputError, match=f"^{name}=.*not supported by generate; leave {name} out"):
             ours.generate(ids, max_new_tokens=2, **{name: value})
         with pytest.raises(InputError, match=f"^{name}=.*not supported"):
