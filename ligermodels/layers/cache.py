@@ -68,7 +68,8 @@ class LayerCache:
             seen = torch.cat([self.keys[:, before], k], 1), torch.cat([self.values[:, before], v], 1)
         self.length += k.shape[1]
         if seen is not None and not fits:  # only what a later query can see goes into the buffers
-            self._append(*(x[:, total - self._past :].detach() for x in seen), past=0)
+            last = slice(total - self._past, None)
+            self._append(seen[0][:, last].detach(), seen[1][:, last].detach(), past=0)
         else:
             self._append(k.detach(), v.detach(), past)
         if seen is not None:
