@@ -76,6 +76,7 @@ def test_errors_are_one_message_and_exit_with_3(argv, message, folder, capsys):
     assert err.startswith("error: ") and message in err and "Traceback" not in err
 
 
+@pytest.mark.slow
 def test_the_reader_of_a_pipe_may_leave(folder):
     command = [sys.executable, "-m", "ligermodels", "generate", str(folder), "--prompt", "x", "--max-new-tokens", "20"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
