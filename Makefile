@@ -30,9 +30,10 @@ check: .venv/dev
 gpu:
 	$(PYTHON) -m pytest -q -m gpu tests
 
+# On a machine with a GPU whose python3 holds torch and the extra `bench`. docs/benchmarks.md says how to read it.
 bench:
 	$(PYTHON) -m benchmarks.kernels
-	$(PYTHON) -m benchmarks.train_step
+	$(PYTHON) -m benchmarks.train_step --case all
 	$(PYTHON) -m benchmarks.convergence
 
 .venv/bin/python:

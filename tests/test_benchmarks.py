@@ -1,424 +1,396 @@
-"""What of the benchmarks a CPU can judge: parity comes before time, results are written and shown."""
+"""What of the benchmarks a CPU can judge: parity comes before time, and every harness runs from end to end."""
 
-import argparse
 import dataclasses
 import itertools
 import json
-import threading
-import time
-from pathlib import Path
+import os
 
 import pytest
 import torch
+from torch import nn
 
-from benchmarks import common, convergence
-from benchmarks.common import Error, Job, Timer
-from benchmarks.kernels import __main__ as command
-from benchmarks.kernels import attention, report, suite, turn
-from benchmarks.kernels.case import UNITS, Bound, Case, Place, Provider, exact_results
-from benchmarks.kernels.losses import linear_cross_entropy_case
-from benchmarks.kernels.pointwise import glu_case
-from benchmarks.train_step import __main__ as train_step
+import ligermodels
+from benchmarks import commits, common, convergence, kernel_cases, train_step
+from benchmarks import kernels as harness
+from benchmarks.kernel_cases import OPS, Place
+from benchmarks.train_cases import CASES, MODELS
+from benchmarks.train_step import LOGITS_FACTOR, Baseline, compare_first_steps, disagreement
 from ligermodels import kernels
-from tests.kernels.oracle import assert_as_exact
+
+# Kernels
 
 
-class NoTimer(Timer):
-    """A timer for runs in which nothing may be timed."""
-
-    def device(self, jobs):
-        raise AssertionError("timed although parity is red")
-
-    def wall(self, jobs):
-        raise AssertionError("timed although parity is red")
-
-    def host_us(self, call):
-        raise AssertionError("timed although parity is red")
-
-
-@pytest.fixture
-def place():
-    return Place("cpu", torch.float32)
-
-
-def limits():
-    return dict.fromkeys(UNITS.values(), 1.0)
-
-
-def run(ops, place, *, peers=frozenset(), timer=None, **options):
-    return suite.run(ops, "dry", set(peers), place, timer or Timer("cpu", budget_ms=1), limits, **options)
-
-
-@pytest.mark.parametrize("noise", [0.0, 0.5, 0.98, 1.02, 1.5, 40.0])
-@pytest.mark.parametrize("one_element", [False, True])
-def test_the_rule_is_at_least_as_strict_as_the_one_that_judges_the_kernels(noise, one_element):
+@pytest.mark.parametrize(
+    ("noise", "ok"), [(0.0, True), (0.98, True), (1.2, False), (40.0, False), (float("nan"), False)]
+)
+def test_an_op_may_err_as_much_as_the_eager_one_and_no_more(noise, ok):
     exact = torch.randn(64, 64, dtype=torch.float64)
-    error = torch.randn(64, 64, dtype=torch.float64) * 1e-5
-    eager, actual = (exact + error).float(), exact + noise * error
-    if one_element:
-        actual[3, 5] += noise * 1e-4
-    actual = actual.float()
-    why = Error.of(actual, exact).worse_than(Error.of(eager, exact))
-    try:
-        assert_as_exact(actual, eager, exact)
-    except AssertionError:
-        assert why
-    else:
-        assert one_element or not why  # of one element, what tests allow by chance is not allowed where time follows
+    error = 1e-5 * torch.randn(64, 64, dtype=torch.float64)
+    actual, eager = ((exact + factor * error).float() for factor in (noise, 1.0))
+    _, why = harness.judge(actual, eager, exact, 0.0, 1.0)
+    assert (why == "") == ok
+    _, why = harness.judge(actual, eager, exact, 0.0, 50.0)
+    assert (why == "") == (noise == noise)
+    actual[3, 5] += 1e-3
+    assert harness.judge(actual, eager, exact, 0.0, 1.0)[1]
 
 
-def test_nan_is_never_as_exact():
-    exact = torch.ones(4, dtype=torch.float64)
-    actual = torch.tensor([1.0, float("nan"), 1.0, 1.0])
-    assert Error.of(actual, exact).worse_than(Error.of(exact.float() + 1, exact), slack=1e9, floor=1e9)
+def dry(op, baselines="eager,F."):
+    return harness.main(["--dry", "--ops", op, "--baselines", baselines])
 
 
-def test_a_wrong_output_stops_every_timing_of_its_op(place, monkeypatch):
-    right = kernels.rms_norm
-    monkeypatch.setattr(kernels, "rms_norm", lambda *a, **k: right(*a, **k) * 1.001)
-    record = run(["rms_norm"], place, peers={"eager", "torch"}, timer=NoTimer("cpu"))
-    assert record["red"] == ["rms_norm"]
-    assert record["rows"] == record["host"] == []
-    assert any("rms error" in row["why"] for row in record["parity"] if row["provider"] == "ligermodels")
+def wrong_output(x, weight, *, eps):
+    return RIGHT(x, weight, eps=eps) * 1.05
 
 
-def test_a_wrong_gradient_is_enough(place, monkeypatch):
-    right = kernels.rms_norm
-
-    def detached(x, weight, *, eps):
-        return right(x, weight, eps=eps) + 0.01 * (weight - weight.detach())
-
-    monkeypatch.setattr(kernels, "rms_norm", detached)
-    record = run(["rms_norm"], place, timer=NoTimer("cpu"))
-    assert {row["tensor"] for row in record["parity"] if row["why"]} == {"d_weight"}
+def wrong_gradient(x, weight, *, eps):
+    return RIGHT(x, weight, eps=eps) + 0.05 * (weight - weight.detach())
 
 
-def test_an_error_of_ours_is_red_and_the_other_ops_still_run(place, monkeypatch):
-    def broken(*args, **options):
-        raise RuntimeError("no such kernel")
-
-    monkeypatch.setattr(kernels, "glu", broken)
-    record = run(["glu", "rms_norm"], place)
-    assert record["red"] == ["glu"]
-    assert {row["op"] for row in record["rows"]} == {"rms_norm"}
-    assert "no such kernel" in command.render({**record, **_heading()})
+def broken(x, weight, *, eps):
+    raise RuntimeError("no such kernel")
 
 
-def test_a_wrong_peer_is_left_out_and_ours_is_timed(place, monkeypatch):
-    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: x * weight)
-    record = run(["rms_norm"], place, peers={"eager", "torch"})
-    rows = {row["provider"]: row for row in record["rows"]}
-    assert record["red"] == []
-    assert "full_ms" in rows["ligermodels"] and "full_ms" in rows["eager"]
-    assert "full_ms" not in rows["F.rms_norm"]
+RIGHT = kernels.rms_norm
 
 
-def test_what_no_longer_fits_into_the_budget_is_left_out(place, monkeypatch):
-    now = itertools.count()
-    clock = argparse.Namespace(monotonic=lambda: float(next(now)), perf_counter=time.perf_counter)
-    monkeypatch.setattr(suite, "time", clock)
-    saved = []
-    # The clock is read once before an op is checked, and once before each of its shapes, of which glu has two.
-    record = run(["rms_norm", "glu", "layer_norm"], place, deadline=3.0, save=lambda r: saved.append(len(r["rows"])))
-    assert [(row["op"], row["shape"]) for row in record["rows"]][-1] == ("glu", "silu T=5 F=24")
-    assert record["left_out"] == ["glu gelu_tanh T=5 F=24", "layer_norm"] and record["red"] == []
-    assert saved == [1, 3]  # after each op; glu has two providers of ours
-    assert "glu gelu_tanh T=5 F=24, layer_norm" in command.render({**record, **_heading()})
-
-
-def test_runs_beside_each_other_are_timed_one_by_one(place, tmp_path, monkeypatch):
-    fcntl = pytest.importorskip("fcntl")
-    mine, other = (turn.Turn(tmp_path / "lock") for _ in range(2))
-    order, check, waiting = [], suite.check, threading.Event()
-
-    def cannot_lock(kind):
-        with pytest.raises(BlockingIOError), (tmp_path / "lock").open("a") as file:
-            fcntl.flock(file, kind | fcntl.LOCK_NB)
-
-    def checked(case):
-        order.append(f"checked {case.op}")
-        cannot_lock(fcntl.LOCK_EX)
-        with other.together():  # does not wait
-            return check(case)
-
-    def finish():
-        with other.together():
-            waiting.set()
-            time.sleep(0.2)
-            order.append("the other one has checked")
-
-    thread = threading.Thread(target=finish)
-
-    def measured(case, *rest):
-        order.append(f"timed {case.op}")
-        cannot_lock(fcntl.LOCK_SH)
-        return iter([])
-
-    def begun(ops):
-        yield ops[0]
-        thread.start()
-        assert waiting.wait(60)
-        yield from ops[1:]
-
-    monkeypatch.setattr(suite, "check", checked)
-    monkeypatch.setattr(suite, "measure", measured)
-    run(begun(["rms_norm", "add_rms_norm"]), place, turn=mine)
-    thread.join()
-    assert order == [
-        "checked rms_norm",
-        "checked add_rms_norm",
-        "the other one has checked",
-        "timed rms_norm",
-        "timed add_rms_norm",
-    ]
-
-
-def test_the_exit_code_and_the_file_say_what_is_red(tmp_path, monkeypatch, capsys):
-    right = kernels.rms_norm
-    monkeypatch.setattr(kernels, "rms_norm", lambda *a, **k: right(*a, **k) + 1)
+@pytest.mark.parametrize(
+    ("ours", "reason"), [(wrong_output, "rms error"), (wrong_gradient, "d weight"), (broken, "no such kernel")]
+)
+def test_a_red_parity_refuses_every_figure_of_its_op(ours, reason, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(kernels, "rms_norm", ours)
     out = tmp_path / "deep" / "result.json"
-    assert command.main(["--dry", "--ops", "rms_norm", "--out", str(out)]) == 1
-    assert json.loads(out.read_text())["red"] == ["rms_norm"]
-    assert "RED" in capsys.readouterr().out
+    assert harness.main(["--dry", "--ops", "rms_norm,glu", "--baselines", "eager", "--out", str(out)]) == 1
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert record["red"] == ["rms_norm"] and {row["op"] for row in record["rows"]} == {"glu"}
+    assert reason in printed and "RED" in printed and "### rms_norm" not in printed
 
 
-def test_a_run_is_written_and_rendered(tmp_path, capsys):
+def test_a_wrong_peer_is_not_timed(monkeypatch, capsys):
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", lambda x, shape, weight, eps: x * weight)
+    assert dry("rms_norm") == 0
+    timed, failed = capsys.readouterr().out.split("### Failed parity")
+    assert "| eager" in timed and "F.rms_norm" not in timed and "computes something else" in failed
+
+
+def test_every_op_runs_and_is_written(tmp_path, capsys):
     out = tmp_path / "result.json"
-    assert command.main(["--dry", "--ops", "rms_norm,add_rms_norm,glu", "--out", str(out)]) == 0
-    printed = capsys.readouterr().out
-    record = json.loads(out.read_text())
-    assert {row["op"] for row in record["rows"]} == {"rms_norm", "add_rms_norm", "glu"}
-    for row in record["rows"]:
-        for name in ("forward_ms", "full_ms", "forward_wall_ms", "full_wall_ms"):
-            assert 0 < row[name]["p20"] <= row[name]["median"] <= row[name]["p80"]
-    assert record["environment"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
-    assert command.main(["--render", str(out)]) == 0
+    assert harness.main(["--dry", "--baselines", "eager,F.,add,three,four", "--out", str(out)]) == 0
+    record, printed = json.loads(out.read_text()), capsys.readouterr().out
+    for op, entry in OPS.items():
+        rows = [row for row in record["rows"] if row["op"] == op]
+        for baseline in {row["baseline"] for row in rows}:
+            found = [row for row in rows if row["baseline"] == baseline]
+            assert len(found) == len(entry.dry) or baseline not in ("ligermodels", "eager"), (op, baseline)
+        assert all(row["full_ms"] > 0 and "note" not in row for row in rows)
+        assert f"### {op}\n" in printed
+    assert record["environment"]["torch"] == torch.__version__ and record["environment"]["commit"]
+    assert harness.main(["--render", str(out)]) == 0
     assert capsys.readouterr().out == printed
-    assert command.main(["--render", str(out), "--markdown"]) == 0
-    tables = capsys.readouterr().out.split("### ")[1:]
-    titles = [text.split("\n")[0].split(" (")[0] for text in tables]
-    assert titles == ["Summary", "rms_norm", "add_rms_norm", "glu", "Host time per call, tiny shapes"]
-    ours = [sum("| ligermodels" in line for line in text.splitlines()) for text in tables]
-    assert ours == [1 + 1 + 2 * 2, 1, 1, 2 * 2, 1 + 1 + 2]  # glu: two providers, two shapes
+    for block in printed.split("\n\n"):
+        if block.startswith("|"):
+            assert len({line.count("|") for line in block.splitlines()}) == 1
 
 
-def test_a_group_is_its_ops(capsys):
-    assert command.main(["--dry", "--ops", "norms,layer_norm,activate"]) == 0
-    titles = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("### ")]
-    assert titles[1:-1] == [*suite.GROUPS["norms"], "activate"]
-    assert sorted(op for group in suite.GROUPS.values() for op in group) == sorted(suite.CASES)
-
-
-def test_there_are_shapes_of_every_op():
-    for shapes in suite.SHAPES.values():
-        assert list(shapes) == list(suite.CASES)
-
-
-class Known(Timer):
-    """Every forward takes 4 ms on the device, forward and backward 12, products 6; on the wall twice that."""
-
-    def __init__(self):
-        super().__init__("cpu")
-
-    def device(self, jobs):
-        name = getattr(jobs[0].call, "__name__", "")
-        return common.Timing.of([{"forward": 4.0, "full": 12.0}.get(name, 6.0)], 1, "profiler")
-
-    def wall(self, jobs):
-        return common.Timing.of([8.0 if jobs[0].call.__name__ == "forward" else 24.0], 1, "wall")
-
-
-def test_shares_are_of_the_ceiling(place):
-    rows = {}
-    for op, numbers in [("add_rms_norm", (5, 48)), ("linear_cross_entropy", (9, 32, 131))]:
-        case = dataclasses.replace(suite.CASES[op](place, set(), *numbers), forward_work=1e9, full_work=9e9)
-        rows[op] = list(suite.measure(case, Known(), dict.fromkeys(UNITS.values(), 1.0), set()))
-    (row,) = rows["add_rms_norm"]
-    assert (row["forward_share"], row["backward_share"], row["full_share"]) == (0.25, 1.0, 0.75)
-    products, row, *_ = rows["linear_cross_entropy"]
-    assert products["provider"] == "three GEMMs" and not products["ours"] and products["full_ms"]["median"] == 6.0
-    assert row["full_share"] == 0.5  # of what the products take, whatever the rate of a large one is
-    assert row["tflop_per_s"]["both"] == pytest.approx(9e9 / 12 * 1e-9)
-
-
-def test_inputs_are_rotated_by_what_a_call_touches(place):
-    class Rotating(Known):
-        def copies(self, nbytes):
-            self.touched = nbytes
-            return 3
-
-        def device(self, jobs):
-            assert len(jobs) == 3
-            owners = {id(x) for job in jobs for x in job.call.__self__.tensors.values()}
-            assert len(owners) == 3 * len(jobs[0].call.__self__.tensors)
-            return super().device(jobs)
-
-    timer = Rotating()
-    case = suite.CASES["int2_matmul"](place, {"eager"}, 1, 16, 64)
-    assert len(list(suite.measure(case, timer, dict.fromkeys(UNITS.values(), 1.0), set()))) == 2
-    assert timer.touched == 16 * 64 / 4 + 64 + 2 * 16  # packed weights, activations and bf16 results of ours
-
-
-def test_the_summary_compares_with_the_fastest_peer_and_with_liger(place):
-    case = suite.CASES["rms_norm"](place, {"eager", "torch"}, 5, 48)
-    rows = list(suite.measure(case, Known(), dict.fromkeys(UNITS.values(), 1.0), set()))
-    for row, wall, mib in zip(rows, (10.0, 30.0, 5.0), (4.0, 8.0, 2.0), strict=True):
-        row["full_wall_ms"]["median"], row["peak_mib"] = wall, mib
-    rows[1]["provider"] = "Liger"
-    host = [
-        {"op": "rms_norm", "provider": name, "full_us": us} for name, us in (("ligermodels", 50.0), ("Liger", 200.0))
-    ]
-    record = {"rows": rows, "host": host, "parity": []}
-    line = dict(zip(report.SUMMARY, report._summary(rows[0], record), strict=True))
-    assert line["fastest peer, wall"] == "F.rms_norm" and line["its wall / ours"] == 0.5
-    assert line["Liger's wall / ours"] == 3.0 and line["Liger's MiB / ours"] == 2.0
-    assert line["host us"] == 50.0 and line["Liger's host / ours"] == 4.0
-    assert "F.rms_norm *" in report._line(rows[2], rows, {})  # timed by the profiler
-
-
-def test_pictures_are_written_for_every_op(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    assert command.main(["--dry", "--ops", "rms_norm,int2_matmul", "--plot", str(tmp_path / "new")]) == 0
-    printed = capsys.readouterr().out
-    for path in (tmp_path / "new" / "rms_norm.png", tmp_path / "new" / "int2_matmul.png"):
-        assert path.read_bytes().startswith(b"\x89PNG") and str(path) in printed
-
-
-def test_pictures_without_matplotlib_are_refused_at_once(monkeypatch, capsys):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SystemExit) as stop:
-        command.main(["--dry", "--plot", "nowhere"])
-    assert stop.value.code == 2 and "pip install matplotlib" in capsys.readouterr().err
-
-
-@pytest.mark.gpu
-def test_the_device_is_timed_by_a_graph_and_what_waits_by_the_profiler():
-    timer, x = Timer("cuda"), torch.ones(2**20, device="cuda")
-    graph = timer.device([Job(x.clone), Job(x.clone)])
-    assert graph.by == "graph" and graph.median > 0 and graph.calls % 2 == 0
-    waiting = timer.device([Job(lambda: x.sum().item())])
-    assert waiting.by == "profiler" and waiting.median > 0
-    assert timer.copies(64 * 2**20) == 16
-    assert all(rate > 0 for rate in common.ceilings(timer).values())
-
-
-@pytest.mark.parametrize("arguments", [["--ops", "rmsnorm"], ["--peers", "eager,vllm"], []])
-def test_what_cannot_run_is_said_at_once(arguments, capsys, monkeypatch):
+@pytest.mark.parametrize("main", [harness.main, train_step.main, convergence.main])
+def test_a_gpu_is_asked_for(main, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as stop:
-        command.main([*arguments, *(["--dry"] if arguments else [])])
-    assert stop.value.code == 2
-    assert "known" in capsys.readouterr().err if arguments else True
+        main([])
+    assert stop.value.code == 2 and "needs a CUDA device" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("op", sorted(suite.CASES))
-def test_every_case_has_the_results_that_its_eager_form_has(op, place):
-    for numbers in suite.SHAPES["dry"][op]:
-        case = suite.CASES[op](place, {"eager", "torch", "transformers"}, *numbers)
-        inputs, cotangents = case.make()
-        exact = exact_results(case, inputs, cotangents)
-        for provider in case.providers:
-            results = Bound(case, provider, inputs, cotangents).results()
-            assert results.keys() == exact.keys()
-            for name, result in results.items():
-                torch.testing.assert_close(result.detach().double(), exact[name], rtol=1e-4, atol=1e-5)
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (harness.main, ["--ops", "norm"]),
+        (train_step.main, ["--case", "llama"]),
+        (train_step.main, ["--baselines", "hf+fast"]),
+        (train_step.main, ["--baselines", "hf:mlp"]),
+        (train_step.main, ["--baselines", "ligermodels+liger"]),
+        (convergence.main, ["--families", "gpt"]),
+    ],
+)
+def test_an_unknown_name_is_said_at_once(main, arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--dry", *arguments])
+    assert stop.value.code == 2 and "known: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("numbers", suite.SHAPES["dry"]["attention"])
-def test_the_masks_and_the_work_of_attention_are_its_sight(numbers, place):
-    from torch.nn.attention.flex_attention import create_mask
-
-    batch, heads, _, length, head_dim, window, _, layout = (*numbers, *(None, None, "full")[len(numbers) - 5 :])
-    case = suite.CASES["attention"](place, set(), *numbers)
-    inputs, _ = case.make()
-    expected = torch.zeros(batch, length, length, dtype=torch.bool)
-    starts = attention.bounds(length) if layout == "packed" else [0, length]
-    real = attention.real_tokens(batch, length) if layout == "padded" else [length] * batch
+@pytest.mark.parametrize("shape", OPS["attention"].dry)
+def test_masks_and_work_of_attention_are_what_a_query_sees(shape):
+    case = kernel_cases.attention(Place("cpu", torch.float32), **shape)
+    batch, length, window, layout = (shape.get(name) for name in ("batch", "length", "window", "layout"))
+    ends = itertools.accumulate(kernel_cases.DOCUMENTS, initial=0) if layout == "packed" else (0, 64)
+    starts = [length * end // 64 for end in ends]
+    pairs, rows = 0, torch.zeros(batch, length, length, dtype=torch.bool)
     for row, query, key in itertools.product(range(batch), range(length), range(length)):
+        real = length * kernel_cases.REAL_TOKENS[row % 4] // 8 if layout == "padded" else length
         same = any(start <= key <= query < end for start, end in itertools.pairwise(starts))
-        expected[row, query, key] = same and query - key < (window or length) and key >= length - real[row]
-    assert case.forward_work == 4 * head_dim * heads * expected.sum()
-    expected |= torch.eye(length, dtype=torch.bool)  # padding sees itself
-    sight = {name: inputs[name] for name in ("cu_seqlens", "key_mask") if name in inputs}
-    visible = attention._visible(sight, length, window, "cpu").expand(batch, 1, -1, -1)[:, 0]
-    assert torch.equal(visible, expected)
-    blocks = attention._block_mask(sight, batch, length, window, "cpu")
-    assert torch.equal(create_mask(blocks.mask_mod, batch, 1, length, length, device="cpu")[:, 0], expected)
+        rows[row, query, key] = same and query - key < (window or length) and key >= length - real
+    pairs = rows.sum().item()
+    assert case.forward_flops == 4 * pairs * shape["heads"] * shape["head_dim"]
+    key_mask = rows.any(1) if layout == "padded" else None
+    sees = kernel_cases._sees(starts, key_mask, window, length, "cpu")
+    index = torch.arange(length)
+    found = torch.stack([sees(torch.tensor(n), None, index[:, None], index) for n in range(batch)])
+    assert torch.equal(found, rows | torch.eye(length, dtype=torch.bool))  # padding sees itself
 
 
-@pytest.mark.parametrize("numbers", suite.SHAPES["dry"]["moe"])
-def test_no_token_of_the_mixture_is_near_another_expert(numbers, place):
-    inputs, _ = suite.CASES["moe"](place, set(), *numbers).make()
-    assert len(inputs["x"]) == numbers[0]
-    best = (inputs["x"] @ inputs["router"].T).topk(numbers[4] + 1).values
-    assert (best[:, -2] - best[:, -1]).min() > 0.05
-
-
-def test_products_have_a_rate(capsys):
-    case = Case("op", "", None, (), (), None, (), forward_work=2e9, full_work=6e9)
-    rates = {"both": pytest.approx(1.2), "forward": pytest.approx(2.0), "backward": pytest.approx(1.0)}
-    assert suite._tflop_per_s(case, 1.0, 5.0) == rates
-    assert suite._tflop_per_s(dataclasses.replace(case, forward_work=None), 1.0, 5.0).keys() == {"both"}
-    assert command.main(["--dry", "--ops", "moe,rms_norm"]) == 0
-    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("shape")]
-    assert ["TFLOP/s forward  TFLOP/s backward  TFLOP/s both" in line for line in headings] == [True, False]
-
-
-@pytest.mark.parametrize("path", sorted(Path(common.__file__).parent.glob("results/*.json")), ids=lambda p: p.stem)
-def test_earlier_results_can_still_be_shown(path, capsys):
-    main = {"kernels": command.main, "train_step": train_step.main, "convergence": convergence.main}
-    assert main[json.loads(path.read_text())["benchmark"]](["--render", str(path)]) == 0
-    assert "ligermodels" in capsys.readouterr().out or "convergence" in path.stem
-
-
-def test_convergence_is_measured_and_written(tmp_path, capsys):
-    pytest.importorskip("transformers")
-    out = tmp_path / "result.json"
-    assert convergence.main(["--dry", "--families", "llama,mixtral", "--out", str(out)]) == 0
-    for row in json.loads(out.read_text())["rows"]:
-        assert row["fp32_last"] < 1e-5 < row["bf16_ours"] < 0.1
-    printed = capsys.readouterr().out
-    assert convergence.main(["--render", str(out)]) == 0 and capsys.readouterr().out == printed
-
-
-def test_the_exact_loss_by_hand_is_autograds(place):
-    case = linear_cross_entropy_case(place, set(), 33, 32, 131, 0.7)
-    inputs, _ = case.make()
-    by_hand = case.exact(inputs)
-    double = {name: x.double() if x.is_floating_point() else x for name, x in inputs.items()}
-    by_autograd = Bound(case, Provider("eager", case.eager), double, ()).results()
-    for name, result in by_autograd.items():
-        torch.testing.assert_close(by_hand[name], result.detach(), rtol=1e-12, atol=1e-15)
-
-
-def test_inputs_that_a_provider_overwrites_are_restored(place):
+def test_inputs_that_a_baseline_overwrites_are_restored():
     def overwrite(t):
         y = t["gate"] * t["up"]
         t["gate"].data.zero_()
-        return (y,)
+        return y
 
-    case = glu_case(place, set(), 3, 4)
-    inputs, cotangents = case.make()
-    before = {name: x.clone() for name, x in inputs.items()}
-    bound = Bound(case, Provider("overwrites", overwrite, mutates=True), inputs, cotangents)
-    bound.forward()
-    assert not bound.tensors["gate"].any()
-    bound.restore()
-    for name, x in before.items():
-        assert torch.equal(bound.tensors[name], x) and torch.equal(inputs[name], x)
+    case = kernel_cases.glu(Place("cpu", torch.float32), 3, 4)
+    before = {name: x.clone() for name, x in case.leaves.items()}
+    run = harness.Run(overwrite, case.leaves, {}, [], copy=True)
+    run.forward()
+    assert not run.leaves["gate"].any()
+    run.restore()
+    assert all(torch.equal(run.leaves[name], x) and torch.equal(case.leaves[name], x) for name, x in before.items())
 
 
 def test_a_table_is_aligned():
     rows = [["a", 12345.6, 0.01234, None], ["longer", 7, 99.96, "x"]]
-    lines = common.table(["name", "n", "share", "note"], rows, markdown=True).splitlines()
-    assert len({len(line) for line in lines}) == 1
-    assert [line.count("|") for line in lines] == [5] * 4
+    lines = common.table(["name", "n", "share", "note"], rows).splitlines()
+    assert len({len(line) for line in lines}) == 1 and [line.count("|") for line in lines] == [5] * 4
     assert "12,346" in lines[2] and "0.0123" in lines[2] and "100" in lines[3]
 
 
-def _heading():
-    return {
-        "environment": common.environment("cpu"),
-        "dtype": "float32",
-        "ceilings": dict.fromkeys(UNITS.values(), 1.0),
+# Training steps
+
+
+@pytest.fixture
+def in_this_process(monkeypatch):
+    """Baselines run here, one after the other: a process each costs seconds of imports."""
+
+    def spawn(baseline, folder, timeout, longest):
+        try:
+            train_step.work(baseline, folder)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    monkeypatch.setattr(train_step, "spawn", spawn)
+
+
+def run_case(tmp_path, name, *arguments):
+    code = train_step.main(["--dry", "--case", name, "--out", str(tmp_path), *arguments])
+    (path,) = tmp_path.glob("step-*.json")
+    return code, json.loads(path.read_text())["rows"]
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_the_configs_are_the_models_they_name(name):
+    attention = 2048 * 128 * (16 + 8 + 8 + 16)
+    mixture = 8 * 3 * 2048 * 7168 + 8 * 2048  # experts and router
+    counts = {
+        "llama-3.2-1b": 1_235_814_400,
+        "llama-3.1-8b": 8_030_261_248,
+        "mistral-7b": 7_241_732_096,
+        "mixtral-12l": 2 * 32000 * 2048 + 12 * (attention + mixture + 2 * 2048) + 2048,
+        "gemma-2-2b": 2_614_341_888,
+        "qwen2-1.5b": 1_543_714_304,
+        "phi-3-mini": 3_821_079_552,
+        "qwen2-vl-2b": 2_208_985_600,
     }
+    config = MODELS[name].config
+    model = ligermodels.ARCHS[config["model_type"]].from_config(config, device="meta")
+    assert model.num_parameters() == counts[name]
+
+
+def test_everyone_in_a_row_recomputes_the_same():
+    for case in CASES.values():
+        assert {Baseline.of(name, case.recompute).recompute for name in case.baselines} == {case.recompute}
+        assert any(name.startswith("hf+liger") for name in case.baselines)
+
+
+FAST = ("llama-1b", "qwen2-vl-2b")
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST]
+
+
+@pytest.mark.parametrize("name", [*FAST, *SLOW])
+def test_a_training_step_is_measured_and_written(name, tmp_path, capsys, in_this_process):
+    code, rows = run_case(tmp_path, name)
+    assert code == 0, rows
+    needs_gpu = {"liger", "compile", "captured"}
+    assert [row["baseline"] for row in rows] == [b for b in CASES[name].baselines if not needs_gpu & {*b.split("+")}]
+    theirs = next((row for row in rows if row["baseline"] == "hf"), rows[0])
+    for row in rows:
+        assert "note" not in row and row["tokens_per_s"] > 0 and row["recompute"] == CASES[name].recompute
+        assert row["losses"] == pytest.approx(theirs["losses"], rel=2**-8)
+    table = capsys.readouterr().out
+    assert table.count("\n| ligermodels") == sum(row["baseline"].startswith("ligermodels") for row in rows)
+    (path,) = tmp_path.glob("*.json")
+    assert train_step.main(["--render", str(path)]) == 0 and capsys.readouterr().out == table
+
+
+def test_a_red_parity_refuses_the_figures_of_a_model(tmp_path, monkeypatch, capsys, in_this_process):
+    build = train_step.build
+
+    def wrong(baseline, settings, folder):
+        model = build(baseline, settings, folder)
+        if baseline.ours:
+            model.model.layers[0].self_attn.v_proj.weight.data.mul_(1.3)
+        return model
+
+    monkeypatch.setattr(train_step, "build", wrong)
+    code, (ours, theirs) = run_case(tmp_path, "llama-1b", "--baselines", "ligermodels,hf")
+    assert code == 1 and "logits err" in ours["note"] and "tokens_per_s" not in ours
+    assert "note" not in theirs and theirs["tokens_per_s"] > 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("| ligermodels"))
+    assert ours["note"] in line and line.split("|")[4].strip() == ""  # tokens/s
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value"),
+    [
+        ("gemma-2-2b", "attn_logit_softcapping", None),
+        ("mixtral-12l", "num_experts_per_tok", 1),
+        pytest.param("gemma-2-2b", "sliding_window", 64, marks=pytest.mark.slow),
+        pytest.param("qwen2-1.5b", "rope_theta", 1e4, marks=pytest.mark.slow),
+    ],
+)
+def test_parity_sees_what_is_left_out(name, field, value, tmp_path):
+    case = next(case for case in CASES.values() if case.model == name)
+    settings = train_step.Settings(**{**dataclasses.asdict(case), "seq": 64}, dry=True)
+    train_step.prepare(settings, tmp_path)
+    ours = Baseline.of("ligermodels", "none")
+    assert train_step.parity(ours, settings, tmp_path) == []
+    path = tmp_path / "parity" / "config.json"
+    config = json.loads(path.read_text())
+    if field == "rope_theta":
+        config["rope_parameters"]["rope_theta"] = value
+    path.write_text(json.dumps({**config, field: value}))
+    assert any("logits" in reason for reason in train_step.parity(ours, settings, tmp_path))
+
+
+def test_a_baseline_is_built_as_its_name_says(tmp_path):
+    settings = dataclasses.replace(train_step.Settings(**dataclasses.asdict(CASES["llama-1b"]), dry=True), seq=64)
+    train_step.prepare(settings, tmp_path)
+    saved: dict[str, int] = {}
+    for name in ("ligermodels", "ligermodels:mlp", "ligermodels:block", "hf", "hf:block"):
+        baseline = Baseline.of(name, "none")
+        model = train_step.build(baseline, settings, tmp_path / "model")
+        (inputs,) = train_step.batches(settings, model, 1, 1, 64)
+
+        def count(x, name=name):
+            saved[name] = saved.get(name, 0) + x.nbytes
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda x: x):
+            model(**inputs)
+    assert saved["ligermodels"] > saved["ligermodels:mlp"] > saved["ligermodels:block"]
+    assert saved["hf"] > saved["hf:block"]
+    for name, module in (("hf", "torch.optim"), ("ligermodels", "torch.optim"), ("ligermodels+adamw", "ligermodels")):
+        assert type(train_step.optimizer_of(Baseline.of(name, "none"), model)).__module__.startswith(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"), [("", 0.0), ("logits", 2e-2), ("loss", 0.05), ("gradient_norm", -0.02), ("loss", float("nan"))]
+)
+def test_logits_loss_and_gradient_norm_are_compared(name, change):
+    exact = {"logits": torch.randn(1, 64, 32), "loss": 6.0, "gradient_norm": 2.0}
+    expected = {"exact": exact, "errors_in_bf16": {"logits": 1e-2, "loss": 0.0, "gradient_norm": 0.0}}
+    logits = exact["logits"] + 1e-2 * torch.randn(1, 64, 32)
+    logits[0, 5] += 10  # one token that goes to another expert is no disagreement
+    found = {"logits": logits, "loss": 6.01, "gradient_norm": 1.995}
+    if name:
+        found[name] = exact[name] + change
+    reasons = disagreement(found, expected, LOGITS_FACTOR)
+    assert [reason.split()[0] for reason in reasons] == ([name] if name else [])
+
+
+def test_the_first_step_must_agree_at_full_depth():
+    def row(name, loss, norm):
+        return {"baseline": name, "losses": [loss], "first_gradient_norm": norm, "tokens_per_s": 1.0}
+
+    rows = [row("ligermodels", 6.0, 2.1), row("hf+liger", 6.01, 2.0), row("hf", 6.0, 2.0)]
+    compare_first_steps(rows)
+    assert ["note" in row for row in rows] == ["tokens_per_s" not in row for row in rows] == [True, False, False]
+    model = nn.Linear(30, 40)
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.99))
+    model(torch.randn(5, 30)).square().sum().backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
+    optimizer.step()
+    assert train_step.first_gradient_norm(optimizer) == pytest.approx(norm, rel=1e-5)
+
+
+def test_every_baseline_has_a_process_of_its_own(tmp_path, monkeypatch):
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "train_step.py").write_text("""if True:
+        import os, pathlib, sys, time
+        name, folder = sys.argv[2:]
+        pathlib.Path(folder, name).write_text(str(os.getpid()))
+        if name == "slow":
+            time.sleep(60)
+        if name == "fails":
+            sys.exit("noise\\nbecause of this")
+    """)
+    monkeypatch.setattr(train_step, "ROOT", tmp_path)
+    assert train_step.spawn("works", tmp_path, 60, False) == train_step.spawn("too", tmp_path, 60, False) == ""
+    assert train_step.spawn("fails", tmp_path, 60, False) == "because of this"
+    assert train_step.spawn("slow", tmp_path, 1, False) == "did not finish in 1 s"
+    assert len({str(os.getpid()), *((tmp_path / name).read_text() for name in ("works", "too", "fails"))}) == 4
+
+
+@pytest.mark.parametrize("limit", [31, 32, 33, 1000, 12345, 10**6])
+def test_the_longest_length_is_found(limit):
+    tried = []
+
+    def fits(length):
+        tried.append(length)
+        return length <= limit
+
+    found = train_step.search(fits, 32, 2**20)
+    assert found <= limit < found + max(32, found // 32) + 32 or found == 2**20 // 32 * 32
+    assert len(tried) < 24 and len(set(tried)) == len(tried) and all(length % 32 == 0 for length in tried)
+
+
+@pytest.mark.parametrize("baseline", ["ligermodels+in_backward:block", pytest.param("hf", marks=pytest.mark.slow)])
+def test_the_search_goes_on_after_a_length_that_does_not_fit(baseline, tmp_path, in_this_process, monkeypatch):
+    build = train_step.build
+
+    def limited(*arguments):
+        model = build(*arguments)
+
+        def fail(module, *gradients):
+            if gradients[0][0].shape[1] > 64:
+                raise RuntimeError("CUDA out of memory")
+
+        model.model.layers[0].input_layernorm.register_full_backward_hook(fail)
+        return model
+
+    monkeypatch.setattr(train_step, "build", limited)
+    code, (row,) = run_case(tmp_path, "llama-1b", "--longest", "1", "--baselines", baseline)
+    assert code == 0 and row["length"] == 64 and row["tokens_per_s"] > 0
+
+
+# Commits, convergence
+
+
+def test_two_checkouts_are_compared_only_where_they_compute_the_same():
+    def run(loss, seconds, gib):
+        return {"a": dict(loss=loss, seconds=seconds, gib=gib, tokens=100), "b": dict(seconds=1.0, gib=1.0, tokens=5)}
+
+    runs = {"other": [run(6.0, 2.0, 8.0), run(6.0, 4.0, 8.0)], "this": [run(6.001, 1.0, 4.0), run(6.001, 1.0, 6.0)]}
+    (row, _), red = commits.compare(runs)
+    assert red == [] and row["speed"] == pytest.approx(3.0) and row["memory"] == 0.75
+    runs["this"][0]["a"]["loss"] = 6.1
+    assert "a: the first loss is 6.1" in commits.compare(runs)[1][0]
+
+
+@pytest.mark.slow
+def test_two_checkouts_run(capsys):
+    assert commits.main([str(commits.HERE), "--dry", "--rounds", "1"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2 + len(commits.CASES) - 1  # all but FSDP2's
+
+
+def test_convergence_is_measured_and_written(tmp_path, capsys):
+    out = tmp_path / "result.json"
+    assert convergence.main(["--dry", "--families", "llama", "--out", str(out)]) == 0
+    apart = {row["recipe"]: row["apart"] for row in json.loads(out.read_text())["rows"]}
+    assert apart["transformers, fp32"] == 0 < apart["ligermodels, fp32"] < 1e-6 < apart["ligermodels, bf16"] < 0.1
+    assert capsys.readouterr().out.count("| llama") == 4

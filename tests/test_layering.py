@@ -12,6 +12,7 @@ MAY_IMPORT = {
     "errors": set(),
     "kernels": {"errors"},
     "layers": {"kernels", "errors"},
+    "experimental": {"kernels", "errors"},
     "training": {"kernels", "errors"},
     "checkpoint": {"errors"},
     "text": {"checkpoint", "errors"},

@@ -115,7 +115,7 @@ class CausalLM(Pretrained, TrainerInterface):
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
             count of labels over all micro-batches of a step. A device scalar costs no synchronisation.
         past_key_values, use_cache: a cache to read and extend; `use_cache` makes one where none is given. Where
-            `decoder.rotary_emb.switches(past, past + S)` (longrope, at its original length), empty it and pass the
+            `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope, at its original length), empty it and pass the
             whole text, as `generate` does: the cached keys were turned by other frequencies.
         logits_to_keep: compute the logits of the last n positions only; 0 keeps all.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.

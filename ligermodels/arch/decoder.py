@@ -18,7 +18,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.cache import KVCache, as_kv_cache
 from ligermodels.layers.head import keep_table
-from ligermodels.training.recompute import Checkpointing, must_not_wait, plain
+from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 
 class Decoder(nn.Module):
@@ -156,7 +156,7 @@ class Decoder(nn.Module):
         besides x and residual.
         """
         residual = None
-        run = plain if past_key_values is not None else self.checkpointing.start(x, len(self.layers))
+        run = run_block if past_key_values is not None else self.checkpointing.start(x, len(self.layers))
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append(x if residual is None else x + residual)
@@ -209,7 +209,7 @@ class Decoder(nn.Module):
         batch_size, length = x.shape[:2]
         past = 0 if past_key_values is None else past_key_values.length
         if position_ids is None and cu_seqlens is None and past == 0:
-            cos, sin = self.rotary_emb.count(length, x.device)
+            cos, sin = self.rotary_emb.first(length, x.device)
         else:
             if position_ids is None:
                 position_ids = torch.arange(past, past + length, device=x.device)[None]
@@ -226,6 +226,6 @@ class Decoder(nn.Module):
                     f"[{batch_size}, {past + length}]: one entry for each cached and each new token"
                 )
             key_mask = attention_mask.bool()
-            if past == 0 and not must_not_wait(key_mask) and pads_only_after(key_mask):
+            if past == 0 and not must_not_sync(key_mask) and pads_only_after(key_mask):
                 key_mask = None  # no real token looks ahead, so padding after it is out of sight already
         return Batch(cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cross=cross)

@@ -57,7 +57,7 @@ class GemmaConfig(ModelConfig):
 class GemmaBlock(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_unit = "mlp"  # see recompute.py
+    last_mlp = "mlp"  # see recompute.py
 
     def __init__(self, config: GemmaConfig, layer: int):
         super().__init__()
@@ -71,8 +71,8 @@ class GemmaBlock(nn.Module):
             o_bias=config.attention_bias,
         )
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_act])
-        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
@@ -92,5 +92,5 @@ class Gemma(CausalLM):
     _no_split_modules: ClassVar = ["GemmaBlock"]
 
     def _make_model(self, config: ModelConfig) -> nn.Module:
-        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, casting="gemma")
+        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, cast_before_weight=False)
         return Decoder(config, self.block_class, norm=norm, embedding_scale=config.hidden_size**0.5)

@@ -92,10 +92,10 @@ class Gemma2Block(nn.Module):
             scale=config.query_pre_attn_scalar**-0.5,
         )
         self.mlp = GatedMLP(size, config.intermediate_size, activation=ACTIVATIONS[config.hidden_activation])
-        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.pre_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
-        self.post_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, casting="gemma")
+        self.input_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
+        self.post_attention_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
+        self.pre_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
+        self.post_feedforward_layernorm = RMSNorm(size, eps=eps, offset=1.0, cast_before_weight=False)
 
     def forward(
         self, x: Tensor, residual: Tensor | None, batch: Batch, cache: LayerCache | None = None
@@ -116,5 +116,5 @@ class Gemma2(CausalLM):
     _no_split_modules: ClassVar = ["Gemma2Block"]
 
     def _make_model(self, config: ModelConfig) -> nn.Module:
-        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, casting="gemma")
+        norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps, offset=1.0, cast_before_weight=False)
         return Decoder(config, self.block_class, norm=norm, embedding_scale=config.hidden_size**0.5)

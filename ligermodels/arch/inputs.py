@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.layers.cache import BorrowedCache, KVCache
 from ligermodels.layers.losses import check_count
-from ligermodels.training.recompute import is_captured, must_not_wait
+from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
 _IDS = (torch.int64, torch.int32)
@@ -276,7 +276,7 @@ class Targets:
         self.labels = targets
         self._count: Tensor | None = None
         self._copied: torch.cuda.Event | None = None
-        if not targets.is_cuda or must_not_wait(targets):  # in the latter case all rows are computed
+        if not targets.is_cuda or must_not_sync(targets):  # in the latter case all rows are computed
             return
         count = (targets != IGNORE_INDEX).sum()
         self._count = torch.empty_like(count, device="cpu", pin_memory=True)

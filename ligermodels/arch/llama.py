@@ -40,7 +40,7 @@ class LlamaConfig(ModelConfig):
 class LlamaBlock(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_unit = "mlp"  # see recompute.py
+    last_mlp = "mlp"  # see recompute.py
 
     def __init__(self, config: LlamaConfig, layer: int):
         super().__init__()

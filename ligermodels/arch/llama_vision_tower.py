@@ -164,7 +164,7 @@ class PositionEmbedding(nn.Module):
 class VisionBlock(nn.Module):
     """Attention and MLP, each on the normed residual stream."""
 
-    last_unit: str | None = "mlp"  # see recompute.py
+    last_mlp: str | None = "mlp"  # see recompute.py
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()
@@ -184,7 +184,7 @@ class VisionBlock(nn.Module):
 class GlobalBlock(VisionBlock):
     """A block whose attention and MLP enter by tanh of a gate."""
 
-    last_unit = None
+    last_mlp = None
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__(config)

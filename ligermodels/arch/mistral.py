@@ -42,7 +42,7 @@ class MistralConfig(ModelConfig):
 class MistralBlock(nn.Module):
     """Attention over a window and gated MLP, each on the normed residual stream."""
 
-    last_unit = "mlp"  # see recompute.py
+    last_mlp = "mlp"  # see recompute.py
 
     def __init__(self, config: MistralConfig, layer: int):
         super().__init__()

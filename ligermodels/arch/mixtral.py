@@ -61,7 +61,7 @@ class MixtralConfig(RoutedConfig):
 class MixtralBlock(nn.Module):
     """Attention and a mixture of gated MLPs, each on the normed residual stream."""
 
-    last_unit = "mlp"  # see recompute.py
+    last_mlp = "mlp"  # see recompute.py
 
     def __init__(self, config: MixtralConfig, layer: int):
         super().__init__()

@@ -91,7 +91,7 @@ class Phi3Config(ModelConfig):
 class Phi3Block(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_unit = "mlp"  # see recompute.py
+    last_mlp = "mlp"  # see recompute.py
 
     def __init__(self, config: Phi3Config, layer: int):
         super().__init__()

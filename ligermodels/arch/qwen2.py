@@ -64,7 +64,7 @@ class Qwen2Config(ModelConfig):
 class Qwen2Block(nn.Module):
     """Attention and gated MLP, each on the normed residual stream."""
 
-    last_unit = "mlp"  # see recompute.py
+    last_mlp = "mlp"  # see recompute.py
 
     def __init__(self, config: Qwen2Config, layer: int):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models whose linear modules bitsandbytes or torchao has quantised: loaded so, trained under adapters, saved again.
+"""Models whose linear modules bitsandbytes or torchao has quantised: loaded, trained under adapters, saved again.
 
 A quantiser replaces `nn.Linear` modules (bitsandbytes) or their weights (torchao), one after the other, as a checkpoint
 is read. The head, which is no `nn.Linear` here, stays as it is. config.json and the tensors on disk are those that
@@ -11,9 +11,9 @@ import importlib
 import json
 import re
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -26,51 +26,69 @@ Parts = Mapping[str, Tensor]
 """{what follows the module's name on disk: tensor}, of one quantised linear module."""
 
 
-class Quantizer(Protocol):
-    """What loading and saving ask of `BitsAndBytes` and `TorchAO`."""
+class Quantizer:
+    """The settings of one library, and what they do to a linear module."""
 
     quant_method: ClassVar[str]
+    """In config.json; also the library's name."""
+    is_qat_trainable: ClassVar[bool] = False
+    flags: Mapping[str, bool]
+    """Attributes by which tools know such a model."""
+    skipped: Iterable[str]
+    """Names of modules that stay as they are."""
 
     @property
-    def flags(self) -> Mapping[str, bool]:
-        """Attributes by which tools know such a model."""
-
-    @property
-    def skipped(self) -> Sequence[str]:
-        """Names of modules that stay as they are."""
+    def quantization_config(self) -> Self:
+        return self
 
     @property
     def element(self) -> Any:
         """What accelerate calls the dtype of a quantised weight."""
+        return torch.int8
 
     def default_device(self, device: torch.device) -> torch.device:
         """Where the model goes if the call does not say; `device` is torch's default."""
+        return device
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         """The quantised module, on `device`, for `linear` on meta. weight and bias may be mapped from a file."""
+        raise NotImplementedError
 
     def is_quantized(self, module: nn.Module) -> bool:
         """Whether `convert` has made it, and nothing has been wrapped around it."""
+        raise NotImplementedError
 
     def parts(self, module: nn.Module, name: str) -> tuple[Parts, dict[str, str]]:
         """What to save of a quantised module with that name, and what belongs in the header of the files."""
+        raise NotImplementedError
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
         """The module that was saved as `parts`, on their device. Raises ValueError where they do not fit."""
+        raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """The quantization_config of config.json."""
+        names = [field.name for field in dataclasses.fields(METHODS[self.quant_method])]
+        return {"quant_method": self.quant_method, **{name: getattr(self, name) for name in names}}
+
+    def _library(self, module: str = "") -> Any:
+        """The library, or a module of it. Raises InputError where it is not installed or too old."""
+        try:
+            return importlib.import_module(self.quant_method + module)
+        except ImportError as error:
+            raise InputError(
+                f"quantization_config asks for {self.quant_method}, which cannot be imported: {error}.\n"
+                f"  Next: `pip install -U {self.quant_method}`."
+            ) from error
 
 
 @dataclass(kw_only=True)
-class BitsAndBytes:
-    """The settings of transformers' BitsAndBytesConfig, and what they do to a linear module."""
+class BitsAndBytes(Quantizer):
+    """The settings of transformers' BitsAndBytesConfig."""
 
-    quant_method: ClassVar[str] = "bitsandbytes"
-    library: ClassVar[str] = "bitsandbytes"
+    quant_method = "bitsandbytes"
     is_trainable: ClassVar[bool] = True
     """Whether adapters can be trained over it, as Trainer asks."""
-    is_qat_trainable: ClassVar[bool] = False
 
     load_in_4bit: bool = False
     load_in_8bit: bool = False
@@ -93,18 +111,9 @@ class BitsAndBytes:
             raise InputError(f"quantization_config: bnb_4bit_quant_type={self.bnb_4bit_quant_type!r} is not nf4 or fp4")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype, torch.float32)
         self.bnb_4bit_quant_storage = _dtype("bnb_4bit_quant_storage", self.bnb_4bit_quant_storage, torch.uint8)
-
-    @property
-    def quantization_config(self) -> "BitsAndBytes":
-        return self
-
-    @property
-    def flags(self) -> Mapping[str, bool]:
-        return {"is_loaded_in_4bit": self.load_in_4bit, "is_loaded_in_8bit": self.load_in_8bit}
-
-    @property
-    def skipped(self) -> Sequence[str]:
-        return self.llm_int8_skip_modules or ()
+        self.flags = {"is_loaded_in_4bit": self.load_in_4bit, "is_loaded_in_8bit": self.load_in_8bit}
+        self.skipped = self.llm_int8_skip_modules or ()
+        self._library()
 
     def default_device(self, device: torch.device) -> torch.device:
         """The GPU where there is one, as transformers has it."""
@@ -116,17 +125,12 @@ class BitsAndBytes:
         return torch.int8 if self.load_in_8bit else importlib.import_module("accelerate.utils").CustomDtype.INT4
 
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
-        bnb, made = _library(self), self._empty(linear)
+        bnb, made = self._library(), self._empty(linear)
         if self.load_in_8bit:  # quantised on the way from the CPU to the device
             made.weight = bnb.nn.Int8Params(weight, requires_grad=False, has_fp16_weights=False).to(device)
         else:
             made.weight = bnb.nn.Params4bit(
-                weight.to(device),
-                requires_grad=False,
-                compress_statistics=self.bnb_4bit_use_double_quant,
-                quant_type=self.bnb_4bit_quant_type,
-                quant_storage=self.bnb_4bit_quant_storage,
-                module=made,
+                weight.to(device), requires_grad=False, module=made, **self._options_4bit
             ).to(device)
         return _with_bias(made, bias, device, requires_grad=False)
 
@@ -137,7 +141,7 @@ class BitsAndBytes:
         return module.state_dict(), {}
 
     def restore(self, linear: nn.Linear, parts: Parts, name: str, metadata: Mapping[str, str]) -> nn.Module:
-        bnb, made, parts = _library(self), self._empty(linear), dict(parts)
+        bnb, made, parts = self._library(), self._empty(linear), dict(parts)
         weight, bias = parts.pop("weight"), parts.pop("bias", None)
         if self.load_in_8bit:
             scale, by_rows = parts["SCB"], parts["weight_format"].item() == 0
@@ -154,38 +158,36 @@ class BitsAndBytes:
         return _with_bias(made, bias, weight.device, requires_grad=False)
 
     def to_dict(self) -> dict[str, Any]:
-        values = {"quant_method": self.quant_method, **_fields(self)}
+        values = super().to_dict()
         for name in ("bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"):
             values[name] = str(values[name]).removeprefix("torch.")
         return values
 
     def _empty(self, linear: nn.Linear) -> Any:
         """The module that takes the place of `linear`, without memory."""
-        bnb, sizes = _library(self), (linear.in_features, linear.out_features, linear.bias is not None)
+        bnb, sizes = self._library(), (linear.in_features, linear.out_features, linear.bias is not None)
         if self.load_in_8bit:
             options = dict(has_fp16_weights=False, threshold=self.llm_int8_threshold)
             return bnb.nn.Linear8bitLt(*sizes, **options, device="meta")
-        return bnb.nn.Linear4bit(
-            *sizes,
-            self.bnb_4bit_compute_dtype,
+        return bnb.nn.Linear4bit(*sizes, self.bnb_4bit_compute_dtype, **self._options_4bit, device="meta")
+
+    @property
+    def _options_4bit(self) -> dict[str, Any]:
+        return dict(
             compress_statistics=self.bnb_4bit_use_double_quant,
             quant_type=self.bnb_4bit_quant_type,
             quant_storage=self.bnb_4bit_quant_storage,
-            device="meta",
         )
 
 
 @dataclass(kw_only=True)
-class TorchAO:
-    """The settings of transformers' TorchAoConfig, and what they do to a linear module.
+class TorchAO(Quantizer):
+    """The settings of transformers' TorchAoConfig.
 
     quant_type: a config object of torchao, such as `torchao.quantization.Int8WeightOnlyConfig()`.
     """
 
-    quant_method: ClassVar[str] = "torchao"
-    library: ClassVar[str] = "torchao"
-    is_qat_trainable: ClassVar[bool] = False
-    flags: ClassVar[Mapping[str, bool]] = {}
+    quant_method = "torchao"
 
     quant_type: Any
     modules_to_not_convert: list[str] | None = None
@@ -193,10 +195,11 @@ class TorchAO:
     untie_embedding_weights: bool = False
 
     def __post_init__(self) -> None:
+        self.flags, self.skipped = {}, self.modules_to_not_convert or ()
         if isinstance(self.quant_type, Mapping):  # config.json's
             if self.quant_type.keys() != {"default"}:
                 raise ConfigError("quantization_config of torchao: quant_type must hold one entry, 'default'")
-            self.quant_type = _ao_config(self).config_from_dict(self.quant_type["default"])
+            self.quant_type = self._library(".core.config").config_from_dict(self.quant_type["default"])
         if not _is_of_torchao(self.quant_type):
             raise InputError(
                 f"quantization_config: quant_type is {self.quant_type!r}, expected a config object of torchao, such as "
@@ -212,24 +215,9 @@ class TorchAO:
                 raise InputError(f"quantization_config: {name}=True is not supported: embedding and head stay plain")
 
     @property
-    def quantization_config(self) -> "TorchAO":
-        return self
-
-    @property
     def is_trainable(self) -> bool:
         """Whether adapters can be trained over it, as Trainer asks: over 8-bit weights."""
         return "8weight" in type(self.quant_type).__name__.lower()
-
-    @property
-    def skipped(self) -> Sequence[str]:
-        return self.modules_to_not_convert or ()
-
-    def default_device(self, device: torch.device) -> torch.device:
-        return device
-
-    @property
-    def element(self) -> Any:
-        return torch.int8
 
     def get_apply_tensor_subclass(self) -> Any:
         """`quant_type`, by the name that PEFT has for it."""
@@ -238,7 +226,7 @@ class TorchAO:
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         linear.weight = nn.Parameter(weight.to(device, copy=True), requires_grad=False)
         made = _with_bias(linear, bias, device)
-        _library(self).quantization.quantize_(made, self.quant_type)
+        self._library().quantization.quantize_(made, self.quant_type)
         return made
 
     def is_quantized(self, module: nn.Module) -> bool:
@@ -246,7 +234,7 @@ class TorchAO:
 
     def parts(self, module: nn.Module, name: str) -> tuple[Parts, dict[str, str]]:
         state = {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
-        flat, metadata = _ao_safetensors(self).flatten_tensor_state_dict(state)
+        flat, metadata = self._library(".prototype.safetensors.safetensors_support").flatten_tensor_state_dict(state)
         del metadata["tensor_names"]
         return {key.removeprefix(f"{name}."): tensor for key, tensor in flat.items()}, metadata
 
@@ -255,22 +243,24 @@ class TorchAO:
         bias = parts.pop("bias", None)
         header = {key: metadata[key], "tensor_names": json.dumps([key])}
         held = {f"{name}.{part}": tensor for part, tensor in parts.items()}
-        found, left = _ao_safetensors(self).unflatten_tensor_state_dict(held, header)
+        found, left = self._library(".prototype.safetensors.safetensors_support").unflatten_tensor_state_dict(
+            held, header
+        )
         if left or found[key].shape != linear.weight.shape:
             raise ValueError(f"it holds {', '.join(parts)}")
         linear.weight = nn.Parameter(found[key], requires_grad=False)
         return _with_bias(linear, bias, found[key].device)
 
     def to_dict(self) -> dict[str, Any]:
-        quant_type = {"default": _ao_config(self).config_to_dict(self.quant_type)}
-        return {"quant_method": self.quant_method, **_fields(self), "quant_type": quant_type}
+        quant_type = {"default": self._library(".core.config").config_to_dict(self.quant_type)}
+        return {**super().to_dict(), "quant_type": quant_type}
 
 
-METHODS: dict[str, type[BitsAndBytes] | type[TorchAO]] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
+METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
 """quant_method of config.json -> the class that holds its settings."""
 
 
-def quantizer_of(config: Any) -> BitsAndBytes | TorchAO:
+def quantizer_of(config: Any) -> Quantizer:
     """The quantiser for a config of transformers (BitsAndBytesConfig, TorchAoConfig), one of torchao, or a dict.
 
     The dict: the fields of BitsAndBytesConfig or, with quant_method, a quantization_config of config.json.
@@ -278,13 +268,11 @@ def quantizer_of(config: Any) -> BitsAndBytes | TorchAO:
     not installed.
     """
     config = getattr(config, "quantization_config", config)  # of what transformers hangs on a model as hf_quantizer
-    if isinstance(config, BitsAndBytes | TorchAO):
+    if isinstance(config, Quantizer):
         return config
     if _is_of_torchao(config):
         return TorchAO(quant_type=config)
-    if _is_of_torchao(getattr(config, "quant_type", None)):
-        return TorchAO(**{field.name: getattr(config, field.name) for field in dataclasses.fields(TorchAO)})
-    read = config if isinstance(config, Mapping) else config.to_dict() if hasattr(config, "to_dict") else {}
+    read = config.to_dict() if hasattr(config, "to_dict") else config if isinstance(config, Mapping) else {}
     values = {key: value for key, value in read.items() if not key.startswith("_")}
     method = values.pop("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & values.keys() else None)
     method = getattr(method, "value", method)  # transformers has an enum of them
@@ -296,11 +284,10 @@ def quantizer_of(config: Any) -> BitsAndBytes | TorchAO:
     known = [field.name for field in dataclasses.fields(METHODS[method])]
     if unknown := values.keys() - set(known):
         raise InputError(f"quantization_config of {method} has no {min(unknown)!r}; it has {', '.join(known)}")
-    _library(METHODS[method])
     return METHODS[method](**values)
 
 
-def split(values: Any) -> tuple[Any, BitsAndBytes | TorchAO | None]:
+def split(values: Any) -> tuple[Any, Quantizer | None]:
     """A config without its quantization_config where that is of a method known here, and the quantiser that it names.
 
     Raises ConfigError where the settings are not supported or the library is not installed.
@@ -316,7 +303,7 @@ def split(values: Any) -> tuple[Any, BitsAndBytes | TorchAO | None]:
     return {key: value for key, value in values.items() if key != "quantization_config"}, quantizer
 
 
-def choose(asked: Any, saved: BitsAndBytes | TorchAO | None) -> BitsAndBytes | TorchAO | None:
+def choose(asked: Any, saved: Quantizer | None) -> Quantizer | None:
     """The quantiser of a load: the checkpoint's own, where it is quantised, else what the call asks for."""
     if saved is None or asked is None:
         return saved if asked is None else quantizer_of(asked)
@@ -373,8 +360,9 @@ def load(
     table = weights.layout(model, table, reader.headers, also=also)
     boxes = weights.regions(model, table)
     if from_quantized:
-        saved = _saved_parts(chosen, boxes, reader.headers)
-        chosen = {name: linear for name, linear in chosen.items() if name in saved}
+        found = _saved_parts(boxes, reader.headers)
+        saved = {name: found[name] for name in chosen if name in found}
+        chosen = {name: chosen[name] for name in saved}
         taken = {source for parts in saved.values() for source in parts.values()}
     else:
         weights.check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
@@ -441,25 +429,24 @@ def export(
 
 
 class _Without:
-    """A reader without some of its tensors: a `weights.Reader`."""
+    """A `weights.Reader` without some of its tensors."""
 
-    def __init__(self, reader: Any, taken: Container[str]):
-        self.source = reader.source
-        self.read = reader.read
-        self.headers = {name: info for name, info in reader.headers.items() if name not in taken}
+    def __init__(self, reader: Any, left_out: Iterable[str]):
+        self.source, self.read = reader.source, reader.read
+        self.headers = dict(reader.headers)
+        for name in left_out:
+            self.headers.pop(name, None)
 
 
-def _saved_parts(
-    chosen: Iterable[str], boxes: Iterable[weights.Region], names: Iterable[str]
-) -> dict[str, dict[str, str]]:
+def _saved_parts(boxes: Iterable[weights.Region], names: Iterable[str]) -> dict[str, dict[str, str]]:
     """{linear module that is quantised on disk: {part: name on disk}}."""
-    place = {box.source.rpartition(".")[0]: box.param.rpartition(".")[0] for box in boxes}
+    modules = {box.source.removesuffix(".weight"): box.param.removesuffix(".weight") for box in boxes}
     found: dict[str, dict[str, str]] = {}
     for name in names:
-        module = name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
-        if module in place:
-            found.setdefault(place[module], {})[name.removeprefix(f"{module}.")] = name
-    return {name: found[name] for name in chosen if found.get(name, {}).keys() - {"weight", "bias"}}
+        stored = name.partition(".weight.")[0] if ".weight." in name else name.rpartition(".")[0]
+        if stored in modules:
+            found.setdefault(modules[stored], {})[name.removeprefix(f"{stored}.")] = name
+    return {name: parts for name, parts in found.items() if parts.keys() - {"weight", "bias"}}
 
 
 def _restored(quantizer: Quantizer, linear: nn.Linear, parts: Parts, name: str, reader: Any) -> nn.Module:
@@ -480,10 +467,6 @@ def _with_bias(made: Any, bias: Tensor | None, device: torch.device, requires_gr
     return made
 
 
-def _fields(settings: Any) -> dict[str, Any]:
-    return {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
-
-
 def _dtype(name: str, value: Any, default: torch.dtype) -> torch.dtype:
     found = getattr(torch, value.removeprefix("torch."), None) if isinstance(value, str) else value
     if not isinstance(found, torch.dtype | None) or (found is None and value is not None):
@@ -493,22 +476,3 @@ def _dtype(name: str, value: Any, default: torch.dtype) -> torch.dtype:
 
 def _is_of_torchao(config: Any) -> bool:
     return type(config).__module__.startswith("torchao.")
-
-
-def _library(settings: Any, module: str = "") -> Any:
-    """The quantiser's library, or a module of it. Raises InputError where it is not installed or too old."""
-    try:
-        return importlib.import_module(settings.library + module)
-    except ImportError as error:
-        raise InputError(
-            f"quantization_config asks for {settings.library}, which cannot be imported: {error}.\n"
-            f"  Next: `pip install -U {settings.library}`."
-        ) from error
-
-
-def _ao_config(settings: Any) -> Any:
-    return _library(settings, ".core.config")
-
-
-def _ao_safetensors(settings: Any) -> Any:
-    return _library(settings, ".prototype.safetensors.safetensors_support")

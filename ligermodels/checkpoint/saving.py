@@ -1,4 +1,4 @@
-"""A checkpoint folder written in one step: whoever looks finds the old one or the new, also after a crash."""
+"""Writes checkpoint folders in one step: a reader finds the old checkpoint or the new one, also after a crash."""
 
 import collections
 import contextlib
@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ligermodels.checkpoint.reading import SAFETENSORS, json_bytes, may, read_errors
+from ligermodels.checkpoint.reading import SAFETENSORS, json_bytes
 from ligermodels.errors import CheckpointError, HubError, InputError
 
 
@@ -40,31 +40,31 @@ def write_checkpoint(
     overwrite: bool = True,
     is_main: bool = True,
 ) -> Path:
-    """Writes a checkpoint folder in one step: whoever looks finds the old one or the new. Returns its path.
+    """Writes a checkpoint folder in one step and returns its path.
 
     tensors: (name, tensor), taken one shard at a time. files: {name in the folder: its bytes, or a file to copy}.
     metadata: of the safetensors files, by default {"format": "pt"}.
     max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
-    expected_bytes: what the tensors come to; without room for it on the disk, nothing is written.
+    expected_bytes: the size of all tensors; nothing is written if the disk has no room for it.
     overwrite: False refuses a folder that holds anything; True replaces weights and `files`, the rest stays.
     is_main: False takes the tensors and writes nothing. Where `tensors` gathers sharded weights, every rank calls
-    this, one of them with True; the others return before the folder is there: put a barrier behind it.
+    this, one of them with True; the others return before the folder is there: put a barrier after it.
 
     The new folder grows beside the old one, whose other files it gets as hard links (copies where the file system has
     none), then the two are swapped: atomic on Linux, two renames elsewhere. A killed process leaves the old folder or
     the new one, whole, and another that is named .<name>.saving-*.
-    Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by
-    file, the weights last, and a second one is refused.
+    Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by file, the
+    weights last, and a second one is refused.
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
     """
     limit = num_bytes(max_shard_size)
-    target = absolute(folder)
-    tensors = iter(tensors)
+    target, tensors, metadata = absolute(folder), iter(tensors), dict(metadata or {"format": "pt"})
     try:
         if is_main:
-            _write(target, tensors, files or {}, dict(metadata or {"format": "pt"}), limit, expected_bytes, overwrite)
+            with write_errors(target):
+                _write(target, tensors, files or {}, metadata, limit, expected_bytes, overwrite)
     except Exception:
-        _take_all(tensors)  # the other ranks wait for this one's part of each
+        _take_all(tensors)  # the other ranks wait for this one in gathering each of them
         raise
     _take_all(tensors)
     return target
@@ -83,53 +83,29 @@ def _write(
     expected_bytes: int,
     overwrite: bool,
 ) -> None:
-    with write_errors(target):
-        fixed = check_target(target, overwrite)
-        home = target if fixed else target.parent
-        home.mkdir(parents=True, exist_ok=True)
-        prefix = f".{target.name[:100]}.saving-"
-        check_room(home, expected_bytes, prefix)
-        staging = home / f"{prefix}{os.getpid()}-{secrets.token_hex(4)}"
-        try:
-            staging.mkdir()
-            _write_shards(staging, tensors, limit, metadata)
-            finish(staging, files)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
+    fixed = check_target(target, overwrite)
+    home = target if fixed else target.parent
+    home.mkdir(parents=True, exist_ok=True)
+    check_room(home, expected_bytes)
+    staging = home / f".{target.name[:100]}.saving-{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        staging.mkdir()
+        _write_shards(staging, tensors, limit, metadata)
+        finish(staging, files)
         install(staging, target, fixed=fixed)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
 
 
 def absolute(path: str | Path) -> Path:
-    """Where `path` leads to, with its links followed and its ~ resolved. Raises HubError for what can be no path."""
-    try:
-        return Path(os.path.realpath(os.path.expanduser(path)))
-    except (OSError, ValueError) as error:  # a zero byte, or what has no encoding
-        raise HubError(f"{str(path)!r} is not the path of a folder: {error}") from error
-
-
-def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
-    """Adds `files` to a folder and puts all that it holds safely on the disk. Raises OSError, and HubError for a file
-    that cannot be copied since it cannot be read."""
-    _write_files(staging, files)
-    for path in [*staging.rglob("*"), staging]:
-        _sync(path)
-
-
-def install(staging: Path, target: Path, *, fixed: bool) -> None:
-    """Puts the finished folder `staging` in the place of `target`; `fixed`, from `check_target`, file by file. Raises
-    OSError."""
-    if fixed:
-        _move_in(staging, target)
-    else:
-        _swap(staging, target)
-    _sync(target if fixed else target.parent)
+    """Where `path` leads to, with its links followed and its ~ resolved."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def check_target(target: Path, overwrite: bool) -> bool:
-    """Whether the folder must be filled where it is, since it cannot be renamed.
+    """Whether the folder has to be filled in place, since it cannot be renamed.
 
-    Raises CheckpointError or HubError if it may not be filled, OSError if its state cannot be found out.
+    Raises CheckpointError, HubError or PermissionError if it may not be filled.
     """
     if not target.exists():
         return False
@@ -138,12 +114,10 @@ def check_target(target: Path, overwrite: bool) -> bool:
     contents = os.listdir(target)
     if contents and not overwrite:
         raise CheckpointError(f"{target} is not empty. Pass overwrite=True (--overwrite) to save over it.")
-    if not may(target, os.W_OK | os.X_OK):
-        read_only = hasattr(os, "statvfs") and os.statvfs(target).f_flag & os.ST_RDONLY
-        code = errno.EROFS if read_only else errno.EACCES
-        raise OSError(code, os.strerror(code))
-    here = os.path.samefile(target, os.curdir)
-    fixed = here or os.path.ismount(target) or not may(target.parent, os.W_OK)
+    if not os.access(target, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
+    is_current = os.path.samefile(target, os.curdir)
+    fixed = is_current or os.path.ismount(target) or not os.access(target.parent, os.W_OK)
     if fixed and any(map(_is_weights, contents)):
         raise CheckpointError(
             f"{target} holds a checkpoint and cannot be swapped for another: it is a mount point or the "
@@ -157,36 +131,15 @@ def _is_weights(name: str) -> bool:
     return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name) is not None
 
 
-def check_room(home: Path, expected: int, prefix: str | None = None) -> None:
-    """Raises OSError where the disk has fewer bytes free than expected; names what begins with `prefix` there."""
+def check_room(home: Path, expected: int) -> None:
+    """Raises OSError where the disk of `home` has fewer bytes free than expected."""
     free = shutil.disk_usage(home).free
     if expected > free:
-        left = ", ".join(name for name in os.listdir(home) if prefix and name.startswith(prefix))
-        raise OSError(
-            errno.ENOSPC,
-            f"it takes {expected / 1e9:.2f} GB and {free / 1e9:.2f} GB are free"
-            + (f"; saves that were killed, or still run, hold {left}" if left else ""),
-        )
-
-
-def _write_files(staging: Path, files: Mapping[str, bytes | Path]) -> None:
-    for name, content in files.items():
-        (staging / name).parent.mkdir(parents=True, exist_ok=True)
-        with (staging / name).open("wb") as file:
-            for block in _blocks(content) if isinstance(content, Path) else [content]:
-                file.write(block)
-
-
-def _blocks(path: Path) -> Iterator[bytes]:
-    """The contents of a file. What fails here is the reading, which is not to be taken for the writing."""
-    with read_errors(path), path.open("rb") as file:
-        size = 1 << 20
-        while block := file.read(size):
-            yield block
+        raise OSError(errno.ENOSPC, f"it takes {expected / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
 
 
 def _write_shards(staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, metadata: dict[str, str]) -> None:
-    """The weights and, if they come to more than one file, the index. Holds one shard in memory."""
+    """Writes the weights and, if they take more than one file, the index. Holds one shard in memory."""
     shards: list[tuple[Path, list[str]]] = []
     total = 0
     for shard in _shards(tensors, limit):
@@ -202,7 +155,6 @@ def _write_shards(staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: i
     for number, (path, names) in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
         path.rename(staging / file)
-        assert not weight_map.keys() & set(names), "a tensor came twice"
         weight_map.update(dict.fromkeys(names, file))
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     (staging / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
@@ -212,13 +164,24 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[
     shard: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:
-        assert name not in shard, f"{name} came twice"
         if shard and size + tensor.nbytes > limit:
             yield shard
             shard, size = {}, 0
         shard[name] = tensor.cpu().contiguous()
         size += tensor.nbytes
     yield shard
+
+
+def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
+    """Adds `files` to a folder and syncs all that it holds to the disk. Raises OSError."""
+    for name, content in files.items():
+        (staging / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, staging / name)
+        else:
+            (staging / name).write_bytes(content)
+    for path in [*staging.rglob("*"), staging]:
+        _sync(path)
 
 
 def _sync(path: Path) -> None:
@@ -231,39 +194,58 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def install(staging: Path, target: Path, *, fixed: bool) -> None:
+    """Puts the finished folder `staging` in the place of `target`; `fixed`, from `check_target`, file by file.
+
+    Raises OSError.
+    """
+    if fixed:
+        _move_files(staging, target)
+    else:
+        _swap(staging, target)
+    _sync(target if fixed else target.parent)
+
+
+def _move_files(staging: Path, target: Path) -> None:
+    """File by file, the weights last and their index after them: without it, there is no checkpoint yet."""
+    files = [path for path in staging.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (_is_weights(path.name), path.suffix == ".json")):
+        place = target / path.relative_to(staging)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(path, place)
+    shutil.rmtree(staging)
+
+
 def _swap(staging: Path, target: Path) -> None:
-    """Puts `staging` in the place of `target`, with what else was there, neither weights nor new."""
+    """Puts `staging` in the place of `target`; files of `target` other than its weights stay, unless they are new."""
     old = staging.with_name(f"{staging.name}-old")
-    try:
-        if target.is_dir():
-            shutil.copymode(target, staging)
-            with contextlib.suppress(FileNotFoundError):  # another save has moved it; what it held is kept below
-                _keep(target, staging)
-        while not _rename(staging, target):
-            if _exchange(staging, target):
-                old = staging
-                break
-            with contextlib.suppress(FileNotFoundError):
+    if target.is_dir():
+        shutil.copymode(target, staging)
+        with contextlib.suppress(FileNotFoundError):  # another save has moved it; what it held is linked below
+            _link_others(target, staging)
+    if not _rename(staging, target):
+        if _exchange(staging, target):
+            old = staging
+        else:
+            try:
                 os.rename(target, old)
-    except BaseException:
-        if old.exists() and not target.exists():
-            os.rename(old, target)
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+                os.rename(staging, target)
+            except BaseException:
+                if not target.exists():
+                    os.rename(old, target)
+                raise
     if old.exists():
-        _keep(old, target)  # what came while the two were swapped
+        _link_others(old, target)  # what was written while the two were swapped
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _keep(old: Path, new: Path, *, weights: bool = False) -> None:
-    """Gives `new` what it lacks of the files in `old`, its weights aside: the same files, under one more name each."""
+def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
+    """Hard-links into `new` the files of `old` that it lacks, except the weights."""
     for path in old.iterdir():
         place = new / path.name
         if path.is_dir() and not path.is_symlink() and (place.is_dir() or not os.path.lexists(place)):
-            if os.path.ismount(path):
-                raise OSError(errno.EBUSY, "another file system is mounted in it", str(path))
             place.mkdir(exist_ok=True)
-            _keep(path, place, weights=True)
+            _link_others(path, place, weights=True)
             shutil.copystat(path, place)
         elif os.path.lexists(place) or (_is_weights(path.name) and not weights):
             continue
@@ -272,7 +254,7 @@ def _keep(old: Path, new: Path, *, weights: bool = False) -> None:
         else:
             try:
                 os.link(path, place)
-            except OSError:  # no links here, or none to the files of others
+            except OSError:  # the file system has no links, or none to the files of others
                 shutil.copy2(path, place)
     _sync(new)
 
@@ -282,7 +264,7 @@ def _rename(a: Path, b: Path) -> bool:
     try:
         os.rename(a, b)
     except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.EACCES):
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
         return False
     return True
@@ -296,45 +278,26 @@ def _exchange(a: Path, b: Path) -> bool:
     if libc.renameat2(current_folder, os.fsencode(a), current_folder, os.fsencode(b), exchange) == 0:
         return True
     code = ctypes.get_errno()
-    if code not in (errno.ENOSYS, errno.EINVAL, errno.ENOENT):
+    if code not in (errno.ENOSYS, errno.EINVAL):
         raise OSError(code, os.strerror(code), str(b))
     return False
 
 
-def _move_in(staging: Path, target: Path) -> None:
-    """File by file, the weights last and their index after them: without it, there is no checkpoint yet."""
-    files = [path for path in staging.rglob("*") if path.is_file()]
-    for path in sorted(files, key=lambda path: (_is_weights(path.name), path.suffix == ".json")):
-        place = target / path.relative_to(staging)
-        place.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(path, place)
-    shutil.rmtree(staging)
-
-
 @contextlib.contextmanager
 def write_errors(target: Path) -> Iterator[None]:
-    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`.
-
-    What the block reads from elsewhere belongs into `read_errors`.
-    """
+    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`."""
     try:
         yield
     except HubError:
         raise
     except (OSError, SafetensorError) as error:
-        # safetensors gives the number in words only.
-        words = re.search(r"os error (\d+)", str(error))
+        words = re.search(r"os error (\d+)", str(error))  # safetensors gives the number in words only
         code = error.errno if isinstance(error, OSError) else int(words[1]) if words else None
-        steps = {
-            errno.ENOSPC: "free some space, or save elsewhere",
-            errno.EDQUOT: "free some of your quota, or save elsewhere",
-            errno.EROFS: "the file system is read-only; save elsewhere",
-            errno.EACCES: "you may not write there; save elsewhere",
-            errno.ENAMETOOLONG: "choose a shorter name",
-        }
-        failure = HubError(
-            f"{target} cannot be written: {error}.\n"
-            f"  Next: {steps.get(code or 0, 'check the disk, or save elsewhere')}."
-        )
+        step = "check the disk, or save elsewhere"
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            step = "free some space, or save elsewhere"
+        elif code in (errno.EACCES, errno.EROFS):
+            step = "you may not write there; save elsewhere"
+        failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
         failure.errno = code
         raise failure from error

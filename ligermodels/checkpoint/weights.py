@@ -1,4 +1,4 @@
-"""What a model's parameters are called on disk, loading them and giving them out again.
+"""The table of a model's names on disk; loading a model's parameters and exporting them.
 
 A parameter's name on disk is its own, unless the table of its architecture says otherwise:
 
@@ -7,7 +7,7 @@ A parameter's name on disk is its own, unless the table of its architecture says
      "model.visual.{rest}": "visual.{rest}"}
 
 `{i}` is a layer's number, `{w}` is weight or bias, `{rest}` is what remains of the name. Keys match whole names; of
-several that match, the first one counts. A source with `{e}` is one of those that are stacked on dim 0. A tuple cuts
+several that match, the first one counts. A source with `{e}` is one of those that are stacked on dim 0. A tuple splits
 the rows into as many equal parts, in that order.
 
 The table is read as regions: "this box of our parameter is that tensor on disk". Loading copies into the box,
@@ -20,15 +20,16 @@ import re
 import warnings
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from ligermodels.errors import CheckpointError
 
 Table = Mapping[str, str | tuple[str, ...]]
-"""{pattern of our names: names on disk}. The empty one: all names are our own."""
+"""{pattern of our names: names on disk}. An empty table: all names on disk are our own."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLACEHOLDERS = {"{i}": r"(?P<i>\d+)", "{w}": "(?P<w>weight|bias)", "{rest}": "(?P<rest>.+)"}
@@ -48,7 +49,7 @@ class TensorInfo:
 
 
 class Reader(Protocol):
-    """An open checkpoint; `checkpoint.open_checkpoint` makes one."""
+    """An open checkpoint, as `reading.open_checkpoint` returns it."""
 
     @property
     def source(self) -> str:
@@ -56,7 +57,7 @@ class Reader(Protocol):
 
     @property
     def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, in the order in which the files hold them."""
+        """Every tensor, in file order."""
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
@@ -72,7 +73,7 @@ class Region:
 
 
 def plain_name(name: str) -> str:
-    """The name without what DDP, FSDP, torch.compile, checkpoint wrappers and PEFT put into it."""
+    """The name without the prefixes of DDP, FSDP, torch.compile, activation checkpointing and PEFT."""
     plain = ".".join(word for word in name.split(".") if word not in _WRAPPERS).removeprefix("base_model.model.")
     return plain or name
 
@@ -80,7 +81,7 @@ def plain_name(name: str) -> str:
 def regions(model: nn.Module, table: Table) -> list[Region]:
     """The boxes that tile every parameter of `model`, which may be on the meta device.
 
-    Raises ValueError where two boxes name one tensor, or a parameter cannot be cut into its parts.
+    Raises ValueError where two boxes name one tensor, or a parameter cannot be split into its sources.
     """
     patterns = [(_pattern(ours), theirs) for ours, theirs in table.items()]
     found: dict[str, Region] = {}
@@ -93,7 +94,7 @@ def regions(model: nn.Module, table: Table) -> list[Region]:
         stacked = "{e}" in sources[0]
         rows, left = divmod(shape[int(stacked)], len(sources)) if len(sources) > 1 else (0, 0)
         if left:
-            raise ValueError(f"{name} {list(shape)} cannot be cut into {len(sources)} equal parts")
+            raise ValueError(f"{name} {list(shape)} cannot be split into {len(sources)} equal parts")
         for expert in range(shape[0]) if stacked else [None]:
             for k, source in enumerate(sources):
                 index: tuple[int | slice, ...] = () if expert is None else (expert,)
@@ -122,7 +123,7 @@ def check(
     tied: Mapping[str, str] | None = None,
     where: str = "the checkpoint",
 ) -> None:
-    """Compares names, shapes and kinds in both directions, from headers alone; `model` may be on meta.
+    """Compares names, shapes and dtypes of the model and the checkpoint, from headers alone; `model` may be on meta.
 
     ignore: regular expressions, searched in the names on disk that the model has no place for.
     tied: {name on disk: our parameter}: may be absent; if present, a copy of that parameter.
@@ -136,14 +137,14 @@ def check(
     missing = [name for name in expected if name not in headers]
     unexpected = [name for name in headers if name not in shapes and not any(pattern.search(name) for pattern in skip)]
     misshapen = [name for name, shape in shapes.items() if headers[name].shape != shape]
-    coded = [name for name in shapes if headers[name].dtype not in FLOATS]
+    quantised = [name for name in shapes if headers[name].dtype not in FLOATS]
     lists = {
         f"missing ({len(missing)} of {len(expected)})": missing,
         f"unexpected ({len(unexpected)})": unexpected,
         f"wrong shape ({len(misshapen)})": [
             f"{name} is {list(headers[name].shape)}, the model has {list(shapes[name])}" for name in misshapen
         ],
-        f"quantised ({len(coded)})": [f"{name} is {headers[name].dtype}" for name in coded],
+        f"quantised ({len(quantised)})": [f"{name} is {headers[name].dtype}" for name in quantised],
     }
     lines = [f"{what}: {', '.join(which[:3])}{', ...' * (len(which) > 3)}" for what, which in lists.items() if which]
     if lines:
@@ -171,30 +172,32 @@ def load(
     *,
     device: torch.device | str,
     dtype: torch.dtype | None = None,
-    progress: bool | Literal["force"] = True,
+    progress: bool = True,
     ignore: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
     also: Iterable[Table] = (),
 ) -> None:
-    """Gives the parameters of `model`, all on the meta device, their memory on `device` and their values.
+    """Allocates the parameters of `model`, all on the meta device, on `device`, and reads their values.
 
     dtype: that of all parameters, by default each one's own.
-    progress: a bar over bytes on stderr if that is a terminal; "force" shows it anyway.
+    progress: shows a bar over bytes on stderr if that is a terminal.
     ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
     also: tables of other layouts that are read as well; see `layout`.
-    Copies one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
-    A module that has buffers must rebuild them in its own `_apply`.
-    Weights that hold NaN or infinity once they are in place are loaded, and named in one warning.
+    Copies one tensor at a time in file order: host memory beyond the model stays below the largest tensor. Weights
+    that hold NaN or infinity are loaded, and named in one warning. A module with buffers must rebuild them in its own
+    `_apply`.
     Raises CheckpointError.
     """
     table = layout(model, table, reader.headers, also=also)
     check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
     check_tied(model, table, reader, tied)
     boxes = {region.source: region for region in regions(model, table)}
-    _allocate(model, torch.device(device), dtype)
+    _allocate(model, device, dtype)
     params = dict(model.named_parameters())
     finite: dict[str, Tensor] = {}
-    with torch.no_grad(), _bar(sum(reader.headers[name].nbytes for name in boxes), progress) as bar:
+    total = sum(reader.headers[name].nbytes for name in boxes)
+    disable = None if progress else True  # None: unless stderr is a terminal
+    with torch.no_grad(), tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable) as bar:
         for name in reader.headers:
             if name in boxes:
                 box = params[boxes[name].param][boxes[name].index]
@@ -213,15 +216,15 @@ def export(
 ) -> Iterator[tuple[str, Tensor]]:
     """(name on disk, tensor) one by one, each a view of its parameter.
 
-    state_dict: {name of a parameter: tensor}, whose values take the place of the model's; what wrappers put into its
-        names counts for nothing. The model gives names and shapes alone and may be on the meta device.
+    state_dict: {name of a parameter: tensor}, saved in place of the model's own; its names may have a wrapper's
+        prefixes. The model then gives names and shapes only and may be on the meta device.
     tied: as in `check`; a copy in `state_dict` must equal its parameter, and is left out.
-    Sharded parameters (DTensor) are gathered, one at a time: then every rank has to take all that comes.
-    Raises CheckpointError, before the first tensor, for what could not be loaded again: names or shapes that are not
-    the model's, quantised weights, weights whose memory is elsewhere.
+    Sharded parameters (DTensor) are gathered one at a time: every rank has to take all of them.
+    Raises CheckpointError, before the first tensor, for names or shapes that are not the model's, quantised weights,
+    and weights without memory here.
     """
-    given = model.named_parameters() if state_dict is None else state_dict.items()
-    tensors = {plain_name(name): tensor.detach() for name, tensor in given}
+    params = model.named_parameters() if state_dict is None else state_dict.items()
+    tensors = {plain_name(name): tensor.detach() for name, tensor in params}
     for name, ours in (tied or {}).items():
         copy, own = tensors.pop(name, None), tensors.get(plain_name(ours))
         if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
@@ -236,9 +239,9 @@ def export(
 
 
 class Relaid:
-    """A checkpoint in one layout, read under the names of another: a `Reader`.
+    """A `Reader` of a checkpoint in one layout under the names of another.
 
-    The model, which may be on meta, has passed `check` with `stored`, the table of what is on disk; `wanted` is the
+    stored: the table of what is on disk, with which the model, which may be on meta, has passed `check`. wanted: the
     table of the names to show. A tensor that is joined from several has the dtype that holds all of them.
     """
 
@@ -296,7 +299,7 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _shape(param: Tensor) -> tuple[int, ...]:
-    """The whole parameter's; under ZeRO-3, DeepSpeed leaves an empty tensor in its place."""
+    """The shape of the whole parameter; under ZeRO-3, DeepSpeed leaves an empty tensor in its place."""
     return tuple(getattr(param, "ds_shape", param.shape))
 
 
@@ -330,7 +333,7 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
-    """finite: {name on disk: a truth value on the device}, read in one go."""
+    """finite: {name on disk: whether it is, as a tensor on the device}; synchronises once."""
     if not finite:
         return
     broken = [name for name, fine in zip(finite, torch.stack(list(finite.values())).tolist(), strict=True) if not fine]
@@ -343,24 +346,14 @@ def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
         )
 
 
-def _allocate(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+def _allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
     for name, module in model.named_modules():
         rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
         assert rebuilds, f"{name} has buffers but no _apply of its own"
     for name, param in model.named_parameters():
         assert param.is_meta, f"load() fills models on the meta device; {name} is on {param.device}"
         param.data = param.data.to(dtype or param.dtype)
-    model._apply(lambda tensor: torch.empty_like(tensor, device=device))
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        assert not tensor.is_meta, f"{name} is still on the meta device"
-
-
-def _bar(total: int, progress: bool | Literal["force"]) -> Any:
-    from tqdm import tqdm
-
-    # tqdm reads disable=None as: unless stderr is a terminal.
-    disable = None if progress is True else not progress
-    return tqdm(desc="Loading weights", total=total, unit="B", unit_scale=True, disable=disable)
+    model.to_empty(device=device)
 
 
 # (a name among the unexpected ones, what it means)
@@ -390,7 +383,7 @@ def _guess(
     embedding = next((name for name in expected if name.endswith("embed_tokens.weight")), next(iter(expected)))
     for name in unexpected:
         if name.endswith("." + embedding):
-            return f"Likely: a larger model that holds this one behind {name.removesuffix(embedding)!r}."
+            return f"Likely: a larger model that holds this one under {name.removesuffix(embedding)!r}."
         if embedding.endswith("." + name):
             prefix = embedding.removesuffix(name)
             return f"Likely: the bare model, saved without its head: its names lack {prefix!r}."

@@ -1,8 +1,8 @@
 """GGUF, the one file that llama.cpp runs: weights, configuration, tokenizer and chat template.
 
-- Llama, Mistral and Mixtral are its architecture "llama", which turns neighbouring rows of a head: rows of q and k (and
-  of their biases) change places, as for Meta's files. gemma, gemma2, qwen2 and phi3 turn halves, as config.json's
-  models do, and keep their rows. Phi-3 stays packed: attn_qkv; gate before up in ffn_up.
+- Llama, Mistral and Mixtral are its architecture "llama", which rotates neighbouring rows of a head: rows of q and
+  k (and of their biases) are permuted, as for Meta's files. gemma, gemma2, qwen2 and phi3 rotate halves, as
+  config.json's models do, and keep their rows. Phi-3 stays packed: attn_qkv; gate before up in ffn_up.
 - Gemma's norm weights act as 1 + weight, and are written as that sum.
 - Norms, biases and routers are float32 whatever the rest is; sums and casts are made from the stored numbers at once.
 - Experts are stacked: ffn_gate_exps, ffn_up_exps and ffn_down_exps [experts, rows, columns].
@@ -10,17 +10,16 @@
 - Llama 3's frequencies are a table of divisors, rope_freqs; LongRoPE's two are rope_factors_long and _short, of which
   llama.cpp takes one by the size of the context it is given, not by the length of the text.
 - There is a token for each row of the embedding; rows without one are named [PAD<row>].
-- Texts are cut as the tokenizer's files say, but for three things: NFC (Qwen2) is left out; where there is a dummy
-  prefix, it stands before every text and behind every special token; and runs of spaces stay as they are.
+- Texts are split as the tokenizer's files say, but for three things: NFC (Qwen2) is left out; where there is a dummy
+  prefix, it stands before every text and after every special token; and runs of spaces stay as they are.
 - A window is computed for Gemma 2 only. For other models it is noted in the file, and a warning says from where on
   their outputs differ.
 
-What llama.cpp has no words for is refused: no file is written that runs and says something else.
+What llama.cpp does not support is refused: no file is written that runs and gives another output.
 Checked against: gguf 0.19 (constants.py, gguf_writer.py), src/models and src/llama-vocab.cpp of llama.cpp.
 """
 
 import math
-import os
 import re
 import warnings
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.gguf_tokenizer import add_tokenizer
 from ligermodels.conversion.meta import to_pairs
-from ligermodels.conversion.sources import View
+from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ _TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+\.weight)")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
-_LARGEST = 2**31 - 1
+GGUF = "model.gguf"
 
 
 def package() -> Any:
@@ -71,7 +70,7 @@ def package() -> Any:
 class _Part:
     """Where a tensor of the file comes from: tensors of the source, stacked if it is experts', or a `table`.
 
-    heads: whose rows change places; 0 for none. offset: added to all.
+    heads: whose rows are permuted; 0 for none. offset: added to all.
     """
 
     info: TensorInfo
@@ -82,19 +81,18 @@ class _Part:
     table: Tensor | None = None
 
 
-class GgufView:
+class GgufTarget:
     """A checkpoint as llama.cpp sees it, under its names; made from headers and the tokenizer's files alone.
 
     view: the source in Hugging Face's layout, as stored. dtype: of the matrices, None to keep theirs. name: the
     model's, for people. headers: {name: TensorInfo}, in the order of the file.
-    `read` holds one tensor of the result and what is mapped of the source.
     Raises ConfigError (a family or feature that llama.cpp does not compute, or no gguf package), InputError (float64
-    kept), CheckpointError (no tokenizer), TokenizerError (one that llama.cpp has no words for).
+    kept), CheckpointError (no tokenizer), TokenizerError (one that llama.cpp has no counterpart for).
     """
 
     def __init__(self, view: View, *, dtype: torch.dtype | None = None, name: str = ""):
         self._gguf = gguf = package()
-        self.view, self.source = view, view.source
+        self._view = view
         config: Any = view.model.config
         check(view.model, view.source)
         arch, _ = FAMILIES[config.model_type]
@@ -116,77 +114,67 @@ class GgufView:
             kind = getattr(gguf.GGMLQuantizationType, _TYPES[info.dtype])
             self._writer.add_tensor_info(tensor, info.shape, np.dtype("float32"), info.nbytes, raw_dtype=kind)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor as the file holds it; mapped from the source where nothing changes: not to be written to."""
-        part = self._parts[name]
-        if part.table is not None:
-            return part.table
-        if not part.stacked and not part.heads and not part.offset:
-            return self.view.read(part.sources[0]).to(part.info.dtype)
-        whole = torch.empty(part.info.shape, dtype=part.info.dtype)
-        for box, source in zip(whole if part.stacked else [whole], part.sources, strict=True):
-            tensor = self.view.read(source)
-            if part.heads:
-                tensor = to_pairs(tensor, part.heads)
-            if part.offset:
-                tensor = tensor.float() + part.offset
-            box.view(tensor.shape).copy_(tensor)
-        return whole
+    def files(self) -> dict[str, bytes | Path]:
+        """None: the tokenizer is in the file."""
+        return {}
 
-    def write(self, path: Path, bar: Any) -> None:
-        """Writes the file, once, and has it on the disk. Raises OSError. bar: told of the bytes."""
+    def write(self, folder: Path) -> None:
+        """Writes model.gguf, once."""
         writer = self._writer
         try:
-            writer.write_header_to_file(path)
+            writer.write_header_to_file(folder / GGUF)
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
+            for name in self.headers:
+                writer.write_tensor_data(self._read(name).contiguous().reshape(-1).view(torch.uint8).numpy())
         finally:
             writer.close()
-        with path.open("ab") as file:
-            file.write(bytes(-file.tell() % writer.data_alignment))
-            for name, info in self.headers.items():
-                tensor = self.read(name)
-                found = TensorInfo(tensor.dtype, tuple(tensor.shape))
-                assert found == info, f"{name} is {found}, its header said {info}"
-                file.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                file.write(bytes(-info.nbytes % writer.data_alignment))
-                bar.update(info.nbytes)
-                del tensor  # before the next one is made
-            file.flush()
-            os.fsync(file.fileno())
 
-    def compare(self, path: Path, *, level: str, report: "Report") -> None:
-        """Adds to `report` what the file at `path`, read back by the gguf package, has otherwise.
+    def compare(self, folder: Path, *, level: str, report: "Report") -> None:
+        """Adds to `report` what the file, read back by the gguf package, has otherwise.
 
         level: "keys" compares metadata, names, shapes and types; "bytes" every bit too.
         """
         report.details["verified"] = level
-        reader = self._gguf.GGUFReader(path)
+        reader = self._gguf.GGUFReader(folder / GGUF)
         for key, value in self._writer.kv_data[0].items():
             field = reader.fields.get(key)
             if field is None or not _equal(field.contents(), value.value):
                 report.mismatches.append(f"metadata {key}: differs from what was to be written")
         found = {tensor.name: tensor for tensor in reader.tensors}
-        for name in self.headers.keys() ^ found.keys():
-            report.mismatches.append(f"{name}: only in {path.name if name in found else self.source}")
         for name, info in self.headers.items():
             if name not in found:
+                report.mismatches.append(f"{name}: is not in the file")
                 continue
             tensor = found[name]
-            if tensor.tensor_type.name != _TYPES[info.dtype] or tuple(reversed(tensor.shape.tolist())) != info.shape:
-                report.mismatches.append(
-                    f"{name}: {tensor.tensor_type.name} {tensor.shape.tolist()[::-1]}, expected {info}"
-                )
+            header = tensor.tensor_type.name, tuple(reversed(tensor.shape.tolist()))
+            if header != (_TYPES[info.dtype], info.shape):
+                report.mismatches.append(f"{name}: {header}, expected {info}")
             elif level == "bytes":
-                with warnings.catch_warnings():
-                    warnings.filterwarnings("ignore", "The given NumPy array is not writable")
-                    stored = torch.from_numpy(tensor.data.reshape(-1).view(np.uint8)).view(info.dtype)
-                if not same_bits(stored.reshape(info.shape), self.read(name)):
+                stored = torch.from_numpy(tensor.data.reshape(-1).view(np.uint8).copy()).view(info.dtype)
+                if not same_bits(stored.reshape(info.shape), self._read(name)):
                     report.mismatches.append(f"{name}: values differ")
+
+    def _read(self, name: str) -> Tensor:
+        """The tensor as the file holds it; mapped from the source where nothing changes: not to be written to."""
+        part = self._parts[name]
+        if part.table is not None:
+            return part.table
+        if not part.stacked and not part.heads and not part.offset:
+            return self._view.read(part.sources[0]).to(part.info.dtype)
+        whole = torch.empty(part.info.shape, dtype=part.info.dtype)
+        for box, source in zip(whole if part.stacked else [whole], part.sources, strict=True):
+            tensor = self._view.read(source)
+            if part.heads:
+                tensor = to_pairs(tensor, part.heads)
+            if part.offset:
+                tensor = tensor.float() + part.offset
+            box.copy_(tensor)
+        return whole
 
 
 def _named(name: str, strips: bool) -> str:
-    """A name with "phi-3" in it, by which llama.cpp knows special tokens that take the white space behind them."""
+    """A name with "phi-3" in it, by which llama.cpp knows special tokens that strip the white space after them."""
     name = name.encode(errors="replace").decode()  # a folder's may be no UTF-8
     if strips:
         return name if _PHI3.search(name) else f"{name} (Phi-3)"
@@ -215,7 +203,7 @@ def check(model: Any, where: str) -> None:
             "  Next: keep another layout."
         )
     arch, activation = FAMILIES[kind]
-    rope, layers = config.rope_parameters, range(config.num_hidden_layers)
+    layers = range(config.num_hidden_layers)
     odd = []
     if ACTIVATIONS[config.hidden_act] != activation:
         odd.append(f"hidden_act {config.hidden_act}")
@@ -233,9 +221,6 @@ def check(model: Any, where: str) -> None:
     if kind == "phi3" and config.head_dim * config.num_attention_heads != config.hidden_size:
         odd.append(f"head_dim {config.head_dim} (it takes hidden_size / num_attention_heads)")
     odd += _odd_rope(config, model.decoder.rotary_emb, arch)
-    for name in ("max_position_embeddings", "original_max_position_embeddings", "sliding_window"):
-        value = rope.get(name) or getattr(config, name, None) or 0
-        odd += [f"{name} {value}"] * (value > _LARGEST)
     if odd:
         raise ConfigError(
             f"{where}: llama.cpp does not compute {'; '.join(odd)} of a {kind}.\n  Next: keep another layout."
@@ -358,7 +343,7 @@ def _llama3_divisors(config: ModelConfig, dim: int) -> list[float]:
     low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
     divisors = []
     for i in range(0, dim, 2):
-        turns = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
-        share = min(1.0, max(0.0, (turns - low) / (high - low)))
+        rotations = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
+        share = min(1.0, max(0.0, (rotations - low) / (high - low)))
         divisors.append(1.0 / ((1.0 - share) / factor + share))
     return divisors

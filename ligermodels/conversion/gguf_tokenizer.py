@@ -1,8 +1,8 @@
-"""A checkpoint's tokenizer in llama.cpp's words: tokens, their types and scores or merges, special ids, chat templates.
+"""A checkpoint's tokenizer in llama.cpp's keys: tokens, their types and scores or merges, special ids, chat templates.
 
 Two kinds: pieces with scores (sentencepiece's BPE, from tokenizer.model or from the merges of a tokenizer.json) and
-byte-level tokens with merges, where llama.cpp has a name for how a text is cut before they apply.
-What it has no words for is refused.
+byte-level tokens with merges, where llama.cpp has a name for how a text is split before they apply.
+What llama.cpp does not support is refused.
 Checked against: gguf 0.19 (gguf_writer.py) and src/llama-vocab.cpp of llama.cpp.
 """
 
@@ -45,7 +45,7 @@ _PRE_TOKENIZERS = {
     ("ByteLevel", False): "gpt-2",
     ("Digits ByteLevel", False): "smollm",
 }
-"""(the pattern that cuts a text, whether whole words go before merges) -> llama.cpp's name for it."""
+"""(the pattern that splits a text, whether whole words go before merges) -> llama.cpp's name for it."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class _Piece:
 
 
 def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, where: str) -> bool:
-    """Tokens, special ids and chat templates. Returns whether special tokens take the white space behind them, as in
-    Phi-3. Raises CheckpointError, TokenizerError."""
+    """Adds tokens, special ids and chat templates. Returns whether special tokens strip the white space after them, as
+    in Phi-3. Raises CheckpointError, TokenizerError."""
     if not files.keys() & {"tokenizer.json", "tokenizer.model"}:
         tiktoken = "original/tokenizer.model" in files
         raise CheckpointError(
@@ -72,14 +72,10 @@ def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, whe
             strips = _add_tokens(writer, tokenizer, rows, where)
         except TokenizerError as error:
             raise TokenizerError(str(error).replace(folder, where)) from error
-        except (
-            AttributeError,
-            KeyError,
-            TypeError,
-            ValueError,
-        ) as error:  # tokenizers reads past what it does not know
+        except (AttributeError, LookupError, TypeError, ValueError, struct.error) as error:
+            # tokenizers and sentencepiece skip what they do not know
             raise TokenizerError(
-                f"{where}: tokenizer.json is not built as others are: {type(error).__name__}: {str(error)[:200]}.\n"
+                f"{where}: its tokenizer's files are not built as others are: {type(error).__name__}: {error}.\n"
                 "  Likely: damaged or edited; fetch it again."
             ) from error
     ids = {"bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id}
@@ -114,7 +110,7 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> boo
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         pieces = _from_merges(model, added)
     elif model.get("type") != "BPE":
-        raise TokenizerError(f"{where}: llama.cpp has no words for a tokenizer of type {model.get('type')!r}")
+        raise TokenizerError(f"{where}: llama.cpp does not support a tokenizer of type {model.get('type')!r}")
     if odd := _normalizers(state.get("normalizer")) - {"NFC", "Prepend", "Replace"}:
         raise TokenizerError(f"{where}: llama.cpp does not compute the normalizer {', '.join(odd)} of tokenizer.json")
     if tokenizer.vocab_size > rows:
@@ -163,18 +159,15 @@ def _token(
 def _sentencepiece(data: bytes) -> dict[int, _Piece]:
     """The pieces of a tokenizer.model, a protobuf: its Python library does not tell all of their types."""
     pieces: dict[int, _Piece] = {}
-    try:
-        for number, value in _fields(data):
-            if number == 1:
-                fields = dict(_fields(value))
-                score = struct.unpack("<f", fields.get(2, bytes(4)))[0]
-                pieces[len(pieces)] = _Piece(fields[1].decode(), score, fields.get(3, _NORMAL))
-            elif number == 2 and dict(_fields(value)).get(3, 1) != 2:
-                raise TokenizerError("tokenizer.model is not of sentencepiece's BPE, the one that llama.cpp computes")
-            elif number == 3 and dict(_fields(value)).get(4, 1):
-                warnings.warn("tokenizer.model merges runs of spaces, which llama.cpp does not", stacklevel=6)
-    except (IndexError, KeyError, struct.error, TypeError, UnicodeDecodeError) as error:
-        raise TokenizerError(f"tokenizer.model is damaged: {type(error).__name__}: {error}") from error
+    for number, value in _fields(data):
+        if number == 1:
+            fields = dict(_fields(value))
+            score = struct.unpack("<f", fields.get(2, bytes(4)))[0]
+            pieces[len(pieces)] = _Piece(fields[1].decode(), score, fields.get(3, _NORMAL))
+        elif number == 2 and dict(_fields(value)).get(3, 1) != 2:
+            raise TokenizerError("tokenizer.model is not of sentencepiece's BPE, the one that llama.cpp computes")
+        elif number == 3 and dict(_fields(value)).get(4, 1):
+            warnings.warn("tokenizer.model merges runs of spaces, which llama.cpp does not", stacklevel=6)
     return pieces
 
 
@@ -220,7 +213,7 @@ def _from_merges(model: Mapping[str, Any], added: set[int]) -> dict[int, _Piece]
         if lost and not {vocab[part] for part in lost} & added:
             raise TokenizerError(
                 f"tokenizer.json makes {text[:80]!r}, and not of {lost[0][:80]!r} and {lost[1][:80]!r}: its merges are "
-                "not those of a sentencepiece model, and llama.cpp would cut texts otherwise.\n"
+                "not those of a sentencepiece model, and llama.cpp would split texts otherwise.\n"
                 "  Next: put the tokenizer.model that it was made from beside it."
             )
     pieces, unknown = {}, model.get("unk_token")
@@ -245,7 +238,7 @@ def _pair(merge: Any) -> tuple[str, str]:
 
 
 def _pre_tokenizer(state: Mapping[str, Any], where: str) -> str:
-    """llama.cpp's name for how a tokenizer.json cuts a text before it merges. Raises TokenizerError."""
+    """llama.cpp's name for how a tokenizer.json splits a text before it merges. Raises TokenizerError."""
     steps = state.get("pre_tokenizer") or {}
     steps = steps.get("pretokenizers") or [steps]
     cuts = []
@@ -259,7 +252,7 @@ def _pre_tokenizer(state: Mapping[str, Any], where: str) -> str:
     name = _PRE_TOKENIZERS.get((" ".join(cuts), bool(state["model"].get("ignore_merges"))))
     if name is None or not known or not byte_level:
         raise TokenizerError(
-            f"{where}: llama.cpp has no name for how tokenizer.json cuts texts: {' '.join(cuts)[:200] or steps!r}.\n"
+            f"{where}: llama.cpp has no name for how tokenizer.json splits texts: {' '.join(cuts)[:200] or steps!r}.\n"
             "  Likely: a tokenizer of another family than those of the zoo."
         )
     return name

@@ -13,18 +13,10 @@ import torch
 from ligermodels.checkpoint import hub, reading
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion import lora
-from ligermodels.conversion.source import Described, MismatchError
-from ligermodels.conversion.sources import (
-    KINDS,
-    FolderSource,
-    Kind,
-    check_fit,
-    kind_of,
-    locate,
-    model_of,
-    open_source,
-    weight_paths,
-)
+from ligermodels.conversion.huggingface import FolderSource
+from ligermodels.conversion.source import MismatchError, Source
+from ligermodels.conversion.sources import KINDS, Kind, kind_of, locate, open_source, weight_paths
+from ligermodels.conversion.view import check_fit, model_of
 from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerError
 
 
@@ -32,7 +24,7 @@ from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerE
 class Inspection:
     """What was found. Counts are of numbers, sizes of bytes.
 
-    layout: in words. use: the call or command that takes it. problem: why the weights do not fit the model of their
+    layout: its name. use: the call or command that takes it. problem: why the weights do not fit the model of their
     config, or the adapter cannot be merged; None if nothing is wrong.
     tensors, dtypes {name: numbers}: as stored; files {weight file: size}.
     parameters, parts {part of the model: numbers}: as loaded, where a tied head counts once; of an adapter, its own.
@@ -80,39 +72,35 @@ def inspect(
     """
     try:
         folder = locate(src, revision=revision, local_files_only=True, allow_pickle=allow_pickle)
-    except HubError as error:
+    except HubError:
         if os.path.exists(src) or local_files_only:
             raise
-        try:
-            remote = _Remote(str(src), revision)
-        except HubError as other:
-            for note in getattr(error, "__notes__", ()):
-                other.add_note(note)
-            raise
-        return _of_model(str(src), remote, "folder", remote.sizes, remote.folder, [], revision)
-    paths = weight_paths(folder)
-    if kind_of(folder) == "adapter":
+        remote = _Remote(str(src), revision)
+        return _of_model(remote, "folder", str(src), remote.sizes, remote.folder, [], revision)
+    sizes = {path.name: path.stat().st_size for path in weight_paths(folder) if path.is_file()}
+    kind = kind_of(folder)
+    if kind == "adapter":
         if config is not None or rope_factor is not None:
             raise InputError(f"{src} holds an adapter; --config and --rope-factor are for models")
-        return _of_adapter(str(src), folder, _sizes(paths), allow_pickle)
+        return _of_adapter(str(src), folder, sizes, allow_pickle)
     given = Path(os.path.expanduser(config)) if config is not None else None
-    flags = ["--allow-pickle"] * (kind_of(folder) == "meta")
-    flags += ["--revision", revision] if revision is not None else []
-    flags += ["--config", str(config)] if config is not None else []
-    flags += ["--rope-factor", str(rope_factor)] if rope_factor is not None else []
-    with open_source(folder, allow_pickle=allow_pickle, config=given, rope_factor=rope_factor) as source:
-        return _of_model(str(src), source, kind_of(folder), _sizes(paths), given or folder, flags, revision)
+    source = open_source(folder, allow_pickle=allow_pickle, config=given, rope_factor=rope_factor)
+    flags = ["--allow-pickle"] * (kind == "meta")
+    for flag, value in (("--revision", revision), ("--config", config), ("--rope-factor", rope_factor)):
+        flags += [flag, str(value)] if value is not None else []
+    return _of_model(source, kind, str(src), sizes, given or folder, flags, revision)
 
 
 def _of_model(
-    src: str,
-    source: Described,
+    source: Source,
     kind: Kind,
+    src: str,
     sizes: dict[str, int],
-    small_files: Path,
+    config_folder: Path,
     flags: list[str],
     revision: str | None,
 ) -> Inspection:
+    """flags: what `ligermodels convert` needs to read it."""
     model, table = model_of(source)
     problem = None
     try:
@@ -122,18 +110,16 @@ def _of_model(
     parts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
-    config, arch = model.config, type(model).__name__
-    if kind == "folder":
-        found = source.kind if isinstance(source, FolderSource) else None
-        layout = {None: KINDS[kind], "pickled": f"{KINDS[kind]}, pickled", "packed": "of an earlier version, packed"}[
-            found
-        ]
-        at = "" if revision is None else f", revision={revision!r}"
-        use = f"ligermodels.load({src!r}{at}{', allow_pickle=True' if found == 'pickled' else ''})"
-    else:
-        layout, found = KINDS[kind], None
-    if kind != "folder" or found == "packed" or "--config" in flags:
+    unusual = source.kind if isinstance(source, FolderSource) else None
+    layout = "of an earlier version, packed" if unusual == "packed" else KINDS[kind]
+    layout += ", pickled" if unusual == "pickled" else ""
+    if kind != "folder" or unusual == "packed" or "--config" in flags:
         use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
+    else:
+        options = f", revision={revision!r}" if revision is not None else ""
+        options += ", allow_pickle=True" if unusual == "pickled" else ""
+        use = f"ligermodels.load({src!r}{options})"
+    config = model.config
     return Inspection(
         source=src,
         folder=source.source,
@@ -145,7 +131,7 @@ def _of_model(
         dtypes=_dtypes(source.headers),
         files=sizes,
         model={
-            "architecture": arch,
+            "architecture": type(model).__name__,
             "model_type": config.model_type,
             "tied": bool(config.tie_word_embeddings),
             "dtype": _name(config.torch_dtype),
@@ -159,7 +145,7 @@ def _of_model(
             "head_dim": config.head_dim,
             "vocab_size": config.vocab_size,
         },
-        tokenizer=_tokenizer(small_files),
+        tokenizer=_tokenizer(config_folder),
         problem=problem,
     )
 
@@ -175,8 +161,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
     for name, info in headers.items():
         module = lora.module_of(name).rpartition(".")[2]
         parts[module] = parts.get(module, 0) + math.prod(info.shape)
-    base = options.get("base_model_name_or_path")
-    base = base if isinstance(base, str) and base else None
+    base = options.get("base_model_name_or_path") or None
     pickled = not (folder / lora.WEIGHTS).is_file()
     command = ["ligermodels", "convert", base or "BASE", "DST", "--adapter", src, *["--allow-pickle"] * pickled]
     keys = ("peft_type", "r", "lora_alpha", "use_rslora", "target_modules", "modules_to_save")
@@ -196,7 +181,7 @@ def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: boo
     )
 
 
-class _Remote:
+class _Remote(Source):
     """A repository of the Hub in Hugging Face's layout, of which headers and small files are fetched.
 
     sizes: {weight file: bytes}.
@@ -217,7 +202,7 @@ class _Remote:
                 f"{repo}: the headers of its weight files could not be read ({type(error).__name__}).\n"
                 "  Likely: it has no model.safetensors, or the network failed; try again, or `hf download` it first."
             ) from error
-        self.headers: Mapping[str, TensorInfo] = {
+        self.headers = {
             name: TensorInfo(reading.DTYPES.get(info.dtype, torch.uint8), tuple(info.shape))
             for shard in shards.values()
             for name, info in shard.tensors.items()
@@ -229,18 +214,14 @@ class _Remote:
         return self._config
 
 
-def _sizes(paths: list[Path]) -> dict[str, int]:
-    return {path.name: reading.check_file(path).st_size for path in paths}
-
-
 def _part(name: str) -> str:
     """The part of a model that a parameter counts to."""
-    words = name.removeprefix("model.").removeprefix("language_model.").split(".")
-    if words[0] == "norm" or (words[0] == "layers" and words[-2].endswith("norm")):
+    path = name.removeprefix("model.").removeprefix("language_model.").split(".")
+    if path[0] == "norm" or (path[0] == "layers" and path[-2].endswith("norm")):
         return "norms"
-    if words[0] == "layers":
-        return {"self_attn": "attention"}.get(words[2], words[2])
-    return {"embed_tokens": "embedding"}.get(words[0], words[0])
+    if path[0] == "layers":
+        return {"self_attn": "attention"}.get(path[2], path[2])
+    return {"embed_tokens": "embedding"}.get(path[0], path[0])
 
 
 def _dtypes(headers: Mapping[str, TensorInfo]) -> dict[str, int]:

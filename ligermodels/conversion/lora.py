@@ -15,18 +15,19 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ligermodels.arch import ARCHS
+from ligermodels.arch import CausalLM
 from ligermodels.checkpoint import reading, weights
 from ligermodels.checkpoint.reading import companion_files, json_bytes, read_json
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion import native
 from ligermodels.conversion.source import Source
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.conversion.view import View
+from ligermodels.errors import CheckpointError
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 
@@ -42,13 +43,13 @@ _FIELDS = frozenset({
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base as well
 _FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.default)?(\.weight)?")
 _PREFIX = "base_model.model."
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
+_HEAD = "lm_head.weight"
 _ROWS = 1 << 22  # elements that are merged in fp32 at a time
 
 
 @dataclass(frozen=True)
 class _Patch:
-    """What the adapter does to one tensor: adds scale * left [out, r] @ right [r, in], or replaces it."""
+    """What the adapter does to one tensor: adds scale * left [out, r] @ right [r, in], or replaces it by left."""
 
     left: Tensor
     right: Tensor | None = None
@@ -58,52 +59,42 @@ class _Patch:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.left.shape) if self.right is None else (self.left.shape[0], self.right.shape[1])
 
+    def rows(self, start: int, end: int) -> "_Patch":
+        return _Patch(self.left[start:end], self.right, self.scale)
 
-class MergedSource:
-    """`base` with the adapter in `adapter_folder` merged in: a source like any other. A context manager.
 
-    base: with Hugging Face names; closed with this. allow_pickle: reads adapter_model.bin if there is nothing else.
+class MergedSource(Source):
+    """`base` with the adapter in `adapter_folder` merged in.
+
+    allow_pickle: reads adapter_model.bin if there is nothing else.
     A tokenizer beside the adapter replaces the base's. Where the adapter trains a tied head apart from its embedding,
     the result is untied. Memory: the adapter is mapped, `read` holds the tensor asked for and 32 MiB.
     Raises CheckpointError for an adapter that is damaged, incomplete, of another model, or not plain LoRA.
     """
 
-    def __init__(self, base: "Source", adapter_folder: str | Path, *, allow_pickle: bool = False):
-        self.base, self.folder = base, Path(adapter_folder)
-        self.source = f"{base.source} + {self.folder}"
+    def __init__(self, base: View, adapter_folder: Path, *, allow_pickle: bool = False):
+        self.base, self.folder, self.places = base, adapter_folder, base.places
+        self.source = f"{base.source} + {adapter_folder}"
         self._config = dict(base.config())
-        options = read_options(self.folder)
-        tensors = _tensors(self.folder, allow_pickle)
-        places = _Places(base, self._config)
-        pairs, whole = self._sort(tensors)
+        self._embedding = next(name for name in base.headers if name.endswith("embed_tokens.weight"))
+        self._aliases = _aliases(base.model)
         self._patches: dict[str, _Patch] = {}
-        for module, (a, b) in pairs.items():
-            right, left = (b, a) if module.embedding else (a, b)
-            if module.embedding:  # kept as [r, vocab] and [hidden, r]; their product is transposed
-                right, left = right.T, left.T
-            scale = _scale(options, self.folder, module.name, right.shape[0])
-            self._add(places, f"{module.name}.weight", _Patch(left, right, scale))
-        for name, tensor in whole.items():
-            self._add(places, name, _Patch(tensor))
-        self._check_complete(places, options, {module.name for module in pairs})
-        self.headers = dict(base.headers)
-        self._untie(places)
+        options = read_options(adapter_folder)
+        for name, patch in self._read_patches(options, _open(adapter_folder, allow_pickle)).items():
+            self._add(name, patch)
+        self.headers: dict[str, TensorInfo] = dict(base.headers)
+        self._untie()
         for name, patch in self._patches.items():
             info = self.headers[name]
-            grows = patch.right is None and name in (places.embedding, _HEAD) and patch.shape[1:] == info.shape[1:]
+            grows = patch.right is None and name in (self._embedding, _HEAD) and patch.shape[1:] == info.shape[1:]
             if patch.shape != info.shape and not grows:
-                self._fail(
-                    f"{name} would change by {list(patch.shape)}, the base has {list(info.shape)}",
-                    "the adapter of another model, or of another size",
-                )
-            if info.dtype not in weights.FLOATS:
-                self._fail(f"{name} is {info.dtype} in the base", "a quantised base; merge into what it was made from")
+                self._fail_size(name, patch.shape, info.shape)
             self.headers[name] = TensorInfo(info.dtype, patch.shape)
-        rows = {self.headers[name].shape[0] for name in (places.embedding, _HEAD) if name in self.headers}
-        if len(rows) > 1:
-            self._fail(f"embedding and head have {sorted(rows)} rows", "only one of them was saved with the adapter")
-        if rows:
-            self._config["vocab_size"] = rows.pop()
+        rows = {name: self.headers[name].shape[0] for name in (self._embedding, _HEAD) if name in self.headers}
+        if any(name in base.headers and base.headers[name].shape[0] != count for name, count in rows.items()):
+            if len(set(rows.values())) > 1:
+                self._fail(f"the rows become {rows}", "only one of embedding and head was saved with the adapter")
+            self._config["vocab_size"] = rows[self._embedding]
 
     def config(self) -> dict[str, Any]:
         return dict(self._config)
@@ -116,96 +107,108 @@ class MergedSource:
 
     def read(self, name: str) -> Tensor:
         """The merged tensor, in the base's dtype. Raises CheckpointError where that cannot hold it."""
+        base_name = name if name in self.base.headers else self._embedding  # a head that the adapter has untied
         if name not in self._patches:
-            return self.base.read(self._sources.get(name, name))
+            return self.base.read(base_name)
         patch, info = self._patches[name], self.headers[name]
         if patch.right is None:
             merged = patch.left.to(info.dtype)
-            if not merged.isfinite().all():
-                self._overflow(name, info.dtype)
+            self._check_finite(name, merged)
             return merged
-        old = self.base.read(self._sources.get(name, name))
-        wide = torch.promote_types(torch.float32, info.dtype)
-        merged, right = torch.empty(info.shape, dtype=info.dtype), patch.right.to(wide)
-        step = max(1, _ROWS // max(1, info.shape[1]))
+        old = self.base.read(base_name)
+        dtype = torch.promote_types(torch.float32, info.dtype)
+        merged, right = torch.empty(info.shape, dtype=info.dtype), patch.right.to(dtype)
+        step = max(1, _ROWS // info.shape[1])
         for start in range(0, info.shape[0], step):
             rows = slice(start, start + step)
-            before = old[rows].to(wide)
-            merged[rows] = torch.addmm(before, patch.left[rows].to(wide), right, alpha=patch.scale)
-            if not merged[rows].isfinite().all() and before.isfinite().all():
-                self._overflow(name, info.dtype)
+            merged[rows] = torch.addmm(old[rows].to(dtype), patch.left[rows].to(dtype), right, alpha=patch.scale)
+            if old[rows].isfinite().all():
+                self._check_finite(name, merged[rows])
         return merged
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._patches.clear()
-        self.base.__exit__(*exc_info)
-
-    def _fail(self, what: str, likely: str) -> None:
+    def _fail(self, what: str, likely: str) -> NoReturn:
         raise CheckpointError(f"{self.folder} cannot be merged into {self.base.source}: {what}.\n  Likely: {likely}.")
 
-    def _overflow(self, name: str, dtype: torch.dtype) -> None:
-        self._fail(f"{name} leaves the range of {dtype}", "the base must be cast to bfloat16 or float32 first")
+    def _fail_size(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> NoReturn:
+        what = f"{name} would change by {list(found)}, the base has {list(expected)}"
+        self._fail(what, "the adapter of another model, or of another size")
 
-    def _sort(self, tensors: Mapping[str, Tensor]) -> tuple[dict["_Module", tuple[Tensor, Tensor]], dict[str, Tensor]]:
-        """The pairs (A, B) by module, and the tensors that replace others by name."""
-        halves: dict[_Module, dict[str, Tensor]] = {}
-        whole: dict[str, Tensor] = {}
+    def _check_finite(self, name: str, merged: Tensor) -> None:
+        if not merged.isfinite().all():
+            self._fail(
+                f"{name} then holds NaN or infinity in {merged.dtype}",
+                "a training run that diverged, or a sum beyond the dtype's range: cast the base to bfloat16 first",
+            )
+
+    def _read_patches(self, options: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, _Patch]:
+        """{the tensor that it changes, by the adapter's name for it: patch}."""
+        patches: dict[str, _Patch] = {}
+        halves: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
             name = key.removeprefix(_PREFIX)
-            if tensor.dtype not in weights.FLOATS or not tensor.isfinite().all():
-                self._fail(f"{key} is {tensor.dtype} or holds NaN or infinity", "a training run that diverged")
             if match := _FACTOR.fullmatch(name):
-                module = _Module(match["module"].replace(".base_layer", ""), match["embedding"] is not None)
-                halves.setdefault(module, {})[match["half"]] = tensor
+                pair = halves.setdefault(match["module"].replace(".base_layer", ""), {})
+                # Those of an embedding are [r, vocab] and [hidden, r]: their product is transposed.
+                swapped = {"A": "B", "B": "A"}[match["half"]]
+                pair |= {swapped: tensor.T} if match["embedding"] else {match["half"]: tensor}
             elif re.search(r"lora_|trainable_tokens|token_adapter", name):
                 self._fail(f"{key} belongs to a variant of LoRA that is not computed", "DoRA, LoRA bias or the like")
             else:
-                whole[re.sub(r"\.base_layer\b|\.modules_to_save(\.default)?\b", "", name)] = tensor
+                name = re.sub(r"\.base_layer\b|\.modules_to_save(\.default)?\b", "", name)
+                patches[name] = _Patch(tensor)
         for module, pair in halves.items():
             if len(pair) < 2:
-                self._fail(f"{module.name} has lora_{next(iter(pair))} alone", "a partial copy of the adapter")
-            a, b = pair["A"], pair["B"]
-            if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-                self._fail(f"{module.name} has A {list(a.shape)} and B {list(b.shape)}", "files of two adapters")
-        if not halves and not whole:
+                self._fail(f"{module} has one of lora_A and lora_B alone", "a partial copy of the adapter")
+            right, left = pair["A"], pair["B"]
+            patches[f"{module}.weight"] = _Patch(left, right, self._scale(options, module, left, right))
+        if not patches:
             self._fail("it holds no tensors", "a training run that saved none, as under FSDP or ZeRO-3")
-        return {module: (pair["A"], pair["B"]) for module, pair in halves.items()}, whole
+        return patches
 
-    def _add(self, places: "_Places", name: str, patch: _Patch) -> None:
-        found = places.find(name)
+    def _scale(self, options: Mapping[str, Any], module: str, left: Tensor, right: Tensor) -> float:
+        """lora_alpha over the rank or its root, with the exceptions made for this module."""
+
+        def of(key: str, patterns: str) -> Any:
+            table = options.get(patterns) or {}
+            hit = next((one for one in table if re.match(rf"(.*\.)?({one})$", module)), None)
+            return options.get(key, 8) if hit is None else table[hit]
+
+        r, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
+        if not r == right.shape[0] == left.shape[1]:
+            what = f"{module} has rank {right.shape[0]} in A and {left.shape[1]} in B, r {r!r} in {CONFIG}"
+            self._fail(what, "config and weights of two adapters; fetch both again")
+        return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
+
+    def _add(self, name: str, patch: _Patch) -> None:
+        """Notes what a patch does to the base's tensors; one for a packed projection is split by rows."""
+        found = self._base_names(name)
         if not found:
             self._fail(f"the base has no {name}", "the adapter of another model, or of a part that has no weights here")
-        for source, index in found:
-            if index and patch.shape != (shape := places.shape(found)):
-                self._fail(
-                    f"{name} would change by {list(patch.shape)}, the model has {list(shape)}",
-                    "the adapter of another model, or of another size",
-                )
+        if len(found) > 1:
+            shapes = [self.base.headers[source].shape for source in found]
+            whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
+            if patch.shape != whole:
+                self._fail_size(name, patch.shape, whole)
+        start = 0
+        for source in found:
             if source in self._patches:
                 self._fail(f"{source} is changed twice", "adapters of two layouts in one file")
-            if patch.right is None:
-                self._patches[source] = _Patch(patch.left[index])
-            else:
-                self._patches[source] = _Patch(patch.left[index], patch.right, patch.scale)
+            end = start + self.base.headers[source].shape[0] if len(found) > 1 else len(patch.left)
+            self._patches[source], start = patch.rows(start, end), end
 
-    def _check_complete(self, places: "_Places", options: Mapping[str, Any], found: set[str]) -> None:
-        """Every module that target_modules names must have its factors, where the config says so plainly."""
-        targets = options.get("target_modules")
-        narrowed = any(options.get(key) not in (None, [], {}) for key in ("layers_to_transform", "exclude_modules"))
-        if not isinstance(targets, list) or narrowed or not found:
-            return
-        for module in places.modules(like=found):
-            if any(module == target or module.endswith(f".{target}") for target in targets) and module not in found:
-                self._fail(f"target_modules asks for {module}, which is not in the file", "a partial copy of it")
+    def _base_names(self, name: str) -> list[str]:
+        """The base's tensors that go by this name in any layout of the architecture; several if it was packed."""
+        if name in self.base.headers or (name == _HEAD and self.base.model.tied_weights):
+            return [name]
+        if name in self._aliases:
+            return [self._aliases[name]]
+        names = [self._aliases.get(part, part) for part in native.names_of(name, self._config["model_type"])]
+        return names if all(part in self.base.headers for part in names) else []
 
-    def _untie(self, places: "_Places") -> None:
-        """Sorts out embedding and head where the base ties them; then both are changed alike, or parted."""
-        self._sources: dict[str, str] = {}
-        changed = [name for name in (places.embedding, _HEAD) if name in self._patches]
-        if not places.tied or not changed:
+    def _untie(self) -> None:
+        """Sorts out embedding and head where the base ties them: then both are changed alike, or untied."""
+        changed = [name for name in (self._embedding, _HEAD) if name in self._patches]
+        if not self.base.model.tied_weights or not changed:
             return
         if len(changed) == 1:
             self._fail(
@@ -214,82 +217,26 @@ class MergedSource:
             )
         one, other = (self._patches[name] for name in changed)
         if one.right is None and other.right is None and same_bits(one.left, other.left):
-            if _HEAD not in self.headers:
-                del self._patches[_HEAD]
-            return
-        if _HEAD not in self.headers:
-            self.headers[_HEAD] = self.headers[places.embedding]
-            self._sources[_HEAD] = places.embedding
-        self._config["tie_word_embeddings"] = False
+            del self._patches[_HEAD]
+        else:
+            self.headers[_HEAD] = self.headers[self._embedding]
+            self._config["tie_word_embeddings"] = False
 
 
-@dataclass(frozen=True)
-class _Module:
-    name: str
-    embedding: bool
+def _aliases(model: CausalLM) -> dict[str, str]:
+    """{name in memory or in another layout of the architecture: name on disk}."""
 
+    def box(region: weights.Region) -> tuple[str, str]:
+        return region.param, str(region.index)  # a slice has no hash before Python 3.12
 
-class _Places:
-    """Where the tensors that an adapter names, by any of the names the zoo knows, lie in the base."""
-
-    def __init__(self, base: "Source", config: Mapping[str, Any]):
-        if (kind := config.get("model_type")) not in ARCHS:
-            raise ConfigError(f"{base.source}: config.json has model_type {kind!r}; the zoo holds {', '.join(ARCHS)}")
-        self._kind, arch = kind, ARCHS[kind]
-        with torch.device("meta"):
-            model = arch(arch.config_class.from_hf(config))
-        table = weights.layout(model, arch.DISK_NAMES, base.headers, also=arch.ALSO_READ)
-        weights.check(model, table, base.headers, ignore=arch.IGNORE, tied=model.tied_weights, where=base.source)
-        self.tied, self._base = bool(model.tied_weights), base
-        self._boxes: dict[str, list[weights.Region]] = {}
-        for region in weights.regions(model, table):
-            self._boxes.setdefault(region.param, []).append(region)
-        self._other = {r.source: r for one in (arch.DISK_NAMES, *arch.ALSO_READ) for r in weights.regions(model, one)}
-        self.embedding = next(name for name in base.headers if name.endswith(_EMBEDDING))
-
-    def modules(self, *, like: set[str]) -> list[str]:
-        """All that have a weight, under the names by which `like` goes: those of memory, or else of the base."""
-        in_memory = {name.removesuffix(".weight") for name in self._boxes if name.endswith(".weight")}
-        on_disk = {name.removesuffix(".weight") for name in self._base.headers if name.endswith(".weight")}
-        names = in_memory if like <= in_memory else on_disk
-        return sorted(names) if like & names else []
-
-    def shape(self, found: list[tuple[str, tuple[slice, ...]]]) -> tuple[int, ...]:
-        """Of a tensor that `find` has found in these pieces."""
-        shapes = [self._base.headers[source].shape for source, _ in found]
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
-
-    def find(self, name: str) -> list[tuple[str, tuple[slice, ...]]]:
-        """[(tensor of the base, the rows of the named tensor that go there)]; empty where there is none."""
-        if source := self._source(name):
-            return [(source, ())]
-        sources = [self._source(part) for part in native.names_of(name, self._kind)]
-        start = 0
-        found: list[tuple[str, tuple[slice, ...]]] = []
-        for source in sources:
-            if source is None:
-                return []
-            end = start + self._base.headers[source].shape[0]
-            found.append((source, (slice(start, end),) if len(sources) > 1 else ()))
-            start = end
-        return found
-
-    def _source(self, name: str) -> str | None:
-        """The tensor of the base that has this name in any layout of the architecture."""
-        if name in self._base.headers or (self.tied and name == _HEAD):
-            return name
-        index: tuple[int | slice, ...] = ()
-        if box := self._other.get(name):
-            name, index = box.param, box.index
-        return next((box.source for box in self._boxes.get(name, ()) if box.index == index), None)
+    on_disk = {box(region): region.source for region in weights.regions(model, model.DISK_NAMES)}
+    others = [region for table in ({}, *model.ALSO_READ) for region in weights.regions(model, table)]
+    return {region.source: on_disk[box(region)] for region in others if box(region) in on_disk}
 
 
 def headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorInfo]:
-    """What the file of an adapter holds; nothing of it is read. Raises CheckpointError, HubError."""
-    opened = _open(folder, allow_pickle)
-    if isinstance(opened, reading.SafetensorsFile):
-        return {name: opened.info(name) for name in opened.names}
-    return {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in opened.items()}
+    """What the file of an adapter holds. Raises CheckpointError, HubError."""
+    return {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in _open(folder, allow_pickle).items()}
 
 
 def module_of(key: str) -> str:
@@ -302,9 +249,7 @@ def module_of(key: str) -> str:
 def read_options(folder: Path) -> dict[str, Any]:
     """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank."""
     path = folder / CONFIG
-    with reading.read_errors(folder):
-        there = path.exists()
-    if not there:
+    if not path.exists():
         raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, as PEFT saves it?")
     options = read_json(path)
     if options.get("peft_type") != "LORA":
@@ -315,53 +260,23 @@ def read_options(folder: Path) -> dict[str, Any]:
             f"{path} sets {', '.join(unknown[:3])}, which is not computed here.\n"
             "  Next: merge it with PEFT itself (merge_and_unload), then convert the result."
         )
-    init = options.get("init_lora_weights")
-    if not any(init is one or (isinstance(one, str) and init == one) for one in _INITS):
+    if (init := options.get("init_lora_weights")) not in _INITS:
         raise CheckpointError(
             f"{path} has init_lora_weights {init!r}, which changed the base model as well.\n"
             "  Next: save the adapter again with path_initial_model_for_weight_conversion, or merge it with PEFT."
         )
-    for key in ("rank_pattern", "alpha_pattern"):
-        patterns = options.get(key) or {}
-        # PEFT reads them as regular expressions; these forms of them take linear time.
-        if not isinstance(patterns, dict) or not all(re.fullmatch(r"\^?(\w|\.|\\\.)+\$?", one) for one in patterns):
-            raise CheckpointError(f"{path}: {key} is {str(patterns)[:80]}; expected names of modules as its keys")
     return options
 
 
-def _scale(options: Mapping[str, Any], folder: Path, module: str, rank: int) -> float:
-    """lora_alpha over the rank or its root, with the exceptions made for this module."""
-
-    def of(key: str, patterns: str) -> Any:
-        table = options.get(patterns) or {}
-        hit = next((one for one in table if re.match(rf"(.*\.)?({one})$", module)), None)
-        return options.get(key, 8) if hit is None else table[hit]
-
-    r, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
-    numbers = all(isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x) for x in (r, alpha))
-    if not numbers or r < 1 or r != rank:
-        raise CheckpointError(
-            f"{folder}: {module} has rank {rank} on disk, r {r!r} and lora_alpha {alpha!r} in {CONFIG}.\n"
-            "  Likely: config and weights of two adapters; fetch both again."
-        )
-    return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
-
-
-def _tensors(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
+def _open(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
     """The adapter's tensors, mapped from its file."""
-    opened = _open(folder, allow_pickle)
-    return opened if isinstance(opened, dict) else {name: opened.read(name) for name in opened.names}
-
-
-def _open(folder: Path, allow_pickle: bool) -> reading.SafetensorsFile | dict[str, Tensor]:
     path, pickled = folder / WEIGHTS, folder / PICKLE
-    if not path.is_file() and pickled.is_file():
-        if not allow_pickle:
-            raise CheckpointError(
-                f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
-                "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
-            )
-        return reading.read_pickle(pickled)
-    if not path.is_file():
-        raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, and complete?")
-    return reading.open_safetensors(folder, [WEIGHTS])[WEIGHTS]
+    if path.is_file() or not pickled.is_file():
+        opened = reading.open_safetensors(folder, [WEIGHTS])[WEIGHTS]
+        return {name: opened.read(name) for name in opened.names}
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
+            "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
+        )
+    return reading.read_pickle(pickled)

@@ -104,6 +104,3 @@ class Unpacked:
         if len(q) + 2 != parts or others < 1 or sum(q) + 2 * others != rows:
             raise CheckpointError(f"{self.source}: {name} {list(shape)} does not hold {parts} projections")
         return [*q, others, others]
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._reader.__exit__(*exc_info)

@@ -1,10 +1,11 @@
-"""What every layout is read as."""
+"""What every layout is read as, and what every layout that is written looks like."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
-from ligermodels.checkpoint import weights
+from torch import Tensor
+
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError
 
@@ -13,27 +14,37 @@ class MismatchError(CheckpointError):
     """Weights that do not match the model of their config, or a result that is not what was to be written."""
 
 
-class Described(Protocol):
-    """What is known of a checkpoint before a weight is read."""
+class Source:
+    """An open checkpoint of any layout, under Hugging Face's names: a `weights.Reader` with a config and files.
 
-    @property
-    def source(self) -> str:
-        """Where it was read from, for messages."""
+    source: where it was read from, for messages. headers: every tensor, known without reading it.
+    places: {tensor: the weight file that holds it}; None where tensors are cut across files.
+    """
 
-    @property
-    def headers(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, under Hugging Face's name."""
+    source: str
+    headers: Mapping[str, TensorInfo]
+    places: Mapping[str, str] | None = None
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
+        raise NotImplementedError
 
     def config(self) -> dict[str, Any]:
         """The contents of a config.json."""
-
-
-class Source(weights.Reader, Described, Protocol):
-    """An open checkpoint of any layout."""
+        raise NotImplementedError
 
     def files(self) -> dict[str, bytes | Path]:
         """What belongs to the model beside its weights: {name: bytes, or the file to copy}."""
+        raise NotImplementedError
 
-    def __enter__(self) -> Self: ...
 
-    def __exit__(self, *exc_info: object) -> None: ...
+class Target(Protocol):
+    """A checkpoint to be written, planned from headers."""
+
+    headers: Mapping[str, TensorInfo]
+
+    def files(self) -> dict[str, bytes | Path]:
+        """What is written beside the weights: {name: bytes, or the file to copy}."""
+
+    def write(self, folder: Path) -> None:
+        """Writes the weights into `folder`, which is empty, one tensor at a time. Raises OSError."""

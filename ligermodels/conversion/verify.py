@@ -12,7 +12,8 @@ from tqdm import tqdm
 
 from ligermodels.arch.config import ModelConfig
 from ligermodels.checkpoint import weights
-from ligermodels.conversion.sources import View, kind_of, locate, open_source, takes_config
+from ligermodels.conversion.sources import kind_of, locate, open_source, takes_config
+from ligermodels.conversion.view import View
 from ligermodels.errors import InputError
 
 Level = Literal["none", "keys", "bytes", "logits"]
@@ -43,14 +44,8 @@ class Report:
         return not self.mismatches
 
     def to_json(self) -> dict[str, Any]:
-        fields = {"ok": self.ok, "source": self.source, "destination": self.destination}
-        return {
-            **fields,
-            "tensors": self.tensors,
-            "bytes": self.bytes,
-            **self.details,
-            "mismatches": self.mismatches,
-        }
+        fields = {name: value for name, value in vars(self).items() if name not in ("details", "mismatches")}
+        return {"ok": self.ok, **fields, **self.details, "mismatches": self.mismatches}
 
 
 def verify(
@@ -83,10 +78,10 @@ def verify(
         factor = rope_factor if kind_of(folder) == "meta" else None
         return View(open_source(folder, allow_pickle=allow_pickle, config=its, rope_factor=factor))
 
-    with view(folders[0]) as one, view(folders[1]) as other:
-        size = sum(info.nbytes for info in one.headers.values())
-        report = Report(str(a), str(b), len(one.headers), size)
-        return compare(one, other, level=level, report=report, progress=progress)
+    one, other = map(view, folders)
+    size = sum(info.nbytes for info in one.headers.values())
+    report = Report(str(a), str(b), len(one.headers), size)
+    return compare(one, other, level=level, report=report, progress=progress)
 
 
 def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = True) -> Report:
@@ -99,16 +94,16 @@ def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = 
         report.mismatches += _keys(a, b)
     if depth >= 2:
         report.mismatches += _bytes(a, b, progress)
-    if depth >= 3 and a.arch is b.arch:
+    if depth >= 3 and type(a.model) is type(b.model):
         report.mismatches[:0] = _logits(a, b, report)  # before the tensors, which may be many
     return report
 
 
 def _keys(a: View, b: View) -> Iterator[str]:
-    if a.arch is b.arch:
+    if type(a.model) is type(b.model):
         yield from _settings(a.model.config, b.model.config)
     else:
-        yield f"architecture: {a.arch.__name__} and {b.arch.__name__}"
+        yield f"architecture: {type(a.model).__name__} and {type(b.model).__name__}"
     for name in {**a.headers, **b.headers}:
         if name not in b.headers:
             yield f"{name}: only in {a.source}"
@@ -171,6 +166,6 @@ def _spread(logits: Tensor) -> float:
 @torch.no_grad()
 def _log_probabilities(view: View, ids: Tensor) -> Tensor:
     """fp64 [prompts, length, vocabulary] of the model in fp32."""
-    model = view.arch.from_config(view.config(), device="meta", dtype=torch.float32)
-    weights.load(model, view.arch.DISK_NAMES, view, device="cpu", dtype=torch.float32, progress=False)
+    model = type(view.model).from_config(view.config(), device="meta", dtype=torch.float32)
+    weights.load(model, model.DISK_NAMES, view, device="cpu", dtype=torch.float32, progress=False)
     return model.eval()(ids).logits.double().log_softmax(-1)

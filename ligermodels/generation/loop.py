@@ -264,7 +264,7 @@ class _Forward:
         request, length = self.request, ids.shape[1]
         start = request.input_ids.shape[1]
         longest = request.longest + length - start + self.virtual  # tokens of the longest row
-        if self.past and self.model.decoder.rotary_emb.switches(longest - (length - self.past), longest):
+        if self.past and self.model.decoder.rotary_emb.needs_recompute(longest - (length - self.past), longest):
             self.past = 0
             if self.cache is not None and not self.is_adapted:
                 self.cache.reset()

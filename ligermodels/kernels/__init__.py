@@ -11,7 +11,6 @@ from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy,
 from ligermodels.kernels.embedding import embedding, embedding_reference
 from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
 from ligermodels.kernels.glu import glu, glu_linear, glu_linear_reference, glu_reference
-from ligermodels.kernels.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
 from ligermodels.kernels.jsd import jsd, jsd_reference
 from ligermodels.kernels.kl_div import kl_div, kl_div_reference
 from ligermodels.kernels.layer_norm import (
@@ -24,7 +23,6 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linea
 from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd, linear_jsd_reference
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
-from ligermodels.kernels.quantize import quantize_int8, quantize_int8_reference
 from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.kernels.rope import rope, rope_qk, rope_qk_reference, rope_reference
 
@@ -52,8 +50,6 @@ __all__ = [
     "glu_linear",
     "glu_linear_reference",
     "glu_reference",
-    "int2_matmul",
-    "int2_matmul_reference",
     "jsd",
     "jsd_reference",
     "kl_div",
@@ -70,9 +66,6 @@ __all__ = [
     "mlp_reference",
     "moe_experts",
     "moe_experts_reference",
-    "pack_int2",
-    "quantize_int8",
-    "quantize_int8_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",
@@ -81,5 +74,4 @@ __all__ = [
     "rope_reference",
     "route",
     "route_reference",
-    "unpack_int2",
 ]

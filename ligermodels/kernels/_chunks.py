@@ -1,35 +1,23 @@
-"""What losses over a linear head share that walk over their tokens in chunks: how long a chunk is, leaving ignored
-tokens out, sums of gradients over the chunks, and how those wait from the forward for the backward.
+"""What losses over a linear head share that take their tokens in chunks: the length of a chunk, leaving ignored tokens
+out, sums of gradients over the chunks, and how these reach the backward.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._gradients import accumulate, give_gradient, is_marked, scale_
-from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import accumulator, device_guard, tl, triton
+from ligermodels.kernels._gradients import accumulate, accumulate_grad, is_marked, scale_
+from ligermodels.kernels._triton import accumulator
 
 CHUNK_BYTES = 512 * 2**20
-"""What the logits of a chunk take if not told otherwise."""
-
-
-@triton.jit
-def _gather_kernel(x, source, out, row_stride, H, BLOCK: tl.constexpr):
-    r = tl.program_id(0).to(tl.int64)
-    at = tl.load(source + r)
-    readable = tl.where(at < 0, 0, H)
-    for start in range(0, H, BLOCK):
-        columns = start + tl.arange(0, BLOCK)
-        row = tl.load(x + at * row_stride + columns, mask=columns < readable, other=0.0)
-        tl.store(out + r * H + columns, row, mask=columns < H)
+"""The default workspace for the logits of a chunk."""
 
 
 def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
-    """Tokens per chunk: what workspace_bytes holds, in multiples of 128, evened out so that no chunk is a short tail."""
+    """Tokens per chunk: what workspace_bytes holds, in multiples of 128, so that all chunks are about equal."""
     most = max(workspace_bytes // row_bytes // 128, 1) * 128
     chunks = max(-(-tokens // most), 1)
     return min(-(-tokens // (chunks * 128)) * 128, tokens)
@@ -37,16 +25,13 @@ def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
 
 def gather(x: Tensor, source: Tensor) -> Tensor:
     """x [N, H] -> rows x[source], and zeros where source is negative: zeros even if x holds NaN."""
-    out = torch.empty(source.shape[0], x.shape[1], dtype=x.dtype, device=x.device)
-    if out.numel():
-        launch(_gather_kernel, (source.shape[0],), x, source, out, x.stride(0), x.shape[1], 1024)
-    return out
+    return x.index_select(0, source.clamp(min=0)).masked_fill_(source[:, None] < 0, 0)
 
 
 def compact(labels: Tensor, limit: int, ignore_index: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
     """(labels of the valid tokens [limit], the token each came from or -1, the place of each token or -1).
 
-    Were there more than `limit` valid labels, all labels returned are no class, so that the loss becomes NaN.
+    With more than `limit` valid labels, all labels returned are no class, so that the loss becomes NaN.
     """
     valid = labels != ignore_index
     rank = valid.cumsum(0) - 1
@@ -68,18 +53,18 @@ class Settings(NamedTuple):
 
     num_valid: int | None
     workspace_bytes: int
-    dtype: torch.dtype  # of the products
+    dtype: torch.dtype  # of the matmuls
     accumulate_fp32: bool
 
-    def wide(self, weight: Tensor) -> torch.dtype:
+    def sum_dtype(self, weight: Tensor) -> torch.dtype:
         """The dtype of dweight while it is summed; cuBLAS adds to the dtype it multiplies in, or to fp32."""
-        wide = self.accumulate_fp32 or weight.dtype != self.dtype
-        return torch.promote_types(weight.dtype, torch.float32) if wide else weight.dtype
+        upcast = self.accumulate_fp32 or weight.dtype != self.dtype
+        return torch.promote_types(weight.dtype, torch.float32) if upcast else weight.dtype
 
     def whole_bytes(self, weight: Tensor, need_weight: bool) -> int:
-        """What the logits of all tokens may take to be one chunk: workspace_bytes, and what the wide sum of dweight, which
-        a single chunk does without, takes beyond dweight itself."""
-        summed = need_weight and weight.numel() * (self.wide(weight).itemsize - weight.itemsize)
+        """What the logits of all tokens may take to be one chunk: workspace_bytes, and the memory beyond dweight of an
+        fp32 sum of it, which a single chunk does without."""
+        summed = need_weight and weight.numel() * (self.sum_dtype(weight).itemsize - weight.itemsize)
         return self.workspace_bytes + summed
 
 
@@ -148,20 +133,20 @@ class Chunks:
 class Gradients:
     """dx, dweight and dbias of a head, where needed, summed over the chunks of `logits` turned into gradients.
 
-    wide: the dtype in which dweight is summed; final: the one in which `take_dweight` gives it away, when the chunks'
-    workspace is free again. Where that has no room for the result, which is half as wide as the sum, the sum is two
-    tensors, each of half the rows, and the result takes the room of the first.
+    sum_dtype: in which dweight is summed; final: in which `take_dweight` returns it, when the chunks' workspace is free
+    again. Where the result does not fit into that, the fp32 sum is two tensors, each of half the rows, and the result
+    takes the memory of the first.
     """
 
-    def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], wide: torch.dtype, final: torch.dtype):
+    def __init__(self, chunks: Chunks, needs: tuple[bool, bool, bool], sum_dtype: torch.dtype, final: torch.dtype):
         need_x, need_weight, need_bias = needs
         x, (vocab, hidden) = chunks.x, chunks.weight.shape
         make = torch.empty if len(x) else torch.zeros
         self.dx = torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
-        no_room = vocab * hidden * final.itemsize > chunks.logits_bytes(chunks.rows)
-        half = -(-vocab // 128) * 64 if no_room and wide.itemsize == 2 * final.itemsize else vocab
+        fits = vocab * hidden * final.itemsize <= chunks.logits_bytes(chunks.rows)
+        half = vocab if fits or sum_dtype.itemsize != 2 * final.itemsize else -(-vocab // 128) * 64
         parts = [range(vocab)[i : i + half] for i in range(0, vocab, half)] if need_weight else []
-        self.parts = [(rows, make(len(rows), hidden, dtype=wide, device=x.device)) for rows in parts]
+        self.parts = [(rows, make(len(rows), hidden, dtype=sum_dtype, device=x.device)) for rows in parts]
         self.final = final
         dtype = accumulator(x.dtype)
         self.dbias = torch.zeros(chunks.vocab, dtype=dtype, device=x.device) if need_bias else None
@@ -182,11 +167,11 @@ class Gradients:
             return parts[0][1].to(self.final) if parts else None
         (rows, first), (_, second) = parts
         hidden = first.shape[1]
-        # Not by way of Tensor.untyped_storage, which would count as a holder: autograd adds to what nobody else holds.
-        dweight, room = first.new_empty(0, dtype=self.final), first.view(self.final)
-        dweight.set_(room, 0, (rows.stop + len(second), hidden), (hidden, 1))  # type: ignore[call-overload]
+        # Not by Tensor.untyped_storage, which would count as a holder: autograd adds to what nobody else holds.
+        dweight, memory = first.new_empty(0, dtype=self.final), first.view(self.final)
+        dweight.set_(memory, 0, (rows.stop + len(second), hidden), (hidden, 1))  # type: ignore[call-overload]
         step = -(-len(first) // 8)
-        for start in range(0, len(first), step):  # each written over rows that have been read: through a copy, in parts
+        for start in range(0, len(first), step):  # each is written over rows that have been read
             dweight[start : start + step][: len(first) - start] = first[start : start + step].to(self.final)
         dweight[rows.stop :] = second
         return dweight
@@ -197,8 +182,8 @@ class Gradients:
             self.dx = gather(self.dx, place)
 
 
-def keep(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = None) -> None:
-    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `hand_out` in the backward.
+def stash(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = None) -> None:
+    """In a forward: leaves dx, dweight, dbias and a factor, None for 1, to `release` in the backward.
 
     weight: the one of dweight, where that may be added to its .grad in place.
     """
@@ -211,39 +196,51 @@ def keep(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = N
         ctx.weight = weight if weight is not None and is_marked(weight) else None
 
 
-def hand_out(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
-    """In the backward of `op`: dx, dweight and dbias that forward left, times upstream and factor, once.
+def release(ctx: Any, upstream: Tensor, op: str, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    """In the backward of `op`: the dx, dweight and dbias of forward, times upstream and factor, once; of `dtypes`.
 
-    dweight is None where it was added to the .grad of the weight given to `keep`.
+    dweight is None where it was added to the .grad of the weight given to `stash`.
     """
     if torch.compiler.is_compiling():
         *gradients, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
-        return [None if t is None else t * factor for t in gradients]
+        return [None if t is None else (t * factor).to(d) for t, d in zip(gradients, dtypes, strict=True)]
     if ctx.gradients is None:
         raise RuntimeError(
-            f"{op} holds its gradients from forward on and gives them away in backward, so a second backward through "
-            "the same loss is not possible: compute the loss again."
+            f"{op} computes its gradients in forward and releases them in backward, so a second backward through the "
+            "same loss is not possible: compute the loss again."
         )
     dx, dweight, dbias, factor = ctx.gradients
     ctx.gradients = None
     factor = upstream if factor is None else upstream * factor
-    with device_guard(factor):
-        dx, dbias = (None if t is None else scale_(t, factor) for t in (dx, dbias))
-        if dweight is not None:
-            dweight = scale_(dweight, factor) if ctx.weight is None else give_gradient(ctx.weight, dweight, factor)
-    return [dx, dweight, dbias]
+    dx, dbias = (None if t is None else scale_(t, factor) for t in (dx, dbias))
+    if dweight is not None:
+        dweight = scale_(dweight, factor) if ctx.weight is None else accumulate_grad(ctx.weight, dweight, factor)
+    return [None if t is None else t.to(d) for t, d in zip((dx, dweight, dbias), dtypes, strict=True)]
+
+
+def call_opaque(op: Callable, like: Callable, *args: Any) -> list[Tensor | None]:
+    """op(*args), a custom op which torch.compile does not look into, and which cannot return None: with a None where
+    `like`, its shapes, has one. Traced, the chunks would be unrolled for one number of tokens, and addmm with out_dtype
+    is not traceable at all (pytorch/pytorch#163880)."""
+    found = iter(op(*args))
+    return [None if t is None else next(found) for t in like(*args)]
+
+
+def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Those that are not None, as a custom op returns them."""
+    return [t for t in tensors if t is not None]
 
 
 def check_head(
     x: Tensor, weight: Tensor, bias: Tensor | None, num_valid: int | None, accum_dtype: torch.dtype | None,
     workspace_bytes: int,
 ) -> torch.dtype:  # fmt: skip
-    """The dtype of the products; raises InputError where x [..., H], weight [V, H] and bias [V] do not fit."""
+    """The dtype of the matmuls; raises InputError where x [..., H], weight [V, H] and bias [V] do not fit."""
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or weight.device != x.device:
         raise InputError(
-            f"weight {tuple(weight.shape)} on {weight.device} does not fit x {tuple(x.shape)} on {x.device}; "
-            "it is [V, H] for x [..., H]."
+            f"weight {tuple(weight.shape)} on {weight.device} does not fit x {tuple(x.shape)} on {x.device}; expected "
+            "[V, H] there, for x [..., H]."
         )
     vocab = weight.shape[0]
     if bias is not None and (bias.shape != (vocab,) or bias.device != x.device):
@@ -252,8 +249,8 @@ def check_head(
     for name, parameter in (("weight", weight), ("bias", bias)):
         if parameter is not None and not parameter.is_floating_point():
             raise InputError(f"{name} is {parameter.dtype}; beside x it must be floating point.")
-    wide = torch.float64 in (dtype, weight.dtype)
-    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and not wide:
+    fp64 = torch.float64 in (dtype, weight.dtype)
+    if x.device.type != "meta" and torch.is_autocast_enabled(x.device.type) and not fp64:
         dtype = torch.get_autocast_dtype(x.device.type)
     elif weight.dtype != dtype:
         raise InputError(f"x is {dtype} and weight {weight.dtype}: cast one, or use torch.autocast.")

@@ -355,9 +355,6 @@ def _tiling(
 
     Rows that start on no multiple of 16 elements allow no wide loads: neighbours then go to neighbouring threads.
 
-    Chosen on an H200, bf16, loss and gradient of 8192 rows, against other warps, tiles and stages: at 128256 classes
-    1.34 ms (32 warps and 3 stages 1.46), at 32000 0.33 (32 KiB and 32 warps 0.46), at 50257 0.72 (strips of
-    neighbours 1.13).
     """
     num_rows, vocab = logits.shape
     size = logits.element_size()

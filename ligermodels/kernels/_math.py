@@ -1,4 +1,4 @@
-"""What kernels share: exp, the activations with their derivatives, and the tiles that element-wise kernels go by."""
+"""What kernels share: exp, the activations with their derivatives, and the tiles of element-wise kernels."""
 
 import functools
 from collections.abc import Callable
@@ -15,8 +15,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": F.gelu,
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
 }
-"""What `activation` computes, in PyTorch. Source: Hendrycks and Gimpel 2016, https://arxiv.org/abs/1606.08415; silu and
-gelu as torch.nn.functional has them, quick_gelu as OpenAI's CLIP."""
+"""What `activation` computes, in PyTorch. Sources: torch.nn.functional; quick_gelu as in OpenAI's CLIP."""
 
 
 @triton.jit
@@ -53,7 +52,7 @@ def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_at(n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """The rows and columns of this program's tile, and which of them there are."""
+    """The rows and columns of this program's tile, and which of them exist."""
     BLOCKS: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
     rows = (tl.program_id(0) // BLOCKS).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     cols = (tl.program_id(0) % BLOCKS) * BLOCK + tl.arange(0, BLOCK)[None, :]

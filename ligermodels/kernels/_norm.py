@@ -1,8 +1,7 @@
 """What `rms_norm` and `layer_norm` share on the host: sizes of tiles, launches, the autograd.Function, checks.
 
-y remembers how it is made of what the backward keeps anyway (see `_recipes`): a product that reads y need not keep it.
-What needs no gradient is neither computed nor allocated, and x, contiguous and of any shape, is not reshaped: views and
-allocations are what a call costs the host besides its launches.
+y gets a recompute handle (see `_recompute`): the linear layer that reads y need not save it. A gradient that nobody
+needs is neither computed nor allocated. x is not reshaped where it is contiguous: views cost the host time.
 """
 
 import functools
@@ -12,28 +11,19 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import check_operand, describe
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._norm_kernels import (
-    backward_kernel,
-    backward_wide_kernel,
-    forward_kernel,
-    forward_wide_kernel,
-    sum_parts_kernel,
-)
-from ligermodels.kernels._recipes import remember
-from ligermodels.kernels._triton import accumulator, as_rows, device_guard, num_sms, once_differentiable
+from ligermodels.kernels._norm_kernels import backward_kernel, forward_kernel, sum_parts_kernel
+from ligermodels.kernels._recompute import attach
+from ligermodels.kernels._triton import accumulator, as_rows, num_sms, once_differentiable
 
-_WIDEST = 16384, 8192  # columns of a row that one program holds in registers; with dw and db
-_WIDE = 8192, 4096  # columns that a program takes at a time where rows are wider: forward, backward
+MAX_WIDTH = 16384, 8192
+"""The widest rows that a program holds in registers, of RMSNorm and LayerNorm. Wider ones take the reference."""
 _PIPELINE_BYTES = 48 * 1024 if torch.version.hip else 96 * 1024  # shared memory for loads in flight
 
 
 def _forward_tile(width: int, centred: bool) -> tuple[int, int, int]:
-    """Columns, rows and warps of a program: 16 elements per thread; 32 where two sums make the threads meet.
-
-    Bytes moved in units of a copy's 4.25 TB/s, on an H200 in bf16: RMSNorm of 2048, 4096, 8192 columns 0.94, 0.96,
-    0.97; LayerNorm of 768, 1280, 2048, 4096, 8192 0.90, 0.88, 0.89, 0.94, 0.90 (16 per thread: 0.71 at 1280).
-    """
+    """Columns, rows and warps of a program: 16 elements per thread; 32 where two sums make the threads synchronise."""
     block = 1 << (width - 1).bit_length()
     rows = max(1, 2048 // block)
     return block, rows, min(16, rows * block // (1024 if centred else 512))
@@ -42,9 +32,7 @@ def _forward_tile(width: int, centred: bool) -> tuple[int, int, int]:
 def _backward_tile(width: int, loads: int) -> tuple[int, int, int, int, int]:
     """Columns of the first and of the second piece, rows, warps, and programs per multiprocessor.
 
-    `loads` bytes per element must fit into shared memory. In units of the copy as above, without the sum of the parts
-    (2.2 to 3.3 us): RMSNorm of 2048, 4096, 8192 columns 0.93, 0.97, 0.98; LayerNorm of 768, 1280, 2048, 4096, 8192
-    0.86, 0.89 (in one piece 0.80), 0.93, 0.94, 0.95.
+    `loads` bytes per element must fit into shared memory. Between 1024 and 1536 columns two pieces waste less than one.
     """
     if 1024 < width <= 1536:
         return 1024, 512 if width > 1280 else 256, 1, 2, 6
@@ -69,16 +57,13 @@ def _forward(
     total = x if residual is None else torch.empty_like(y)
     stats = x.new_empty(n_rows * (1 + centred), dtype=accumulator(dtype))
     if n_rows:
-        kernel, (block, rows, warps) = forward_kernel, _forward_tile(width, centred)
-        if width > _WIDEST[0]:
-            kernel, block, rows, warps = forward_wide_kernel, _WIDE[0], 1, 16
-        with device_guard(x):
-            launch(
-                kernel, (-(-n_rows // rows),), y, total, stats, x, other,
-                x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
-                n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
-                weight is not None, bias is not None, width, block, rows, num_warps=warps,
-            )  # fmt: skip
+        block, rows, warps = _forward_tile(width, centred)
+        launch(
+            forward_kernel, (-(-n_rows // rows),), y, total, stats, x, other,
+            x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
+            n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
+            weight is not None, bias is not None, width, block, rows, num_warps=warps,
+        )  # fmt: skip
     return y, total, stats
 
 
@@ -102,28 +87,23 @@ def _backward(
         return dx, dw, db
 
     loads = x.element_size() + dy.element_size() + (dtotal.element_size() if add else 0)
-    kernel, (block, rest, rows, warps, per_sm) = backward_kernel, _backward_tile(width, loads)
+    block, rest, rows, warps, per_sm = _backward_tile(width, loads)
     stage = rows * (block + rest) * loads
-    if width > _WIDEST[0 if db is None else 1] or stage > _PIPELINE_BYTES:
-        # Two rows share each update of dw and db. Their second reading should find the rows of all programs in L2.
-        kernel, block, rest, rows, warps, per_sm = backward_wide_kernel, _WIDE[1], 0, 2 if width <= 32768 else 1, 16, 1
-        stage = block * (rows * loads + 8 + len(grads) * stats.element_size())
     programs = min(num_sms(x.device.index) * per_sm, -(-n_rows // (4 * rows)))
     parts = stats.new_empty(len(grads), programs, width) if grads else stats
-    with device_guard(x):
+    launch(
+        backward_kernel, (programs,),
+        x if dx is None else dx, parts, dy, dtotal, x, x if weight is None else weight.contiguous(), stats,
+        n_rows, dy_stride, dtotal_stride, x_stride,
+        offset, centred, add, weight is not None, need_dx, dw is not None, db is not None,
+        width, block, rest, rows, min(3, 1 + _PIPELINE_BYTES // stage), num_warps=warps,
+    )  # fmt: skip
+    if grads:
+        columns, at_once = (16, 128) if width <= 8192 else (64, 32)
         launch(
-            kernel, (programs,),
-            x if dx is None else dx, parts, dy, dtotal, x, x if weight is None else weight.contiguous(), stats,
-            n_rows, dy_stride, dtotal_stride, x_stride,
-            offset, centred, add, weight is not None, need_dx, dw is not None, db is not None,
-            width, block, rest, rows, min(3, 1 + _PIPELINE_BYTES // stage), num_warps=warps,
+            sum_parts_kernel, (-(-width // columns), len(grads)),
+            grads[0], grads[1] if len(grads) == 2 else None, parts, programs, width, columns, at_once,
         )  # fmt: skip
-        if grads:
-            columns, at_once = (16, 128) if width <= 8192 else (64, 32)
-            launch(
-                sum_parts_kernel, (-(-width // columns), len(grads)),
-                grads[0], grads[1] if len(grads) == 2 else None, parts, programs, width, columns, at_once,
-            )  # fmt: skip
     return dx, dw, db
 
 
@@ -162,37 +142,25 @@ def norm(
 ) -> tuple[Tensor, Tensor]:
     """y and the sum, or y and x without a residual; options: eps, offset, centred, early, as in `Norm`.
 
-    y remembers that it is what the same kernel makes of the sum, which it reads as rounded where it is stored: the same
-    bits, but where x and the residual are of two dtypes, for which the compiler may add up a row in another order.
+    The handle of y runs the kernel on the stored sum, which gives the same bits, except where x and the
+    residual differ in dtype, for which the compiler may add up a row in another order.
     """
     made = Norm.apply(x, residual, weight, bias, *options)
     y, total = (made, x) if residual is None else made
-    return remember(y, functools.partial(_again, options), total, weight, bias), total
+    return attach(y, functools.partial(_recomputed, options), total, weight, bias), total
 
 
-def _again(options: tuple, total: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+def _recomputed(options: tuple, total: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return _forward(total, None, weight, bias, *options)[0]
 
 
 def check(x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, where: str) -> None:
     if x.dim() == 0 or x.shape[-1] == 0 or not x.is_floating_point():
-        raise InputError(
-            f"{where}: x has shape {tuple(x.shape)} and dtype {x.dtype}; expected floating point [..., N], N >= 1."
-        )
-    if residual is not None and (residual.shape != x.shape or not residual.is_floating_point()):
-        raise InputError(
-            f"{where}: residual has shape {tuple(residual.shape)} and dtype {residual.dtype}, x has shape "
-            f"{tuple(x.shape)}; both must be floating point of one shape. Expand the smaller one first."
-        )
+        raise InputError(f"{where}: x has {describe(x)}; expected floating point [..., N], N >= 1.")
     width = operator.index(x.shape[-1])  # a constexpr of the kernels: Dynamo must take it for a constant from here on
-    device = x.device
-    if residual is not None and residual.device != device:
-        raise InputError(f"{where}: residual is on {residual.device}, x is on {device}. Move one of them.")
-    for name, param in (("weight", weight), ("bias", bias)):
-        if param is None:
-            continue
-        if param.dim() != 1 or param.shape[0] != width or param.device != device or not param.is_floating_point():
-            raise InputError(
-                f"{where}: {name} has shape {tuple(param.shape)} and dtype {param.dtype} on {param.device}; x "
-                f"{tuple(x.shape)} on {device} needs floating point ({width},). Was the norm built for another width?"
-            )
+    if residual is not None:
+        check_operand(where, "residual", residual, x.shape, "x", x)
+    if weight is not None:
+        check_operand(where, "weight", weight, (width,), "x", x)
+    if bias is not None:
+        check_operand(where, "bias", bias, (width,), "x", x)

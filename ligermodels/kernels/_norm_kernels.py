@@ -2,7 +2,7 @@
 
     y = (x - mean) * rstd * (offset + weight) + bias          over the last dim, of width N; mean is 0 in RMSNorm
 
-- A program holds whole rows in registers. Wider rows are read twice, the second time from the L2 cache.
+- A program holds whole rows in registers.
 - The backward is persistent: each program strides over tiles of rows with the loads of the next ones in flight, and
   keeps its share of dweight and dbias in registers. A second kernel sums the shares in a fixed order (no atomics).
 """
@@ -36,10 +36,9 @@ def _rstd(total, N: tl.constexpr, eps: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def _load_sum(x_ptr, residual_ptr, total_ptr, mask, KEEP: tl.constexpr, ADD: tl.constexpr, ACC: tl.constexpr):
-    """A tile of x in ACC; with ADD that of x + residual, as rounded where it is stored. KEEP: x is read again."""
-    POLICY: tl.constexpr = "" if KEEP else "evict_first"
-    x = tl.load(x_ptr, mask=mask, other=0.0, eviction_policy=POLICY)
+def _load_sum(x_ptr, residual_ptr, total_ptr, mask, ADD: tl.constexpr, ACC: tl.constexpr):
+    """A tile of x in ACC; with ADD that of x + residual, as rounded where it is stored."""
+    x = tl.load(x_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
     if ADD:
         residual = tl.load(residual_ptr, mask=mask, other=0.0, eviction_policy="evict_first")
         x = (x.to(ACC) + residual.to(ACC)).to(total_ptr.dtype.element_ty)
@@ -93,7 +92,7 @@ def forward_kernel(
     own = row * N + cols
     x = _load_sum(
         x_ptr + row * x_stride + cols, residual_ptr + row * residual_stride + cols, total_ptr + own,
-        mask, False, ADD, ACC,
+        mask, ADD, ACC,
     )  # fmt: skip
     w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
     b = _load_bias(b_ptr, cols, N, BIAS, ACC)
@@ -104,56 +103,6 @@ def forward_kernel(
     rstd = _rstd(tl.sum(x * x, 1), N, eps, OUT)
     tl.store(stats_ptr + rows, rstd, mask=row_mask)
     tl.store(y_ptr + own, _scaled(x * rstd[:, None], w, b, EARLY, WEIGHT, BIAS, OUT), mask=mask)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def forward_wide_kernel(
-    y_ptr, total_ptr, stats_ptr, x_ptr, residual_ptr, w_ptr, b_ptr, n_rows, x_stride, residual_stride,
-    eps: tl.constexpr, offset: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADD: tl.constexpr,
-    WEIGHT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
-    """The same for N > BLOCK: two passes over the columns of one row per program."""
-    ACC: tl.constexpr = stats_ptr.dtype.element_ty
-    OUT: tl.constexpr = y_ptr.dtype.element_ty
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    row_mask = rows < n_rows
-    row = rows.to(tl.int64)[:, None]
-    mean = tl.zeros([ROWS], ACC)
-    squares = tl.zeros([ROWS], ACC)
-    square = tl.zeros([ROWS, BLOCK], ACC)
-    for start in range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = row_mask[:, None] & (cols < N)[None, :]
-        x = _load_sum(
-            x_ptr + row * x_stride + cols, residual_ptr + row * residual_stride + cols, total_ptr + row * N + cols,
-            mask, not ADD, ADD, ACC,
-        )  # fmt: skip
-        if CENTRED:  # the mean and the centred squares of this block, merged with those before
-            share = tl.minimum(N - start, BLOCK).to(ACC)
-            begun = tl.cast(start, ACC)
-            mean_here = _mean(tl.sum(x, 1), share)
-            centred = tl.where(mask, x - mean_here[:, None], 0.0)
-            ahead = mean_here - mean
-            mean += ahead * (share / (begun + share))
-            squares += tl.sum(centred * centred, 1) + ahead * ahead * (begun * share / (begun + share))
-        else:
-            square += x * x
-    if CENTRED:
-        tl.store(stats_ptr + n_rows + rows, mean, mask=row_mask)
-    else:
-        squares = tl.sum(square, 1)
-    rstd = _rstd(squares, N, eps, OUT)
-    tl.store(stats_ptr + rows, rstd, mask=row_mask)
-    tl.debug_barrier()  # the sum is read back below, maybe by other threads
-    for start in range(0, N, BLOCK):
-        cols = start + tl.arange(0, BLOCK)
-        mask = row_mask[:, None] & (cols < N)[None, :]
-        source = total_ptr + row * N if ADD else x_ptr + row * x_stride
-        x = tl.load(source + cols, mask=mask, other=0.0, eviction_policy="evict_first").to(ACC)
-        w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
-        b = _load_bias(b_ptr, cols, N, BIAS, ACC)
-        y = _scaled((x - mean[:, None]) * rstd[:, None], w, b, EARLY, WEIGHT, BIAS, OUT)
-        tl.store(y_ptr + row * N + cols, y, mask=mask)
 
 
 @triton.jit
@@ -184,7 +133,7 @@ def backward_kernel(
     """dx = (g - mean(g) - x_hat * mean(g * x_hat)) * rstd + dtotal, with g = dy * w, and mean(g) only if CENTRED.
 
     A row is one tile of BLOCK columns, or two, of BLOCK and of REST, where one of a power of two would be half empty.
-    This program's share of dw goes to row pid of parts, that of db as many rows behind as there are shares of dw.
+    This program's share of dw goes to row pid of parts, that of db as many rows later as there are shares of dw.
     """
     ACC: tl.constexpr = stats_ptr.dtype.element_ty
     PIECES: tl.constexpr = 2 if REST else 1
@@ -252,67 +201,8 @@ def backward_kernel(
         if DW:
             tl.store(parts_ptr + cols, tl.sum(dw[i], 0), mask=cols < N)
         if DB:
-            behind = tl.num_programs(0).to(tl.int64) * N if DW else 0
-            tl.store(parts_ptr + behind + cols, tl.sum(db[i], 0), mask=cols < N)
-
-
-@triton.jit(do_not_specialize=["n_rows"])
-def backward_wide_kernel(
-    dx_ptr, parts_ptr, dy_ptr, dtotal_ptr, x_ptr, w_ptr, stats_ptr, n_rows, dy_stride, dtotal_stride, x_stride,
-    offset: tl.constexpr, CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr,
-    DX: tl.constexpr, DW: tl.constexpr, DB: tl.constexpr,
-    N: tl.constexpr, BLOCK: tl.constexpr, REST: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """The same for N > BLOCK: two passes over the columns, dw and db kept in the memory of their shares; no REST."""
-    ACC: tl.constexpr = stats_ptr.dtype.element_ty
-    first = tl.program_id(0)
-    dw_ptr = parts_ptr + first.to(tl.int64) * N
-    db_ptr = dw_ptr + (tl.num_programs(0).to(tl.int64) * N if DW else 0)
-    for tile in tl.range(first, tl.cdiv(n_rows, ROWS), tl.num_programs(0), num_stages=1):
-        rows = tile * ROWS + tl.arange(0, ROWS)
-        row_mask = (rows < n_rows)[:, None]
-        rstd = tl.load(stats_ptr + rows, mask=rows < n_rows, other=0.0)[:, None]
-        mean = tl.zeros([ROWS, 1], ACC)
-        if CENTRED:
-            mean = tl.load(stats_ptr + n_rows + rows, mask=rows < n_rows, other=0.0)[:, None]
-        row = rows.to(tl.int64)[:, None]
-        begun = tl.where(tile == first, 0, N)  # the first tile writes dw and db, so that no memory need be zeroed
-        level = tl.zeros([ROWS, 1], ACC)
-        along = tl.zeros([ROWS, 1], ACC)
-        if DX:
-            sums = tl.zeros([ROWS, BLOCK], ACC)
-            products = tl.zeros([ROWS, BLOCK], ACC)
-            for start in tl.range(0, N, BLOCK, num_stages=STAGES):
-                cols = start + tl.arange(0, BLOCK)
-                mask = row_mask & (cols < N)[None, :]
-                w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
-                x_hat = (tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC) - mean) * rstd
-                g = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC) * w
-                if CENTRED:
-                    sums += g
-                products += g * x_hat
-            if CENTRED:
-                level = (tl.sum(sums, 1) * (1.0 / N))[:, None]
-            along = (tl.sum(products, 1) * (1.0 / N))[:, None]
-        for start in tl.range(0, N, BLOCK, num_stages=STAGES):
-            cols = start + tl.arange(0, BLOCK)
-            mask = row_mask & (cols < N)[None, :]
-            dy = tl.load(dy_ptr + row * dy_stride + cols, mask=mask, other=0.0).to(ACC)
-            if DX or DW:
-                x_hat = (tl.load(x_ptr + row * x_stride + cols, mask=mask, other=0.0).to(ACC) - mean) * rstd
-            if DX:
-                w = _load_weight(w_ptr, cols, N, offset, WEIGHT, ACC)
-                dx = (dy * w - level - x_hat * along) * rstd
-                if ADD:
-                    dx += tl.load(dtotal_ptr + row * dtotal_stride + cols, mask=mask, other=0.0).to(ACC)
-                tl.store(dx_ptr + row * N + cols, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-            if DW:
-                dw = tl.load(dw_ptr + cols, mask=cols < begun, other=0.0)
-                tl.store(dw_ptr + cols, dw + tl.sum(dy * x_hat, 0), mask=cols < N)
-            if DB:
-                db = tl.load(db_ptr + cols, mask=cols < begun, other=0.0)
-                tl.store(db_ptr + cols, db + tl.sum(dy, 0), mask=cols < N)
-        tl.debug_barrier()  # the next tile reads dw and db back, maybe in other threads
+            skipped = tl.num_programs(0).to(tl.int64) * N if DW else 0
+            tl.store(parts_ptr + skipped + cols, tl.sum(db[i], 0), mask=cols < N)
 
 
 @triton.jit(do_not_specialize=["n_parts"])

@@ -1,7 +1,6 @@
 """Triton where it is installed and a stand-in where it is not, so that every kernel file imports anywhere.
 
-`use_triton` is the one place that decides between a Triton kernel and its PyTorch reference. Beside it stand the few
-helpers that launches share.
+`use_triton` alone decides between a Triton kernel and its PyTorch reference. Below are the helpers of launches.
 """
 
 import contextlib
@@ -37,24 +36,6 @@ except ImportError:
     HAS_TRITON = False
     INTERPRET = False
 
-__all__ = [
-    "HAS_TRITON",
-    "INTERPRET",
-    "accumulator",
-    "as_if_capturing",
-    "as_rows",
-    "cdiv",
-    "device_guard",
-    "is_capturing",
-    "last_dim_contiguous",
-    "next_power_of_2",
-    "num_sms",
-    "once_differentiable",
-    "tl",
-    "triton",
-    "use_triton",
-]
-
 
 def use_triton(x: Tensor) -> bool:
     """True if ops on `x` run as Triton kernels: on a CUDA, HIP or XPU device, or interpreted on the CPU."""
@@ -67,7 +48,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. triton.cdiv does the same, for 2 us of the host's time; so does triton.next_power_of_2."""
+    """a / b, rounded up; triton.cdiv takes the host 2 us, and so does triton.next_power_of_2."""
     return -(-a // b)
 
 
@@ -86,7 +67,7 @@ def is_capturing() -> bool:
 
 @contextlib.contextmanager
 def as_if_capturing() -> Iterator[None]:
-    """Lets the package do what it does while a CUDA graph is captured: a rehearsal, before the capture itself."""
+    """Makes `is_capturing` True: for a warm-up run before the capture itself."""
     global _as_if_capturing
     before, _as_if_capturing = _as_if_capturing, True
     try:
@@ -95,18 +76,8 @@ def as_if_capturing() -> Iterator[None]:
         _as_if_capturing = before
 
 
-def device_guard(x: Tensor) -> contextlib.AbstractContextManager:
-    """Makes the device of `x` current, where it is not: Triton launches on the current device."""
-    if x.is_cuda and x.get_device() != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return contextlib.nullcontext()
-
-
 def once_differentiable(backward: Callable) -> Callable:
-    """torch.autograd.function.once_differentiable, asked for only where a graph of the gradients is made.
-
-    Elsewhere it would switch gradients off, which are off, and that costs the host 5 us of each backward.
-    """
+    """torch.autograd.function.once_differentiable, only where gradients are on: elsewhere it costs the host 5 us."""
     once = torch.autograd.function.once_differentiable(backward)
 
     @functools.wraps(backward)
@@ -122,10 +93,10 @@ def last_dim_contiguous(x: Tensor) -> Tensor:
 
 
 def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
-    """x: [..., W], W >= 1, read as rows: a tensor that holds them, how many they are, and the stride between them.
+    """x [..., W] as rows: a tensor that holds them, their number, and the stride between them.
 
-    A contiguous x is that tensor itself, of whatever shape: no view costs the host its time. Others are flattened to
-    [T, W], and copied only where no strides can say that.
+    A contiguous x is returned as it is: a view costs the host time. Others are flattened to [T, W], and copied only
+    where no strides can describe that.
     """
     width = x.shape[-1]
     if x.is_contiguous():

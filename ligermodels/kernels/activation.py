@@ -2,10 +2,8 @@
 
     quick_gelu(x) = x * sigmoid(1.702 x)      gelu(x) = x * (1 + erf(x / sqrt(2))) / 2      gelu_tanh: by tanh instead
 
-What differs from an activation of torch: `activation_linear` is fc2(act(x)) that keeps x alone. Its backward computes
-dh = dy W, and one kernel reads (x, dh), writes dx, and leaves act(x) where dh was, for dW = dy^T act(x): half of the
-saved activations of the two apart, for 2 bytes more per element. It is `glu_linear` without a gate: the kernels, and
-what else is said of them, are in glu.py.
+What differs from an activation of torch: `activation_linear` is fc2(act(x)) that saves x alone. It is `glu_linear`
+without a gate, on the kernels of glu.py: half of the saved activations of the two apart, for 2 bytes more per element.
 
 Bytes per element at 2-byte dtypes, which are the minimum: forward 4, backward 6 (8 where act(x) is left).
 Math in fp32 (fp64 for fp64), one rounding.
@@ -18,7 +16,7 @@ from torch import Tensor
 
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels._triton import accumulator, use_triton
-from ligermodels.kernels.glu import Unit, check_unit, linear_operands, unit_linear
+from ligermodels.kernels.glu import GLU, apply_glu_linear, check_glu, linear_operands
 
 
 def activate_reference(x: Tensor, *, activation: str) -> Tensor:
@@ -37,22 +35,22 @@ def activate(x: Tensor, *, activation: str) -> Tensor:
     Returns [..., F] of x's dtype.
     Raises InputError for an unknown activation, or an x without columns or of integers.
     """
-    check_unit("activate", "x", x, activation)
+    check_glu("activate", "x", x, activation)
     if not use_triton(x):
         return activate_reference(x, activation=activation)
-    return Unit.apply(x, None, False, activation)
+    return GLU.apply(x, None, False, activation)
 
 
 def activation_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str) -> Tensor:
-    """F.linear(activate(x), weight, bias) that keeps x for the backward and makes act(x) anew there.
+    """F.linear(activate(x), weight, bias) that saves x, and recomputes act(x) in the backward.
 
     x: [..., F]; weight: [N, F]; bias: [N] or None; activation: as in `activate`.
     Returns [..., N] of the weight's dtype; under torch.autocast of the autocast dtype, to which weight and bias are
     cast as F.linear would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    width = check_unit("activation_linear", "x", x, activation)
+    width = check_glu("activation_linear", "x", x, activation)
     weight, bias = linear_operands("activation_linear", "x", x, width, weight, bias)
     if not use_triton(x):
         return activation_linear_reference(x, weight, bias, activation=activation)
-    return unit_linear(x, None, weight, bias, False, activation)
+    return apply_glu_linear(x, None, weight, bias, False, activation)

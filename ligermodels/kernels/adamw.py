@@ -9,14 +9,12 @@ written. What differs from torch's fused AdamW, beside `factor`, is how bf16 is 
 - "nearest": as torch does. An update smaller than half a step between neighbours (1/512 of a weight) is lost.
 - "stochastic": up or down, with the odds by which the mean is the exact value: 16 random bits are added to the fp32's
   bits, and those below bf16 cut off. The bits come from Philox4x32-7, by seed, parameter, step and element, and so are
-  the same on every device, for every block size, and after a resume. Seven rounds pass all of BigCrush.
+  the same on every device, for every block size, and after a resume.
 - `remainder`: the weight is an exact fp32 number for 2 bytes more: master's bits = (weight's bits << 16) + remainder,
   int16. The weight is the master rounded to nearest, ties away from zero: ties to even would need one value more than
   16 bits hold. Beside a weight that was set from outside, an old remainder adds half a step at most.
 
-Bytes per element, which are the minimum: bf16 weight, gradient and moments 14, with a remainder 18, fp32 28. At 14, an
-H200 has time for about 96 instructions per element; compiled, this is 61, of them 10 for random bits, as one call of
-Philox serves eight elements.
+Bytes per element, which are the minimum: bf16 weight, gradient and moments 14, with a remainder 18, fp32 28.
 
 Sources: Loshchilov and Hutter 2019, https://arxiv.org/abs/1711.05101; Salmon et al. 2011 (Philox),
 https://doi.org/10.1145/2063384.2063405; remainders: store_param_remainders of DistributedFusedAdam in
@@ -30,7 +28,7 @@ from torch import Tensor
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import accumulator, cdiv, device_guard, tl, triton, use_triton
+from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_triton
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
@@ -61,7 +59,7 @@ def random_bits(x: Tensor, stream: int, *, seed: int, number: int, step: int | T
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 x to bf16, up where its bits below bf16's plus `bits` (16 random ones) carry; inf and NaN stay."""
+    """fp32 x to bf16, up where its bits below bf16's plus `bits` (16 random ones) attach_to_view; inf and NaN stay."""
     raw = x.view(torch.int32)
     raw = torch.where(x.isfinite(), raw + bits, raw) & -65536
     return raw.view(torch.float32).bfloat16()
@@ -100,7 +98,7 @@ def adamw_reference(
         if rounding == "stochastic" and held.dtype == torch.bfloat16 and exact.dtype == torch.float32:
             bits = random_bits(exact, stream, seed=seed, number=number, step=step, first=first)
             exact = round_stochastically(exact.contiguous(), bits)
-        if held is not exact:  # a wide one was changed in place
+        if held is not exact:  # an fp32 one was changed in place
             held.copy_(exact)
 
 
@@ -119,7 +117,7 @@ def _store(
             more = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
         else:
             more = 0x7FFF + ((raw >> 16) & 1)
-        raw = tl.where(x == x, raw + more, raw)  # an infinity's bits cannot carry
+        raw = tl.where(x == x, raw + more, raw)  # an infinity's bits cannot attach_to_view
         tl.store(ptr + at, (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
@@ -204,12 +202,11 @@ def adamw(
         bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
     given = weight, exp_avg, exp_avg_sq, remainder
     w, m, v, r = held = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
-    with device_guard(weight):
-        launch(
-            _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
-            1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
-            isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
+        1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
+        isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
+    )  # fmt: skip
     for x, y in zip(given, held, strict=True):
         if x is not y:
             x.copy_(y)  # type: ignore[union-attr, arg-type]

@@ -1,9 +1,8 @@
 """Scaled dot-product attention: softmax(scale * q k^T + mask) v, on torch's engines or our own.
 
-What is added to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, so that q, k and v
-go in as strided views of one packed projection and the output is the next projection's input without a copy;
-grouped heads; causality aligned to the last key; windows; softcaps; padding that cannot make a NaN; packed
-sequences; the choice of engine.
+Added to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, strided or not; grouped heads;
+causality aligned to the last key; windows; softcaps; padding that cannot make a NaN; packed sequences; the choice of
+engine.
 
 | case                                   | engine                                                            |
 |----------------------------------------|-------------------------------------------------------------------|
@@ -20,14 +19,13 @@ sequences; the choice of engine.
 | CPU; no Triton; D > 256; the rest      | torch's first choice, with a boolean mask where one is needed;    |
 |                                        | with a softcap `attention_reference`                              |
 
-Bytes: none of the engines but the reference writes scores; each reads q, k, v and writes the output and one
-number per row and head, which is the minimum up to re-reading k and v from cache. A boolean mask costs S * K
-elements per call, and another S * K of the inputs' dtype inside torch, held for the backward. With `turns`, from 2^27
-elements of q on, torch's engines take some heads after others, so that what their backward needs beside its results
-stays below 1 GiB where there are heads enough.
+Bytes: only the reference writes scores; the engines read q, k, v and write the output and one number per row and head.
+A boolean mask costs S * K elements per call, and as many of the inputs' dtype inside torch, held for the backward. With
+`head_chunks`, torch's engines take long texts in chunks of heads, from 2^27 elements of q on, so that what their
+backward needs beside its results stays below 1 GiB: that allows 10 % longer texts at 131,072 tokens.
 
-The gradients of torch's engines sum in no fixed order; `torch.use_deterministic_algorithms(True)` makes torch
-choose, or switch, to ones that do. Those of the Triton kernels always sum in one order.
+The gradients of torch's engines sum in no fixed order, unless `torch.use_deterministic_algorithms(True)`. Those of the
+Triton kernels always sum in one order.
 
 Source: Dao 2023, "FlashAttention-2", https://arxiv.org/abs/2307.08691.
 """
@@ -41,26 +39,18 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ligermodels.errors import InputError, warn_once
-from ligermodels.kernels._recipes import backward_alone, remember
+from ligermodels.kernels._check import describe
+from ligermodels.kernels._recompute import attach, only_backward
 from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
 from ligermodels.kernels.flash_attention import flash_attention
 from ligermodels.kernels.flash_config import data_centre
 
 
 def attention_reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    padding: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
+    scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, padding: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """The specification of `attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, groups = accumulator(q.dtype), q.shape[2] // k.shape[2]
     k, v = k.to(dtype).repeat_interleave(groups, dim=2), v.to(dtype).repeat_interleave(groups, dim=2)
@@ -74,14 +64,9 @@ def attention_reference(
 
 
 def _visible(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    window: int | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, causal: bool, window: int | None, key_mask: Tensor | None, cu_seqlens: Tensor | None,
     padding: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Which query sees which key: bool [B or 1, 1, S, K], at least one True per row."""
     length, num_keys = q.shape[1], k.shape[1]
     keys = torch.arange(num_keys, dtype=torch.int32, device=q.device)
@@ -107,20 +92,10 @@ def _visible(
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = True,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    key_mask: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    max_seqlen: int | None = None,
-    padding: Tensor | None = None,
-    turns: bool = False,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | None = None, softcap: float | None = None,
+    scale: float | None = None, key_mask: Tensor | None = None, cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None, padding: Tensor | None = None, head_chunks: bool = False,
+) -> Tensor:  # fmt: skip
     """Each query's mean of the values it may see, weighted by softmax(scale * q k^T): [B, S, HQ, D].
 
     q: [B, S, HQ, D]. k, v: [B, K, HK, D]; query head h reads key head h // (HQ / HK). Strided views are fine.
@@ -131,13 +106,13 @@ def attention(
     key_mask: bool [B, K], False where a key is padding that nobody sees. A query left without a key sees its
         own, so that the output of padding is finite; nothing else may be read into it.
     cu_seqlens: int32 [N + 1], 0 = first, ascending, S = last, with B = 1 and K = S: boundaries of N packed
-        sequences which do not see each other. On a GPU the values are taken on trust: looking would stall it.
-        It may be on the CPU wherever q is: known lengths let few long sequences run as batches, which is faster.
+        sequences which do not see each other. Values on a GPU are not checked, which would synchronise. It may be on
+        the CPU wherever q is: known lengths let few long sequences run as batches, which is faster.
     max_seqlen: at least the longest packed sequence; no engine here needs it.
     padding: bool [B, S] for K = S, True at tokens that do not see each other, nor themselves, but see, and are seen
         by, all others. A query left without a key sees its own.
-    turns: of a long text, heads may be taken one after the other, which needs less memory in the backward. For who
-        gives the output to `kernels.linear`, which then keeps the parts that are kept anyway; others keep it twice.
+    head_chunks: of a long text, heads may be computed in chunks, which needs less memory in the backward. Only for an
+        output that goes to `kernels.linear`, which saves the chunks; anything else would save them and the whole.
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
@@ -174,18 +149,17 @@ def attention(
     if length == 1:
         return _decode(q, k, v, None if plain else _visible(q, k, **options), scale)
     if everything:
-        turns = turns and not torch.compiler.is_compiling()
-        return _in_turns(q, k, v, causal, scale) if turns else _sdpa(q, k, v, None, causal, scale)
+        chunked = head_chunks and not torch.compiler.is_compiling()
+        return _by_head_chunks(q, k, v, causal, scale) if chunked else _sdpa(q, k, v, None, causal, scale)
     return _sdpa(q, k, v, _visible(q, k, **options), False, scale)
 
 
-# Tokens per run above which torch's engines, call by call, are taken for packed sequences: there they are what takes
-# the time, not the launches, and have head sizes between the powers of two, which our tiles fill up with zeros.
+# Tokens per run above which packed sequences run as batches on torch's engines, faster once launches are hidden.
 _LONG = 1024
 
 
 def _runs(cu_seqlens: Tensor) -> list[tuple[int, int]]:
-    """(how many, how long) of the packed sequences that lie side by side and are equally long, empty ones left out."""
+    """(count, length) of neighbouring packed sequences of one length; empty ones are left out."""
     lengths = [end - start for start, end in itertools.pairwise(cu_seqlens.tolist()) if end > start]
     return [(len(list(run)), length) for length, run in itertools.groupby(lengths)]
 
@@ -238,20 +212,19 @@ def engine(q: Tensor, *, softcap: float | None = None, window: int | None = None
     return name if softcap is None else "attention_reference, scores in memory", _not_by_triton(q, softcap)
 
 
-# Elements of q at a time. cuDNN's backward holds dq in fp32, and dk and dv of every query head before it adds up those
-# that share a key head: 8 bytes per element of q in 16 bits, beside 6 of what it reads and 3 to 6 of what it gives.
-_TURN = 2**26
+# Elements of q per chunk. In 16 bits cuDNN's backward holds 8 bytes for each, beside its inputs and results.
+_CHUNK_ELEMENTS = 2**26
 
 
-def _in_turns(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
-    """`_sdpa` of all key heads at once; of a long text, of some after others: its backward needs memory for each."""
-    turns = q.numel() // _TURN
-    if turns < 2 or k.shape[2] == 1 or not backward_alone() or torch.is_autocast_enabled(q.device.type):
+def _by_head_chunks(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tensor:
+    """`_sdpa`, of a long text in chunks of heads, since its backward needs memory for each head."""
+    chunks = q.numel() // _CHUNK_ELEMENTS
+    if chunks < 2 or k.shape[2] == 1 or not only_backward() or torch.is_autocast_enabled(q.device.type):
         return _sdpa(q, k, v, None, causal, scale)
-    heads = -(-k.shape[2] // turns)
-    parts = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)
-    outs = [_sdpa(*part, None, causal, scale) for part in zip(*parts, strict=True)]
-    return remember(_joined(*outs), _joined, *outs)  # the backward of each reads its own, so who reads all keeps those
+    heads = -(-k.shape[2] // chunks)
+    split = q.split(heads * (q.shape[2] // k.shape[2]), 2), k.split(heads, 2), v.split(heads, 2)
+    outs = [_sdpa(*chunk, None, causal, scale) for chunk in zip(*split, strict=True)]
+    return attach(_joined(*outs), _joined, *outs)  # each chunk is saved for its own backward anyway
 
 
 def _joined(*outs: Tensor) -> Tensor:
@@ -298,86 +271,60 @@ def _flash_takes(q: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _has_flash(index: int) -> bool:
-    """True on NVIDIA cards from Ampere on, where torch was built with FlashAttention-2."""
+    """True on NVIDIA GPUs from Ampere on, where torch was built with FlashAttention-2."""
     built = torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()
     return built and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def _check(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    padding: Tensor | None,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softcap: float | None, key_mask: Tensor | None,
+    cu_seqlens: Tensor | None, padding: Tensor | None,
+) -> None:  # fmt: skip
     of_q, of_k = q.shape, k.shape
-    if len(of_q) != 4 or len(of_k) != 4 or of_k != v.shape or of_q[0] != of_k[0] or of_q[3] != of_k[3]:
+    if (
+        len(of_q) != 4 or len(of_k) != 4 or of_k != v.shape or of_q[0] != of_k[0] or of_q[3] != of_k[3]
+        or not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device)
+    ):  # fmt: skip
         raise InputError(
-            f"attention: q {list(of_q)}, k {list(of_k)} and v {list(v.shape)} do not fit together; "
-            "expected q [B, S, HQ, D] and k, v [B, K, HK, D]"
+            f"attention: q has {describe(q)}, k {describe(k)}, v {describe(v)}; expected q [B, S, HQ, D] and k, v "
+            "[B, K, HK, D] of one dtype and device. Is the KV cache of another dtype than the model?"
         )
     if of_k[2] == 0 or of_q[2] % of_k[2]:
-        raise InputError(
-            f"attention: {of_q[2]} query heads cannot share {of_k[2]} key heads; "
-            "the number of query heads must be a multiple of that of key heads"
-        )
-    if not (q.dtype == k.dtype == v.dtype) or not (q.device == k.device == v.device):
-        raise InputError(
-            f"attention: q is {q.dtype} on {q.device}, k {k.dtype} on {k.device}, v {v.dtype} on {v.device}; "
-            "they must agree (a KV cache of another dtype than the model?)"
-        )
-    if causal and of_q[1] > of_k[1]:
-        raise InputError(
-            f"attention: {of_q[1]} causal queries but only {of_k[1]} keys: the first would see none; "
-            "pass the keys of all queries, or causal=False"
-        )
-    if of_k[1] == 0 and of_q[1]:
-        raise InputError(f"attention: {of_q[1]} queries but no key")
+        raise InputError(f"attention: {of_q[2]} query heads must be a multiple of the {of_k[2]} key heads")
+    if (causal and of_q[1] > of_k[1]) or (of_k[1] == 0 and of_q[1]):
+        raise InputError(f"attention: {of_q[1]} queries but only {of_k[1]} keys; pass the keys of all queries")
     if window is not None and window < 1:
         raise InputError(f"attention: window={window} hides even the query's own key; give 1 or more tokens, or None")
     if softcap is not None and not softcap > 0:
         raise InputError(f"attention: softcap={softcap} must be positive; None turns it off")
-    if key_mask is not None and (key_mask.shape != k.shape[:2] or key_mask.dtype != torch.bool):
+    for name, mask, tokens in (("key_mask", key_mask, k), ("padding", padding, q)):
+        if mask is not None and (
+            mask.shape != tokens.shape[:2] or mask.dtype != torch.bool or mask.device != q.device
+            or (mask is padding and of_q[1] != of_k[1])
+        ):  # fmt: skip
+            raise InputError(
+                f"attention: {name} has {describe(mask)}, for {of_q[1]} queries and {of_k[1]} keys; expected "
+                f"torch.bool {list(tokens.shape[:2])} on {q.device}, one entry per key (padding: and as many queries)"
+            )
+    if cu_seqlens is None:
+        return
+    if of_q[0] != 1 or of_q[1] != of_k[1]:
         raise InputError(
-            f"attention: key_mask is {key_mask.dtype} {list(key_mask.shape)}; "
-            f"expected torch.bool {list(k.shape[:2])}, one entry per key, cached ones included"
+            f"attention: packed sequences lie end to end in one row; got q {list(of_q)} and k {list(of_k)}, expected "
+            "[1, T, heads, D] for both"
         )
-    if padding is not None and (
-        padding.shape != q.shape[:2] or padding.dtype != torch.bool or q.shape[1] != k.shape[1]
-    ):
+    on_cpu = cu_seqlens.device.type == "cpu"
+    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2 or not (
+        on_cpu or cu_seqlens.device == q.device
+    ):  # fmt: skip
         raise InputError(
-            f"attention: padding is {padding.dtype} {list(padding.shape)}, for {q.shape[1]} queries and {k.shape[1]} "
-            f"keys; expected torch.bool {list(q.shape[:2])} and as many keys: both are the same tokens"
+            f"attention: cu_seqlens has {describe(cu_seqlens)}; expected torch.int32 [N + 1] with N >= 1 on {q.device} "
+            "or the CPU"
         )
-    for name, mask in (("key_mask", key_mask), ("padding", padding)):
-        if mask is not None and mask.device != q.device:
-            raise InputError(f"attention: {name} is on {mask.device}, q on {q.device}; move one of them")
-    if cu_seqlens is not None:
-        _check_packing(q, k, cu_seqlens)
-
-
-def _check_packing(q: Tensor, k: Tensor, cu_seqlens: Tensor) -> None:
-    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
-        raise InputError(
-            f"attention: packed sequences lie end to end in one row and attend within themselves; "
-            f"got q {list(q.shape)} and k {list(k.shape)}, expected [1, T, heads, D] for both"
-        )
-    if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or cu_seqlens.numel() < 2:
-        raise InputError(
-            f"attention: cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; "
-            "expected torch.int32 [N + 1] with N >= 1"
-        )
-    if cu_seqlens.device.type != "cpu" and cu_seqlens.device != q.device:
-        found = f"attention: cu_seqlens is on {cu_seqlens.device}, q on {q.device}"
-        raise InputError(f"{found}; move it there or to the CPU")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+    if on_cpu and not torch.compiler.is_compiling():
         ends = cu_seqlens.tolist()
-        if ends[0] != 0 or ends[-1] != q.shape[1] or ends != sorted(ends):
+        if ends[0] != 0 or ends[-1] != of_q[1] or ends != sorted(ends):
             raise InputError(
                 f"attention: cu_seqlens runs from {ends[0]} to {ends[-1]}; "
-                f"it must ascend from 0 to the number of tokens, {q.shape[1]}"
+                f"it must ascend from 0 to the number of tokens, {of_q[1]}"
             )

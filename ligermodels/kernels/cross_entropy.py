@@ -6,12 +6,11 @@
 Fused: the cap, the loss of every token, z-loss, label smoothing, argmax and entropy come out of one online pass; the
 divisor of the mean is counted on the device. The logits are never written.
 
-With a mean or a sum, all tokens have one upstream gradient, and forward writes d logits for an upstream gradient of 1
-while it has the row in L2: 2 V itemsize bytes per token through memory (read, write), the minimum. backward multiplies
-by the true one, in place, with a kernel that reads it from the device and returns at once where it is 1 (and moves
-2 V itemsize bytes more where it is not: divide by num_items_in_batch rather than the loss by a number of steps).
-With reduction="none", in fp16 and in torch.compile, forward keeps two numbers per row and backward reads the logits
-once more: 3 V itemsize. `linear_cross_entropy` runs the same kernel over a workspace of its own.
+With a mean or a sum, forward writes d logits for an upstream gradient of 1 while it has the row in L2: 2 V itemsize
+bytes per token (read, write), the minimum. Backward multiplies by the upstream gradient in place, 2 V itemsize bytes
+more where that is not 1: divide by num_items_in_batch rather than the loss by a number of steps. With
+reduction="none", in fp16 and in torch.compile, forward saves two numbers per row and backward reads the logits once
+more: 3 V itemsize. `linear_cross_entropy` runs the same kernel over a workspace of its own.
 
 Source: Milakov and Gimelshein, arXiv:1805.02867 (online softmax); torch.nn.CrossEntropyLoss (the options).
 """
@@ -22,9 +21,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import check_labels, describe
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import scale_
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 
 
 class CrossEntropyOutput(NamedTuple):
@@ -47,12 +47,7 @@ def cross_entropy_reference(
     vocab = logits.shape[-1]
     y = labels.reshape(-1).long()
     valid = y != ignore_index
-    wrong = valid & ((y < 0) | (y >= vocab))
-    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
-        raise InputError(
-            f"labels hold {y[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
-            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
-        )
+    check_labels(y, valid, vocab, ignore_index)
     y = y.where(valid, 0)
     z = logits.reshape(-1, vocab).to(accumulator(logits.dtype)).masked_fill(~valid[:, None], 0)
     if softcap is not None:
@@ -112,15 +107,14 @@ class _CrossEntropy(torch.autograd.Function):
         # One upstream gradient for all tokens: their gradient is written while the row lies in L2. Not in fp16, where
         # p / T underflows before a loss scaler's factor comes, nor in torch.compile, which would copy what is scaled.
         at_once = options.reduction != "none" and logits.dtype != torch.float16 and not torch.compiler.is_compiling()
-        with device_guard(logits):
-            scales, weight_sum = divisors(labels, class_weight, num_items, logits, options)
-            rows = empty_rows(labels, logits, options)
-            # Maximum and sum apart: rounded into one lse, they would cost each probability half an ulp of lse.
-            stats = rows.loss.new_empty(labels.numel(), 2) if backward_follows else None
-            ctx.gradient = logits.new_empty(logits.shape) if at_once and backward_follows else None
-            launch_rows(logits, labels, options, row_stride=logits.stride(0), class_weight=class_weight,
-                        weight_sum=weight_sum, scales=scales, rows=rows, stats=stats, out=ctx.gradient)  # fmt: skip
-            out = reduce_rows(rows, scales, options)
+        scales, weight_sum = divisors(labels, class_weight, num_items, logits, options)
+        rows = empty_rows(labels, logits, options)
+        # Maximum and sum apart: rounded into one lse, they would cost each probability half an ulp of lse.
+        stats = rows.loss.new_empty(labels.numel(), 2) if backward_follows else None
+        ctx.gradient = logits.new_empty(logits.shape) if at_once and backward_follows else None
+        launch_rows(logits, labels, options, row_stride=logits.stride(0), class_weight=class_weight,
+                    weight_sum=weight_sum, scales=scales, rows=rows, stats=stats, out=ctx.gradient)  # fmt: skip
+        out = reduce_rows(rows, scales, options)
         ctx.save_for_backward(logits, labels, class_weight, weight_sum, scales, stats)
         ctx.options, ctx.row_stride = options, logits.stride(0)
         ctx.mark_non_differentiable(*(t for t in out[1:] if t is not None))
@@ -130,15 +124,13 @@ class _CrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss, *_):
         if ctx.gradient is not None:
-            grad, ctx.gradient = ctx.gradient, None  # given away; a second backward computes it again
-            with device_guard(grad):
-                return scale_(grad, grad_loss), *(None,) * 5
+            grad, ctx.gradient = ctx.gradient, None  # released; a second backward computes it again
+            return scale_(grad, grad_loss), *(None,) * 5
         logits, labels, class_weight, weight_sum, scales, stats = ctx.saved_tensors
         grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
-        with device_guard(logits):
-            launch_rows(logits, labels, ctx.options, row_stride=ctx.row_stride, class_weight=class_weight,
-                        weight_sum=weight_sum, scales=scales, stats=stats, out=grad,
-                        upstream=grad_loss.contiguous())  # fmt: skip
+        launch_rows(logits, labels, ctx.options, row_stride=ctx.row_stride, class_weight=class_weight,
+                    weight_sum=weight_sum, scales=scales, stats=stats, out=grad,
+                    upstream=grad_loss.contiguous())  # fmt: skip
         return grad, *(None,) * 5
 
 
@@ -162,8 +154,8 @@ def check_inputs(
         class_weight.shape == (vocab,) and class_weight.device == x.device and class_weight.is_floating_point()
     ):
         raise InputError(
-            f"class_weight is {class_weight.dtype} {tuple(class_weight.shape)} on {class_weight.device}; beside "
-            f"{name} {tuple(x.shape)} it must be floating point [{vocab}] on {x.device}."
+            f"class_weight has {describe(class_weight)}; beside {name} {tuple(x.shape)} it must be floating point "
+            f"[{vocab}] on {x.device}."
         )
     if options.reduction not in ("mean", "sum", "none"):
         raise InputError(f"reduction={options.reduction!r}; use 'mean', 'sum' or 'none'.")
@@ -178,7 +170,7 @@ def check_inputs(
 
 
 def on_device(count: int | Tensor | None, device: torch.device) -> Tensor | None:
-    """The divisor as a tensor that a kernel can read, without waiting for the device."""
+    """The divisor as a tensor that a kernel can read, without synchronising."""
     if count is None or isinstance(count, Tensor):
         return count if count is None else count.to(device, non_blocking=True)
     return torch.full((), count, dtype=torch.float64, device=device)
@@ -204,10 +196,10 @@ def cross_entropy(
     valid tokens whose argmax is the label ("none": 0 or 1 per token); predicted_tokens int64 [T] the argmax, -1
     at ignored labels; entropy, in nats, the mean over valid tokens of that of softmax(z) ("none": per token).
 
-    Between forward and backward the logits are kept and, with a mean or a sum, their gradient beside them, which is
+    Between forward and backward the logits are saved and, with a mean or a sum, their gradient beside them, which is
     what backward has in memory anyway. A second backward through the same loss computes the gradient again.
 
-    A label that is neither a class nor ignore_index makes the loss NaN on a GPU, which is not waited for, and
+    A label that is neither a class nor ignore_index makes the loss NaN on a GPU, and
     raises InputError on the CPU. Logits whose rows are not evenly spaced in memory, as in logits[:, :-1] of a
     batch, are copied: shift the labels instead. There is no second derivative.
     """

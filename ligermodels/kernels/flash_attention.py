@@ -11,7 +11,7 @@ What differs from a plain flash attention:
 - A softcapped score is bounded. Where exp of the bound fits, no maximum is kept and nothing is ever scaled again.
 - The gradients are sums in a fixed order, without atomics: one kernel makes dq, one dk and dv over all the query
   heads that share a key head (two for heads wider than 128, whose sums do not fit the registers together). Scores
-  are made once more in each, 7 products of tiles for the backward (8 in wide heads) instead of 5.
+  are recomputed in each: 7 matmuls of tiles for the backward (8 in wide heads) instead of 5.
 - Tiles that a loop streams come through the bulk copy engine where there is one (NVIDIA Hopper and later).
 
 Saved for the backward: q, k, v, o and one fp32 number per row and head. Bytes: those read and written once, up to
@@ -31,7 +31,6 @@ from ligermodels.kernels._triton import (
     HAS_TRITON,
     accumulator,
     cdiv,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
@@ -192,7 +191,7 @@ def _combine_kernel(
 
 @triton.jit
 def _weights(s, lse, SCALE: tl.constexpr, CAP: tl.constexpr, dtype: tl.constexpr):
-    """The softmax's weights, made again from the scores, and the derivative of the softcap."""
+    """The softmax's weights, recomputed from the scores, and the derivative of the softcap."""
     if CAP is not None:
         capped, slope = _capped(s, SCALE, CAP, dtype)
         return tl.exp2((capped - lse).to(s.dtype)), slope
@@ -358,6 +357,7 @@ def _precision(q: Tensor) -> str:
 
 
 _SMALL = 2**33
+"""Multiplications below which the host's time for descriptors, 40 us and more, exceeds what they save."""
 
 
 def _tma_takes(q: Tensor, num_keys: int, *tensors: Tensor) -> bool:
@@ -413,17 +413,16 @@ def _forward(
         block_m = 16
     # exp2 of the bound, times a long sum of values, must fit: fp16 has not the exponents.
     running_max = softcap is None or softcap > 60 or q.dtype == torch.float16
-    with device_guard(q):
-        launch(
-            _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
-            out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
-            q if codes is None else codes, q if counts is None else counts, q if ends is None else ends,
-            length, k.shape[1], window or 1, splits or 1, *_strides(q, k, v), lse.shape[2],
-            scale, softcap, running_max, splits is not None,
-            causal, window is not None, ends is not None, codes is not None, pairs,
-            num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
-            num_warps=warps, num_stages=stages,
-        )  # fmt: skip
+    launch(
+        _forward_kernel, (rows * num_heads * cdiv(length, block_m),),
+        out, lse, q, *_streamed(block_n, widths, tma, k, v), v,
+        q if codes is None else codes, q if counts is None else counts, q if ends is None else ends,
+        length, k.shape[1], window or 1, splits or 1, *_strides(q, k, v), lse.shape[2],
+        scale, softcap, running_max, splits is not None,
+        causal, window is not None, ends is not None, codes is not None, pairs,
+        num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
+        num_warps=warps, num_stages=stages,
+    )  # fmt: skip
     return out, lse
 
 
@@ -457,35 +456,32 @@ class _Flash(torch.autograd.Function):
         sizes = length, num_keys, window or 1, *_strides(q, k, v, do), lse.shape[2]
         flags = scale, softcap, causal, window is not None, ends is not None, codes is not None, pairs
         widths, narrow = head_parts(size), window is not None or ends is not None
-        with device_guard(q):
-            tma = _tma_takes(q, k.shape[1], k, v)
-            block_m, block_n, warps, stages = config("dq", size, q.element_size(), narrow, tma)
+        tma = _tma_takes(q, k.shape[1], k, v)
+        block_m, block_n, warps, stages = config("dq", size, q.element_size(), narrow, tma)
+        launch(
+            _dq_kernel, (batch_size * num_heads * cdiv(length, block_m),),
+            out if dq is None else dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse,
+            *tensors, *sizes, *flags, need_dq,
+            num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
+            num_warps=warps, num_stages=stages,
+        )  # fmt: skip
+        tma = _tma_takes(q, num_keys, q, do)
+        for kernel in ("dkdv",) if size <= 128 else ("dk", "dv"):
+            make_dk, make_dv = need_dk and kernel != "dv", need_dv and kernel != "dk"
+            if not make_dk and not make_dv:
+                continue
+            block_m, block_n, warps, stages = config(kernel, size, q.element_size(), narrow, tma)
+            statistics: tuple[Any, ...] = lse, delta
+            if tma:
+                statistics = tuple(TensorDescriptor.from_tensor(x[..., :length], [1, 1, block_m]) for x in statistics)
+            streamed = _streamed(block_m, widths, tma, q, do)
             launch(
-                _dq_kernel, (batch_size * num_heads * cdiv(length, block_m),),
-                out if dq is None else dq, delta, q, *_streamed(block_n, widths, tma, k, v), out, do, lse,
-                *tensors, *sizes, *flags, need_dq,
+                _dkdv_kernel, (batch_size * num_kv_heads * cdiv(num_keys, block_n),),
+                dk if make_dk else out, dv if make_dv else out, *streamed[:2], k, v, *streamed[2:], *statistics,
+                *tensors, *sizes, *flags, make_dk, make_dv,
                 num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
                 num_warps=warps, num_stages=stages,
             )  # fmt: skip
-            tma = _tma_takes(q, num_keys, q, do)
-            for kernel in ("dkdv",) if size <= 128 else ("dk", "dv"):
-                make_dk, make_dv = need_dk and kernel != "dv", need_dv and kernel != "dk"
-                if not make_dk and not make_dv:
-                    continue
-                block_m, block_n, warps, stages = config(kernel, size, q.element_size(), narrow, tma)
-                statistics: tuple[Any, ...] = lse, delta
-                if tma:
-                    statistics = tuple(
-                        TensorDescriptor.from_tensor(x[..., :length], [1, 1, block_m]) for x in statistics
-                    )
-                streamed = _streamed(block_m, widths, tma, q, do)
-                launch(
-                    _dkdv_kernel, (batch_size * num_kv_heads * cdiv(num_keys, block_n),),
-                    dk if make_dk else out, dv if make_dv else out, *streamed[:2], k, v, *streamed[2:], *statistics,
-                    *tensors, *sizes, *flags, make_dk, make_dv,
-                    num_heads, num_kv_heads, size, *widths, block_m, block_n, tma, _precision(q),
-                    num_warps=warps, num_stages=stages,
-                )  # fmt: skip
         return dq, dk, dv, None, None, None, None, None, None, None
 
 
@@ -497,27 +493,17 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, softcap: float | None, scale: fl
     grouped = q.reshape(batch_size, num_kv_heads, group, size).transpose(1, 2)
     parts, lse = _forward(grouped, k, v, None, None, None, False, None, softcap, scale, splits=splits)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    with device_guard(q):
-        launch(
-            _combine_kernel, (batch_size * num_heads,),
-            out, parts, lse, lse.shape[2], splits, group, num_kv_heads, size, next_power_of_2(size),
-        )  # fmt: skip
+    launch(
+        _combine_kernel, (batch_size * num_heads,),
+        out, parts, lse, lse.shape[2], splits, group, num_kv_heads, size, next_power_of_2(size),
+    )  # fmt: skip
     return out
 
 
 def flash_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    key_mask: Tensor | None,
-    cu_seqlens: Tensor | None,
-    padding: Tensor | None = None,
-) -> Tensor:
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, softcap: float | None, scale: float,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """`ligermodels.kernels.attention.attention`, which says what the arguments are and checks them; D <= 256."""
     if scale <= 0:  # the kernels take the largest score before they scale
         q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import cdiv, device_guard, tl, triton
+from ligermodels.kernels._triton import cdiv, tl, triton
 
 
 @triton.jit
 def span(
     x, shift, limit, ends_ptr, before, after, BEFORE: tl.constexpr, AFTER: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """[lo, hi) of what token x sees: `before` tokens before x + shift and `after` ones behind it, of `limit`."""
+    """[lo, hi) of what token x sees: `before` tokens before x + shift and `after` ones after it, of `limit`."""
     lo = x * 0
     hi = lo + limit
     if PACKED:
@@ -103,15 +103,13 @@ def token_counts(codes: Tensor) -> Tensor:
     """int32 [B, 2 K + 4]: what _counts_kernel writes."""
     rows, length = codes.shape
     counts = torch.empty(rows, 2 * length + 4, dtype=torch.int32, device=codes.device)
-    with device_guard(codes):
-        launch(_counts_kernel, (rows,), counts, codes, length, 1024)
+    launch(_counts_kernel, (rows,), counts, codes, length, 1024)
     return counts
 
 
 def sequence_ends(cu_seqlens: Tensor, length: int) -> Tensor:
     """int32 [T, 2]: where the sequence of each token starts and ends."""
     ends = torch.empty(length, 2, dtype=torch.int32, device=cu_seqlens.device)
-    with device_guard(ends):
-        cu_seqlens = cu_seqlens.contiguous()
-        launch(_ends_kernel, (cdiv(length, 256),), ends, cu_seqlens, length, cu_seqlens.shape[0] - 1, 256)
+    cu_seqlens = cu_seqlens.contiguous()
+    launch(_ends_kernel, (cdiv(length, 256),), ends, cu_seqlens, length, cu_seqlens.shape[0] - 1, 256)
     return ends

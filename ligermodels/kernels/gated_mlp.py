@@ -1,32 +1,31 @@
-"""The feed-forward unit as one op: two linear layers and what stands between them, gated or not.
+"""The MLP as one op: two linear layers and the activation between them, gated or not.
 
     gated_mlp:  z = x Wgu^T + bgu = [gate | up]     h = act(gate) * up     y = h Wd^T + bd
     mlp:        z = x W1^T + b1                     h = act(z)             y = h W2^T + b2
 
 What differs from the layers one by one:
-- Wgu is one matrix [2F, H], or two [F, H], of gate and of up. z is one buffer in either case, [gate | up], and so are
-  the gradients of the two. Two that are `joint` are one matrix here too; see linear.py.
-- It keeps x and z, never h: the kernels of glu.py make it again from z as they read z for the gradient. Where x is a
-  norm's output, it keeps what the norm keeps anyway, and makes x again: then of the whole unit z alone is held.
-- recompute=True keeps x alone, or nothing at all beside the norm. Forward and backward then walk over tiles of tokens,
-  and z and h exist for one tile at a time: for long texts the unit needs a fixed amount of memory.
-- In the backward the gradient of z is written over z, and dx over an x that was made again. A kept z is left as it is
-  where someone may read it once more: under retain_graph, and in a CUDA graph, which may be replayed.
-- Nothing is computed or kept for a frozen weight or input.
-- Under activation checkpointing the second run of a region that ends with this op ends with what it keeps: with z, or
-  with recompute=True before z.
+- Wgu is one matrix [2F, H], or two [F, H], of gate and of up. z is one buffer in either case, and so are the gradients
+  of the two. Two that are `joint` are one matrix here too; see linear.py.
+- It saves x and z, never h: the kernels of glu.py recompute it as they read z for the gradient. Where x is a norm's
+  output, it saves the inputs of the norm instead (`_recompute`).
+- recompute=True saves x alone, or only the inputs of the norm. Forward and backward then take the tokens in chunks, and
+  z and h exist for one chunk at a time: that allows 40 % longer texts at 131,072 tokens.
+- In the backward the gradient of z is written over z, and dx over a recomputed x, unless someone may read a saved z
+  again: under retain_graph, and in a CUDA graph, which may be replayed.
+- Nothing is computed or saved for a frozen weight or input.
+- Under activation checkpointing the second run of a region that ends with this op ends with z, or with recompute=True
+  before z.
 
-Bytes per token at 2-byte dtypes for the intermediate size I, gated (plain): 4 I (2 I) of z are kept, and none with
-recompute=True, for one more product with the first weight, two ninths (a sixth) of the unit's work. Element-wise: as in
-glu.py.
+Bytes per token at 2-byte dtypes for the intermediate size I, gated (plain): 4 I (2 I) of z are saved, and none with
+recompute=True, for one more matmul with the first weight. Element-wise: as in glu.py.
 
-Source: as glu.py. Kept tensors: Chen et al. 2016, https://arxiv.org/abs/1604.06174.
+Source: as glu.py. Recomputation: Chen et al. 2016, https://arxiv.org/abs/1604.06174.
 """
 
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,12 +35,12 @@ from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._chunks import chunk_rows
-from ligermodels.kernels._gradients import accumulate, give_gradient
-from ligermodels.kernels._recipes import read_last, recipe_of
+from ligermodels.kernels._gradients import accumulate, accumulate_grad
+from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
-from ligermodels.kernels.glu import check_unit, glu_reference, linear_operands, unit, unit_linear_backward
-from ligermodels.kernels.linear import bias_gradients, input_gradient, pack, product, side_by_side, weight_gradients
+from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference, linear_operands
+from ligermodels.kernels.linear import bias_gradients, input_gradient, matmul, pack, side_by_side, weight_gradients
 
 
 def gated_mlp_reference(
@@ -50,21 +49,23 @@ def gated_mlp_reference(
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     weights = _several(gate_up_weight)
-    gate_up = side_by_side(x, weights, [None] * len(weights) if gate_up_bias is None else _several(gate_up_bias))
-    return F.linear(glu_reference(gate_up, activation=activation), down_weight, down_bias)
+    biases = [None] * len(weights) if gate_up_bias is None else _several(gate_up_bias)
+    return _reference(x, weights, down_weight, biases, down_bias, packed=True, activation=activation)
 
 
 def mlp_reference(
     x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None, *, activation: str,
 ) -> Tensor:  # fmt: skip
-    h = activate_reference(F.linear(x, fc1_weight, fc1_bias), activation=activation)
-    return F.linear(h, fc2_weight, fc2_bias)
+    return _reference(x, [fc1_weight], fc2_weight, [fc1_bias], fc2_bias, packed=False, activation=activation)
 
 
-def _mlp_of_one(x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], *rest, **options) -> Tensor:
-    """`mlp_reference` of one weight as the first of a list."""
-    return mlp_reference(x, w1[0], w2, b1[0], *rest, **options)
+def _reference(
+    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, *, packed: bool,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    z = side_by_side(x, w1, b1)
+    return F.linear((glu_reference if packed else activate_reference)(z, activation=activation), w2, b2)
 
 
 def _several(tensors: Any) -> tuple:
@@ -72,13 +73,13 @@ def _several(tensors: Any) -> tuple:
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
 
 
-def _tiles(tokens: int, rows: int | None) -> list[slice]:
+def _chunks(tokens: int, rows: int | None) -> list[slice]:
     """All tokens at once, or `rows` at a time."""
     return [slice(None)] if rows is None or rows >= tokens else [slice(i, i + rows) for i in range(0, tokens, rows)]
 
 
 class _Gradients:
-    """The gradients of weights [N_i, K] that need one, dy^T x of dy [T, sum N_i] and x [T, K]; of several tiles their
+    """The gradients of weights [N_i, K] that need one, dy^T x of dy [T, sum N_i] and x [T, K]; of several chunks their
     sum in fp32, in one buffer where all need it."""
 
     def __init__(self, weights: Sequence[Tensor], needs: Sequence[bool], several: bool):
@@ -92,19 +93,14 @@ class _Gradients:
             return
         first = not self.sums
         if first:
-            self._begin()
-        for columns, total in self.sums:
-            accumulate(total, dy[:, columns], x, first)
-
-    def _begin(self) -> None:
-        ends = [0, *itertools.accumulate(w.shape[0] for w in self.weights)]
-        spans = list(itertools.pairwise(ends))
-        spans = [(0, ends[-1])] if all(self.needs) else [s for s, n in zip(spans, self.needs, strict=True) if n]
-        weight = self.weights[0]
-        wide = torch.promote_types(weight.dtype, torch.float32)
-        for a, b in spans:
-            total = torch.empty(b - a, weight.shape[1], dtype=wide, device=weight.device)
-            self.sums.append((slice(a, b), total))
+            ends = [0, *itertools.accumulate(w.shape[0] for w in self.weights)]
+            columns = [slice(*span) for span, need in zip(itertools.pairwise(ends), self.needs, strict=True) if need]
+            dtype = torch.promote_types(self.weights[0].dtype, torch.float32)
+            for part in [slice(0, ends[-1])] if all(self.needs) else columns:
+                total = torch.empty(part.stop - part.start, x.shape[1], dtype=dtype, device=x.device)
+                self.sums.append((part, total))
+        for part, total in self.sums:
+            accumulate(total, dy[:, part], x, first)
 
     def take(self) -> list[Tensor | None]:
         """Each weight's, or None where it was added to its .grad."""
@@ -114,70 +110,73 @@ class _Gradients:
         if all(self.needs):
             totals = list(totals[0].split([w.shape[0] for w in self.weights]))
         self.sums, left = [], iter(totals)
-        return [give_gradient(w, next(left)) if n else None for w, n in zip(self.weights, self.needs, strict=True)]
+        return [accumulate_grad(w, next(left)) if n else None for w, n in zip(self.weights, self.needs, strict=True)]
 
 
 class _MLP(torch.autograd.Function):
     """x: [..., H]; first: `count` weights w1 of [F, H] together, or [2F, H] if packed, and to each its bias b1 or None;
     w2: [N, F]; z: x w1^T + b1 -> y [..., N].
 
-    recipe: of x, or None. rows: of a tile, for which z is made where it is read; None: z is given, and kept.
-    Run eagerly it leaves y to `_apply`, which writes it once all is saved: see UnitLinear in glu.py.
+    handle: of x, or None. rows: of a chunk, for which z is computed where it is read; None: z is given, and saved.
+    Run eagerly it leaves y to `_apply`, which writes it after all is saved: see GLULinear in glu.py.
     """
 
     @staticmethod
-    def forward(ctx, x, z, recipe, packed, activation, rows, w2, b2, count, *first):
+    def forward(ctx, x, z, handle, packed, activation, rows, w2, b2, count, *first):
         need_x, need_w2, _, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
         reads_z = need_x or need_w2 or any(need_w1) or any(need_b1)
-        make_x, inputs = (None, (x,)) if recipe is None else recipe
+        make_x, inputs = (None, (x,)) if handle is None else handle
         if not (any(need_w1) or (reads_z and z is None)):
             make_x, inputs = None, ()
         ctx.save_for_backward(w2, z if reads_z else None, *first, *inputs)
         ctx.options = make_x, packed, activation, rows, count
         if torch.compiler.is_compiling():
-            return F.linear(unit(z, None, packed, activation), w2, b2)
+            return F.linear(glu_forward(z, None, packed, activation), w2, b2)
         return x.new_empty((*x.shape[:-1], w2.shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         make_x, packed, activation, rows, count = ctx.options
-        w2, kept, *rest = ctx.saved_tensors
+        w2, saved, *rest = ctx.saved_tensors
         w1, b1, inputs = rest[:count], rest[count : 2 * count], rest[2 * count :]
         need_x, need_w2, need_b2, need_w1, need_b1 = _needs(ctx.needs_input_grad, count)
         hidden, width = w1[0].shape[1], sum(w.shape[0] for w in w1)
         need_z = need_x or any(need_w1) or any(need_b1)
         shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, w2.shape[0])
-        tiles = _tiles(len(dy), rows) if need_z or need_w2 else []
-        several = len(tiles) > 1
-        over = need_z and (rows is not None or (kept.is_contiguous() and read_last(kept)))
+        chunks = _chunks(len(dy), rows) if need_z or need_w2 else []
+        several = len(chunks) > 1
+        overwrite = need_z and (rows is not None or (saved.is_contiguous() and may_overwrite(saved)))
         of_w1, of_w2 = _Gradients(w1, need_w1, several), _Gradients([w2], [need_w2], several)
         x: Any = None
-        dx, db1, room = x, x, x
+        dx, db1, workspace = x, x, x
         if inputs:
             x = (inputs[0] if make_x is None else make_x(*inputs)).reshape(-1, hidden)
         if need_x and (several or make_x is not None):
             dx = x.new_empty(x.shape) if make_x is None else x
-        if tiles and rows is not None:
-            room = w2.new_empty(min(rows, len(dy)), width)
-        for tile in tiles:
-            dyt = dy[tile]
-            z = kept.reshape(-1, width) if room is None else product(x[tile], w1, b1, out=room[: len(dyt)])
+        if chunks and rows is not None:
+            workspace = w2.new_empty(min(rows, len(dy)), width)
+        for chunk in chunks:
+            dy_chunk = dy[chunk]
+            if workspace is None:
+                z = saved.reshape(-1, width)
+            else:
+                z = matmul(x[chunk], w1, b1, out=workspace[: len(dy_chunk)])
             needs = dict(need_x=need_z, need_h=need_w2)
-            dz, _, h = unit_linear_backward(dyt, z, None, w2, packed, activation, over=over, **needs)
+            dz, _, h = glu_linear_backward(dy_chunk, z, None, w2, packed, activation, overwrite=overwrite, **needs)
             if need_w2:
-                of_w2.add(dyt, h)
+                of_w2.add(dy_chunk, h)
             del h
             if any(need_w1):
-                of_w1.add(dz, x[tile])
+                of_w1.add(dz, x[chunk])
             if any(need_b1):
                 part = dz.sum(0, dtype=accumulator(dz.dtype) if several else None)
                 db1 = part if db1 is None else db1 + part
             if need_x:
-                part = input_gradient(dz, w1, out=None if dx is None else dx[tile])
+                part = input_gradient(dz, w1, out=None if dx is None else dx[chunk])
                 dx = part if dx is None else dx
         if several:
-            del room, z, dz  # before the sums are rounded, one behind the other
+            del workspace, z, dz  # before the sums are rounded, which is a peak
         dw1, dw2 = of_w1.take(), of_w2.take()
         db1 = [None] * count if db1 is None else bias_gradients(db1.to(w2.dtype), w1, need_b1)
         db2 = dy.sum(0) if need_b2 else None
@@ -197,8 +196,8 @@ def _apply(
     with torch.no_grad():
         z = pack(x, w1, b1) if rows is None else None
     if z is not None and not torch.is_grad_enabled():
-        return F.linear(unit(z, None, packed, activation), w2, b2)
-    y = _MLP.apply(x, z, recipe_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
+        return F.linear(glu_forward(z, None, packed, activation), w2, b2)
+    y = _MLP.apply(x, z, handle_of(x), packed, activation, rows, w2, b2, len(w1), *w1, *b1)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             _write(y.detach().view(-1, w2.shape[0]), x, w1, w2, b1, b2, z, packed, activation, rows)
@@ -210,20 +209,19 @@ def _write(
     z: Tensor | None, packed: bool, activation: str, rows: int | None,
 ) -> None:  # fmt: skip
     if z is not None:
-        product(unit(z.view(-1, z.shape[-1]), None, packed, activation), [w2], [b2], out=y)
+        matmul(glu_forward(z.view(-1, z.shape[-1]), None, packed, activation), [w2], [b2], out=y)
         return
     x = x.reshape(-1, x.shape[-1])
-    for tile in _tiles(len(x), rows):
-        product(unit(product(x[tile], w1, b1), None, packed, activation), [w2], [b2], out=y[tile])
+    for chunk in _chunks(len(x), rows):
+        matmul(glu_forward(matmul(x[chunk], w1, b1), None, packed, activation), [w2], [b2], out=y[chunk])
 
 
 def _mlp(
-    where: str, reference: Callable[..., Tensor], layers: Sequence[str], packed: bool, x: Tensor,
-    w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, activation: str,
-    recompute: bool, workspace_bytes: int,
+    where: str, layers: Sequence[str], packed: bool, x: Tensor, w1: Sequence[Tensor], w2: Tensor,
+    b1: Sequence[Tensor | None], b2: Tensor | None, activation: str, recompute: bool, workspace_bytes: int,
 ) -> Tensor:  # fmt: skip
     """Checks and dispatches; layers: how the names of the weight and bias of each begin, those of w1 and of w2."""
-    hidden = check_unit(where, "x", x, activation)
+    hidden = check_glu(where, "x", x, activation)
     each = zip(w1, b1, layers, strict=False)
     operands = [linear_operands(where, "x", x, hidden, weight, bias, layer) for weight, bias, layer in each]
     w1, b1 = [weight for weight, _ in operands], [bias for _, bias in operands]
@@ -231,17 +229,15 @@ def _mlp(
     if inner == 0 or (packed and inner % 2) or workspace_bytes <= 0:
         raise InputError(
             f"{where}: {layers[0]}weight has {w1[0].shape[0]} rows and workspace_bytes is {workspace_bytes}; expected "
-            + ("an even number of rows, [gate | up]," if packed and len(w1) == 1 else "rows")
-            + " and a positive number of bytes."
+            f"{'an even number of' if packed and len(w1) == 1 else 'some'} rows and a positive number of bytes."
         )
     w2, b2 = linear_operands(where, "x", x, inner // 2 if packed else inner, w2, b2, layers[-1])
     x = x.to(w2.dtype)  # under autocast, as F.linear would
-    triton, run = use_triton(x), functools.partial(reference, activation=activation)
-    if triton:
-        run = functools.partial(_apply, packed=packed, activation=activation)
+    triton = use_triton(x)
+    run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
-        one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two tiles cost more than that memory is worth
+        one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two chunks cost more than that memory is worth
         return run(x, w1, w2, b1, b2, rows=tokens if one else chunk_rows(tokens, row_bytes, workspace_bytes))
     if recompute and torch.is_grad_enabled():
         return checkpoint(run, x, w1, w2, b1, b2, use_reentrant=False, preserve_rng_state=False)
@@ -258,12 +254,10 @@ def gated_mlp(
     x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
     [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
     activation: as in `glu`.
-    recompute: the backward makes gate_up = [gate | up] of x once more instead of keeping it, for a tile of tokens at a
-        time. The gradients of the weights are summed over several tiles in fp32, so that they differ by rounding from
-        those of one tile.
-    workspace_bytes: what gate_up of a tile takes at most (of 128 tokens at least), or of the only tile twice that; h
+    recompute: the backward recomputes gate_up = [gate | up] from x, a chunk of tokens at a time, and saves none of it.
+        The gradients of the weights are summed over several chunks in fp32, and differ by rounding from those of one.
+    workspace_bytes: what gate_up of a chunk takes at most (of 128 tokens at least), or of the only chunk twice that; h
         takes half as much beside it.
-    Two weights that are `joint` are one product, as one weight is; see linear.py.
     Returns [..., N] of x's dtype; under torch.autocast of the autocast dtype, to which all inputs are cast as F.linear
     would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
@@ -278,20 +272,14 @@ def gated_mlp(
         or (gate_up_bias is not None and isinstance(gate_up_bias, Tensor) is not one)
     ):
         raise InputError(
-            f"gated_mlp: gate_up_weight is {_shapes(gate_up_weight)}, gate_up_bias {_shapes(gate_up_bias)}; one "
-            "weight [2F, H] and bias [2F] are expected, or two weights of as many rows (gate, up), two biases."
+            f"gated_mlp: gate_up_weight is {[tuple(w.shape) for w in weights]}, gate_up_bias "
+            f"{[b if b is None else tuple(b.shape) for b in biases]}; expected one weight [2F, H] and bias [2F], "
+            "or two weights of as many rows (gate, up) and two biases."
         )
+    layers = ("gate_up_", "down_") if one else ("gate_", "up_", "down_")
     return _mlp(
-        "gated_mlp", gated_mlp_reference, ("gate_up_", "down_") if one else ("gate_", "up_", "down_"), True,
-        x, weights, down_weight, biases, down_bias, activation, recompute, workspace_bytes,
-    )  # fmt: skip
-
-
-def _shapes(tensors: Any) -> str:
-    """What an error shows of one tensor, of several, or of None."""
-    if tensors is None or isinstance(tensors, Tensor):
-        return "None" if tensors is None else str(tuple(tensors.shape))
-    return f"[{', '.join(map(_shapes, tensors))}]"
+        "gated_mlp", layers, True, x, weights, down_weight, biases, down_bias, activation, recompute, workspace_bytes
+    )
 
 
 def mlp(
@@ -305,6 +293,6 @@ def mlp(
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
     return _mlp(
-        "mlp", _mlp_of_one, ("fc1_", "fc2_"), False,
-        x, (fc1_weight,), fc2_weight, (fc1_bias,), fc2_bias, activation, recompute, workspace_bytes,
+        "mlp", ("fc1_", "fc2_"), False, x, (fc1_weight,), fc2_weight, (fc1_bias,), fc2_bias, activation, recompute,
+        workspace_bytes,
     )  # fmt: skip

@@ -1,18 +1,16 @@
 """Gated linear unit on a packed projection or on two tensors, alone or together with the linear layer that reads it.
 
-    h = act(gate_multiplier * gate) * up * down_multiplier           for rows [gate | up] of gate_up
+    h = act(gate) * up           for rows [gate | up] of gate_up
 
 What differs from a plain fused GLU:
 - gate and up may be the halves of one row, as one GEMM wrote it, and their gradients go back into one row, which
   one GEMM reads for dX. No half is ever copied out.
-- `glu_linear` is down_proj(h) that keeps gate_up alone, or gate and up. Its backward computes dh = dy W, and one kernel
+- `glu_linear` is down_proj(h) that saves gate_up alone, or gate and up. Its backward computes dh = dy W, and one kernel
   reads (gate_up, dh), writes d_gate_up, and leaves h where dh was, for dW = dy^T h: a third of the saved activations
-  of glu and a linear apart, for 2 bytes more per element. Under activation checkpointing, the second run of the block
-  ends before h and its product with W.
-- No buffer that autograd or the caller can see is overwritten, so a graph may be run twice.
+  of glu and a linear apart, for 2 bytes more per element.
 - Tiles are 1024 elements of one row, or of several where rows are short; no row is padded to a power of two.
 
-An activation without a gate is the same less `up`, and `Unit` and `UnitLinear` serve both: see activation.py.
+An activation without a gate is the same less `up`, and `GLU` and `GLULinear` serve both: see activation.py.
 
 Bytes per element of h at 2-byte dtypes, which are the minimum: forward 6, backward 10 (12 where h is left).
 Math in fp32 (fp64 for fp64), one rounding.
@@ -28,6 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
 from ligermodels.kernels._gradients import weight_gradient
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, tile, tile_at
@@ -35,21 +34,17 @@ from ligermodels.kernels._triton import (
     accumulator,
     as_rows,
     cdiv,
-    device_guard,
     once_differentiable,
     tl,
     triton,
     use_triton,
 )
-from ligermodels.kernels.linear import product
+from ligermodels.kernels.linear import matmul
 
 
-def glu_reference(
-    gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu", gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
+def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
     gate, up = (t.to(accumulator(t.dtype)) for t in (gate_up.chunk(2, dim=-1) if up is None else (gate_up, up)))
-    return (ACTIVATIONS[activation](gate * gate_multiplier) * up * down_multiplier).to(gate_up.dtype)
+    return (ACTIVATIONS[activation](gate.contiguous()) * up).to(gate_up.dtype)
 
 
 def glu_linear_reference(
@@ -61,17 +56,16 @@ def glu_linear_reference(
 @triton.jit(do_not_specialize=["n_rows"])
 def _forward_kernel(
     h_ptr, gate_ptr, up_ptr, n_rows, gate_stride, up_stride, UP_AT: tl.constexpr, NAME: tl.constexpr,
-    GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     ACC: tl.constexpr = tl.float64 if dtype == tl.float64 else tl.float32
     rows, cols, mask = tile_at(n_rows, WIDTH, BLOCK, ROWS)
     gate = tl.load(gate_ptr + rows * gate_stride + cols, mask=mask, other=0.0).to(ACC)
-    h, _ = activation(gate * GATE_MULTIPLIER, NAME, dtype == tl.float32)
+    h, _ = activation(gate, NAME, dtype == tl.float32)
     if up_ptr is not None:
         up = tl.load(up_ptr + rows * up_stride + cols + UP_AT, mask=mask, other=0.0).to(ACC)
-        h = h * up * DOWN_MULTIPLIER
+        h = h * up
     tl.store(h_ptr + rows * WIDTH + cols, h.to(h_ptr.dtype.element_ty), mask=mask)
 
 
@@ -79,7 +73,6 @@ def _forward_kernel(
 def _backward_kernel(
     d_gate_ptr, d_up_ptr, dh_ptr, gate_ptr, up_ptr, n_rows, dh_stride, gate_stride, up_stride,
     EMIT: tl.constexpr, UP_AT: tl.constexpr, NAME: tl.constexpr,
-    GATE_MULTIPLIER: tl.constexpr, DOWN_MULTIPLIER: tl.constexpr,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """The gradients that have a place to go to; EMIT: also h, where dh was. Each program touches its own tile only.
@@ -97,10 +90,9 @@ def _backward_kernel(
     # h does not depend on the dh in its place, nor d_up on up: without a barrier one warp may write what another, whose
     # threads hold other columns in loads than in stores, has yet to read.
     tl.debug_barrier()
-    h, slope = activation(gate * GATE_MULTIPLIER, NAME, dtype == tl.float32)
+    h, slope = activation(gate, NAME, dtype == tl.float32)
     target = rows * (WIDTH + UP_AT) + cols
     if up_ptr is not None:
-        h *= DOWN_MULTIPLIER
         if UP_AT:
             tl.store(d_gate_ptr + target + UP_AT, (dh * h).to(dtype), mask=mask)
         elif d_up_ptr is not None:
@@ -108,7 +100,7 @@ def _backward_kernel(
         h *= up
         dh *= up
     if d_gate_ptr is not None:
-        tl.store(d_gate_ptr + target, (dh * (slope * (GATE_MULTIPLIER * DOWN_MULTIPLIER))).to(dtype), mask=mask)
+        tl.store(d_gate_ptr + target, (dh * slope).to(dtype), mask=mask)
     if EMIT:
         tl.store(dh_ptr + rows * dh_stride + cols, h.to(dh_ptr.dtype.element_ty), mask=mask)
 
@@ -122,71 +114,66 @@ def _inputs(x: Tensor, up: Tensor | None, packed: bool) -> tuple[Tensor, Tensor 
     return x, up, n_rows, stride, up_stride, 0
 
 
-def unit(
-    x: Tensor, up: Tensor | None, packed: bool, activation: str, gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0, *, dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+def glu_forward(
+    x: Tensor, up: Tensor | None, packed: bool, activation: str, *, dtype: torch.dtype | None = None
+) -> Tensor:
     """act(x) * up; packed: x is [gate | up]; act(x) where there is no up."""
     width = operator.index(x.shape[-1]) // (2 if packed else 1)
     h = x.new_empty((*x.shape[:-1], width), dtype=dtype)
     gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, packed)
     if n_rows:
         block, rows, blocks = tile(width)
-        with device_guard(x):
-            launch(
-                _forward_kernel, (cdiv(n_rows, rows) * blocks,), h, gate, up, n_rows, gate_stride, up_stride,
-                up_at, activation, gate_multiplier, down_multiplier, width, block, rows, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _forward_kernel, (cdiv(n_rows, rows) * blocks,), h, gate, up, n_rows, gate_stride, up_stride,
+            up_at, activation, width, block, rows, num_warps=4,
+        )  # fmt: skip
     return h
 
 
-def unit_backward(
-    dh: Tensor, x: Tensor, up: Tensor | None, packed: bool, activation: str, gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0, *, need_x: bool = True, need_up: bool = False, emit: bool = False,
-    over: bool = False,
+def glu_backward(
+    dh: Tensor, x: Tensor, up: Tensor | None, packed: bool, activation: str, *, need_x: bool = True,
+    need_up: bool = False, emit: bool = False, overwrite: bool = False,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """dx and d_up; with emit, for a dh [T, F] that the caller owns and gives up, h is left in its place.
-
-    over: dx is written over x, which is contiguous, the caller's own, and not read again.
+    """dx and d_up. emit: leaves h in the place of dh [T, F], which the caller owns. overwrite: dx is written over x,
+    which is contiguous, the caller's own, and not read again.
     """
     width = operator.index(dh.shape[-1])
-    dx = x if over else torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
+    dx = x if overwrite else torch.empty_like(x, memory_format=torch.contiguous_format) if need_x else None
     d_up = torch.empty_like(up, memory_format=torch.contiguous_format) if need_up and up is not None else None
     gate, up, n_rows, gate_stride, up_stride, up_at = _inputs(x, up, packed)
     dh, _, dh_stride = as_rows(dh)
     if n_rows:
         block, rows, blocks = tile(width)
-        with device_guard(x):
-            launch(
-                _backward_kernel, (cdiv(n_rows, rows) * blocks,), dx, d_up, dh, gate, up,
-                n_rows, dh_stride, gate_stride, up_stride, emit, up_at, activation, gate_multiplier, down_multiplier,
-                width, block, rows, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _backward_kernel, (cdiv(n_rows, rows) * blocks,), dx, d_up, dh, gate, up,
+            n_rows, dh_stride, gate_stride, up_stride, emit, up_at, activation,
+            width, block, rows, num_warps=4,
+        )  # fmt: skip
     return dx, d_up
 
 
-class Unit(torch.autograd.Function):
+class GLU(torch.autograd.Function):
     """x: [..., F], or [..., 2F] if packed; up: [..., F] or None -> h [..., F]."""
 
     @staticmethod
     def forward(ctx, x, up, *options):
         ctx.save_for_backward(x, up)
         ctx.options = options
-        return unit(x, up, *options)
+        return glu_forward(x, up, *options)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dh):
         need_x, need_up = ctx.needs_input_grad[:2]
-        grads = unit_backward(dh, *ctx.saved_tensors, *ctx.options, need_x=need_x, need_up=need_up)
+        grads = glu_backward(dh, *ctx.saved_tensors, *ctx.options, need_x=need_x, need_up=need_up)
         return *grads, *[None] * len(ctx.options)
 
 
-class UnitLinear(torch.autograd.Function):
+class GLULinear(torch.autograd.Function):
     """x: [..., F], or [..., 2F] if packed; up: [..., F] or None; weight: [N, F]; bias: [N] or None -> [..., N].
 
-    Keeps x and up, never h. Run eagerly it leaves its result to `unit_linear`, which writes it once they are saved: a
-    checkpointed region is run again only until its last tensor is saved, so that h and its product are not made again.
+    Saves x and up, never h. Run eagerly it leaves its result to `apply_glu_linear`, to write after they are saved:
+    activation checkpointing runs a region again only until its last tensor is saved, before h and its matmul.
     """
 
     @staticmethod
@@ -203,41 +190,41 @@ class UnitLinear(torch.autograd.Function):
         need_x, need_up, need_weight, need_bias, *_ = ctx.needs_input_grad
         dy = dy.reshape(-1, dy.shape[-1])
         needs = dict(need_x=need_x, need_up=need_up, need_h=need_weight)
-        dx, d_up, h = unit_linear_backward(dy, x, up, weight, *ctx.options, **needs)
+        dx, d_up, h = glu_linear_backward(dy, x, up, weight, *ctx.options, **needs)
         del x, up  # under activation checkpointing, the last that hold their memory
         d_weight = None if h is None else weight_gradient(weight, dy, h)
         return dx, d_up, d_weight, dy.sum(0) if need_bias else None, None, None
 
 
-def unit_linear_backward(
+def glu_linear_backward(
     dy: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, packed: bool, activation: str, *, need_x: bool,
-    need_h: bool, need_up: bool = False, over: bool = False,
+    need_h: bool, need_up: bool = False, overwrite: bool = False,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """For dy: [T, N]: dx, over x if `over`, d_up, and h [T, F], of which the weight's gradient is made."""
+    """For dy: [T, N]: dx, over x if `overwrite`, d_up, and h [T, F] for the weight's gradient."""
     if need_x or need_up:
         h = dy @ weight  # dh, until the kernel leaves h in its place
-        needs = dict(need_x=need_x, need_up=need_up, emit=need_h, over=over)
-        dx, d_up = unit_backward(h, x, up, packed, activation, **needs)
+        needs = dict(need_x=need_x, need_up=need_up, emit=need_h, overwrite=overwrite)
+        dx, d_up = glu_backward(h, x, up, packed, activation, **needs)
         return dx, d_up, h if need_h else None
     if not need_h:
         return None, None, None
-    return None, None, unit(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1])
+    return None, None, glu_forward(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1])
 
 
 def _linear(
     y: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, packed: bool, activation: str
 ) -> Tensor:
-    h = unit(x, up, packed, activation, dtype=weight.dtype)
+    h = glu_forward(x, up, packed, activation, dtype=weight.dtype)
     if torch.compiler.is_compiling():
         return F.linear(h, weight, bias)
-    product(h.view(-1, weight.shape[1]), [weight], [bias], out=y.view(-1, weight.shape[0]))
+    matmul(h.view(-1, weight.shape[1]), [weight], [bias], out=y.view(-1, weight.shape[0]))
     return y
 
 
-def unit_linear(
+def apply_glu_linear(
     x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, packed: bool, activation: str
 ) -> Tensor:
-    y = UnitLinear.apply(x, up, weight, bias, packed, activation)
+    y = GLULinear.apply(x, up, weight, bias, packed, activation)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
             _linear(y.detach(), x, up, weight, bias, packed, activation)
@@ -258,8 +245,7 @@ def linear_operands(
         )
     if bias is not None and (bias.shape != weight.shape[:1] or bias.device != weight.device):
         raise InputError(
-            f"{where}: {layer}bias {tuple(bias.shape)} on {bias.device}; expected ({weight.shape[0]},) on "
-            f"{weight.device}."
+            f"{where}: {layer}bias has {describe(bias)}; expected ({weight.shape[0]},) on {weight.device}."
         )
     if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
@@ -272,32 +258,27 @@ def linear_operands(
     return weight, bias
 
 
-def check_unit(where: str, name: str, x: Tensor, activation: str, *, packed: bool = False) -> int:
+def check_glu(where: str, name: str, x: Tensor, activation: str, *, packed: bool = False) -> int:
     """F, a constexpr of the kernels, which Dynamo must take for a constant from here on."""
     if activation not in ACTIVATIONS:
         raise InputError(f"{where}: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
     width = x.shape[-1] if x.dim() else 0
     if width == 0 or (packed and width % 2) or not x.is_floating_point():
-        raise InputError(
-            f"{where}: {name} has shape {tuple(x.shape)} and dtype {x.dtype}; expected floating point "
-            + ("[..., 2F], the halves [gate | up] of one projection." if packed else "[..., F], F >= 1.")
-        )
+        expected = "[..., 2F], the halves [gate | up] of one projection" if packed else "[..., F], F >= 1"
+        raise InputError(f"{where}: {name} has {describe(x)}; expected floating point {expected}.")
     return operator.index(width) // (2 if packed else 1)
 
 
 def _check_up(where: str, gate_up: Tensor, up: Tensor | None) -> None:
     if up is not None and (up.shape != gate_up.shape or up.dtype != gate_up.dtype or up.device != gate_up.device):
         raise InputError(
-            f"{where}: gate_up is {tuple(gate_up.shape)}, {gate_up.dtype} on {gate_up.device}, up {tuple(up.shape)}, "
-            f"{up.dtype} on {up.device}; beside an up, gate_up is the gate alone, of its shape, dtype and device."
+            f"{where}: gate_up has {describe(gate_up)}, up has {describe(up)}; beside an up, gate_up is the gate, "
+            "of its shape, dtype and device."
         )
 
 
-def glu(
-    gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu", gate_multiplier: float = 1.0,
-    down_multiplier: float = 1.0,
-) -> Tensor:  # fmt: skip
-    """act(gate_multiplier * gate) * up * down_multiplier.
+def glu(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
+    """act(gate) * up.
 
     gate_up: [..., 2F], gate in the first half of the last dim, up in the second; or gate alone, [..., F], with up of
     its shape and dtype as a tensor of its own. Strides are free, but for a copy where the last dim has gaps.
@@ -305,19 +286,17 @@ def glu(
     Returns [..., F] of gate_up's dtype.
     Raises InputError for an odd width, a gate and an up that differ, or an unknown activation.
     """
-    check_unit("glu", "gate_up", gate_up, activation, packed=up is None)
+    check_glu("glu", "gate_up", gate_up, activation, packed=up is None)
     _check_up("glu", gate_up, up)
     if not use_triton(gate_up):
-        return glu_reference(
-            gate_up, up, activation=activation, gate_multiplier=gate_multiplier, down_multiplier=down_multiplier
-        )
-    return Unit.apply(gate_up, up, up is None, activation, float(gate_multiplier), float(down_multiplier))
+        return glu_reference(gate_up, up, activation=activation)
+    return GLU.apply(gate_up, up, up is None, activation)
 
 
 def glu_linear(
     gate_up: Tensor, weight: Tensor, bias: Tensor | None = None, *, activation: str = "silu", up: Tensor | None = None
 ) -> Tensor:
-    """F.linear(glu(gate_up, up), weight, bias) that keeps gate_up and up for the backward and makes h anew there.
+    """F.linear(glu(gate_up, up), weight, bias) that saves gate_up and up, and recomputes h in the backward.
 
     gate_up: [..., 2F], or beside an up [..., F] the gate alone; weight: [N, F]; bias: [N] or None; activation: as in
     `glu`.
@@ -325,9 +304,9 @@ def glu_linear(
     cast as F.linear would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    width = check_unit("glu_linear", "gate_up", gate_up, activation, packed=up is None)
+    width = check_glu("glu_linear", "gate_up", gate_up, activation, packed=up is None)
     _check_up("glu_linear", gate_up, up)
     weight, bias = linear_operands("glu_linear", "gate_up", gate_up, width, weight, bias)
     if not use_triton(gate_up):
         return glu_linear_reference(gate_up, weight, bias, activation=activation, up=up)
-    return unit_linear(gate_up, up, weight, bias, up is None, activation)
+    return apply_glu_linear(gate_up, up, weight, bias, up is None, activation)

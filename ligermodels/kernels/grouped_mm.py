@@ -1,17 +1,14 @@
-"""Rows grouped by expert: sorted there, spread there and summed back, and the matrix products of such groups.
+"""Rows grouped by expert: sorted, spread and summed back, and the matmuls of such groups.
 
     grouped_mm:        c[r] = a[r] @ b[e]                     for the rows r of group e, offsets[e] .. offsets[e + 1]
     grouped_mm_outer:  c[e] = a[r].T @ b[r], summed over r    so that an empty group gives zeros
 
 What differs from a loop over groups:
-- Where the groups lie is known to the device alone. No host waits to learn it, and a CUDA graph can hold it all. The
-  grid covers the most tiles that any split of the rows can need; programs past the last tile end at once.
+- Only the device knows where the groups lie. Nothing synchronises, and a CUDA graph can hold it all. The grid covers
+  the most tiles that any split of the rows can need; programs past the last tile end at once.
 - The sort is a counting sort, stable, in two kernels. Nothing here is added atomically or in an order that varies.
 
-bf16 on Hopper and datacenter Blackwell takes torch's grouped product (CUTLASS). On an H200, at 8 experts (32768 rows,
-H 2048, I 7168) and at 64 (65536 rows, I 768), a Triton grouped_mm with TMA made the whole layer as fast within the
-spread of the clock. With the gather of x inside it, it lost; with the gated unit inside it took 1.02 and 0.92 of the
-time of the two apart, with the gated unit's backward inside it twice that. grouped_mm_outer took 1.06 to 1.28.
+bf16 on Hopper and datacenter Blackwell takes torch's grouped matmul (CUTLASS), as fast as one in Triton with TMA.
 Sums are fp32 (fp64 for fp64); fp32 factors are rounded to TF32 where torch.backends.cuda.matmul.allow_tf32 says so.
 """
 
@@ -23,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import cdiv, device_guard, last_dim_contiguous, next_power_of_2, tl, triton
+from ligermodels.kernels._triton import cdiv, last_dim_contiguous, next_power_of_2, tl, triton
 
 
 @triton.jit
@@ -142,13 +139,12 @@ def sort_by_expert(experts: Tensor, num_experts: int) -> tuple[Tensor, Tensor, T
     share = cdiv(cdiv(n_slots, 256), block) * block  # 256 programs at most, who read all their counts
     programs = cdiv(n_slots, share)
     counts = torch.empty((programs, block_e), dtype=torch.int32, device=experts.device)
-    with device_guard(experts):
-        launch(_count_kernel, (programs,), counts, experts, n_slots, share, num_experts, block, block_e, num_warps=4)
-        launch(
-            _place_kernel, (programs,),
-            slots, rows, offsets, counts, experts, n_slots, share, programs,
-            num_experts, block, block_e, max(1, 4096 // block_e), num_warps=4,
-        )  # fmt: skip
+    launch(_count_kernel, (programs,), counts, experts, n_slots, share, num_experts, block, block_e, num_warps=4)
+    launch(
+        _place_kernel, (programs,),
+        slots, rows, offsets, counts, experts, n_slots, share, programs,
+        num_experts, block, block_e, max(1, 4096 // block_e), num_warps=4,
+    )  # fmt: skip
     return slots, rows, offsets
 
 
@@ -159,11 +155,10 @@ def spread(x: Tensor, rows: Tensor, top_k: int) -> Tensor:
     out = torch.empty((rows.shape[0], width), dtype=x.dtype, device=x.device)
     if n_tokens:
         block, tokens = _tile(width)
-        with device_guard(x):
-            launch(
-                _spread_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
-                out, x, rows, n_tokens, x.stride(0), top_k, width, block, tokens, num_warps=4,
-            )  # fmt: skip
+        launch(
+            _spread_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+            out, x, rows, n_tokens, x.stride(0), top_k, width, block, tokens, num_warps=4,
+        )  # fmt: skip
     return out
 
 
@@ -173,18 +168,17 @@ def combine(out: Tensor, rows: Tensor, top_k: int, weights: Tensor | None = None
     y = torch.empty((n_tokens, width), dtype=out.dtype, device=out.device)
     if n_tokens:
         block, tokens = _tile(width)
-        with device_guard(out):
-            launch(
-                _combine_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
-                y, out, rows, out if weights is None else weights, n_tokens, weights is not None,
-                tl.float64 if out.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
-            )  # fmt: skip
+        launch(
+            _combine_kernel, (cdiv(n_tokens, tokens) * cdiv(width, block),),
+            y, out, rows, out if weights is None else weights, n_tokens, weights is not None,
+            tl.float64 if out.dtype == torch.float64 else tl.float32, top_k, width, block, tokens, num_warps=8,
+        )  # fmt: skip
     return y
 
 
 _TILES = {8: (16, 16, 16, 4, 1), 4: (64, 64, 32, 4, 3), 2: (128, 128, 64, 8, 3)}
 """Bytes per element -> BLOCK_M, BLOCK_N, BLOCK_K, warps, stages."""
-_WIDE = (128, 256, 64, 8, 3)
+_DATACENTER_TILE = (128, 256, 64, 8, 3)
 """The same for 2 bytes where shared memory is large: 6 to 37 % faster on an H200."""
 
 
@@ -271,12 +265,12 @@ def _outer_kernel(
 
 @functools.cache
 def _is_datacenter(index: int | None) -> bool:
-    """True on Hopper and datacenter Blackwell: elsewhere torch's grouped product waits for the sizes and loops."""
+    """True on Hopper and datacenter Blackwell: elsewhere torch's grouped matmul synchronises and loops."""
     return torch.version.hip is None and torch.cuda.get_device_capability(index)[0] in (9, 10)
 
 
 def _cutlass(a: Tensor, b: Tensor) -> bool:
-    """True if torch's grouped product is to be taken: it is made for bf16 and rows of whole 16 bytes."""
+    """True if torch's grouped matmul is to be taken: it is made for bf16 and rows of whole 16 bytes."""
     return (
         a.dtype == torch.bfloat16
         and a.device.type == "cuda"
@@ -288,8 +282,8 @@ def _cutlass(a: Tensor, b: Tensor) -> bool:
 
 def _options(a: Tensor) -> dict:
     cuda = a.device.type == "cuda"
-    wide = cuda and a.element_size() == 2 and _is_datacenter(a.device.index)
-    block_m, block_n, block_k, warps, stages = _WIDE if wide else _TILES[a.element_size()]
+    datacenter = cuda and a.element_size() == 2 and _is_datacenter(a.device.index)
+    block_m, block_n, block_k, warps, stages = _DATACENTER_TILE if datacenter else _TILES[a.element_size()]
     return dict(
         TF32=cuda and torch.backends.cuda.matmul.allow_tf32,
         ACC=tl.float64 if a.dtype == torch.float64 else tl.float32,
@@ -305,12 +299,11 @@ def _rows(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     if n_rows:
         options = _options(a)
         tiles_m = cdiv(n_rows, options["BLOCK_M"]) + n_groups - 1
-        with device_guard(a):
-            launch(
-                _rows_kernel, (tiles_m * cdiv(n, options["BLOCK_N"]),),
-                c, a, b, offsets, tiles_m, n, k, a.stride(0), *b.stride(),
-                E=n_groups, BLOCK_E=next_power_of_2(n_groups), **options,
-            )  # fmt: skip
+        launch(
+            _rows_kernel, (tiles_m * cdiv(n, options["BLOCK_N"]),),
+            c, a, b, offsets, tiles_m, n, k, a.stride(0), *b.stride(),
+            E=n_groups, BLOCK_E=next_power_of_2(n_groups), **options,
+        )  # fmt: skip
     return c
 
 
@@ -321,12 +314,11 @@ def _outer(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
     c = torch.empty((n_groups, m, n), dtype=a.dtype, device=a.device)
     options = _options(a)
     tiles = cdiv(m, options["BLOCK_M"]) * cdiv(n, options["BLOCK_N"])
-    with device_guard(a):
-        launch(_outer_kernel, (n_groups * tiles,), c, a, b, offsets, m, n, a.stride(0), b.stride(0), **options)
+    launch(_outer_kernel, (n_groups * tiles,), c, a, b, offsets, m, n, a.stride(0), b.stride(0), **options)
     return c
 
 
-# torch.compile sees each product as one opaque op: what decides between the engines is not traceable.
+# torch.compile sees each matmul as one opaque op: what decides between the engines is not traceable.
 
 
 @torch.library.custom_op("ligermodels::grouped_mm", mutates_args=())

@@ -4,11 +4,11 @@
     loss = beta sum_c T (y - log M) + (1 - beta) sum_c S (x - log M)           for 0 < beta < 1
     loss = sum_c T (y - x) at beta = 0, sum_c S (x - y) at beta = 1            (KL of the target; of the input)
 
-At both ends the formula in the middle would be 0; they are by convention the divergences that it tends to once
-divided by beta or 1 - beta. Fused: both divergences, the reduction's divisor, which is counted on the device, and
-in backward the upstream gradient. Forward keeps nothing, backward reads both inputs once more: 4 and 6 bytes
-per element at 2-byte dtypes (8 where both have a gradient), the minimum for rows that do not stay on the chip. There
-is no [T, V] buffer beside the gradients. The kernel is in _divergence.py; `linear_jsd` runs it over logits.
+The ends are by convention the divergences that the formula tends to once divided by beta or 1 - beta. Fused: both
+divergences, the reduction's divisor, which is counted on the device, and in backward the upstream gradient. Forward
+saves nothing of its own, backward reads both inputs once more: 4 and 6 bytes per element at 2-byte dtypes (8 where both
+have a gradient), the minimum for rows that do not stay on the chip. The kernel is in _divergence.py; `linear_jsd` runs
+it over logits.
 
 Source: Agarwal et al., arXiv:2306.13649 (the generalisation, and beta's meaning).
 """
@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import check_labels, describe
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 
 
 def jsd_reference(
@@ -53,12 +54,7 @@ def valid_tokens(labels: Tensor | None, x: Tensor, ignore_index: int) -> Tensor:
         return torch.ones(x.shape[:-1], dtype=torch.bool, device=x.device)
     labels = labels.to(x.device)
     valid = labels != ignore_index
-    wrong = valid & ((labels < 0) | (labels >= x.shape[-1]))
-    if not torch.compiler.is_compiling() and bool(wrong.any()):
-        raise InputError(
-            f"labels hold {labels[wrong][0].item()}, which is neither a class in [0, {x.shape[-1]}) nor "
-            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
-        )
+    check_labels(labels, valid, x.shape[-1], ignore_index)
     return valid
 
 
@@ -74,9 +70,8 @@ class _JSD(torch.autograd.Function):
         valid = None if labels is None or options.reduction != "mean" else (labels != options.ignore_index).sum()
         loss = torch.empty(x.shape[0], dtype=accumulator(torch.promote_types(x.dtype, y.dtype)), device=x.device)
         ctx.options, ctx.strides = options, (x.stride(0), y.stride(0))
-        with device_guard(x):
-            launch_rows(x, y, options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
-                        labels=labels, losses=(loss, None, None))  # fmt: skip
+        launch_rows(x, y, options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
+                    labels=labels, losses=(loss, None, None))  # fmt: skip
         ctx.save_for_backward(x, y, labels, valid)
         return loss if options.reduction == "none" else loss.sum()
 
@@ -88,9 +83,8 @@ class _JSD(torch.autograd.Function):
             torch.empty(z.shape, dtype=z.dtype, device=z.device) if needed else None
             for z, needed in zip((x, y), ctx.needs_input_grad[:2], strict=True)
         )
-        with device_guard(x):
-            launch_rows(x, y, ctx.options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
-                        labels=labels, d_student=dx, d_teacher=dy, upstream=upstream.contiguous())  # fmt: skip
+        launch_rows(x, y, ctx.options, strides=ctx.strides, logits=False, valid=valid, count=x.shape[0],
+                    labels=labels, d_student=dx, d_teacher=dy, upstream=upstream.contiguous())  # fmt: skip
         return dx, dy, None, None
 
 
@@ -127,18 +121,18 @@ def jsd(
     none does; "sum"; "none" for one number per token, [...]. The loss is fp32 (fp64 if an input is fp64). Gradients
     go to both inputs where they are required, each entry being taken as a variable of its own.
 
-    A label that is neither a class nor ignore_index makes its row NaN on a GPU, which is not waited for, and raises
+    A label that is neither a class nor ignore_index makes its row NaN on a GPU, and raises
     InputError on the CPU. So do shapes, dtypes and devices that do not fit. A new beta compiles a kernel. Inputs whose
     rows are not evenly spaced in memory are copied. There is no second derivative.
     """
     options = JSDOptions(float(beta), ignore_index, reduction)
-    if input.dim() == 0 or input.shape != target.shape or input.device != target.device:
+    if input.dim() == 0 or input.shape != target.shape or input.device != target.device or not (
+        input.is_floating_point() and target.is_floating_point()
+    ):  # fmt: skip
         raise InputError(
-            f"jsd: input {tuple(input.shape)} on {input.device} and target {tuple(target.shape)} on {target.device} "
-            "must be [..., V] of one shape on one device. Are both shifted, and of one vocabulary?"
+            f"jsd: input has {describe(input)} and target {describe(target)}; both are log-probabilities [..., V] of "
+            "one shape on one device. Are both shifted, and of one vocabulary?"
         )
-    if not (input.is_floating_point() and target.is_floating_point()):
-        raise InputError(f"jsd: input is {input.dtype} and target {target.dtype}; both are log-probabilities.")
     check_options(options, labels, input.shape[:-1], input.device, "jsd")
     if not use_triton(input):
         return jsd_reference(input, target, labels=labels, beta=beta, ignore_index=ignore_index, reduction=reduction)

@@ -8,7 +8,7 @@ Where the target's probability is 0, loss and gradients are 0, whatever x is the
 
 Fused: the sum, its divisor and, in backward, the upstream gradient. Bytes per element at 2-byte dtypes, which are
 the minimum: forward 4 (6 for reduction="none", whose output is a tensor), backward 4, because the gradient of x needs
-t alone, and 8 with the gradient of t. Nothing of the inputs' size is kept beside them. Math in fp32 (fp64 for fp64).
+t alone, and 8 with the gradient of t. Math in fp32 (fp64 for fp64).
 
 Source: https://pytorch.org/docs/stable/generated/torch.nn.KLDivLoss.html.
 """
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
-    device_guard,
     last_dim_contiguous,
     num_sms,
     once_differentiable,
@@ -135,8 +135,7 @@ class _KLDiv(torch.autograd.Function):
             programs = max(1, min(programs, 16 * num_sms(x.device.index)))
             loss = torch.empty(programs, dtype=accumulator(dtype), device=x.device)
         if programs:
-            with device_guard(x):
-                launch(_kernel, (programs,), x, t, None, None, None, loss, *layout, divisor, *ctx.options, block)
+            launch(_kernel, (programs,), x, t, None, None, None, loss, *layout, divisor, *ctx.options, block)
         return loss if reduction == "none" else loss.sum()
 
     @staticmethod
@@ -150,11 +149,10 @@ class _KLDiv(torch.autograd.Function):
         rows, width = ctx.layout[2:]
         block = _block(width)
         if rows * width:
-            with device_guard(t):
-                launch(
-                    _kernel, (rows * cdiv(width, block),),
-                    x, t, dy.contiguous(), dx, dt, None, *ctx.layout, ctx.divisor, *ctx.options, block,
-                )  # fmt: skip
+            launch(
+                _kernel, (rows * cdiv(width, block),),
+                x, t, dy.contiguous(), dx, dt, None, *ctx.layout, ctx.divisor, *ctx.options, block,
+            )  # fmt: skip
         return dx, dt, None, None, None
 
 
@@ -173,18 +171,18 @@ def kl_div(input: Tensor, target: Tensor, *, reduction: str = "mean", log_target
     """
     if reduction not in ("mean", "sum", "batchmean", "none"):
         raise InputError(f"kl_div: reduction={reduction!r}; use 'mean', 'batchmean', 'sum' or 'none'.")
-    if not (input.is_floating_point() and target.is_floating_point()):
-        raise InputError(f"kl_div: input is {input.dtype} and target {target.dtype}; both must be floating point.")
-    if input.device != target.device:
-        raise InputError(f"kl_div: input is on {input.device} and target on {target.device}; move one to the other.")
+    if not (input.is_floating_point() and target.is_floating_point()) or input.device != target.device:
+        raise InputError(
+            f"kl_div: input has {describe(input)} and target {describe(target)}; expected floating point on one device."
+        )
     divided = input
     if input.shape != target.shape:
         try:
             input, target = torch.broadcast_tensors(input, target)
         except RuntimeError as error:
             raise InputError(
-                f"kl_div: input {tuple(input.shape)} and target {tuple(target.shape)} are not of one shape, nor can "
-                "they be broadcast to one. Are both shifted, and of one vocabulary?"
+                f"kl_div: input {tuple(input.shape)} and target {tuple(target.shape)} do not broadcast to one shape. "
+                "Are both shifted, and of one vocabulary?"
             ) from error
     if not use_triton(input):
         return kl_div_reference(input, target, reduction=reduction, log_target=log_target)

@@ -3,22 +3,20 @@
     y = (x - mean(x)) * rsqrt(mean((x - mean(x))^2) + eps) * weight + bias            over the last dim, of width N
 
 What differs from a plain fused LayerNorm is what differs in `rms_norm`, whose kernels it shares (`_norm`): the sum is
-returned and its gradient added in the kernel; any width; the backward is persistent, sums dweight and dbias in a fixed
-order without atomics, and leaves out what nobody asked for.
-- The variance is that of the centred row, never mean(x^2) - mean(x)^2, which cancels. A row too wide for registers
-  is read in blocks, whose means and centred squares are merged as Chan, Golub and LeVeque do it.
+returned and its gradient added in the kernel; the backward is persistent, sums dweight and dbias in a fixed order
+without atomics, and leaves out what nobody asked for. Rows wider than 8192 take the reference.
+The variance is that of the centred row, never mean(x^2) - mean(x)^2, which cancels.
 
 Saved for the backward: x (the sum, when there is one) and two fp32 numbers per row.
 Bytes per element at 2-byte dtypes, which are the minimum: forward 4, backward 6; with the add 8 and 8.
 
-Sources: Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450; Chan, Golub and LeVeque 1983, "Algorithms for
-computing the sample variance", https://doi.org/10.1080/00031305.1983.10483115.
+Source: Ba, Kiros and Hinton 2016, https://arxiv.org/abs/1607.06450.
 """
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._norm import check, norm
+from ligermodels.kernels._norm import MAX_WIDTH, check, norm
 from ligermodels.kernels._triton import accumulator, use_triton
 
 
@@ -45,7 +43,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
     Raises InputError for shapes or devices that do not fit.
     """
     check(x, None, weight, bias, "layer_norm")
-    if not use_triton(x):
+    if not use_triton(x) or x.shape[-1] > MAX_WIDTH[1]:
         return layer_norm_reference(x, weight, bias, eps=eps)
     return norm(x, None, weight, bias, eps, 0.0, True, False)[0]
 
@@ -61,6 +59,6 @@ def add_layer_norm(
     Raises InputError for shapes or devices that do not fit.
     """
     check(x, residual, weight, bias, "add_layer_norm")
-    if not use_triton(x):
+    if not use_triton(x) or x.shape[-1] > MAX_WIDTH[1]:
         return add_layer_norm_reference(x, residual, weight, bias, eps=eps)
     return norm(x, residual, weight, bias, eps, 0.0, True, False)

@@ -1,14 +1,13 @@
-"""Linear layers of one input as one op: their outputs side by side in one buffer, of weights that are tensors apart.
+"""Linear layers of one input as one op: their outputs side by side in one buffer, from separate weights.
 
     y = [x @ weights[0].T + biases[0] | x @ weights[1].T + biases[1] | ...]
 
 What differs from the layers one by one, and a copy that joins their outputs:
-- Weights that follow each other in one storage (`joint`, which `lay_together` brings about) are one matrix: one product
-  makes y, one dx, and one the gradients of all weights, which are views of one buffer. Of weights that lie apart, each
-  product writes its columns of y, and adds to dx in its epilogue; the gradients of the weights are one product still.
-- Where a norm has just made x, x is a function of what the norm keeps anyway (`_recipes`): the backward, which needs x
-  for the gradients of the weights alone, makes it again. That costs one more run of the norm's kernel, 4 H bytes moved
-  per token in 16 bits, and 2 H bytes per token are not kept.
+- Weights that follow each other in one storage (`joint`, which `lay_together` brings about) are one matrix: one matmul
+  computes y, one dx, and one the gradients of all weights, which are views of one buffer. Decoding takes 25 to 35 %
+  longer without. Of other weights, each matmul writes its columns of y, and adds to dx in its epilogue.
+- Where a norm has just computed x, the op saves the norm's inputs instead, and recomputes x for the gradients of the
+  weights (`_recompute`): 2 H bytes per token are not saved in 16 bits, for one more run of the norm's kernel.
 - The gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
 
 `linear` is the same of one weight. Where there is nothing to gain, both are F.linear.
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, is_marked, target, weight_gradient
-from ligermodels.kernels._recipes import Recipe, backward_alone, make, recipe_of, transformed
+from ligermodels.kernels._recompute import Handle, handle_of, in_transform, only_backward, recomputed
 from ligermodels.kernels._triton import once_differentiable, use_triton
 
 _PLAIN = (nn.Parameter, Tensor)
@@ -33,8 +32,8 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
     """The tensors [N_i, ...] as one [sum N_i, ...] over the same memory, or None where they do not lie so.
 
     They do where each begins in the storage at which the one before ends, all are contiguous, of one dtype and of one
-    shape but for N_i. Tensors of a subclass and tensors without memory (meta) do not, nor does any under torch.compile.
-    The result has no gradient. It is a view, which is not to be kept beyond the call: FSDP frees and refills storages.
+    shape but for N_i; never under torch.compile, nor for subclasses and meta tensors. The result has no gradient, and
+    is a view that is not to be kept beyond the call: FSDP frees and refills storages.
     """
     if torch.compiler.is_compiling():
         return None
@@ -66,9 +65,8 @@ def lay_together(parameters: Sequence[nn.Parameter]) -> None:
     """Gives the parameters [N_i, ...] one storage, so that they are `joint`; their values stay as they are, to the bit.
 
     Each stays the object that it is, with its gradient and what an optimizer holds of it. Nothing happens where they
-    are joint already, or cannot be: where one is not exactly an nn.Parameter, has no memory (meta, or away), lies in
-    memory that it shares with more than the others (a larger buffer, other processes, a second mention of itself), or
-    differs from the others in dtype, device or the dims behind the first.
+    are joint already, or cannot be: where one is not exactly an nn.Parameter, is on meta, shares its storage with
+    something else, or differs from the others in dtype, device or the dims after the first.
     """
     first = parameters[0]
     if any(type(p) is not nn.Parameter or p.is_meta or p.layout is not torch.strided for p in parameters):
@@ -98,7 +96,7 @@ def _sizes(weights: Sequence[Tensor]) -> list[int]:
     return [w.shape[0] for w in weights]
 
 
-def product(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
+def matmul(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], out: Tensor | None = None) -> Tensor:
     """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given; without autograd."""
     whole = _layer(weights, biases)
     if whole is not None:
@@ -128,14 +126,14 @@ def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = No
 
 
 def pack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> Tensor:
-    """`product` of an x [..., K]: [..., sum N_i], a tensor of its own, row by row."""
+    """`matmul` of an x [..., K]: [..., sum N_i], contiguous."""
     if torch.compiler.is_compiling():
         return side_by_side(x, weights, biases)
     whole = _layer(weights, biases)
     if whole is not None:
         return F.linear(x, *whole)
     y = x.new_empty((*x.shape[:-1], sum(_sizes(weights))))
-    product(_rows(x), weights, biases, out=_rows(y))
+    matmul(_rows(x), weights, biases, out=_rows(y))
     return y
 
 
@@ -163,8 +161,8 @@ def input_gradient(dy: Tensor, weights: Sequence[Tensor], out: Tensor | None = N
 def weight_gradients(weights: Sequence[Tensor], needs: Sequence[bool], dy: Tensor, x: Tensor) -> list[Tensor | None]:
     """`weight_gradient` of each weight [N_i, K] that needs one, for dy [T, sum N_i] and x [T, K].
 
-    It is one product where all need one: the gradients are views of one buffer, and so are they in the .grad of weights
-    to which it is added in place. Where each .grad is there, and they lie apart, it is a product for each.
+    It is one matmul where all need one: the gradients are views of one buffer, and so are they in the .grad of weights
+    to which it is added in place. Where each .grad exists, and they lie apart, it is a matmul for each.
     """
     sizes = _sizes(weights)
     if len(weights) > 1 and all(needs):
@@ -179,7 +177,7 @@ def weight_gradients(weights: Sequence[Tensor], needs: Sequence[bool], dy: Tenso
 
 
 def _add_to_all(leaves: Sequence[Tensor | None], dy: Tensor, x: Tensor) -> bool:
-    """True after the gradients of all leaves were added to their .grad, or were made there, by one product."""
+    """True after the gradients of all leaves were added to their .grad, or were written there, by one matmul."""
     found = [leaf for leaf in leaves if leaf is not None and leaf.dtype == dy.dtype == x.dtype]
     grads = [leaf.grad for leaf in found if leaf.grad is not None]
     if len({id(leaf) for leaf in found}) < len(leaves) or len(grads) not in (0, len(leaves)):
@@ -201,18 +199,14 @@ def bias_gradients(total: Tensor, weights: Sequence[Tensor], needs: Sequence[boo
     return [part if need else None for part, need in zip(total.split(_sizes(weights)), needs, strict=True)]
 
 
-def _nothing(count: int) -> list[Tensor | None]:
-    return [None] * count
-
-
 class _Linear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; recipe: that of x, or None; parameters: `count` weights [N_i, K], and to each a
+    """x: [..., K], of two dims or more; handle: that of x, or None; parameters: `count` weights [N_i, K], and to each a
     bias [N_i] or None -> [..., sum N_i]."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, recipe: Recipe | None, count: int, *parameters):
+    def forward(ctx, x: Tensor, handle: Handle | None, count: int, *parameters):
         weights, biases = parameters[:count], parameters[count:]
-        ctx.function, made_of = (None, (x,)) if recipe is None else recipe
+        ctx.function, made_of = (None, (x,)) if handle is None else handle
         ctx.count = count
         # The weights one by one: whether they are joint may change until the backward, as FSDP moves them.
         ctx.save_for_backward(*weights, *(made_of if any(ctx.needs_input_grad[3 : 3 + count]) else ()))
@@ -225,9 +219,10 @@ class _Linear(torch.autograd.Function):
         weights, made_of = saved[:count], saved[count:]
         need_x, _, _, *needs = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
-        dx, dweights, dbiases = None, _nothing(count), _nothing(count)
+        nothing: list[Tensor | None] = [None] * count
+        dx, dweights, dbiases = None, nothing, nothing
         if made_of:  # first, so that x and dx are never there together
-            dweights = weight_gradients(weights, needs[:count], rows, make(ctx.function, made_of).flatten(0, -2))
+            dweights = weight_gradients(weights, needs[:count], rows, recomputed(ctx.function, made_of).flatten(0, -2))
         if need_x:
             dx = input_gradient(rows, weights).view(*dy.shape[:-1], weights[0].shape[1])
         if any(needs[count:]):
@@ -244,24 +239,24 @@ def _left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor
         or x.dim() < 2
         or not _OF_LAYERS.issuperset(map(type, (*weights, *biases)))
         or (not x.is_meta and torch.is_autocast_enabled(x.device.type))
-        or transformed()
+        or in_transform()
     )
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ weight.T + bias, as F.linear, that does not keep an x that a norm of this package has just made.
+    """x @ weight.T + bias, as F.linear, that does not save an x that a norm of this package has just computed.
 
     x: [..., K]; weight: [N, K]; bias: [N] or None. Returns [..., N].
-    x is made again in the backward where gradients are on, the weight wants one, and nothing has happened to x since
+    x is recomputed in the backward where gradients are on, the weight wants one, and nothing has happened to x since
     the norm returned it. Under autocast and torch.compile, and for tensor subclasses, this is F.linear.
     """
-    recipe = recipe_of(x)
+    handle = handle_of(x)
     if (
-        (recipe is not None or (is_marked(weight) and use_triton(x) and backward_alone()))
+        (handle is not None or (is_marked(weight) and use_triton(x) and only_backward()))
         and weight.requires_grad
         and not _left_to_torch(x, (weight,), (bias,))
     ):
-        return _Linear.apply(x, recipe, 1, weight, bias)
+        return _Linear.apply(x, handle, 1, weight, bias)
     return F.linear(x, weight, bias)
 
 
@@ -269,8 +264,8 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer from the start.
 
     x: [..., K]; weights: [N_i, K] each; biases: to each weight [N_i] or None, or None for none at all.
-    Returns [..., sum N_i], contiguous. It is one product where the weights are `joint` and the biases are, or are all
-    None. x is kept as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under
+    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and the biases are, or are all
+    None. x is saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under
     autocast, torch.compile and transforms, and for tensor subclasses, this is that formula itself.
     Raises InputError where there are not as many biases as weights, or no weight.
     """
@@ -285,5 +280,5 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     if _left_to_torch(x, weights, biases):
         return side_by_side(x, weights, biases)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
-        return _Linear.apply(x, recipe_of(x), len(weights), *weights, *biases)
+        return _Linear.apply(x, handle_of(x), len(weights), *weights, *biases)
     return pack(x, weights, biases)

@@ -2,34 +2,41 @@
 
     loss = cross_entropy(x @ weight.T + bias, labels)
 
-Forward walks over chunks of C tokens with ONE workspace [C, V]. cuBLAS writes the logits, the kernel of
-cross_entropy turns them into their gradient where they lie, and cuBLAS multiplies that with weight (dx) and into
-x (dweight, accumulated in fp32 over the chunks, so that the result hardly depends on C). Gradients are therefore
-ready after forward, for an upstream gradient of 1; backward multiplies them by the true one, in place, with a
-kernel that reads it from the device and returns at once where it is 1. So there are three GEMMs, as without
-fusing, and beside them the logits move 4 V itemsize bytes per token (6 where L2 does not hold a row per
-multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
+Forward takes the tokens in chunks of C with ONE workspace [C, V]. cuBLAS writes the logits, the kernel of cross_entropy
+turns them into their gradient in place, and cuBLAS multiplies that with weight (dx) and into x (dweight, accumulated in
+fp32 over the chunks, so that the result hardly depends on C). Backward multiplies these gradients by the upstream one,
+in place. So there are three GEMMs, as without fusing, and beside them the logits move 4 V itemsize bytes per token (6
+where L2 does not hold a row per multiprocessor), which is below a tenth of the GEMMs' time at H = 2048.
 
 Memory beyond the inputs: the workspace (at most workspace_bytes, but 128 rows), dx, and dweight; with fp32
-accumulation dweight in fp32 instead, which at the end is rounded into the room of the workspace, or into its own where
-that is too small. Every chunk has that sum read and written, 8 V H bytes of which the products hide little, so that
-chunks have 2048 rows or more if not told otherwise. A single chunk needs no sum, and its workspace may have that room
-too. Where the gradient of weight is added in place (`ligermodels.training.gradients`), backward adds the fp32 sum
-itself.
+accumulation dweight in fp32, which at the end is rounded into the memory of the workspace, or into its own where
+that is too small. Every chunk reads and writes that sum, so that chunks have 2048 rows or more if not told otherwise. A
+single chunk needs no sum, and its workspace may take that memory too. Where the gradient of weight is added in place
+(`ligermodels.training.accumulate_in_place`), backward adds the fp32 sum itself.
 
 Source: Hsu et al., arXiv:2410.10989, section 3.2 (gradients in forward); Wijmans et al., arXiv:2411.09009.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, hand_out, keep
+from ligermodels.kernels._chunks import (
+    CHUNK_BYTES,
+    Chunks,
+    Gradients,
+    Settings,
+    call_opaque,
+    check_head,
+    present,
+    release,
+    stash,
+)
 from ligermodels.kernels._cross_entropy_rows import Options, divisors, empty_rows, launch_rows
 from ligermodels.kernels._gradients import is_marked
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import (
     CrossEntropyOutput,
     check_inputs,
@@ -41,24 +48,14 @@ from ligermodels.kernels.linear_logprobs import rows_of_head
 
 
 def linear_cross_entropy_reference(
-    x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, class_weight: Tensor | None = None,
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, softcap: float | None = None,
-    reduction: str = "mean", num_items_in_batch: int | Tensor | None = None, token_scaling: bool = False,
-    return_z_loss: bool = False, return_token_accuracy: bool = False, return_predicted_tokens: bool = False,
-    return_entropy: bool = False,
-) -> Tensor | CrossEntropyOutput:  # fmt: skip
-    """What `linear_cross_entropy` computes, in plain PyTorch, which holds all logits."""
-    return cross_entropy_reference(
-        F.linear(x, weight, bias), labels, class_weight=class_weight, ignore_index=ignore_index,
-        label_smoothing=label_smoothing, z_loss=z_loss, softcap=softcap, reduction=reduction,
-        num_items_in_batch=num_items_in_batch, token_scaling=token_scaling, return_z_loss=return_z_loss,
-        return_token_accuracy=return_token_accuracy, return_predicted_tokens=return_predicted_tokens,
-        return_entropy=return_entropy,
-    )  # fmt: skip
+    x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, **options: Any
+) -> Tensor | CrossEntropyOutput:
+    """What `linear_cross_entropy` computes, in plain PyTorch, which holds all logits; options of `cross_entropy`."""
+    return cross_entropy_reference(F.linear(x, weight, bias), labels, **options)
 
 
 _ROWS = 2048
-"""Of a chunk at least, if not told otherwise: adding it to dweight then takes a tenth of what its products take."""
+"""Of a chunk at least, by default: adding it to dweight then takes a tenth of the time of its matmuls."""
 
 
 class _Results(NamedTuple):
@@ -85,17 +82,18 @@ def _run(
     num_items: Tensor | None, options: Options, settings: Settings, needs: tuple[bool, bool, bool],
     unrounded: bool = False,
 ) -> _Results:  # fmt: skip
-    """Loss and gradients of x [T, H] and labels [T]; the reduction is mean or sum. unrounded: dweight may be wide."""
-    undivided, wide = _undivided(options, settings, needs), settings.wide(weight)
+    """Loss and gradients of x [T, H] and labels [T]; the reduction is mean or sum. unrounded: dweight may be fp32."""
+    undivided, sum_dtype = _undivided(options, settings, needs), settings.sum_dtype(weight)
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     if not undivided:
         chunks.limit(settings.workspace_bytes, settings.whole_bytes(weight, needs[1]))
     if chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype and not undivided:
-        wide = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
+        sum_dtype = weight.dtype  # one chunk: cuBLAS rounds its fp32 sum itself
     workspace = chunks.workspace()
     scales, weight_sum = divisors(chunks.labels, class_weight, num_items, workspace, options)
     rows = empty_rows(chunks.labels, workspace, options)
-    gradients = Gradients(chunks, needs, wide, wide if undivided or unrounded else weight.dtype)
+    final = sum_dtype if undivided or unrounded else weight.dtype
+    gradients = Gradients(chunks, needs, sum_dtype, final)
     for start, z in chunks.logits(workspace):
         launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
                     weight_sum=weight_sum, scales=scales, rows=rows, out=z if any(needs) else None,
@@ -128,67 +126,49 @@ def _run(
 )  # fmt: skip
 def _run_op(x, weight, bias, labels, class_weight, num_items, *scalars):
     options, settings, needs = Options(*scalars[:10]), Settings(*scalars[10:14]), scalars[14:]
-    results = _run(x, weight, bias, labels, class_weight, num_items, options, settings, needs)
-    return [t for t in results if t is not None]
+    return present(_run(x, weight, bias, labels, class_weight, num_items, options, settings, needs))
 
 
-@_run_op.register_fake
-def _(x, weight, bias, labels, class_weight, num_items, *scalars):
+def _like(x, weight, bias, labels, class_weight, num_items, *scalars):
+    """Empty tensors like the results of `_run_op`."""
     options, settings, needs = Options(*scalars[:10]), Settings(*scalars[10:14]), scalars[14:]
     dtype, undivided = accumulator(settings.dtype), _undivided(options, settings, needs)
-    loss = x.new_empty((), dtype=dtype)
-    every = _Results(
-        loss, torch.empty_like(loss), torch.empty_like(loss, dtype=torch.float32),
-        x.new_empty(x.shape[:1], dtype=torch.int64), torch.empty_like(loss), x.new_empty(x.shape),
-        weight.new_empty(weight.shape, dtype=settings.wide(weight) if undivided else weight.dtype),
-        weight.new_empty(weight.shape[:1], dtype=dtype if undivided or bias is None else bias.dtype),
+    dweight_dtype = settings.sum_dtype(weight) if undivided else weight.dtype
+    dbias_dtype = dtype if undivided or bias is None else bias.dtype
+    return _Results(
         x.new_empty((), dtype=dtype),
-    )  # fmt: skip
-    return [t for t, present in zip(every, _present(options, settings, needs), strict=True) if present]
+        x.new_empty((), dtype=dtype) if options.return_z_loss else None,
+        x.new_empty((), dtype=torch.float32) if options.return_token_accuracy else None,
+        x.new_empty(x.shape[:1], dtype=torch.int64) if options.return_predicted_tokens else None,
+        x.new_empty((), dtype=dtype) if options.return_entropy else None,
+        x.new_empty(x.shape) if needs[0] else None,
+        weight.new_empty(weight.shape, dtype=dweight_dtype) if needs[1] else None,
+        weight.new_empty(weight.shape[:1], dtype=dbias_dtype) if needs[2] else None,
+        x.new_empty((), dtype=dtype) if undivided else None,
+    )
 
 
-def _present(options: Options, settings: Settings, needs: tuple[bool, bool, bool]) -> tuple[bool, ...]:
-    """Which fields of _Results are not None."""
-    return True, *options[6:], *needs, _undivided(options, settings, needs)
-
-
-def _dispatch(
-    x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None,
-    num_items: Tensor | None, options: Options, settings: Settings, needs: tuple[bool, bool, bool], unrounded: bool,
-) -> _Results:  # fmt: skip
-    """`_run`, which torch.compile sees as one opaque op.
-
-    Traced, the chunks would be unrolled for one T, workspace and accumulator copied at every chunk, and addmm with
-    out_dtype is not traceable at all (pytorch/pytorch#163880).
-    """
-    if not torch.compiler.is_compiling():
-        return _run(x, weight, bias, labels, class_weight, num_items, options, settings, needs, unrounded)
-    results = iter(_run_op(x, weight, bias, labels, class_weight, num_items, *options, *settings, *needs))
-    return _Results._make(next(results) if p else None for p in _present(options, settings, needs))
+_run_op.register_fake(lambda *args: present(_like(*args)))
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, labels, class_weight, num_items, options, settings, backward_follows):
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        with device_guard(x):
-            out = _dispatch(x, weight, bias, labels, class_weight, num_items, options, settings, needs,
-                            is_marked(weight) and weight.grad is not None)  # fmt: skip
-        keep(ctx, out[5:], weight)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        tensors = x, weight, bias, labels, class_weight, num_items
+        if torch.compiler.is_compiling():
+            out: Any = call_opaque(_run_op, _like, *tensors, *options, *settings, *needs)
+        else:
+            out = _run(*tensors, options, settings, needs, is_marked(weight) and weight.grad is not None)
+        stash(ctx, out[5:], weight)
         ctx.mark_non_differentiable(*(t for t in out[1:5] if t is not None))
         return tuple(out[:5])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
-        dx, dweight, dbias = hand_out(ctx, grad_loss, "linear_cross_entropy")
-        return (
-            dx,
-            None if dweight is None else dweight.to(ctx.dtypes[0]),
-            None if dbias is None else dbias.to(ctx.dtypes[1]),
-            *(None,) * 6,
-        )
+        return *release(ctx, grad_loss, "linear_cross_entropy", ctx.dtypes), *(None,) * 6
 
 
 def linear_cross_entropy(
@@ -204,19 +184,19 @@ def linear_cross_entropy(
     Loss, options and extra outputs are those of `cross_entropy`. Where no gradient is asked for, none is computed;
     without a gradient of weight there is no [V, H] buffer. With reduction="none" the upstream gradient differs
     from token to token: forward computes the loss only, and backward the logits a second time, unless those of all
-    tokens fit into workspace_bytes and are kept (see `linear_logprobs`).
+    tokens fit into workspace_bytes and are saved (see `linear_logprobs`).
 
     num_valid, where the host knows it, is the number of labels that are not ignored, or a bound above it. If it is
-    at most about nine tenths of the tokens, ignored tokens are left out of the GEMMs, without waiting for the
-    device. Labels on the CPU are counted. If there are more valid labels than num_valid allows for, the loss is NaN.
+    at most about nine tenths of the tokens, ignored tokens are left out of the GEMMs, without synchronising. Labels on
+    the CPU are counted. If there are more valid labels than num_valid allows for, the loss is NaN.
 
     accum_dtype is what dweight is accumulated in over the chunks: torch.float32, or None for the dtype of weight,
     which saves 4 V H bytes and some time, and adds a rounding per chunk. workspace_bytes bounds the logits workspace,
-    which has 128 rows at least; None: 512 MiB, or 2048 rows where those take more. Where dweight would be accumulated
-    in a wider dtype than its own, but all tokens fit into what that takes beside workspace_bytes, they are one chunk. Under
-    torch.autocast, x, weight and bias are cast as for F.linear, and the gradients of fp32 weights stay fp32.
+    which has 128 rows at least; None: 512 MiB, or 2048 rows where those take more. All tokens are one chunk where they
+    fit into that and the memory that an fp32 sum of dweight would take. Under torch.autocast, x, weight and bias are
+    cast as for F.linear, and the gradients of fp32 weights stay fp32.
 
-    backward hands out the gradients that forward computed: it runs once. On a CPU this is F.linear and
+    backward releases the gradients that forward computed: it runs once. On a CPU this is F.linear and
     `cross_entropy_reference`, with all logits in memory. There is no second derivative.
     """
     options = Options(ignore_index, label_smoothing, z_loss, softcap, reduction, token_scaling, return_z_loss,

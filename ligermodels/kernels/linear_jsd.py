@@ -7,19 +7,15 @@
 averaged over the tokens that count. The temperature leaves the hard loss alone, and no power of it multiplies the
 soft one: for Hinton's form, weight_soft = temperature^2.
 
-Forward walks over chunks of C tokens with two workspaces [C, V]. cuBLAS writes both logits, in fp32 of 16-bit inputs
-too: the gradient is made of differences between them, of which rounding would leave little where the student is near
-its teacher. The kernel of `jsd` turns the student's into their gradient where they lie, in the dtype of the inputs,
-which takes the first half of each row then, and cuBLAS multiplies that with the weight (dx) and into x (dweight,
-accumulated in fp32 over the chunks). Gradients are ready after forward, and backward multiplies them by the upstream
-gradient, in place. Four GEMMs, of which one is the teacher's; beside them each logit is read three times (twice at
-beta = 0, where the gradient needs no sum over the row) and the student's written once, in part from the cache: the
-least for rows that do not fit on the chip, because the log-sum-exps come before the loss, and the loss before the
-gradient.
+Forward takes the tokens in chunks of C with two workspaces [C, V]. cuBLAS writes both logits, in fp32 of 16-bit inputs
+too: the gradient consists of differences between them, of which rounding would leave little where the student is near
+its teacher. The kernel of `jsd` turns the student's into their gradient in place, in the dtype of the inputs, which
+takes the first half of each row, and cuBLAS multiplies that with the weight (dx) and into x (dweight, accumulated in
+fp32 over the chunks). Backward multiplies these gradients by the upstream one, in place. Four GEMMs, of which one is
+the teacher's; beside them each logit is read three times (twice at beta = 0) and the student's written once.
 
-Memory beyond the inputs: both workspaces (8 bytes for a token and a class, 16 in fp64; together at most workspace_bytes,
-but 128 rows), dx, and dweight; with fp32 accumulation dweight in fp32 instead, which at the end is rounded into its own
-room.
+Memory beyond the inputs: both workspaces (8 bytes for a token and a class, 16 in fp64; together at most
+workspace_bytes, but 128 rows), dx, and dweight; with fp32 accumulation dweight in fp32, rounded into its own memory.
 
 Source: Hinton et al., arXiv:1503.02531; Agarwal et al., arXiv:2306.13649; Hsu et al., arXiv:2410.10989, section 3.2
 (gradients in forward).
@@ -33,14 +29,25 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head, gather, hand_out, keep
+from ligermodels.kernels._chunks import (
+    CHUNK_BYTES,
+    Chunks,
+    Gradients,
+    Settings,
+    call_opaque,
+    check_head,
+    gather,
+    present,
+    release,
+    stash,
+)
 from ligermodels.kernels._divergence import JSDOptions, launch_rows
 from ligermodels.kernels._gradients import accumulate
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.jsd import check_options, jsd_reference, reduce_tokens, valid_tokens
 
 
-def _wide_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _fp32_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """F.linear of inputs of the dtype that it would take, under autocast too, with an unrounded fp32 result."""
     kind, dtype = x.device.type, x.dtype
     cast = not x.is_meta and torch.is_autocast_enabled(kind)
@@ -68,8 +75,8 @@ def linear_jsd_reference(
     """What `linear_jsd` computes, in plain PyTorch, which holds all logits."""
     vocab = student_weight.shape[0]
     with torch.no_grad():
-        u = _wide_logits(teacher_x, teacher_weight, teacher_bias)[..., :vocab]
-    z = _wide_logits(student_x, student_weight, student_bias)
+        u = _fp32_logits(teacher_x, teacher_weight, teacher_bias)[..., :vocab]
+    z = _fp32_logits(student_x, student_weight, student_bias)
     z, u = (logits.to(torch.promote_types(z.dtype, u.dtype)) for logits in (z, u))
     valid = valid_tokens(labels, z, ignore_index)
     z, u = (logits.masked_fill(~valid[..., None], 0) for logits in (z, u))
@@ -107,7 +114,7 @@ def _undivided(options: JSDOptions, settings: Settings, needs: tuple[bool, bool,
 
 
 def _project(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """The logits of x [C, H] in `out` [C, V], which may be wider than the inputs."""
+    """The logits of x [C, H] in `out` [C, V], which may be fp32."""
     if bias is not None:
         out.copy_(bias)
     accumulate(out, x.t(), weight.t(), first=bias is None)
@@ -122,35 +129,37 @@ def _run(
     marks, ignore_index = labels, options.ignore_index
     if marks is None:
         marks, ignore_index = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device), -1
-    wides = accumulator(settings.dtype), accumulator(teacher_dtype)
-    # Chunks counts bytes of logits as wide as its inputs.
-    workspace_bytes = settings.workspace_bytes * settings.dtype.itemsize // sum(wide.itemsize for wide in wides)
+    logits_dtypes = accumulator(settings.dtype), accumulator(teacher_dtype)
+    # Chunks counts logits of its inputs' dtype.
+    workspace_bytes = settings.workspace_bytes * settings.dtype.itemsize // sum(d.itemsize for d in logits_dtypes)
     chunks = Chunks(x, weight, bias, marks, ignore_index, settings._replace(workspace_bytes=max(workspace_bytes, 1)))
     if chunks.source is not None:
         teacher_x = gather(teacher_x, chunks.source)
     teacher_x, w = teacher_x.to(teacher_dtype), teacher_weight[: chunks.vocab].to(teacher_dtype)
     b = None if teacher_bias is None else teacher_bias[: chunks.vocab].to(teacher_dtype)
     pitch, vocab = chunks.pitch, chunks.vocab
-    spaces = [torch.empty(chunks.rows, pitch, dtype=wide, device=x.device) for wide in wides]
-    narrow = spaces[0].view(settings.dtype)  # gradients of the student's logits, each row where the logits' begins
+    workspaces = [torch.empty(chunks.rows, pitch, dtype=d, device=x.device) for d in logits_dtypes]
+    d_logits = workspaces[0].view(
+        settings.dtype
+    )  # gradients of the student's logits, each row where the logits' begins
 
-    kept, count = (None if labels is None else chunks.labels), len(chunks.labels)
-    valid = None if kept is None or options.reduction != "mean" else (kept != ignore_index).sum()
+    labels, count = (None if labels is None else chunks.labels), len(chunks.labels)
+    valid = None if labels is None or options.reduction != "mean" else (labels != ignore_index).sum()
     undivided = _undivided(options, settings, needs)
     dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
     wanted = upstream is None, upstream is None and parts, upstream is None and parts and labels is not None
     losses = [torch.empty(count, dtype=dtype, device=x.device) if w else None for w in wanted]
-    wide = settings.wide(weight)
-    gradients = Gradients(chunks, needs, wide, wide if undivided else weight.dtype)
+    sum_dtype = settings.sum_dtype(weight)
+    gradients = Gradients(chunks, needs, sum_dtype, sum_dtype if undivided else weight.dtype)
     upstream = chunks.per_row(upstream)
     for start in range(0, len(chunks.labels), max(chunks.rows, 1)):
         student, teacher = (rows[start : start + chunks.rows] for rows in (chunks.x, teacher_x))
-        z, u = (space[: len(student), :vocab] for space in spaces)
+        z, u = (space[: len(student), :vocab] for space in workspaces)
         _project(student, chunks.weight, chunks.bias, z)
         _project(teacher, w, b, u)
-        dz = narrow[: len(student), :vocab] if any(needs) else None
-        launch_rows(z, u, options, strides=(pitch, pitch), logits=True, valid=valid, count=count, labels=kept,
-                    losses=losses, d_student=dz, d_stride=narrow.shape[1], upstream=upstream, first_row=start,
+        dz = d_logits[: len(student), :vocab] if any(needs) else None
+        launch_rows(z, u, options, strides=(pitch, pitch), logits=True, valid=valid, count=count, labels=labels,
+                    losses=losses, d_student=dz, d_stride=d_logits.shape[1], upstream=upstream, first_row=start,
                     undivided=undivided)  # fmt: skip
         if dz is not None:
             gradients.add(chunks, start, dz)
@@ -164,7 +173,7 @@ def _run(
     if undivided:
         factor = torch.full((), count, device=x.device) if valid is None else valid
         factor = factor.to(dtype).clamp(min=1).reciprocal()
-    del spaces, narrow, chunks, teacher_x, w  # before dweight is rounded, a peak
+    del workspaces, d_logits, chunks, teacher_x, w  # before dweight is rounded, a peak
     dx, dweight, dbias = gradients.dx, gradients.take_dweight(), gradients.dbias
     if not undivided:
         dbias = None if dbias is None else dbias.to(weight.dtype if bias is None else bias.dtype)
@@ -181,46 +190,39 @@ def _run(
 )  # fmt: skip
 def _run_op(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype, *scalars):
     options, settings, needs = JSDOptions(*scalars[:6]), Settings(*scalars[6:10]), scalars[10:]
-    results = _run(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype, options,
-                   settings, needs)  # fmt: skip
-    return [t for t in results if t is not None]
+    return present(_run(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype,
+                        options, settings, needs))  # fmt: skip
 
 
-@_run_op.register_fake
-def _(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, teacher_dtype, *scalars):
+def _like(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, teacher_dtype, *scalars):
+    """Empty tensors like the results of `_run_op`."""
     options, settings, needs = JSDOptions(*scalars[:6]), Settings(*scalars[6:10]), scalars[10:]
-    undivided = _undivided(options, settings, needs)
+    undivided, forward = _undivided(options, settings, needs), upstream is None
     dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
-    summed = accumulator(settings.dtype)
-    loss = x.new_empty(x.shape[:1] if options.reduction == "none" else (), dtype=dtype)
-    every = _Results(
-        loss, torch.empty_like(loss), torch.empty_like(loss), x.new_empty(x.shape),
-        weight.new_empty(weight.shape, dtype=settings.wide(weight) if undivided else weight.dtype),
-        weight.new_empty(weight.shape[:1], dtype=summed if undivided or bias is None else bias.dtype),
-        x.new_empty((), dtype=dtype),
-    )  # fmt: skip
-    present = _present(labels, upstream, parts, options, settings, needs)
-    return [t for t, there in zip(every, present, strict=True) if there]
+    loss_shape = x.shape[:1] if options.reduction == "none" else ()
+    with_hard = parts and labels is not None
+    dweight_dtype = settings.sum_dtype(weight) if undivided else weight.dtype
+    dbias_dtype = accumulator(settings.dtype) if undivided or bias is None else bias.dtype
+    return _Results(
+        x.new_empty(loss_shape, dtype=dtype) if forward else None,
+        x.new_empty(loss_shape, dtype=dtype) if forward and parts else None,
+        x.new_empty(loss_shape, dtype=dtype) if forward and with_hard else None,
+        x.new_empty(x.shape) if needs[0] else None,
+        weight.new_empty(weight.shape, dtype=dweight_dtype) if needs[1] else None,
+        weight.new_empty(weight.shape[:1], dtype=dbias_dtype) if needs[2] else None,
+        x.new_empty((), dtype=dtype) if undivided else None,
+    )
 
 
-def _present(
-    labels: Tensor | None, upstream: Tensor | None, parts: bool, options: JSDOptions, settings: Settings,
-    needs: tuple[bool, bool, bool],
-) -> tuple[bool, ...]:  # fmt: skip
-    """Which fields of _Results are not None."""
-    forward = upstream is None
-    losses = forward, forward and parts, forward and parts and labels is not None
-    return *losses, *needs, _undivided(options, settings, needs)
+_run_op.register_fake(lambda *args: present(_like(*args)))
 
 
 def _dispatch(*args):
-    """`_run`, which torch.compile sees as one opaque op, for the reasons that linear_cross_entropy has."""
+    """`_run`, which torch.compile sees as one opaque op."""
     if not torch.compiler.is_compiling():
         return _run(*args)
-    *tensors, labels, upstream, parts, teacher_dtype, options, settings, needs = args
-    results = iter(_run_op(*tensors, labels, upstream, parts, teacher_dtype, *options, *settings, *needs))
-    present = _present(labels, upstream, parts, options, settings, needs)
-    return _Results._make(next(results) if there else None for there in present)
+    *others, options, settings, needs = args
+    return call_opaque(_run_op, _like, *others, *options, *settings, *needs)
 
 
 class _LinearJSD(torch.autograd.Function):
@@ -228,15 +230,15 @@ class _LinearJSD(torch.autograd.Function):
     def forward(ctx, x, weight, bias, *rest):
         *tensors, parts, teacher_dtype, options, settings, backward_follows = rest
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
-        ctx.dtypes, ctx.how = (weight.dtype, None if bias is None else bias.dtype), (teacher_dtype, options, settings)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        ctx.how = teacher_dtype, options, settings
         later = options.reduction == "none"
-        with device_guard(x):
-            out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
+        out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
         if later:
             ctx.needs = needs
             ctx.save_for_backward(x, weight, bias, *tensors)
         else:
-            keep(ctx, out[3:])
+            stash(ctx, out[3:])
         ctx.mark_non_differentiable(*(t for t in out[1:3] if t is not None))
         return tuple(out[:3])
 
@@ -244,17 +246,11 @@ class _LinearJSD(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         if ctx.how[1].reduction == "none":
-            with device_guard(upstream):
-                results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
-            dx, dweight, dbias = results[3:6]
+            results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
+            gradients = [None if t is None else t.to(d) for t, d in zip(results[3:6], ctx.dtypes, strict=True)]
         else:
-            dx, dweight, dbias = hand_out(ctx, upstream, "linear_jsd")
-        return (
-            dx,
-            None if dweight is None else dweight.to(ctx.dtypes[0]),
-            None if dbias is None else dbias.to(ctx.dtypes[1]),
-            *(None,) * 9,
-        )
+            gradients = release(ctx, upstream, "linear_jsd", ctx.dtypes)
+        return *gradients, *(None,) * 9
 
 
 def linear_jsd(
@@ -276,11 +272,11 @@ def linear_jsd(
     LinearJSDOutput(loss, soft_loss, hard_loss), the parts reduced but not weighted, without gradients; hard_loss is
     None without labels. The loss is fp32 (fp64 for fp64).
 
-    num_valid, accum_dtype, workspace_bytes and torch.autocast are as in `linear_cross_entropy`; workspace_bytes bounds the
-    logits of student and teacher together. backward hands out the gradients that forward computed: it runs once.
+    num_valid, accum_dtype, workspace_bytes and torch.autocast are as in `linear_cross_entropy`; workspace_bytes bounds
+    the logits of student and teacher together. backward releases the gradients that forward computed: it runs once.
     With reduction="none" forward computes the loss only, and backward computes the logits a second time.
 
-    A label that is neither a class nor ignore_index makes its row NaN on a GPU, which is not waited for, and raises
+    A label that is neither a class nor ignore_index makes its row NaN on a GPU, and raises
     InputError on the CPU, where this is F.linear and `jsd_reference` with all logits in memory. Each beta,
     temperature and pair of weights compiles a kernel. There is no second derivative.
     """
@@ -319,11 +315,11 @@ def linear_jsd(
             teacher_bias=teacher_bias, return_soft_hard_loss=return_soft_hard_loss, **options._asdict(),
         )  # fmt: skip
     x, y = (last_dim_contiguous(t.reshape(-1, t.shape[-1])) for t in (student_x, teacher_x.detach()))
+    settings = Settings(num_valid, workspace_bytes, dtypes[0], accum_dtype is not None)
     found = _LinearJSD.apply(
         x, student_weight, student_bias, y, teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(), None if labels is None else labels.reshape(-1),
-        return_soft_hard_loss, dtypes[1], options, Settings(num_valid, workspace_bytes, dtypes[0], accum_dtype is not None),
-        torch.is_grad_enabled(),
+        return_soft_hard_loss, dtypes[1], options, settings, torch.is_grad_enabled(),
     )  # fmt: skip
     if reduction == "none":
         found = [None if t is None else t.view(tokens) for t in found]

@@ -5,15 +5,15 @@
 
 What preference losses and policy gradients stand on. A log probability is minus the loss of `cross_entropy`, and the
 same kernel computes it, chunk by chunk of tokens over one workspace [C, V] as in `linear_cross_entropy`. But each
-token has its own upstream gradient here, which is known in backward only. So forward keeps two numbers per token, and
+token has its own upstream gradient here, which is known in backward only. So forward saves two numbers per token, and
 backward computes the logits of each chunk again, writes their gradient where they lie,
 
     dz_c = g ([c = y] - p_c) - h p_c (log p_c + entropy)            g, h: gradients of log p and of the entropy
 
 and multiplies it with weight (dx) and into x (dweight): one GEMM forward and three backward. Where the logits of all
-tokens fit into workspace_bytes, or into that and what an fp32 sum of dweight would take beyond dweight, there is no such
-sum, and the workspace is kept from forward to backward, which saves a GEMM. The logits move
-2 V itemsize bytes per token forward and 4 V backward, the minimum, beside those that GEMMs move.
+tokens fit into workspace_bytes and the memory of an fp32 sum of dweight, which is then not needed, they are saved for
+the backward, which saves a GEMM. The logits move 2 V itemsize bytes per token forward and 4 V backward, the minimum,
+beside those that GEMMs move.
 
 `linear_cross_entropy(reduction="none")` is this op with the options of `cross_entropy`.
 
@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, check_head
+from ligermodels.kernels._check import check_labels
+from ligermodels.kernels._chunks import CHUNK_BYTES, Chunks, Gradients, Settings, call_opaque, check_head, present
 from ligermodels.kernels._cross_entropy_rows import Options, Rows, divisors, empty_rows, launch_rows
-from ligermodels.kernels._gradients import give_gradient, target
-from ligermodels.kernels._triton import accumulator, device_guard, last_dim_contiguous, once_differentiable, use_triton
+from ligermodels.kernels._gradients import accumulate_grad, target
+from ligermodels.kernels._triton import accumulator, last_dim_contiguous, once_differentiable, use_triton
 from ligermodels.kernels.cross_entropy import check_inputs
 
 
@@ -50,12 +51,7 @@ def linear_logprobs_reference(
     """What `linear_logprobs` computes, in plain PyTorch, which holds all logits."""
     vocab = weight.shape[0]
     valid = labels != ignore_index
-    wrong = valid & ((labels < 0) | (labels >= vocab))
-    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
-        raise InputError(
-            f"labels hold {labels[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
-            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
-        )
+    check_labels(labels, valid, vocab, ignore_index)
     logits = F.linear(x, weight, bias)
     logits = logits.to(accumulator(logits.dtype)).masked_fill(~valid[..., None], 0)
     if softcap is not None:
@@ -72,11 +68,11 @@ def linear_logprobs_reference(
 
 def _forward(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, options: Options,
-    settings: Settings, temperature: float, return_mean: bool, backward_follows: bool, kept_bytes: int,
+    settings: Settings, temperature: float, return_mean: bool, backward_follows: bool, saved_bytes: int,
 ) -> tuple[Rows, Tensor | None, Tensor | None]:  # fmt: skip
-    """(results per token, stats of the rows, the logits of all of them where these fit into kept_bytes)."""
+    """(results per token, stats of the rows, the logits of all of them where these fit into saved_bytes)."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
-    chunks.limit(settings.workspace_bytes, kept_bytes)
+    chunks.limit(settings.workspace_bytes, saved_bytes)
     workspace = chunks.workspace()
     _, weight_sum = divisors(chunks.labels, class_weight, None, workspace, options)
     rows = empty_rows(chunks.labels, workspace, options)
@@ -87,26 +83,26 @@ def _forward(
         launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
                     weight_sum=weight_sum, scales=None, rows=rows, stats=stats, first_row=start,
                     temperature=temperature)  # fmt: skip
-    kept = workspace if kept_bytes and chunks.rows == len(chunks.labels) else None
+    logits = workspace if saved_bytes and chunks.rows == len(chunks.labels) else None
     fills = Rows(0, 0, 0, -1, 0, 0)  # type: ignore[arg-type]
-    return Rows._make(map(chunks.per_token, rows, fills)), stats, kept  # type: ignore[arg-type]
+    return Rows._make(map(chunks.per_token, rows, fills)), stats, logits  # type: ignore[arg-type]
 
 
 def _backward(
     x: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, class_weight: Tensor | None, stats: Tensor,
-    entropy: Tensor | None, upstream: Tensor, upstream_entropy: Tensor | None, kept: Tensor | None, options: Options,
+    entropy: Tensor | None, upstream: Tensor, upstream_entropy: Tensor | None, logits: Tensor | None, options: Options,
     settings: Settings, temperature: float, needs: tuple[bool, bool, bool],
 ) -> list[Tensor | None]:  # fmt: skip
-    """(dx, dweight, dbias), dweight unrounded where it will be added to a gradient in place; `kept` is written over."""
+    """(dx, dweight, dbias), dweight unrounded where it is to be added in place; saved `logits` are overwritten."""
     chunks = Chunks(x, weight, bias, labels, options.ignore_index, settings)
     chunks.limit(settings.workspace_bytes, settings.whole_bytes(weight, needs[1]))
     _, weight_sum = divisors(chunks.labels, class_weight, None, chunks.x, options)
     per_row = [chunks.per_row(t) for t in (upstream, upstream_entropy, entropy)]
     single = chunks.rows == len(chunks.labels) and weight.dtype == settings.dtype  # cuBLAS rounds its sum itself
-    wide = weight.dtype if single else settings.wide(weight)
+    sum_dtype = weight.dtype if single else settings.sum_dtype(weight)
     leaf = target(weight)
-    gradients = Gradients(chunks, needs, wide, weight.dtype if leaf is None or leaf.grad is None else wide)
-    for start, z in chunks.logits(chunks.workspace()) if kept is None else [(0, kept)] * bool(len(kept)):
+    gradients = Gradients(chunks, needs, sum_dtype, weight.dtype if leaf is None or leaf.grad is None else sum_dtype)
+    for start, z in chunks.logits(chunks.workspace()) if logits is None else [(0, logits)] * bool(len(logits)):
         launch_rows(z, chunks.labels, options, row_stride=chunks.pitch, padded=True, class_weight=class_weight,
                     weight_sum=weight_sum, scales=None, stats=stats, out=z, upstream=per_row[0],
                     upstream_entropy=per_row[1], entropy=per_row[2], first_row=start,
@@ -139,17 +135,19 @@ def _forward_op(x, weight, bias, labels, class_weight, *scalars):
     options, settings, temperature, return_mean, follows = _unpack(scalars)
     rows, stats, _ = _forward(x, weight, bias, labels, class_weight, options, settings, temperature, return_mean,
                               follows, 0)  # fmt: skip
-    return [t for t in (*rows, stats) if t is not None]
+    return present((*rows, stats))
 
 
-@_forward_op.register_fake
-def _(x, weight, bias, labels, class_weight, *scalars):
+def _like(x, weight, bias, labels, class_weight, *scalars):
+    """Empty tensors like the results of `_forward_op`."""
     options, settings, _, return_mean, backward_follows = _unpack(scalars)
     like = x.new_empty(0, dtype=settings.dtype)
     rows = empty_rows(labels.new_empty(x.shape[:1], device=x.device), like, options)
-    extra = [rows.loss.new_empty(x.shape[0]) if return_mean else None]
-    extra += [rows.loss.new_empty(x.shape[0], 2) if backward_follows else None]
-    return [t for t in (*rows[:5], *extra) if t is not None]
+    mean = rows.loss.new_empty(x.shape[0]) if return_mean else None
+    return *rows[:5], mean, rows.loss.new_empty(x.shape[0], 2) if backward_follows else None
+
+
+_forward_op.register_fake(lambda *args: present(_like(*args)))
 
 
 @torch.library.custom_op(
@@ -165,9 +163,12 @@ def _backward_op(x, weight, bias, labels, class_weight, stats, entropy, upstream
     return [t.to(weight.dtype) if i == 1 else t for i, t in enumerate(found) if t is not None]
 
 
-@_backward_op.register_fake
-def _(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, *scalars):
-    return [t.new_empty(t.shape) for t, needed in zip((x, weight, bias), scalars[-3:], strict=True) if needed]
+def _like_backward(x, weight, bias, labels, class_weight, stats, entropy, upstream, upstream_entropy, *scalars):
+    needed = zip((x, weight, bias), scalars[-3:], strict=True)
+    return [t.new_empty(t.shape) if need else None for t, need in needed]
+
+
+_backward_op.register_fake(lambda *args: present(_like_backward(*args)))
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -178,21 +179,18 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx, x, weight, bias, labels, class_weight, options, settings, temperature, return_mean, backward_follows
     ):
         ctx.needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
-        ctx.how, ctx.kept = (options, settings, temperature), None
+        ctx.how, ctx.logits = (options, settings, temperature), None
         follows = any(ctx.needs)
-        if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)
+        tensors = x, weight, bias, labels, class_weight
         if torch.compiler.is_compiling():
-            found = iter(_forward_op(x, weight, bias, labels, class_weight, *options, *settings, temperature,
-                                     return_mean, follows))  # fmt: skip
-            present = (True, *options[6:], return_mean)
-            rows = Rows._make(next(found) if p else None for p in present)
-            stats = next(found, None)
+            *found, stats = call_opaque(_forward_op, _like, *tensors, *options, *settings, temperature, return_mean,
+                                        follows)  # fmt: skip
+            rows = Rows._make(found)
         else:
-            room = settings.whole_bytes(weight, ctx.needs[1]) if follows else 0
-            with device_guard(x):
-                rows, stats, ctx.kept = _forward(x, weight, bias, labels, class_weight, options, settings,
-                                                 temperature, return_mean, follows, room)  # fmt: skip
+            ctx.set_materialize_grads(False)
+            saved_bytes = settings.whole_bytes(weight, ctx.needs[1]) if follows else 0
+            rows, stats, ctx.logits = _forward(*tensors, options, settings, temperature, return_mean, follows,
+                                               saved_bytes)  # fmt: skip
         ctx.save_for_backward(x, weight, bias, labels, class_weight, stats, rows.entropy)
         metrics = rows.z_loss, rows.correct, rows.predicted, rows.logits_mean
         ctx.mark_non_differentiable(*(t for t in metrics if t is not None))
@@ -206,18 +204,16 @@ class _LinearLogprobs(torch.autograd.Function):
         grad_loss = stats.new_zeros(x.shape[0]) if grad_loss is None else grad_loss.contiguous()
         grads = grad_loss, None if grad_entropy is None or entropy is None else grad_entropy.contiguous()
         if torch.compiler.is_compiling():
-            found = iter(_backward_op(x, weight, bias, labels, class_weight, stats, entropy, *grads, *options,
-                                      *settings, temperature, *ctx.needs))  # fmt: skip
-            gradients = [next(found) if needed else None for needed in ctx.needs]
+            gradients = call_opaque(_backward_op, _like_backward, x, weight, bias, labels, class_weight, stats, entropy,
+                                    *grads, *options, *settings, temperature, *ctx.needs)  # fmt: skip
         else:
-            # The first backward writes over the logits that forward kept; a later one computes them again.
-            kept, ctx.kept = ctx.kept, None
-            with device_guard(x):
-                gradients = _backward(x, weight, bias, labels, class_weight, stats, entropy, *grads, kept, options,
-                                      settings, temperature, ctx.needs)  # fmt: skip
-                del kept
-                if gradients[1] is not None:
-                    gradients[1] = give_gradient(weight, gradients[1])
+            # The first backward writes over the logits that forward saved; a later one computes them again.
+            logits, ctx.logits = ctx.logits, None
+            gradients = _backward(x, weight, bias, labels, class_weight, stats, entropy, *grads, logits, options,
+                                  settings, temperature, ctx.needs)  # fmt: skip
+            del logits
+            if gradients[1] is not None:
+                gradients[1] = accumulate_grad(weight, gradients[1])
         return *gradients, *(None,) * 7
 
 
@@ -247,15 +243,12 @@ def linear_logprobs(
     the mean [...] of each token's logits over the vocabulary, capped and before the temperature, a metric without
     gradient.
 
-    num_valid, accum_dtype and workspace_bytes are those of `linear_cross_entropy`: how many labels are valid where the
-    host knows it, what dweight is accumulated in, and what the logits workspace may take (None: 512 MiB). Where all
-    (valid) tokens fit into it, or into it and what the wide sum of dweight would take beyond dweight, the logits are
-    kept until backward, which then does without that sum and without computing them again (not in torch.compile); a
-    second backward through the same graph computes them again. Nothing of size [V, H] exists where weight needs no
-    gradient, and no gradient is computed or kept under torch.no_grad. Under torch.autocast, x, weight and bias are cast
-    as for F.linear.
+    num_valid, accum_dtype, workspace_bytes (None: 512 MiB) and torch.autocast are as in `linear_cross_entropy`. Where
+    all (valid) tokens fit into the workspace, or into it and the memory of an fp32 sum of dweight, the logits are saved
+    for the backward, which then needs neither that sum nor to compute them again (not in torch.compile). Nothing of
+    size [V, H] exists where weight needs no gradient, and no gradient is computed or saved under torch.no_grad.
 
-    A label that is neither a class nor ignore_index makes its log probability NaN on a GPU, which is not waited for,
+    A label that is neither a class nor ignore_index makes its log probability NaN on a GPU,
     and raises InputError on the CPU, where this is `linear_logprobs_reference`. There is no second derivative.
     """
     options = Options(ignore_index, 0.0, 0.0, softcap, "none", False, False, False, False, return_entropy)

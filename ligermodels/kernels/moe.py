@@ -1,22 +1,20 @@
-"""Mixture of experts: the routing of tokens to experts, and the experts' gated units over the tokens they are sent.
+"""Mixture of experts: the routing of tokens to experts, and the experts' gated MLPs over the tokens they are sent.
 
     route:        the k largest logits of each token, softmaxed: the softmax over all, renormalised to sum 1
     moe_experts:  y[t] = sum over j of weights[t, j] * down[e] @ (act(gate) * up),  e = experts[t, j],
                   [gate | up] = gate_up[e] @ x[t]
 
 What differs from a loop over experts:
-- A counting sort in two small kernels puts each expert's rows together, in token order; every product runs over all
-  experts at once. No host waits for a size, nothing is added atomically: results are the same bit for bit each time.
-- Tokens gather: a kernel sums each token's k rows in fp32, weighted, and rounds once. The same kernel makes dx.
-- Saved: x, or how a norm made it (`_recipes`), the routing, and gate_up unless it is to be made again. Not the sorted
-  x, not h = act(gate) * up, not the experts' outputs: the gradient of a weight is <dy @ down, h>, taken row by row
-  where one kernel reads (gate_up, dh), writes d_gate_up, over gate_up where nobody will read that again, and leaves
-  weight * h in the place of dh, for d_down.
-- Under activation checkpointing, the second run of the block ends once everything is saved again, which is before h,
-  the down product and the sum, and before gate_up where it is not saved: `_Experts` saves all there is, `_Combine`
-  nothing.
+- A counting sort in two small kernels puts each expert's rows together, in token order; every matmul runs over all
+  experts at once. Nothing synchronises, nothing is added atomically: results are the same bit for bit each time.
+- Tokens gather: a kernel sums each token's k rows in fp32, weighted, and rounds once. The same kernel computes dx.
+- Saved: x, or the inputs of the norm before it (`_recompute`), the routing, and gate_up unless it is recomputed; not
+  the sorted x, h = act(gate) * up, or the experts' outputs. The gradient of a weight is <dy @ down, h>, row by row,
+  where one kernel reads (gate_up, dh), writes d_gate_up, and leaves weight * h in the place of dh, for d_down.
+- Under activation checkpointing, the second run of the block ends once everything is saved again, before h, the down
+  projection and the sum: `_Experts` saves all there is, `_Combine` nothing.
 
-Bytes per token at 2-byte dtypes beside the products: forward k (6 I + 4 H) + 4 H, backward k (12 I + 6 H) + 6 H.
+Bytes per token at 2-byte dtypes beside the matmuls: forward k (6 I + 4 H) + 4 H, backward k (12 I + 6 H) + 6 H.
 
 Source: Shazeer et al. 2017, https://arxiv.org/abs/1701.06538; routing and precision as MixtralSparseMoeBlock in
 https://github.com/huggingface/transformers. Gathering instead of scattering, and the gradient of the weights from dh:
@@ -32,13 +30,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS, activation, exp
-from ligermodels.kernels._recipes import make, read_last, recipe_of
+from ligermodels.kernels._recompute import handle_of, may_overwrite, recomputed
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
-    device_guard,
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
@@ -46,7 +44,7 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.kernels.glu import glu_reference, unit
+from ligermodels.kernels.glu import glu_forward, glu_reference
 from ligermodels.kernels.grouped_mm import combine, grouped_mm, grouped_mm_outer, sort_by_expert, spread
 
 
@@ -161,58 +159,28 @@ def _backward_kernel(
         tl.store(d_weights_ptr + slot, tl.sum(dot, 0).to(d_weights_ptr.dtype.element_ty))
 
 
-def _route(logits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    n_rows, num_experts = logits.shape[0], operator.index(logits.shape[1])
-    logits = last_dim_contiguous(logits)
-    weights = torch.empty((n_rows, top_k), dtype=accumulator(logits.dtype), device=logits.device)
-    experts = torch.empty((n_rows, top_k), dtype=torch.int32, device=logits.device)
-    if n_rows:
-        blocks, rows = _route_tile(num_experts, top_k)
-        with device_guard(logits):
-            launch(
-                _route_kernel, (cdiv(n_rows, rows),),
-                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4,
-            )  # fmt: skip
-    return weights, experts
-
-
-def _route_backward(d_weights: Tensor, weights: Tensor, experts: Tensor, num_experts: int, dtype) -> Tensor:
-    n_rows, top_k = weights.shape[0], operator.index(weights.shape[1])
-    d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=weights.device)
-    if n_rows:
-        blocks, rows = _route_tile(num_experts, top_k)
-        with device_guard(weights):
-            launch(
-                _route_backward_kernel, (cdiv(n_rows, rows),),
-                d_logits, d_weights.contiguous(), weights, experts, n_rows, num_experts, top_k, *blocks, rows,
-                num_warps=4,
-            )  # fmt: skip
-    return d_logits
-
-
-def _route_tile(num_experts: int, top_k: int) -> tuple[tuple[int, int], int]:
+def _route_tile(num_experts: int, top_k: int) -> tuple[int, int, int]:
+    """BLOCK_E, BLOCK_K and ROWS."""
     block = next_power_of_2(num_experts)
-    return (block, next_power_of_2(top_k)), max(1, min(64, 1024 // block))
+    return block, next_power_of_2(top_k), max(1, min(64, 1024 // block))
 
 
 def _backward(
-    dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool, own: bool
+    dh: Tensor | None, gate_up: Tensor, weights: Tensor, slots: Tensor, activation: str, emit: bool, overwrite: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """d_gate_up and d_weights from dh, which is given up, as is gate_up if `own`; with emit also weights * h, where dh
-    was."""
+    """d_gate_up, over gate_up if `overwrite`, and d_weights from dh, which is given up; emit: weight * h, over dh."""
     n_rows, width = gate_up.shape[0], operator.index(gate_up.shape[1]) // 2
     d_gate_up = d_weights = None
     h = gate_up.new_empty((n_rows, width)) if dh is None else dh
     if dh is not None:
-        d_gate_up, d_weights = gate_up if own else torch.empty_like(gate_up), torch.empty_like(weights)
+        d_gate_up, d_weights = gate_up if overwrite else torch.empty_like(gate_up), torch.empty_like(weights)
     if n_rows:
-        with device_guard(gate_up):
-            launch(
-                _backward_kernel, (n_rows,),
-                d_gate_up, d_weights, h, gate_up, weights, slots,
-                tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
-                activation, width, min(1024, next_power_of_2(width)), num_warps=4,
-            )  # fmt: skip
+        launch(
+            _backward_kernel, (n_rows,),
+            d_gate_up, d_weights, h, gate_up, weights, slots,
+            tl.float64 if gate_up.dtype == torch.float64 else tl.float32, dh is not None, emit,
+            activation, width, min(1024, next_power_of_2(width)), num_warps=4,
+        )  # fmt: skip
     return d_gate_up, d_weights, h if emit else None
 
 
@@ -221,16 +189,35 @@ class _Route(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, top_k):
-        weights, experts = _route(logits, top_k)
+        n_rows, num_experts = logits.shape[0], operator.index(logits.shape[1])
+        logits = last_dim_contiguous(logits)
+        weights = torch.empty((n_rows, top_k), dtype=accumulator(logits.dtype), device=logits.device)
+        experts = torch.empty((n_rows, top_k), dtype=torch.int32, device=logits.device)
+        if n_rows:
+            *blocks, rows = _route_tile(num_experts, top_k)
+            launch(
+                _route_kernel, (cdiv(n_rows, rows),),
+                weights, experts, logits, n_rows, logits.stride(0), num_experts, top_k, *blocks, rows, num_warps=4,
+            )  # fmt: skip
         ctx.save_for_backward(weights, experts)
         ctx.mark_non_differentiable(experts)
-        ctx.logits = logits.shape[1], logits.dtype
+        ctx.logits = num_experts, logits.dtype
         return weights, experts
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_weights, _):
-        return _route_backward(d_weights, *ctx.saved_tensors, *ctx.logits), None
+        (weights, experts), (num_experts, dtype) = ctx.saved_tensors, ctx.logits
+        n_rows, top_k = weights.shape[0], operator.index(weights.shape[1])
+        d_logits = torch.empty((n_rows, num_experts), dtype=dtype, device=weights.device)
+        if n_rows:
+            *blocks, rows = _route_tile(num_experts, top_k)
+            launch(
+                _route_backward_kernel, (cdiv(n_rows, rows),),
+                d_logits, d_weights.contiguous(), weights, experts, n_rows, num_experts, top_k, *blocks, rows,
+                num_warps=4,
+            )  # fmt: skip
+        return d_logits, None
 
 
 def _gate_up(x: Tensor, gate_up_proj: Tensor, rows: Tensor, offsets: Tensor, top_k: int) -> Tensor:
@@ -241,16 +228,16 @@ class _Experts(torch.autograd.Function):
     """All of the backward, and the forward up to gate_up: returns a stand-in for y, of y's shape, and gate_up [R, 2I],
     which recompute leaves to the backward.
 
-    The stand-in's gradient is y's: `_Combine` makes y and hands the gradient of y to the stand-in. A checkpointed
-    region is run again only until its last tensor is saved, so that what comes after this is not run again.
+    The stand-in's gradient is y's: `_Combine` computes y and passes the gradient of y to the stand-in. Activation
+    checkpointing runs a region again only until its last tensor is saved, so that what comes after is not run again.
     """
 
     @staticmethod
-    def forward(ctx, x, weights, gate_up_proj, down_proj, slots, rows, offsets, activation, recompute, recipe):
+    def forward(ctx, x, weights, gate_up_proj, down_proj, slots, rows, offsets, activation, recompute, handle):
         if not torch.compiler.is_compiling():  # Dynamo cannot trace it, and there unused zeros cost nothing
             ctx.set_materialize_grads(False)  # or the backward would be handed zeros of gate_up's size
         gate_up = None if recompute else _gate_up(x, gate_up_proj, rows, offsets, weights.shape[1])
-        function, made_of = (None, (x,)) if recipe is None else recipe
+        function, made_of = (None, (x,)) if handle is None else handle
         if not (torch.compiler.is_compiling() or recompute or ctx.needs_input_grad[2]):
             made_of = ()  # x is for gate_up and the gradient of its weight alone
         ctx.save_for_backward(weights, gate_up_proj, down_proj, slots, rows, offsets, gate_up, *made_of)
@@ -268,18 +255,18 @@ class _Experts(torch.autograd.Function):
         need_x, need_weights, need_gate_up, need_down = ctx.needs_input_grad[:4]
         top_k = weights.shape[1]
         dx = d_gate_up_proj = d_down_proj = None
-        own = not torch.compiler.is_compiling() if gate_up is None else read_last(gate_up)
+        overwrite = not torch.compiler.is_compiling() if gate_up is None else may_overwrite(gate_up)
         if gate_up is None:
-            gate_up = _gate_up(make(function, made_of), gate_up_proj, rows, offsets, top_k)
+            gate_up = _gate_up(recomputed(function, made_of), gate_up_proj, rows, offsets, top_k)
         dy = spread(dy, rows, top_k)
         dh = grouped_mm(dy, down_proj, offsets) if need_x or need_weights or need_gate_up else None
-        d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, activation, need_down, own)
+        d_gate_up, d_weights, h = _backward(dh, gate_up, weights, slots, activation, need_down, overwrite)
         del gate_up  # under activation checkpointing, the last that holds its memory
         if h is not None:
             d_down_proj = grouped_mm_outer(dy, h, offsets)
         del dy, dh, h
         if need_gate_up and d_gate_up is not None:
-            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(make(function, made_of), rows, top_k), offsets)
+            d_gate_up_proj = grouped_mm_outer(d_gate_up, spread(recomputed(function, made_of), rows, top_k), offsets)
         if need_x and d_gate_up is not None:
             dx = combine(grouped_mm(d_gate_up, gate_up_proj, offsets), rows, top_k)
         return dx, d_weights if need_weights else None, d_gate_up_proj, d_down_proj, *[None] * 6
@@ -296,7 +283,7 @@ class _Combine(torch.autograd.Function):
         top_k = weights.shape[1]
         if gate_up is None:
             gate_up = _gate_up(x, gate_up_proj, rows, offsets, top_k)
-        h = unit(gate_up, None, True, activation)
+        h = glu_forward(gate_up, None, True, activation)
         del gate_up
         return combine(grouped_mm(h, down_proj.transpose(1, 2), offsets), rows, top_k, weights)
 
@@ -315,7 +302,7 @@ def route(logits: Tensor, *, top_k: int) -> tuple[Tensor, Tensor]:
     """
     if logits.dim() != 2 or not logits.is_floating_point() or not 1 <= top_k <= logits.shape[1]:
         raise InputError(
-            f"route: logits have shape {tuple(logits.shape)} and dtype {logits.dtype}, top_k is {top_k}; expected "
+            f"route: logits have {describe(logits)}, top_k is {top_k}; expected "
             "floating point [T, E] and 1 <= top_k <= E."
         )
     operator.index(logits.shape[1])  # a constexpr of the kernels, which Dynamo must take for a constant from here on
@@ -328,25 +315,29 @@ def moe_experts(
     x: Tensor, weights: Tensor, experts: Tensor, gate_up_proj: Tensor, down_proj: Tensor, *, activation: str = "silu",
     recompute: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Each token's weighted sum of the outputs of its experts, which are gated units without biases.
+    """Each token's weighted sum of the outputs of its experts, which are gated MLPs without biases.
 
     x: [T, H]; weights: [T, k], floating point; experts: [T, k], integers from 0 to E - 1: another makes that token's
     row NaN on a GPU, and raises on a CPU; gate_up_proj: [E, 2I, H], an expert's rows [gate | up]; down_proj: [E, H, I];
-    activation: as in `glu`; recompute: the backward makes gate_up, T k rows of 2I, anew, for one more product.
+    activation: as in `glu`; recompute: the backward recomputes gate_up, T k rows of 2I, with one more matmul.
     Returns [T, H] of x's dtype; under torch.autocast of the autocast dtype, to which x and the projections are cast.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     if activation not in ACTIVATIONS:
         raise InputError(f"moe_experts: activation={activation!r}; supported are {', '.join(map(repr, ACTIVATIONS))}.")
+    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     if (
         x.dim() != 2
         or down_proj.dim() != 3
         or gate_up_proj.shape != (down_proj.shape[0], 2 * down_proj.shape[2], down_proj.shape[1])
         or x.shape[1] != down_proj.shape[1]
+        or not x.device == gate_up_proj.device == down_proj.device
+        or not (autocast or x.dtype == gate_up_proj.dtype == down_proj.dtype)
     ):
         raise InputError(
-            f"moe_experts: x {tuple(x.shape)}, gate_up_proj {tuple(gate_up_proj.shape)} and down_proj "
-            f"{tuple(down_proj.shape)} do not fit; expected [T, H], [E, 2I, H] and [E, H, I]."
+            f"moe_experts: x has {describe(x)}, gate_up_proj {describe(gate_up_proj)}, down_proj "
+            f"{describe(down_proj)}; expected [T, H], [E, 2I, H] and [E, H, I] on one device, and of one dtype "
+            "outside torch.autocast."
         )
     if (
         weights.dim() != 2
@@ -354,22 +345,11 @@ def moe_experts(
         or weights.shape[0] != x.shape[0]
         or not weights.is_floating_point()
         or experts.is_floating_point()
+        or not x.device == weights.device == experts.device
     ):
         raise InputError(
-            f"moe_experts: weights {tuple(weights.shape)} of {weights.dtype} and experts {tuple(experts.shape)} of "
-            f"{experts.dtype}; expected both [{x.shape[0]}, top_k], floating point and integers, as `route` returns "
-            "them for these tokens."
-        )
-    if {t.device for t in (weights, experts, gate_up_proj, down_proj)} != {x.device}:
-        raise InputError(
-            f"moe_experts: x is on {x.device}, weights on {weights.device}, experts on {experts.device}, gate_up_proj "
-            f"on {gate_up_proj.device}, down_proj on {down_proj.device}. Move them to one device."
-        )
-    autocast = not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
-    if not autocast and not x.dtype == gate_up_proj.dtype == down_proj.dtype:
-        raise InputError(
-            f"moe_experts: x is {x.dtype}, gate_up_proj {gate_up_proj.dtype}, down_proj {down_proj.dtype}; outside "
-            "torch.autocast they must be one dtype."
+            f"moe_experts: weights has {describe(weights)}, experts {describe(experts)}; expected both "
+            f"[{x.shape[0]}, top_k] on {x.device}, floating point and integers, as `route` returns them for x."
         )
     for size in (*down_proj.shape, weights.shape[1]):
         operator.index(size)  # constexprs of the kernels, which Dynamo must take for constants from here on
@@ -384,7 +364,7 @@ def moe_experts(
     gate_up_proj, down_proj = gate_up_proj.contiguous(), down_proj.contiguous()
     weights = weights.contiguous()
     order = sort_by_expert(experts.contiguous(), down_proj.shape[0])
-    made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, recipe_of(x))
+    made = _Experts.apply(x, weights, gate_up_proj, down_proj, *order, activation, recompute, handle_of(x))
     stand_in, gate_up = (made, None) if recompute else made
     constants = (t.detach() for t in (x, weights, gate_up_proj, down_proj))
     return _Combine.apply(stand_in, gate_up, *constants, *order[1:], activation)

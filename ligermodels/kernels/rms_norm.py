@@ -5,31 +5,30 @@
 What differs from a plain fused norm:
 - `add_rms_norm` returns the sum as well, and its backward adds the gradient that arrives through the sum in
   the kernel that computes the norm's own; the two inputs share that one tensor.
-- Any width, in registers up to 16384 and in two passes beyond; the backward is persistent and sums dweight in a fixed
-  order, without atomics. The kernels are those of `_norm`, which LayerNorm shares.
+- The backward is persistent and sums dweight in a fixed order, without atomics. The kernels are those of `_norm`, which
+  LayerNorm shares. Rows wider than 16384 take the reference.
 - A frozen weight or a frozen input costs nothing in the backward.
 
 Saved for the backward: x (the sum, when there is one) and one fp32 number per row.
 Bytes per element at 2-byte dtypes, which are the minimum: forward 4, backward 6; with the add 8 and 8.
 
-Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. The two castings are those of LlamaRMSNorm
-and GemmaRMSNorm in https://github.com/huggingface/transformers.
+Source: Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467. cast_before_weight is LlamaRMSNorm's order, without
+it GemmaRMSNorm's, in https://github.com/huggingface/transformers.
 """
 
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
-from ligermodels.kernels._norm import check, norm
+from ligermodels.kernels._norm import MAX_WIDTH, check, norm
 from ligermodels.kernels._triton import accumulator, use_triton
 
 
 def rms_norm_reference(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, cast_before_weight: bool = True
 ) -> Tensor:
     h = x.to(accumulator(x.dtype))
     h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    if casting == "llama":
+    if cast_before_weight:
         h = h.to(x.dtype)
     if weight is not None:
         h = h.to(accumulator(x.dtype)) * (offset + weight.to(accumulator(x.dtype)))
@@ -37,58 +36,44 @@ def rms_norm_reference(
 
 
 def add_rms_norm_reference(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
+    cast_before_weight: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     total = x + residual
-    return rms_norm_reference(total, weight, eps=eps, offset=offset, casting=casting), total
-
-
-def _check(x: Tensor, residual: Tensor | None, weight: Tensor | None, casting: str, where: str) -> None:
-    if casting not in ("llama", "gemma"):
-        raise InputError(f"{where}: casting={casting!r}; supported are 'llama' and 'gemma'.")
-    check(x, residual, weight, None, where)
+    return rms_norm_reference(total, weight, eps=eps, offset=offset, cast_before_weight=cast_before_weight), total
 
 
 def rms_norm(
-    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, casting: str = "llama"
+    x: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0, cast_before_weight: bool = True
 ) -> Tensor:
     """x / rms(x) * (offset + weight) over the last dim; the statistics are fp32 (fp64 for fp64).
 
     x: [..., N]; weight: [N] or None, then offset plays no part; eps: added to the mean square.
-    casting: "llama" rounds x / rms(x) to x's dtype before the product with the weight, "gemma" does not.
+    cast_before_weight: rounds x / rms(x) to x's dtype before the weight is applied, as Llama does and Gemma does not.
     Returns [..., N] of x's dtype, whatever the weight's: with an fp32 weight and bf16 x that is what the next
     bf16 linear would read anyway.
-    Raises InputError for shapes, devices or a casting that do not fit.
+    Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    _check(x, None, weight, casting, "rms_norm")
-    if not use_triton(x):
-        return rms_norm_reference(x, weight, eps=eps, offset=offset, casting=casting)
-    return norm(x, None, weight, None, eps, offset, False, casting == "llama")[0]
+    check(x, None, weight, None, "rms_norm")
+    if not use_triton(x) or x.shape[-1] > MAX_WIDTH[0]:
+        return rms_norm_reference(x, weight, eps=eps, offset=offset, cast_before_weight=cast_before_weight)
+    return norm(x, None, weight, None, eps, offset, False, cast_before_weight)[0]
 
 
 def add_rms_norm(
-    x: Tensor,
-    residual: Tensor,
-    weight: Tensor | None = None,
-    *,
-    eps: float = 1e-6,
-    offset: float = 0.0,
-    casting: str = "llama",
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, residual: Tensor, weight: Tensor | None = None, *, eps: float = 1e-6, offset: float = 0.0,
+    cast_before_weight: bool = True,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """rms_norm(x + residual) and x + residual, in one pass.
 
-    x, residual: [..., N]; weight, eps, offset, casting: as in `rms_norm`. The sum is rounded to its dtype first
-    and the norm reads the rounded sum, so that the result is that of the two ops one after the other.
+    x, residual: [..., N]; weight and options as in `rms_norm`. The sum is rounded to its dtype first and the norm reads
+    the rounded sum, so that the result is that of the two ops one after the other.
     Returns both [..., N], in the dtype that x + residual has.
-    Raises InputError for shapes, devices or a casting that do not fit.
+    Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    _check(x, residual, weight, casting, "add_rms_norm")
-    if not use_triton(x):
-        return add_rms_norm_reference(x, residual, weight, eps=eps, offset=offset, casting=casting)
-    return norm(x, residual, weight, None, eps, offset, False, casting == "llama")
+    check(x, residual, weight, None, "add_rms_norm")
+    if not use_triton(x) or x.shape[-1] > MAX_WIDTH[0]:
+        return add_rms_norm_reference(
+            x, residual, weight, eps=eps, offset=offset, cast_before_weight=cast_before_weight
+        )
+    return norm(x, residual, weight, None, eps, offset, False, cast_before_weight)

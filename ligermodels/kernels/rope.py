@@ -3,16 +3,14 @@
     (a, b) -> (a * cos - b * sin, b * cos + a * sin)     for a = head[i], b = head[i + R/2], 0 <= i < R/2
 
 What differs from a plain fused rope:
-- The angles come as half tables, never doubled: cos, sin [1 or B, S, R/2] of the tokens, or [P, R/2] of all
-  positions, whose rows the kernel gathers by position_ids. With `sections` each token stands at several positions
-  (time, row and column in Qwen2-VL; row and column of a vision tower) and each section of the R/2 angles turns by
-  its own. Only the first R <= D dims of a head rotate, the others pass through.
-- `rope` reads rows [q | k | v] and returns strided views, so nothing is copied apart. Its backward takes the
-  three gradients in whatever strides the attention left them, and writes one packed gradient, which is what
-  the one GEMM for the projection's dX reads.
-- One kernel is all of this: rotation in place, into a new buffer, and (with -sin) the backward.
+- The angles come as half tables: cos, sin [1 or B, S, R/2] of the tokens, or [P, R/2] of all positions, whose rows the
+  kernel gathers by position_ids. With `sections` each token stands at several positions (time, row and column in
+  Qwen2-VL) and each section of the R/2 angles turns by its own. Only the first R <= D dims of a head rotate.
+- `rope` reads rows [q | k | v] and returns strided views, without copies. Its backward takes the three gradients in any
+  strides and writes one packed gradient, which one GEMM reads for the projection's dX.
+- One kernel does all of this: rotation in place, into a new buffer, and (with -sin) the backward.
 
-Nothing but cos, sin and position_ids is kept for the backward. Math in fp32 (fp64 for fp64), one rounding.
+Saved for the backward: cos, sin and position_ids. Math in fp32 (fp64 for fp64), one rounding.
 Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the packed gradient and
 nothing in the forward; dims past R cost 4 except in place, where they are not touched.
 
@@ -27,11 +25,12 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
-    device_guard,
     last_dim_contiguous,
+    next_power_of_2,
     once_differentiable,
     tl,
     triton,
@@ -40,14 +39,9 @@ from ligermodels.kernels._triton import (
 
 
 def rope_qk_reference(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    position_ids: Tensor | None = None,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, position_ids: Tensor | None = None,
     sections: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     cos, sin = (_gather(t, position_ids, sections).to(accumulator(q.dtype)).unsqueeze(2) for t in (cos, sin))
     half = cos.shape[-1]
 
@@ -67,15 +61,9 @@ def _gather(table: Tensor, position_ids: Tensor | None, sections: Sequence[int] 
 
 
 def rope_reference(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    position_ids: Tensor | None = None,
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, position_ids: Tensor | None = None,
     sections: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = _split(qkv, (num_heads, num_kv_heads, num_kv_heads))
     return *rope_qk_reference(q, k, cos, sin, position_ids=position_ids, sections=sections), v
 
@@ -163,11 +151,6 @@ def _split(packed: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
     return tuple(rows.split_with_sizes(counts, 2))
 
 
-def _pow2(n: int) -> int:
-    """The least power of two that is not below n; without the wrappers that make Triton's own slow on the host."""
-    return 1 << (n - 1).bit_length()
-
-
 def _rotate(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
     bounds: tuple[int, int], counts: Sequence[int], *, backward: bool = False, copy: bool = True,
@@ -189,24 +172,25 @@ def _rotate(
         head_dim, k = operator.index(shape[3]), last_dim_contiguous(k)
         from_v = k if v is None else last_dim_contiguous(v)
         strides = *q.stride()[:3], *k.stride()[:3], *from_v.stride()[:3]
-    block_half, block_rest, block_d = _pow2(half), _pow2(max(1, head_dim - 2 * half)), _pow2(head_dim)
-    # 16 heads of 128 at a time and 8 pairs per thread: 0.93 of the copy's 4.25 TB/s in place, 0.94 out of place and in
-    # the backward, on an H200 in bf16; 16 pairs per thread 0.91, 0.91 and 0.92.
+    block_half, block_rest, block_d = (
+        next_power_of_2(half),
+        next_power_of_2(max(1, head_dim - 2 * half)),
+        next_power_of_2(head_dim),
+    )
     most = max(1, 1024 // block_half)
-    block_q, block_k = min(_pow2(num_heads), most), min(_pow2(num_kv_heads), most)
+    block_q, block_k = min(next_power_of_2(num_heads), most), min(next_power_of_2(num_kv_heads), most)
     if position_ids is None:
         table_b, axis = 0 if cos.shape[0] == 1 else cos.stride(0), 0
     else:
         table_b, axis = 0 if position_ids.shape[1] == 1 else length, position_ids.stride(0)
-    with device_guard(out):
-        launch(
-            _rope_kernel, (batch * length,),
-            out, q, k, from_v, cos, sin, cos if position_ids is None else position_ids, length, cos.shape[0],
-            out.stride(0), out.stride(1), *strides, table_b, axis,
-            backward, packed, copy, v is not None, position_ids is not None, *bounds, num_heads, num_kv_heads,
-            head_dim, half, block_half, block_rest, block_d, block_q, block_k,
-            num_warps=max(1, min(4, block_q * block_half // 256)),
-        )  # fmt: skip
+    launch(
+        _rope_kernel, (batch * length,),
+        out, q, k, from_v, cos, sin, cos if position_ids is None else position_ids, length, cos.shape[0],
+        out.stride(0), out.stride(1), *strides, table_b, axis,
+        backward, packed, copy, v is not None, position_ids is not None, *bounds, num_heads, num_kv_heads,
+        head_dim, half, block_half, block_rest, block_d, block_q, block_k,
+        num_warps=max(1, min(4, block_q * block_half // 256)),
+    )  # fmt: skip
 
 
 def _rotate_back(
@@ -227,8 +211,7 @@ def _rotate_back(
     return packed
 
 
-# A Function may hand out views of a buffer that it does not return, but not under torch.compile: where such a view
-# leaves the graph, its gradient is lost (torch 2.11). There the Functions return the buffer, and it is split behind.
+# Under torch.compile a Function must return the buffer itself, not views of it, whose gradients are lost (torch 2.11).
 
 
 class _Rope(torch.autograd.Function):
@@ -286,25 +269,21 @@ class _RopeQK(torch.autograd.Function):
 
 
 def _angles(
-    x: Tensor, head_dim: int, cos: Tensor, sin: Tensor, position_ids: Tensor | None, sections: Sequence[int] | None,
-    where: str,
+    where: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
+    sections: Sequence[int] | None,
 ) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, int]]:  # fmt: skip
-    """cos, sin, position_ids and the dims where their next axes begin, checked, and as the kernel reads them."""
+    """cos, sin and position_ids, checked, and the dims where the second and third axis begin."""
     name = "q" if x.dim() == 4 else "qkv"
     batch, length, half = x.shape[0], x.shape[1], operator.index(cos.shape[-1]) if cos.dim() else 0
+    tables = cos.dim() == 2 and cos.shape[0] > 0
     if position_ids is None:
-        if cos.shape != sin.shape or cos.dim() != 3 or cos.shape[0] not in (1, batch) or cos.shape[1] != length:
-            raise InputError(
-                f"{where}: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must both be [1 or {batch}, {length}, "
-                f"R/2] for {name} of shape {tuple(x.shape)}, or tables [P, R/2] with position_ids. Are they of "
-                "another batch?"
-            )
-        if sections is not None:
-            raise InputError(
-                f"{where}: sections={list(sections)} say which position turns which angles; pass position_ids"
-            )
-    else:
-        _check_positions(batch, length, cos, sin, position_ids, sections, where)
+        tables = cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == length
+    if not tables or cos.shape != sin.shape or not cos.is_floating_point() or not sin.is_floating_point():
+        shape = "tables [P, R/2] with position_ids" if position_ids is not None else f"[1 or {batch}, {length}, R/2]"
+        raise InputError(
+            f"{where}: cos has {describe(cos)}, sin {describe(sin)}; expected floating point {shape} of both for "
+            f"{name} {tuple(x.shape)}. Are they of another batch, or are position_ids missing?"
+        )
     if half == 0 or 2 * half > head_dim:
         raise InputError(
             f"{where}: cos of width {half} rotates {2 * half} dims of a head that has {head_dim}. "
@@ -312,57 +291,47 @@ def _angles(
         )
     if cos.requires_grad or sin.requires_grad:
         raise InputError(f"{where}: cos and sin get no gradient here. Compute them under torch.no_grad().")
-    if not (cos.is_floating_point() and sin.is_floating_point()):
-        raise InputError(f"{where}: cos is {cos.dtype} and sin {sin.dtype}; they must be floating point, best fp32.")
     for table, other in (("cos", cos), ("sin", sin), ("position_ids", position_ids)):
         if other is not None and other.device != x.device:
             raise InputError(f"{where}: {table} is on {other.device}, {name} on {x.device}. Move one of them.")
-    bounds = (half, half) if sections is None else (sections[0], sum(sections[:2]))
-    if position_ids is not None:
-        position_ids = (position_ids if sections is not None else position_ids[None]).contiguous()
-    return cos.contiguous(), sin.contiguous(), position_ids, bounds
+    if sections is not None and (
+        position_ids is None or not 1 <= len(sections) <= 3 or min(sections) < 0 or sum(sections) != half
+    ):
+        raise InputError(
+            f"{where}: sections={list(sections)} must be up to three sizes, none negative, that add up to the {half} "
+            "angles of a token, and need position_ids"
+        )
+    if position_ids is None:
+        return cos.contiguous(), sin.contiguous(), None, (half, half)
+    _check_positions(where, batch, length, cos.shape[0], position_ids, sections)
+    if sections is None:
+        return cos.contiguous(), sin.contiguous(), position_ids[None].contiguous(), (half, half)
+    return cos.contiguous(), sin.contiguous(), position_ids.contiguous(), (sections[0], sum(sections[:2]))
 
 
 def _check_positions(
-    batch: int, length: int, cos: Tensor, sin: Tensor, position_ids: Tensor, sections: Sequence[int] | None, where: str
+    where: str, batch: int, length: int, rows: int, position_ids: Tensor, sections: Sequence[int] | None
 ) -> None:
-    if cos.shape != sin.shape or cos.dim() != 2 or cos.shape[0] == 0:
-        raise InputError(
-            f"{where}: with position_ids, cos {tuple(cos.shape)} and sin {tuple(sin.shape)} must both be tables "
-            "[P, R/2], one row for each position from 0 on"
-        )
-    if sections is not None and (not 1 <= len(sections) <= 3 or min(sections) < 0 or sum(sections) != cos.shape[1]):
-        raise InputError(
-            f"{where}: sections={list(sections)} must be up to three sizes, none negative, that add up to the "
-            f"{cos.shape[1]} angles of a token"
-        )
     axes, shape = () if sections is None else (len(sections),), position_ids.shape
     fits = len(shape) == 2 + len(axes) and shape[-1] == length and (shape[-2] == 1 or shape[-2] == batch)
     if not fits or (axes and shape[0] != axes[0]) or position_ids.dtype not in (torch.int32, torch.int64):
         raise InputError(
-            f"{where}: position_ids have shape {tuple(position_ids.shape)} and dtype {position_ids.dtype}; expected "
-            f"int32 or int64 [{''.join(f'{n}, ' for n in axes)}1 or {batch}, {length}]"
+            f"{where}: position_ids has {describe(position_ids)}; expected int32 or int64 "
+            f"[{''.join(f'{n}, ' for n in axes)}1 or {batch}, {length}]"
         )
     if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
         low, high = position_ids.aminmax()
-        if low < 0 or high >= cos.shape[0]:
+        if low < 0 or high >= rows:
             raise InputError(
-                f"{where}: position_ids go from {low} to {high}, and the tables hold the positions 0 to "
-                f"{cos.shape[0] - 1}. Make longer tables."
+                f"{where}: position_ids go from {low} to {high}, and the tables hold the positions 0 to {rows - 1}. "
+                "Make longer tables."
             )
 
 
 def rope(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    position_ids: Tensor | None = None,
-    sections: Sequence[int] | None = None,
-    inplace: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, position_ids: Tensor | None = None,
+    sections: Sequence[int] | None = None, inplace: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Rotates the q and k parts of qkv by position.
 
     qkv: [B, S, (HQ + 2 HK) * D], rows [q | k | v]. R <= D dims of a head rotate, in the pairs (i, i + R/2).
@@ -372,7 +341,7 @@ def rope(
     R/2 angles are those of the first position, the next sections[1] of the second, the last of the third. Qwen2-VL has
     sections of [16, 24, 24]; the two halves of a vision tower's angles are the tables of one axis, put twice side by
     side, with two equal sections. A position outside of the tables raises InputError where position_ids are on the
-    CPU; on a GPU, where a check would wait for the device, all that it rotates becomes NaN.
+    CPU; on a GPU, where a check would synchronise, all that it rotates becomes NaN.
     inplace: the caller is done with qkv, and it may be overwritten. It is overwritten by the Triton kernel, with
     its version counter raised, so that a graph that saved qkv for its backward raises there instead of being wrong.
     Under torch.compile, and on the CPU, new memory is used.
@@ -385,10 +354,10 @@ def rope(
     heads = sum(counts)
     if qkv.dim() != 3 or min(counts) < 1 or qkv.shape[2] % heads or not qkv.is_floating_point():
         raise InputError(
-            f"rope: qkv has shape {tuple(qkv.shape)} and dtype {qkv.dtype}; expected floating point "
+            f"rope: qkv has {describe(qkv)}; expected floating point "
             f"[B, S, heads * D] with num_heads + 2 * num_kv_heads = {counts[0]} + 2 * {counts[1]} = {heads} heads."
         )
-    angles = _angles(qkv, operator.index(qkv.shape[2]) // heads, cos, sin, position_ids, sections, "rope")
+    angles = _angles("rope", qkv, operator.index(qkv.shape[2]) // heads, cos, sin, position_ids, sections)
     compiling = torch.compiler.is_compiling()
     if inplace and not compiling:
         owner = qkv if qkv._base is None else qkv._base
@@ -406,30 +375,21 @@ def rope(
 
 
 def rope_qk(
-    q: Tensor,
-    k: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    *,
-    position_ids: Tensor | None = None,
+    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, position_ids: Tensor | None = None,
     sections: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Rotates q [B, S, HQ, D] and k [B, S, HK, D] of any strides, out of place; all else as in `rope`.
 
     Returns both in their shapes, as views of one packed buffer (on the CPU: as new tensors).
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
-    if q.dim() != 4 or k.dim() != 4 or q.shape[:2] != k.shape[:2] or q.shape[3] != k.shape[3]:
+    fits = q.dim() == k.dim() == 4 and q.shape[:2] == k.shape[:2] and q.shape[3] == k.shape[3]
+    if not fits or q.dtype != k.dtype or q.device != k.device or not q.is_floating_point():
         raise InputError(
-            f"rope_qk: q has shape {tuple(q.shape)}, k has {tuple(k.shape)}; expected [B, S, heads, D] with B, S "
-            "and D the same. Is the head dim before the sequence, as attention kernels like it?"
+            f"rope_qk: q has {describe(q)}, k has {describe(k)}; expected [B, S, heads, D] of the same B, S, D, "
+            "floating dtype and device. Is the head dim before the sequence, as attention kernels like it?"
         )
-    if q.dtype != k.dtype or q.device != k.device or not q.is_floating_point():
-        raise InputError(
-            f"rope_qk: q is {q.dtype} on {q.device}, k is {k.dtype} on {k.device}; expected one floating dtype and "
-            "device. Cast one of them."
-        )
-    angles = _angles(q, operator.index(q.shape[3]), cos, sin, position_ids, sections, "rope_qk")
+    angles = _angles("rope_qk", q, operator.index(q.shape[3]), cos, sin, position_ids, sections)
     if not use_triton(q):
         return rope_qk_reference(q, k, cos, sin, position_ids=position_ids, sections=sections)
     out = _RopeQK.apply(q, k, *angles)

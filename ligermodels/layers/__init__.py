@@ -1,18 +1,15 @@
-"""Modules and losses over the kernels. They take numbers, never configs: each can be built in one line.
+"""Modules and losses over the kernels. They take numbers, not configs: each can be built in one line.
 
-A block chains them on a residual stream: a norm takes `(x, residual)` and returns `(normed, new residual)`,
-so that the add is part of the norm's kernel; attention and the MLPs map x to x. Linear
-modules in them are `torch.nn.Linear`.
+A block chains them on a residual stream: a norm takes `(x, residual)` and returns `(normed, new residual)`, so that the
+addition is part of the norm's kernel; attention and MLPs map x to x. Linear modules are `torch.nn.Linear`.
 """
 
 from ligermodels.layers.attention import Attention
 from ligermodels.layers.batch import Batch, CrossStates
-from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
 from ligermodels.layers.cross_attention import CrossAttention
-from ligermodels.layers.divergences import JSDLoss, KLDivLoss, LinearJSDLoss
 from ligermodels.layers.embedding import Embedding
 from ligermodels.layers.head import LMHead
-from ligermodels.layers.losses import CrossEntropyLoss, LinearCrossEntropyLoss
+from ligermodels.layers.losses import CrossEntropyLoss, JSDLoss, KLDivLoss, LinearCrossEntropyLoss, LinearJSDLoss
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
 from ligermodels.layers.norm import LayerNorm, RMSNorm
@@ -38,7 +35,6 @@ __all__ = [
     "MLP",
     "Attention",
     "Batch",
-    "BitLinear",
     "CrossAttention",
     "CrossEntropyLoss",
     "CrossStates",
@@ -58,7 +54,6 @@ __all__ = [
     "LinearORPOLoss",
     "LinearSimPOLoss",
     "MoE",
-    "PackedBitLinear",
     "PreferenceOutput",
     "RMSNorm",
     "RotaryEmbedding",

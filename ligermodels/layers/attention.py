@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._recipes import carry
+from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention import attention
 from ligermodels.kernels.linear import linear, packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
@@ -90,9 +90,9 @@ class Attention(JointProjections):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
-            turns=fused_output,
+            head_chunks=fused_output,
         )
-        out = carry(out, out.flatten(2))
+        out = attach_to_view(out, out.flatten(2))
         return linear(out, o_proj.weight, o_proj.bias) if fused_output else o_proj(out)
 
     def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:

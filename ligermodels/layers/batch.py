@@ -1,4 +1,4 @@
-"""What a forward pass tells every attention layer about its tokens."""
+"""What attention layers need to know about the tokens of a forward pass."""
 
 from dataclasses import dataclass
 from typing import Self
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class _Inputs:
-    """Tensors that a block is called with, under names."""
+    """Named tensors that a block is called with."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
         """The same on `device`; accelerate's hooks call this for blocks on several devices."""
@@ -21,13 +21,12 @@ class _Inputs:
 
 @dataclass(frozen=True, kw_only=True)
 class CrossStates(_Inputs):
-    """What the tokens of one forward pass may attend to besides each other.
+    """What the tokens of one forward pass attend to in cross-attention.
 
     states: [B, N, states_size] of new images; None where all keys and values are in the cache already.
-    mask: bool [B, S, N], True where a token sees a state, of the cached images first; at least one True for each
-        token. None: all see all.
-    attn_rows, mlp_rows: [B, S, 1], 0 at tokens to which a block must not add its attention, or its unit, and else 1;
-        None: nowhere.
+    mask: bool [B, S, N], True where a token sees a state, cached images first; at least one True for each token.
+        None: all see all.
+    attn_rows, mlp_rows: [B, S, 1], 0 where a block must not add its attention, or its MLP, else 1; None: all 1.
     """
 
     states: Tensor | None
@@ -37,19 +36,19 @@ class CrossStates(_Inputs):
 
 
 class Batch(_Inputs):
-    """Where the tokens of one forward pass stand, and which of them are real.
+    """Positions, padding and packing of the tokens of one forward pass.
 
-    cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None where nothing rotates.
-    key_mask: bool [B, K], False at padding, over cached and new tokens alike; None if nothing is padded.
-    cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device or, which
-        serves sequences of few lengths better, on the CPU; None if not packed.
+    cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None without rotary positions.
+    key_mask: bool [B, K], False at padding, over cached and new tokens; None without padding.
+    cu_seqlens: int32 [N + 1], the boundaries of N sequences packed into one row, on the tokens' device or on the CPU,
+        which is faster for sequences of few lengths; None if not packed.
     max_seqlen: the longest packed sequence, in tokens; None if not known.
     padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
         attention that is not causal.
-    cross: what `CrossAttention` attends to; None where there are no images, here or in the cache.
+    cross: what `CrossAttention` attends to; None without images, here and in the cache.
 
-    A plain class, on purpose: FSDP's mixed precision casts all floating-point tensors that it finds in a block's
-    inputs. It looks into dataclasses, tuples and dicts, and would round cos and sin to bf16.
+    Not a dataclass, on purpose: FSDP's mixed precision casts all floating-point tensors that it finds in dataclasses,
+    tuples and dicts, and would round cos and sin to bf16.
     """
 
     def __init__(

@@ -1,9 +1,8 @@
-"""Attention of text to the states of images, as Llama-3.2-Vision's cross layers have it.
+"""Cross-attention of text to the states of images, as in Llama-3.2-Vision.
 
-Nothing rotates, nothing is causal, and queries and keys are normed head by head. Which token sees which image
-differs from token to token, so that prefill and training hand torch's attention a boolean mask [B, 1, S, N]: no engine
-writes scores, but this one expands the mask to the inputs' dtype, S * N elements a row of the batch. A single query,
-as in decoding, needs a mask of its keys only.
+No rotary positions, not causal; queries and keys are normed per head. Which token sees which image differs from token
+to token: prefill and training give torch's attention a boolean mask [B, 1, S, N], which it expands to the inputs'
+dtype. A single query, as in decoding, needs only a key mask.
 """
 
 import torch.nn.functional as F
@@ -21,7 +20,7 @@ class CrossAttention(JointProjections):
     """Attention of x [B, S, hidden_size] to `batch.cross`, which must be there -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): keys and values come from the states, and from `cache`, one cross layer of a
-    `KVCache`, which keeps them: each image is projected once.
+    `KVCache`, so that each image is projected once.
 
     states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
     key head. eps: of the norms over head_dim. Scores are scaled by head_dim ** -0.5.

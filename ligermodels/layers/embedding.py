@@ -8,13 +8,12 @@ from ligermodels.kernels.embedding import embedding
 class Embedding(nn.Embedding):
     """A row per token id: [...] integers -> [..., embedding_dim].
 
-    embed_scale: multiplies the rows, rounded to the table's dtype first, as Gemma's released models were trained; a
-    tied head reads the rows as they are. PEFT reads it by this name, to scale what it adds to the rows. padding_idx: a
-    row that takes no gradient from here, and starts at 0. Rows start small (normal, std 0.02), as a tied head needs
-    them. The gradient is dense, sums duplicates by sorting, never by atomics, and so is the same in every run.
+    embed_scale: multiplies the rows; it is rounded to the table's dtype first, as in Gemma's training. A tied head
+    reads the rows unscaled; PEFT reads the attribute by this name. padding_idx: a row that starts at 0, without gradient.
+    Rows start normal with std 0.02, as a tied head needs them. The gradient is dense and deterministic.
 
-    Raises InputError for ids that are no int64 or int32, are on another device, or, on the CPU, have no row. On a GPU,
-    where looking at them first would mean a wait for the device, the row of such an id is NaN.
+    Raises InputError for ids that are not int64 or int32, are on another device, or, on the CPU, have no row. On a GPU
+    the row of such an id is NaN, since checking would synchronise.
     """
 
     def __init__(

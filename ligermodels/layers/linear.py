@@ -1,8 +1,8 @@
-"""How layers run their linear modules, which are torch's own: several of one input fused, each wrapped one by itself.
+"""Fused execution of plain `torch.nn.Linear` modules.
 
-A layer holds plain `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
-tensor-parallel plans find what they look for. Where nothing has wrapped a module, a fused op takes its weight; where
-something has, the module is called.
+Layers hold `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
+tensor-parallel plans find what they look for. At each call a fused op takes the weights of untouched modules; a module
+that something has wrapped or hooked is called instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ from ligermodels.kernels.linear import lay_together, linear, packed_linear
 def is_fusable(*modules: nn.Module) -> bool:
     """True if calling each module is x @ weight.T + bias and nothing else: a fused kernel may stand in for it.
 
-    An adapter wraps the module or replaces its class, a parametrization and FSDP replace its class, tensor
-    parallelism, ZeRO-3 and activation probes hang hooks on it, offloading replaces its forward, quantization
-    replaces its class or its weight. Passing any of them by would be silently wrong, so each makes this False.
+    Adapters wrap the module or replace its class, parametrizations and FSDP replace its class, tensor parallelism,
+    ZeRO-3 and probes add hooks, offloading replaces its forward, quantization its class or its weight. Each of them
+    makes this False, since bypassing it would be silently wrong.
     """
     for module in modules:
-        # _parameters is module.weight, for a fifth of the host's time
+        # _parameters[...] takes a fifth of the host time of module.weight
         if (
             type(module) is not nn.Linear
             or type(module._parameters.get("weight")) is not nn.Parameter
@@ -52,7 +52,7 @@ def _touched(module: nn.Module) -> bool:
 
 
 class Obstacle(NamedTuple):
-    """Why no fused op stands in for `module`.
+    """Why `module` is not fused.
 
     kind: "adapter", "parametrization", "class", "weight", "forward", which was replaced, "forward hook", "backward
     hook", "global hook".
@@ -63,7 +63,7 @@ class Obstacle(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The reason in words, to be read behind "because of"."""
+        """The reason, to follow "because of"."""
         found = type(self.module)
         name = f"{found.__module__}.{found.__qualname__}"
         hook = self.module.__dict__.get("_hf_hook")  # accelerate's, which replaces the forward
@@ -98,9 +98,9 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
 
 
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
-    """Warns once for each kind of obstacle that a child of `owner`, of these names, keeps its op on x from being fused.
+    """Warns once for each kind of obstacle that keeps these children of `owner` from being fused.
 
-    Not of quantised and sharded modules: that they are not fused is expected.
+    Quantised and sharded modules do not warn: that they are not fused is expected.
     """
     if not warns(x):
         return
@@ -109,24 +109,24 @@ def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
         if found is not None and found.kind not in ("class", "weight") and is_new(found.kind):
             warn_once(
                 found.kind,
-                f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It and "
-                f"{', '.join(other for other in names if other != name)} are not one fused op then: the step takes "
-                "more memory and a little more time, and gives the same results. model.fusion_report() shows where.",
+                f"{type(owner).__name__} calls {name} as a module, because of {found.text}. It is not fused with "
+                f"{', '.join(other for other in names if other != name)}: the step takes more memory and a little more "
+                "time, with the same results. model.fusion_report() shows where.",
             )
 
 
 def warns(x: Tensor) -> bool:
-    """True in training on a GPU, outside of torch.compile: where a fused op that does not run may be missed."""
+    """True in training on a GPU, outside of torch.compile: where a missing fusion costs something."""
     return not torch.compiler.is_compiling() and torch.is_grad_enabled() and use_triton(x)
 
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
-    """module(x); where the module is plain, x is not saved for the backward if a norm has just made it."""
+    """module(x); of a fusable module, an x that a norm has just made is recomputed in the backward, not saved."""
     return linear(x, module.weight, module.bias) if is_fusable(module) else module(x)  # type: ignore[arg-type]
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """[module(x) for module in modules], of which the plain ones are one matmul where their weights allow it."""
+    """[module(x) for module in modules]; the fusable ones are one op."""
     plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_fusable(module)]
     if len(plain) < 2:
         return [apply_linear(module, x) for module in modules]
@@ -136,19 +136,19 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and the biases of plain linear modules."""
+    """The weights and the biases of linear modules."""
     return [module._parameters["weight"] for module in modules], [module._parameters["bias"] for module in modules]  # type: ignore[misc]
 
 
 class JointProjections(nn.Module):
-    """A layer with several linear modules of one input, named in `joint_names`, whose weights lie in one storage.
+    """A layer with several linear modules of one input, `joint_names`, whose weights are contiguous in one storage.
 
-    The weights of the plain ones lie one behind the other, and so do their biases, so that one matmul serves all of
-    them. They are laid so again after whatever makes each parameter anew: `.to()`, `.cuda()`, copying, unpickling.
-    Parameters stay the objects that optimizers hold, and keep their values. Where something has taken the weights
-    apart all the same (FSDP, `load_state_dict(assign=True)`), each has a matmul of its own.
-    In `state_dict()` each has a storage of its own, over the same memory: of tensors that share one, accelerate saves
-    the first alone, and safetensors' save_model and load_model refuse them.
+    The weights of the fusable ones follow each other in memory, and so do their biases, so that one matmul serves all.
+    `.to()`, `.cuda()`, copying and unpickling restore this. Parameters stay the objects that optimizers hold, and keep
+    their values. Where something separates the weights all the same (FSDP, `load_state_dict(assign=True)`), each has
+    its own matmul. docs/ablations.md says what it buys.
+    In `state_dict()` each tensor has a storage of its own, over the same memory: of tensors that share a storage,
+    accelerate saves only the first, and safetensors' save_model and load_model refuse them.
     """
 
     joint_names: Sequence[str]
@@ -185,7 +185,7 @@ class JointProjections(nn.Module):
 
 
 def _give_own_storages(module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
-    """Puts other tensors over the same memory for those entries of `state` under `prefix` that fill one storage."""
+    """Replaces entries of `state` that share one storage by tensors over the same memory with their own storages."""
     groups: dict[int, list[str]] = {}
     for name, tensor in state.items():
         if name.startswith(prefix) and type(tensor) is Tensor and not tensor.is_meta and tensor.is_contiguous():

@@ -1,4 +1,7 @@
-"""The losses as modules: options once, at construction."""
+"""Cross entropy and divergences as modules: options at construction, tensors in forward.
+
+The options are those of the functions in `ligermodels.kernels` of the same name.
+"""
 
 from typing import Any
 
@@ -7,14 +10,14 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
+from ligermodels.kernels.jsd import jsd
+from ligermodels.kernels.kl_div import kl_div
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd
 
 
 def check_count(num_items_in_batch: Tensor | int) -> None:
-    """Raises InputError for what no sum over tokens can be divided by; zero is for batches without a label.
-
-    The value of a tensor is read on the CPU only, and never in torch.compile: elsewhere it would cost a wait.
-    """
+    """Raises InputError unless num_items_in_batch is one number, 0 or more. A tensor is read on the CPU only."""
     count: Any = num_items_in_batch
     if torch.compiler.is_compiling():
         return
@@ -31,7 +34,9 @@ def check_count(num_items_in_batch: Tensor | int) -> None:
 
 
 class _Loss(nn.Module):
-    def __init__(self, options: dict[str, Any]):
+    """A module of options."""
+
+    def __init__(self, **options: Any):
         super().__init__()
         self._options = options
 
@@ -64,18 +69,16 @@ class CrossEntropyLoss(_Loss):
         return_entropy: bool = False,
     ):
         super().__init__(
-            {
-                "ignore_index": ignore_index,
-                "reduction": reduction,
-                "label_smoothing": label_smoothing,
-                "z_loss": z_loss,
-                "softcap": softcap,
-                "token_scaling": token_scaling,
-                "return_z_loss": return_z_loss,
-                "return_token_accuracy": return_token_accuracy,
-                "return_predicted_tokens": return_predicted_tokens,
-                "return_entropy": return_entropy,
-            }
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            token_scaling=token_scaling,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            return_entropy=return_entropy,
         )
         self.register_buffer("weight", weight, persistent=False)
 
@@ -121,20 +124,18 @@ class LinearCrossEntropyLoss(_Loss):
         workspace_bytes: int | None = None,
     ):
         super().__init__(
-            {
-                "ignore_index": ignore_index,
-                "reduction": reduction,
-                "label_smoothing": label_smoothing,
-                "z_loss": z_loss,
-                "softcap": softcap,
-                "token_scaling": token_scaling,
-                "return_z_loss": return_z_loss,
-                "return_token_accuracy": return_token_accuracy,
-                "return_predicted_tokens": return_predicted_tokens,
-                "return_entropy": return_entropy,
-                "accum_dtype": accum_dtype,
-                "workspace_bytes": workspace_bytes,
-            }
+            ignore_index=ignore_index,
+            reduction=reduction,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            softcap=softcap,
+            token_scaling=token_scaling,
+            return_z_loss=return_z_loss,
+            return_token_accuracy=return_token_accuracy,
+            return_predicted_tokens=return_predicted_tokens,
+            return_entropy=return_entropy,
+            accum_dtype=accum_dtype,
+            workspace_bytes=workspace_bytes,
         )
         self.register_buffer("class_weight", class_weight, persistent=False)
 
@@ -158,6 +159,94 @@ class LinearCrossEntropyLoss(_Loss):
             bias=bias,
             class_weight=self.class_weight,
             num_items_in_batch=num_items_in_batch,
+            num_valid=num_valid,
+            **self._options,
+        )
+
+
+class KLDivLoss(_Loss):
+    """torch.nn.KLDivLoss: of log-probabilities and probabilities, or with log_target their logarithms.
+
+    See `ligermodels.kernels.kl_div`.
+    """
+
+    def __init__(self, reduction: str = "mean", log_target: bool = False):
+        super().__init__(reduction=reduction, log_target=log_target)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        """input, target: of one shape, or broadcast to one."""
+        return kl_div(input, target, **self._options)
+
+
+class JSDLoss(_Loss):
+    """Generalised Jensen-Shannon divergence of two log-probability tensors; see `ligermodels.kernels.jsd`.
+
+    beta: 0.5 is symmetric, 0 the forward KL(target || input), 1 the reverse.
+    """
+
+    def __init__(self, beta: float = 0.5, *, ignore_index: int = -100, reduction: str = "mean"):
+        super().__init__(beta=beta, ignore_index=ignore_index, reduction=reduction)
+
+    def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
+        """input, target: [..., V], the student's and the teacher's; labels: [...], shifted already."""
+        return jsd(input, target, labels=labels, **self._options)
+
+
+class LinearJSDLoss(_Loss):
+    """Distillation of a linear head from another, logits never whole; see `ligermodels.kernels.linear_jsd`.
+
+    weight_soft times the divergence at `temperature` plus weight_hard times the cross entropy at the labels. No power
+    of the temperature multiplies either. accum_dtype: what the gradient of the weight is summed in; None is the
+    weight's dtype. workspace_bytes: how much memory a chunk of the logits of both may take.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.5,
+        *,
+        temperature: float = 1.0,
+        ignore_index: int = -100,
+        weight_hard: float = 0.0,
+        weight_soft: float = 1.0,
+        reduction: str = "mean",
+        return_soft_hard_loss: bool = False,
+        accum_dtype: torch.dtype | None = torch.float32,
+        workspace_bytes: int = 512 * 2**20,
+    ):
+        super().__init__(
+            beta=beta,
+            temperature=temperature,
+            ignore_index=ignore_index,
+            weight_hard=weight_hard,
+            weight_soft=weight_soft,
+            reduction=reduction,
+            return_soft_hard_loss=return_soft_hard_loss,
+            accum_dtype=accum_dtype,
+            workspace_bytes=workspace_bytes,
+        )
+
+    def forward(
+        self,
+        student_x: Tensor,
+        student_weight: Tensor,
+        teacher_x: Tensor,
+        teacher_weight: Tensor,
+        labels: Tensor | None = None,
+        *,
+        student_bias: Tensor | None = None,
+        teacher_bias: Tensor | None = None,
+        num_valid: int | None = None,
+    ) -> Tensor | LinearJSDOutput:
+        """student_x: [..., H], student_weight: [V, H], teacher_x: [..., H'], teacher_weight: [V or more, H'],
+        labels: [...], shifted already."""
+        return linear_jsd(
+            student_x,
+            student_weight,
+            teacher_x,
+            teacher_weight,
+            labels=labels,
+            student_bias=student_bias,
+            teacher_bias=teacher_bias,
             num_valid=num_valid,
             **self._options,
         )

@@ -22,12 +22,11 @@ from ligermodels.layers.linear import (
 class GatedMLP(JointProjections):
     """down_proj(activation(gate_proj(x)) * up_proj(x)): [..., hidden_size] -> [..., hidden_size].
 
-    Saves only its input and the outputs of gate_proj and up_proj for the backward, which recomputes their product as it
-    reads them; of an input that a norm has just made, nothing. activation: "silu" (SwiGLU), "gelu_tanh" or "gelu"
-    (GeGLU). projections: what the linear modules are called, the last one's last; with two names gate and up are the
-    rows of one weight, in this order.
-    `recompute`, an attribute, False at first: saves only the input, and recomputes gate and up in the backward, for a
-    tile of tokens at a time.
+    Saves its input (unless a norm has just made it) and the outputs of gate_proj and up_proj; the backward recomputes
+    their activation. activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU). projections: names of the linear
+    modules, the output's last; with two names gate and up are the rows of one weight, in this order.
+    The attribute `recompute` (False) makes it save only the input and recompute gate and up in the backward, in chunks
+    of tokens.
     """
 
     recompute = False
@@ -82,11 +81,9 @@ class GatedMLP(JointProjections):
 class MLP(nn.Module):
     """fc2(activation(fc1(x))): [..., size] -> [..., out_features], which is `size` unless given.
 
-    Saves only its input and fc1's output for the backward, which recomputes the activation; of an input that a norm has
-    just made, nothing. activation: "quick_gelu" (x * sigmoid(1.702 x)), "gelu" (exact, by erf) or "gelu_tanh".
-    projections: what the two linear modules are called.
-    `recompute`, an attribute, False at first: saves only the input, and recomputes fc1's output in the backward, for a
-    tile of tokens at a time.
+    Saves its input (unless a norm has just made it) and fc1's output; the backward recomputes the activation.
+    activation: "quick_gelu" (x * sigmoid(1.702 x)), "gelu" (exact, by erf) or "gelu_tanh". projections: names of the
+    two linear modules. `recompute`: as in `GatedMLP`, for fc1's output.
     """
 
     recompute = False

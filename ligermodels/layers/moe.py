@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._recipes import carry
+from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.linear import linear
 from ligermodels.kernels.moe import moe_experts, route
 
@@ -84,7 +84,7 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
-        rows = carry(x, x.reshape(-1, x.shape[-1]))
+        rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.gate(rows)
         y = self.experts(rows, *route(router_logits, top_k=self.top_k), recompute=self.recompute)
         return y.view(x.shape), router_logits

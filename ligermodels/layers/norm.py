@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from ligermodels.kernels._recipes import forget, recipe_of
+from ligermodels.kernels._recompute import detach_handle, handle_of
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.linear import is_untouched
@@ -21,8 +21,8 @@ def _is_plain(norm: nn.Module) -> bool:
 
 def _results(norm: nn.Module, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
     """y and the sum; who reads y keeps y itself, and not the norm's weight, unless the norm is plain."""
-    if recipe_of(y) is not None and not _is_plain(norm):
-        forget(y)
+    if handle_of(y) is not None and not _is_plain(norm):
+        detach_handle(y)
     return y, total
 
 
@@ -33,8 +33,8 @@ class RMSNorm(nn.Module):
     residual is x + residual, and x itself where there is none yet.
 
     eps is absolute, inside the root. The weight acts as offset + weight and starts so that this is 1: Gemma
-    stores its weights around 0, with offset=1. casting: "llama" rounds to the input's dtype before the weight
-    is applied, "gemma" after. elementwise_affine=False: no weight.
+    stores its weights around 0, with offset=1. cast_before_weight: rounds to the input's dtype before the weight is
+    applied, as Llama does; Gemma rounds after it. elementwise_affine=False: no weight.
     """
 
     def __init__(
@@ -44,13 +44,13 @@ class RMSNorm(nn.Module):
         elementwise_affine: bool = True,
         *,
         offset: float = 0.0,
-        casting: str = "llama",
+        cast_before_weight: bool = True,
     ):
         super().__init__()
         self.hidden_size = hidden_size
         self.eps = eps
         self.offset = offset
-        self.casting = casting
+        self.cast_before_weight = cast_before_weight
         self.weight = nn.Parameter(torch.empty(hidden_size)) if elementwise_affine else None
         self.reset_parameters()
 
@@ -60,13 +60,15 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            y = rms_norm(x, self.weight, eps=self.eps, offset=self.offset, casting=self.casting)
+            y = rms_norm(x, self.weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight)
             return _results(self, y, x)
-        made = add_rms_norm(x, residual, self.weight, eps=self.eps, offset=self.offset, casting=self.casting)
+        made = add_rms_norm(
+            x, residual, self.weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight
+        )
         return _results(self, *made)
 
     def extra_repr(self) -> str:
-        return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, casting={self.casting!r}"
+        return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, cast_before_weight={self.cast_before_weight}"
 
 
 class LayerNorm(nn.Module):

@@ -1,7 +1,6 @@
-"""Rotary position tables, for every rope type that the released checkpoints of the zoo use.
+"""Rotary position embeddings: tables for every rope type that the released checkpoints of the zoo use.
 
-Frequency i of R/2 turns dims i and i + R/2 of a head by position * f_i, with f_i = theta ** (-2i/R) to begin
-with:
+Frequency i of R/2 rotates dims i and i + R/2 of a head by position * f_i, where f_i starts as theta ** (-2i/R):
 
 | rope_type | f_i becomes                                                       | cos, sin times         |
 |-----------|-------------------------------------------------------------------|------------------------|
@@ -12,11 +11,11 @@ with:
 | yarn      | f_i to f_i / factor along a ramp over i                           | 1 + 0.1 ln factor      |
 | longrope  | f_i / long_factor_i in a call past original length L, else short  | (1 + log_L factor)^0.5 |
 
-The arithmetic is fp32 in the order in which transformers does it, so that the tables agree to the bit: at
-position 10000 the last bit of a frequency is worth 1e-3 of an angle.
+The arithmetic is fp32 in transformers' order, so that the tables agree to the bit: at position 10000 the last bit of a
+frequency is worth 1e-3 of an angle.
 
-A token of an image stands at three positions (time, row, column): with `sections`, the first frequencies turn by the
-first of them, the next by the second, the last by the third. `VisionRotary` has two, a row and a column.
+A token of an image has three positions (time, row, column): with `sections`, the first frequencies use the first
+position, the next the second, the last the third. `VisionRotary` has two positions, row and column.
 
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; Peng et al. 2023, "YaRN",
 https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.org/abs/2402.13753; Wang et al. 2024,
@@ -33,8 +32,7 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.kernels._triton import is_capturing
 
-# Keys of a config.json's rope dict: needed, allowed. The original length may come from
-# max_position_embeddings.
+# Keys of the rope dict: required, optional. The original length may come from max_position_embeddings.
 _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
@@ -61,24 +59,23 @@ _KEYS: dict[str, tuple[set[str], set[str]]] = {
 
 
 class RotaryEmbedding(nn.Module):
-    """Cosines and sines of every position's angles.
+    """cos and sin of every position.
 
     forward(position_ids, integers [B or 1, S]) -> (cos, sin), fp32 [B or 1, S, R/2] with
     R = int(head_dim * partial_rotary_factor): one entry per pair of dims, for `ligermodels.kernels.rope`. With
-    `sections`, also for position_ids [len(sections), B or 1, S]; [B, S] then means that all of them are equal.
+    `sections`, also for position_ids [len(sections), B or 1, S]; [B, S] then stands for all sections.
 
-    theta: base of the frequencies. scaling: a rope dict in config.json's words, of either generation
-    (`rope_type` or the older `type`). max_position_embeddings: tokens; "dynamic" needs it, and others fall
-    back on it where `scaling` lacks original_max_position_embeddings. sections: how many of the R/2 frequencies,
-    from the first on, turn by each of several positions; together all of them.
+    theta: base of the frequencies. scaling: config.json's rope dict, of either generation (`rope_type` or the older
+    `type`). max_position_embeddings: tokens; "dynamic" needs it, others use it where `scaling` lacks
+    original_max_position_embeddings. sections: how many of the R/2 frequencies use each position.
 
-    "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Keys that
-    a cache holds keep the frequencies of the call that made them; `switches` says when they must not.
+    "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Cached keys keep
+    the frequencies of the call that made them; `needs_recompute` says when they must not.
 
-    There is no parameter and no buffer: the tables are fp32 whatever the model is cast to, and a model built
-    on the meta device has them as well.
+    There is no parameter and no buffer: the tables are fp32 whatever the model is cast to, also for a model built on
+    the meta device.
 
-    Raises ConfigError for a rope type or key that is unknown, missing or has a value that cannot work.
+    Raises ConfigError for a rope type or key that is unknown or missing, or a value that cannot work.
     """
 
     def __init__(
@@ -102,8 +99,8 @@ class RotaryEmbedding(nn.Module):
             raise ConfigError(f"rope: theta={theta} must be above 1")
         if sections is not None and (min(sections, default=-1) < 0 or sum(sections) != self.dim // 2):
             raise ConfigError(
-                f"rope: sections={list(sections)} must split the {self.dim // 2} frequencies: none negative, and "
-                "together as many"
+                f"rope: sections={list(sections)} must be 0 or more each and sum to {self.dim // 2}, the number of "
+                "frequencies"
             )
         self.sections = None if sections is None else tuple(sections)
         self.theta = theta
@@ -120,11 +117,11 @@ class RotaryEmbedding(nn.Module):
             )
         if self.rope_type == "dynamic" and self.dim == 2:
             raise ConfigError("rope_type='dynamic' needs 4 or more rotated dims, and this rotates 2")
-        # [1 or 2, R/2]; two for longrope, short and long. On the CPU: other devices round powers otherwise.
+        # [1 or 2, R/2]; two for longrope, short and long. On the CPU, since other devices round powers differently.
         frequencies, self.attention_scaling = self._frequencies()
         self._inv_freq = torch.stack(frequencies)
         self._inv_freq_by_device = {self._inv_freq.device: self._inv_freq}
-        self._counted: tuple[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
+        self._last: tuple[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self._inv_freq_on(position_ids.device)
@@ -140,21 +137,21 @@ class RotaryEmbedding(nn.Module):
             cos, sin = cos * self.attention_scaling, sin * self.attention_scaling
         return cos, sin
 
-    def count(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(cos, sin) of the positions 0 to length - 1, [1, length, R/2], as a call makes them.
+    def first(self, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of the positions 0 to length - 1, [1, length, R/2].
 
-        Those of the last length are kept, which spares the device five kernels a step; not while compiling, nor while
-        a CUDA graph is captured, whose memory must be its own.
+        The last tables are cached, which saves five kernels a step; not under torch.compile or CUDA graph capture,
+        whose memory must be its own.
         """
         if torch.compiler.is_compiling() or (device.type == "cuda" and is_capturing()):
             return self(torch.arange(length, device=device)[None])
-        if self._counted is None or self._counted[0] != (length, device):
+        if self._last is None or self._last[0] != (length, device):
             with torch.inference_mode(False):  # the tables outlive the call
                 tables = self(torch.arange(length, device=device)[None])
-            if type(tables[0]) is not Tensor:  # a fake one, of whoever asks for shapes
+            if type(tables[0]) is not Tensor:  # a FakeTensor
                 return tables
-            self._counted = (length, device), tables
-        return self._counted[1]
+            self._last = (length, device), tables
+        return self._last[1]
 
     def _angles(self, position_ids: Tensor, frequencies: Tensor) -> Tensor:
         if position_ids.dim() < 3:
@@ -164,14 +161,14 @@ class RotaryEmbedding(nn.Module):
                 f"rope: position_ids have shape {tuple(position_ids.shape)}, and this table takes [B, S]"
                 + ("" if self.sections is None else f" or [{len(self.sections)}, B, S]")
             )
-        parts = zip(position_ids, frequencies.split(self.sections), strict=True)
-        return torch.cat([positions[..., None].float() * part for positions, part in parts], dim=-1)
+        sections = zip(position_ids, frequencies.split(self.sections), strict=True)
+        return torch.cat([positions[..., None].float() * section for positions, section in sections], dim=-1)
 
-    def switches(self, past: int, length: int) -> bool:
-        """True if a call that reaches `length` tokens has no use for keys made in calls of up to `past` tokens.
+    def needs_recompute(self, past: int, length: int) -> bool:
+        """True if keys cached in calls of up to `past` tokens are wrong for a call that reaches `length` tokens.
 
-        So it is where "longrope" goes from its short frequencies to the long: a cache must then be emptied and
-        the whole text run again. "dynamic" keeps the keys it has, as in transformers.
+        That is where "longrope" switches from its short frequencies to the long: empty the cache and run the whole
+        text again. "dynamic" keeps its cached keys, as in transformers.
         """
         return self.rope_type == "longrope" and 0 < past <= self.original_length < length
 
@@ -180,14 +177,14 @@ class RotaryEmbedding(nn.Module):
         return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}{sections}"
 
     def _inv_freq_on(self, device: torch.device) -> Tensor:
-        there = self._inv_freq_by_device.get(device)  # each stays: a CUDA graph may read it
-        if there is None:
+        found = self._inv_freq_by_device.get(device)  # never dropped: a CUDA graph may read it
+        if found is None:
             with torch.inference_mode(False):  # the table outlives the call
-                there = self._inv_freq_by_device[device] = self._inv_freq.to(device)
-        return there
+                found = self._inv_freq_by_device[device] = self._inv_freq.to(device)
+        return found
 
     def _frequencies(self) -> tuple[list[Tensor], float]:
-        """The table, or longrope's two, and the factor on cos and sin."""
+        """The frequencies (longrope: short and long), and the factor on cos and sin."""
         powers = self._powers(self.theta, torch.device("cpu"))
         options = self.scaling
         match self.rope_type:
@@ -205,7 +202,7 @@ class RotaryEmbedding(nn.Module):
         return base ** (torch.arange(0, self.dim, 2, dtype=torch.float32, device=device) / self.dim)
 
     def _stretched(self, length: Tensor) -> Tensor:
-        """For "dynamic": frequencies of a base that stretches the trained length to `length` tokens."""
+        """The frequencies of "dynamic" for `length` tokens."""
         factor = self.scaling["factor"]
         growth = (factor * length / self.original_length) - (factor - 1)
         base = self.theta * growth ** (self.dim / (self.dim - 2))
@@ -225,20 +222,20 @@ class RotaryEmbedding(nn.Module):
         options, original = self.scaling, self.original_length
         factor = options.get("factor") or self._length_ratio()
 
-        def dim_that_turns(times: float) -> float:
-            """The (fractional) frequency index that makes this many turns over the original length."""
-            return self.dim * math.log(original / (times * 2 * math.pi)) / (2 * math.log(self.theta))
+        def index_of(rotations: float) -> float:
+            """The (fractional) index of the frequency with so many rotations over the original length."""
+            return self.dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(self.theta))
 
-        low = dim_that_turns(options.get("beta_fast") or 32)
-        high = dim_that_turns(options.get("beta_slow") or 1)
+        low = index_of(options.get("beta_fast") or 32)
+        high = index_of(options.get("beta_slow") or 1)
         if options.get("truncate", True):
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, self.dim - 1)
         if low == high:
             high += 0.001
         ramp = (torch.arange(self.dim // 2, dtype=torch.float32, device="cpu") - low) / (high - low)
-        kept = 1 - ramp.clamp(0, 1)
-        inv_freq = 1.0 / (factor * powers) * (1 - kept) + 1.0 / powers * kept
+        extrapolated = 1 - ramp.clamp(0, 1)
+        inv_freq = 1.0 / (factor * powers) * (1 - extrapolated) + 1.0 / powers * extrapolated
         return [inv_freq], options.get("attention_factor") or _yarn_attention_factor(factor, options)
 
     def _longrope(self, powers: Tensor) -> tuple[list[Tensor], float]:
@@ -255,18 +252,16 @@ class RotaryEmbedding(nn.Module):
     def _length_ratio(self) -> float:
         if self.max_position_embeddings is None:
             raise ConfigError(
-                f"rope_type={self.rope_type!r} without 'factor' takes it from max_position_embeddings / "
-                "original_max_position_embeddings, and max_position_embeddings is missing"
+                f"rope_type={self.rope_type!r} needs 'factor', or max_position_embeddings to derive it from"
             )
         return self.max_position_embeddings / self.original_length
 
 
 class VisionRotary(nn.Module):
-    """Cosines and sines for the patches of images: half of a head's frequencies turn by the row, half by the column.
+    """cos and sin for image patches: half of a head's frequencies use the row, half the column.
 
-    forward(positions, integers [2, ...]: row and column) -> (cos, sin), fp32 [..., head_dim / 2]: first the row's
-    entries, then the column's, for `ligermodels.kernels.rope`. fp32 whatever the model is cast to, as
-    `RotaryEmbedding` is.
+    forward(positions, integers [2, ...]: row and column) -> (cos, sin), fp32 [..., head_dim / 2]: the row's entries,
+    then the column's, for `ligermodels.kernels.rope`.
     """
 
     def __init__(self, head_dim: int, *, theta: float = 10000.0):
@@ -292,7 +287,7 @@ def _yarn_attention_factor(factor: float, options: Mapping[str, Any]) -> float:
 def _read(
     scaling: Mapping[str, Any], theta: float, partial_rotary_factor: float, num_frequencies: int
 ) -> dict[str, Any]:
-    """The rope dict with `rope_type` settled and every value checked; keys that are null are left out."""
+    """The rope dict with one `rope_type`, without null keys, checked."""
     options = {name: value for name, value in scaling.items() if value is not None}
     if "truncate" in scaling:
         options["truncate"] = scaling["truncate"] or False  # transformers reads null as false; absent is true
@@ -303,16 +298,13 @@ def _read(
             raise ConfigError(f"rope: {name}={scaling[name]} in the rope dict contradicts {value} beside it")
     if rope_type not in _KEYS:
         raise ConfigError(f"rope_type={rope_type!r} is not supported; supported: {', '.join(_KEYS)}")
-    needed, allowed = _KEYS[rope_type]
+    required, optional = _KEYS[rope_type]
     given = options.keys() - {"rope_type"}
-    if missing := sorted(needed - given):
-        has = ", ".join(scaling)
-        raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}, which its dict lacks: it has {has}")
-    if unknown := sorted(given - needed - allowed):
-        raise ConfigError(
-            f"rope_type={rope_type!r} has no {', '.join(unknown)}; "
-            f"it takes {', '.join(sorted(needed | allowed)) or 'nothing'}"
-        )
+    if missing := sorted(required - given):
+        raise ConfigError(f"rope_type={rope_type!r} needs {', '.join(missing)}; its dict has {', '.join(scaling)}")
+    if unknown := sorted(given - required - optional):
+        known = ", ".join(sorted(required | optional)) or "nothing"
+        raise ConfigError(f"rope_type={rope_type!r} has no {', '.join(unknown)}; it takes {known}")
     for name in sorted(given):
         _check_value(name, options[name], num_frequencies)
     if rope_type == "llama3" and options["low_freq_factor"] >= options["high_freq_factor"]:
@@ -325,20 +317,16 @@ def _read(
 
 def _check_value(name: str, value: Any, num_frequencies: int) -> None:
     if name == "truncate":
-        if not isinstance(value, bool):
-            raise ConfigError(f"rope: truncate={value!r} must be true or false")
+        right, expected = isinstance(value, bool), "true or false"
     elif name in ("short_factor", "long_factor"):
-        if not isinstance(value, list | tuple) or len(value) != num_frequencies or not all(map(_positive, value)):
-            size = len(value) if isinstance(value, list | tuple) else value
-            raise ConfigError(
-                f"rope: {name} must be a list of {num_frequencies} positive numbers, one per pair of "
-                f"rotated dims; got {size}"
-            )
+        right = isinstance(value, list | tuple) and len(value) == num_frequencies and all(map(_positive, value))
+        expected = f"a list of {num_frequencies} positive numbers, one per pair of rotated dims"
     elif name in ("mscale", "mscale_all_dim"):
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ConfigError(f"rope: {name}={value!r} must be a number, 0 or more")
-    elif not _positive(value):
-        raise ConfigError(f"rope: {name}={value!r} must be a positive number")
+        right, expected = _positive(value) or value == 0, "a number, 0 or more"
+    else:
+        right, expected = _positive(value), "a positive number"
+    if not right:
+        raise ConfigError(f"rope: {name}={str(value)[:60]} must be {expected}")
 
 
 def _positive(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Rows of ids into what a model is called with: truncated, padded, as tensors.
+"""Batches of ids as a model is called with them: truncated, padded, as tensors.
 
 A batch is a dict of columns, {"input_ids": [[1, 5], [1]], "attention_mask": ...}; those that `FILLS` names have an
 entry for each token. Checked against transformers 5.23, `PreTrainedTokenizerBase.pad` and `BatchEncoding`.
@@ -7,11 +7,14 @@ entry for each token. Checked against transformers 5.23, `PreTrainedTokenizerBas
 import warnings
 from collections.abc import Mapping, Sequence
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ligermodels.errors import InputError
+
+if TYPE_CHECKING:
+    from ligermodels.text.tokenizer import Tokenizer
 
 # What padding is in each column; for input_ids it is the pad token.
 FILLS: Mapping[str, Any] = {
@@ -41,19 +44,9 @@ class BatchEncoding(dict[str, Any]):
         return self
 
 
-class Settings(Protocol):
-    """What a tokenizer says about calls that do not say it."""
-
-    padding_side: str
-    truncation_side: str
-    model_max_length: int
-    model_input_names: list[str]
-    pad_token_id: Any
-
-
 def finish(
     columns: dict[str, list[Any]],
-    settings: Settings,
+    tokenizer: "Tokenizer",
     *,
     flat: bool,
     padding: bool | str,
@@ -67,25 +60,26 @@ def finish(
 ) -> BatchEncoding:
     """The columns truncated, with an attention mask, padded, as tensors: what a tokenizer's call returns.
 
-    flat: the only row by itself. around: how many special tokens stand before and after each text.
+    tokenizer: its sides, lengths and pad token are used where the options do not say. flat: the only row by itself.
+    around: how many special tokens stand before and after each text.
     Raises InputError.
     """
     truncates, pads = _choice("truncation", truncation, _TRUNCATIONS), _choice("padding", padding, _PADDINGS)
     limit = max_length
-    if limit is None and settings.model_max_length <= _LONGEST:
-        limit = int(settings.model_max_length)
+    if limit is None and tokenizer.model_max_length <= _LONGEST:
+        limit = int(tokenizer.model_max_length)
     if truncates and limit is not None:
-        columns = truncate(columns, limit, settings.truncation_side, around)
+        columns = truncate(columns, limit, tokenizer.truncation_side, around)
     rows = columns["input_ids"]
     if return_attention_mask is None:
-        return_attention_mask = "attention_mask" in settings.model_input_names
+        return_attention_mask = "attention_mask" in tokenizer.model_input_names
     if return_attention_mask and "attention_mask" not in columns:
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows], **columns}
     if pads == "longest" and max_length is not None and not truncates:
         warnings.warn("max_length is ignored: padding=True pads to the longest row, nothing truncates.", stacklevel=3)
     width = limit if pads == "max_length" else max(map(len, rows), default=0)
     if pads and width is not None:
-        if settings.pad_token_id is None:
+        if tokenizer.pad_token_id is None:
             raise InputError(
                 "the tokenizer has no pad token. Next step: tokenizer.pad_token = tokenizer.eos_token, or another "
                 "token of the vocabulary."
@@ -93,8 +87,8 @@ def finish(
         multiple = pad_to_multiple_of or 1
         if truncates and limit is not None and limit % multiple:
             raise InputError(f"rows truncated to {limit} tokens cannot be padded to a multiple of {multiple}.")
-        side = settings.padding_side if padding_side is None else padding_side
-        columns = pad(columns, -(-width // multiple) * multiple, side, settings.pad_token_id)
+        side = tokenizer.padding_side if padding_side is None else padding_side
+        columns = pad(columns, -(-width // multiple) * multiple, side, tokenizer.pad_token_id)
     return as_tensors({name: rows[0] for name, rows in columns.items()} if flat else columns, return_tensors)
 
 
@@ -125,6 +119,14 @@ def pad(columns: Mapping[str, list[Any]], width: int, side: str, pad_token_id: i
     return {
         name: [wider(row, fills[name]) for row in rows] if name in fills else rows for name, rows in columns.items()
     }
+
+
+def padded(rows: list[list[int]], side: str, pad_token_id: int) -> BatchEncoding:
+    """input_ids and attention_mask of rows of ids, int64 [B, S], S the longest."""
+    width = max(map(len, rows), default=0)
+    columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+    tensors = as_tensors(pad(columns, width, side, pad_token_id), "pt")
+    return BatchEncoding({name: tensor.reshape(len(rows), width) for name, tensor in tensors.items()})
 
 
 def mask_of(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -3,6 +3,7 @@
 import functools
 import operator
 import os
+import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,12 +14,13 @@ from torch import Tensor
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import batch, saving
+from ligermodels.text.backend import Backend, Encoded
 from ligermodels.text.batch import BatchEncoding
 from ligermodels.text.chat import ChatTemplates
-from ligermodels.text.files import MAX_ID, TokenizerFiles, call_settings, read_files
+from ligermodels.text.files import TokenizerFiles, call_settings, read_files
 from ligermodels.text.json_backend import JsonBackend
-from ligermodels.text.sentencepiece_backend import SentencePieceBackend, check_agreement
-from ligermodels.text.vocabulary import Backend, Vocabulary
+from ligermodels.text.sentencepiece_backend import SentencePieceBackend
+from ligermodels.text.vocabulary import Vocabulary
 
 
 class Tokenizer(Vocabulary):
@@ -85,25 +87,13 @@ class Tokenizer(Vocabulary):
         )
         return cls.from_folder(folder, name_or_path=str(id_or_folder))
 
+    from_pretrained = from_hub
+
     @classmethod
     def from_folder(cls, folder: str | Path, *, name_or_path: str = "") -> "Tokenizer":
         """From tokenizer.json, else from tokenizer.model. Raises TokenizerError."""
         files = read_files(folder)
-        json_path, model_path = files.path("tokenizer.json"), files.path("tokenizer.model")
-        backend: Backend
-        if json_path:
-            backend = JsonBackend(json_path, files)
-            if model_path:
-                check_agreement(model_path, backend.id_to_token)
-        elif model_path:
-            backend = SentencePieceBackend(model_path, files)
-        else:
-            names = sorted(path.name for path in files.folder.iterdir())[:20]
-            raise TokenizerError(
-                f"{files.folder} has neither tokenizer.json nor tokenizer.model; it has {names}. Next step: "
-                "take the tokenizer's files from the checkpoint's repository (vocab.json, merges.txt and "
-                "tekken.json are not read by themselves)."
-            )
+        backend = _backend(files)
         if files.model_vocab_size is not None and backend.base_vocab_size > files.model_vocab_size:
             raise TokenizerError(
                 f"{files.folder}: the vocabulary has {backend.base_vocab_size} ids, the model's embedding "
@@ -119,7 +109,7 @@ class Tokenizer(Vocabulary):
         except a BOS before a text that begins with the BOS token already, as the output of a chat template
         does. Without it nothing is added. Either way special tokens written out in the text become their ids.
         """
-        return self._encode_many([text], add_special_tokens)[0]
+        return self._encode([text], add_special_tokens)[0].ids
 
     def __call__(
         self,
@@ -149,7 +139,10 @@ class Tokenizer(Vocabulary):
             raise InputError(f"a tokenizer is called with a text or a list of texts, not with {short(text)}.")
         if truncation is None:
             truncation = max_length is not None and padding is False
-        columns = self._columns(list(texts), add_special_tokens, return_offsets_mapping)
+        rows = self._encode(list(texts), add_special_tokens, return_offsets_mapping)
+        columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
+        if return_offsets_mapping:
+            columns["offset_mapping"] = [row.offsets for row in rows]
         return batch.finish(
             columns,
             self,
@@ -176,11 +169,9 @@ class Tokenizer(Vocabulary):
                 "encode_batch takes a list of texts and padding_side 'left' or 'right', "
                 f"not {type(texts).__name__} and {short(padding_side)}."
             )
-        rows = self._encode_many(list(texts), add_special_tokens)
-        columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
-        width = max(map(len, rows), default=0)
-        found = batch.as_tensors(batch.pad(columns, width, padding_side, self.padding_id), "pt")
-        return found.input_ids.reshape(len(rows), width), found.attention_mask.reshape(len(rows), width)
+        rows = [row.ids for row in self._encode(list(texts), add_special_tokens)]
+        found = batch.padded(rows, padding_side, self.padding_id)
+        return found.input_ids, found.attention_mask
 
     def pad(
         self,
@@ -221,15 +212,15 @@ class Tokenizer(Vocabulary):
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
-        """The text of an id, or of a list, array or 1-D tensor of ids. Ids without a token (a padded vocabulary) add
-        nothing. The spaces of a text are never cleaned up.
+        """The text of an id, or of a list, array or 1-D tensor of ids.
 
-        Bytes that are in no UTF-8 character become U+FFFD; in a run of byte tokens (Llama 2, Gemma) the good
-        characters stay, as in SentencePiece, where the tokenizers library gives up the whole run.
+        Ids without a token (a padded vocabulary) add nothing. The spaces of a text are never cleaned up. Bytes that
+        are in no UTF-8 character become U+FFFD; in a run of byte tokens (Llama 2, Gemma) the good characters stay, as
+        in SentencePiece, where the tokenizers library gives up the whole run.
         """
         ids = token_ids
         if clean_up_tokenization_spaces:
-            raise InputError("clean_up_tokenization_spaces is for word pieces; here it would take spaces of the text.")
+            raise InputError("clean_up_tokenization_spaces is for WordPiece; here it would remove spaces of the text.")
         try:
             plain = ids.tolist() if isinstance(ids, Tensor) else ids
             values = list(map(operator.index, plain if isinstance(plain, Iterable) else [plain]))
@@ -238,8 +229,8 @@ class Tokenizer(Vocabulary):
                 f"decode takes one text: an int, a list of them or a 1-D tensor, not {short(ids)}. Decode a batch by "
                 "rows, or with batch_decode."
             ) from error
-        if wrong := [index for index in values if not 0 <= index <= MAX_ID]:
-            raise InputError(f"{short(wrong[0])} is not a token id. Likely cause: labels, where -100 means ignored.")
+        if values and min(values) < 0:
+            raise InputError(f"{min(values)} is not a token id. Likely cause: labels, where -100 means ignored.")
         return self.backend.decode(values, skip_special_tokens)
 
     def batch_decode(
@@ -266,7 +257,6 @@ class Tokenizer(Vocabulary):
         templates = dict(value) if isinstance(value, Mapping) else {} if value is None else {"default": value}
         if not all(isinstance(text, str) for pair in templates.items() for text in pair):
             raise TokenizerError(f"chat_template must be a text, a dict of texts or None, not {short(value)}.")
-        _check_texts([*templates, *templates.values()])
         self._change(templates=templates)
 
     def apply_chat_template(
@@ -297,8 +287,7 @@ class Tokenizer(Vocabulary):
         padding, truncation, max_length, return_tensors: as in a call.
         return_assistant_tokens_mask: also assistant_masks, 1 for each token with a character that the template has
         in {% generation %} ... {% endgeneration %}; needs return_dict=True, and a template with that tag.
-        Raises TokenizerError, with the template's own message where it refuses the conversation; limits on what a
-        template may do: `ligermodels.text.sandbox`.
+        Raises TokenizerError, with the template's own message where it refuses the conversation.
         """
         if return_assistant_tokens_mask and not (return_dict and tokenize):
             raise InputError("return_assistant_tokens_mask goes with return_dict=True and tokenize=True.")
@@ -316,9 +305,10 @@ class Tokenizer(Vocabulary):
         )
         if not tokenize:
             return text
-        columns = self._columns([text], False, return_assistant_tokens_mask)
-        if return_assistant_tokens_mask:
-            columns["assistant_masks"] = [batch.mask_of(columns.pop("offset_mapping")[0], spans)]
+        (row,) = self._encode([text], False, return_assistant_tokens_mask)
+        columns: dict[str, list[Any]] = {"input_ids": [row.ids]}
+        if row.offsets is not None:
+            columns["assistant_masks"] = [batch.mask_of(row.offsets, spans)]
         found = batch.finish(
             columns,
             self,
@@ -336,19 +326,19 @@ class Tokenizer(Vocabulary):
 
         The files of some checkpoints name the end of a text only: Gemma 1 lists <eos>, and its turns end with
         <end_of_turn>. So the template is asked: a conversation of a user's and an assistant's message is
-        rendered, and the first special token behind the assistant's text is the turn's end. Nothing is added
+        rendered, and the first special token after the assistant's text is the turn's end. Nothing is added
         where none follows (turns in plain text: use stop strings) or where there is no default template.
         """
-        tail = self.backend.encode([self._chat.turn_end()], False)[0]
+        tail = self.backend.encode([self._chat.turn_end()], False)[0].ids
         special = self.backend.special_ids
         closing = [index for index in tail if index in special][:1]
         return tuple(dict.fromkeys((*self.eos_token_ids, *closing)))
 
     def save_pretrained(self, save_directory: str | Path) -> tuple[str, ...]:
-        """Writes the folder's files, with what was changed since, and returns their paths.
+        """Writes the tokenizer's files, with what was changed since they were read, and returns their paths.
 
-        What was not changed is copied byte for byte; config.json and the like stay behind. Files of another
-        tokenizer in the folder go. Raises HubError, TokenizerError.
+        What was not changed is copied byte for byte; config.json and the like are not copied. Files of another
+        tokenizer in the folder are removed. Raises HubError, TokenizerError.
         """
         settings = {name: getattr(self, name) for name in call_settings(self.files.config, self.files.folder)}
         target = Path(save_directory).expanduser()
@@ -370,12 +360,12 @@ class Tokenizer(Vocabulary):
 
     @functools.cached_property
     def _adds_bos(self) -> bool:
-        return self.bos_token_id in self.backend.encode([""], True)[0][:1]
+        return self.bos_token_id in self.backend.encode([""], True)[0].ids[:1]
 
     @functools.cached_property
     def _special_tokens_around(self) -> tuple[int, int]:
         """How many special tokens stand before a text, and how many after it."""
-        (inner,), (whole,) = self.backend.encode(["a"], False), self.backend.encode(["a"], True)
+        inner, whole = (self.backend.encode(["a"], flag)[0].ids for flag in (False, True))
         more = len(whole) - len(inner)
         before = next((n for n in range(more + 1) if whole[n : n + len(inner)] == inner), None)
         if before is None:
@@ -392,39 +382,38 @@ class Tokenizer(Vocabulary):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _CACHED}
 
-    def _columns(self, texts: list[str], add_special_tokens: bool, with_offsets: bool) -> dict[str, list[Any]]:
-        if not with_offsets:
-            return {"input_ids": self._encode_many(texts, add_special_tokens)}
-        _check_texts(texts)
-        found = [self.backend.encode_with_offsets(text, add_special_tokens) for text in texts]
-        starts = [int(add_special_tokens and self._has_two_bos(ids)) for ids, _ in found]
-        return {
-            name: [row[part][start:] for row, start in zip(found, starts, strict=True)]
-            for part, name in enumerate(("input_ids", "offset_mapping"))
-        }
+    def _encode(self, texts: list[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]:
+        for text in texts:
+            if not isinstance(text, str):
+                raise TokenizerError(f"text must be a str, not {type(text).__name__}. Next step: decode bytes first.")
+            if not text.isascii() and (surrogate := re.search("[\ud800-\udfff]", text)):
+                raise TokenizerError(
+                    f"the text has a lone surrogate {surrogate[0]!r} at position {surrogate.start()}, which has no "
+                    "UTF-8. Likely cause: half of a pair from JSON or UTF-16; errors='replace' mends it."
+                )
+        rows = self.backend.encode(texts, add_special_tokens, with_offsets)
+        if not (add_special_tokens and self._adds_bos):
+            return rows
+        # The text's own BOS is one of the two.
+        doubled = [row.ids[1:2] == [self.bos_token_id] for row in rows]
+        return [
+            Encoded(ids[1:], offsets and offsets[1:]) if two else Encoded(ids, offsets)
+            for (ids, offsets), two in zip(rows, doubled, strict=True)
+        ]
 
-    def _encode_many(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        _check_texts(texts)
-        rows = self.backend.encode(texts, add_special_tokens)
-        return [ids[1:] if add_special_tokens and self._has_two_bos(ids) else ids for ids in rows]
 
-    def _has_two_bos(self, ids: list[int]) -> bool:
-        return self._adds_bos and ids[1:2] == [self.bos_token_id]
+def _backend(files: TokenizerFiles) -> Backend:
+    if path := files.path("tokenizer.json"):
+        return JsonBackend(path, files)
+    if path := files.path("tokenizer.model"):
+        return SentencePieceBackend(path, files)
+    names = sorted(path.name for path in files.folder.iterdir())[:20]
+    raise TokenizerError(
+        f"{files.folder} has neither tokenizer.json nor tokenizer.model; it has {names}. Next step: take the "
+        "tokenizer's files from the checkpoint's repository (vocab.json, merges.txt and tekken.json are not read by "
+        "themselves)."
+    )
 
 
-# What is made of the files when it is asked for, and again after a change.
+# Computed from the files on first use, and again after a change.
 _CACHED = ("special_tokens_map", "_chat", "_adds_bos", "_special_tokens_around", "chat_stop_ids")
-
-
-def _check_texts(texts: list[str]) -> None:
-    for text in texts:
-        if not isinstance(text, str):
-            raise TokenizerError(f"text must be a str, not {type(text).__name__}. Next step: decode bytes first.")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise TokenizerError(
-                f"the text has a lone surrogate {text[error.start]!r} at position {error.start}, which "
-                "has no UTF-8. Likely cause: half of a pair from JSON or UTF-16; errors='replace' mends "
-                "it."
-            ) from error

@@ -6,38 +6,17 @@ Names and results are those of transformers 5.23, so that trainers find what the
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from reprlib import repr as short
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.text.files import MAX_CONTENT, AddedToken, TokenizerFiles
+from ligermodels.text.backend import Backend
+from ligermodels.text.files import AddedToken, TokenizerFiles
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-
-
-class Backend(Protocol):
-    """What a tokenizer library gives: `JsonBackend` and `SentencePieceBackend` are the two."""
-
-    @property
-    def special_ids(self) -> frozenset[int]: ...
-    @property
-    def added(self) -> Mapping[int, AddedToken]: ...
-    @property
-    def base_vocab_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def decoder(self) -> Mapping[str, Any] | None: ...
-    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]: ...
-    def encode_with_offsets(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]: ...
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
-    def token_to_id(self, token: str) -> int | None: ...
-    def id_to_token(self, index: int) -> str | None: ...
-    def vocab(self) -> dict[str, int]: ...
-    def update(self, files: TokenizerFiles) -> None: ...
 
 
 class _Special:
@@ -55,7 +34,7 @@ class _Special:
     def __set__(self, instance: "Vocabulary", value: Any) -> None:
         token = getattr(value, "content", value)
         if self._is_id and value is not None:
-            # Of an added token that is looked for in the normalised text, id_to_token gives the normalised spelling.
+            # Of an added token that is matched in the normalised text, id_to_token gives the normalised spelling.
             index = value if isinstance(value, int) else -1
             added = instance.backend.added.get(index)
             token = added.content if added else instance.backend.id_to_token(index) if index >= 0 else None
@@ -65,7 +44,8 @@ class _Special:
                 f"{self._name} cannot be {short(value)}, which is not in the vocabulary. Next step: "
                 f"add_special_tokens({{{self._name!r}: ...}}) adds it, and the model's resize_token_embeddings a row."
             )
-        instance._change(named=_with(instance.files.named, self._name, token))
+        named = {**instance.files.named, self._name: token}
+        instance._change(named={name: content for name, content in named.items() if content is not None})
 
 
 class Vocabulary:
@@ -183,7 +163,7 @@ class Vocabulary:
     def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
         """How many were added of a token or several, each a str or an object as tokenizers.AddedToken.
 
-        A token of the vocabulary keeps its id and is from now on cut out of a text first; one that is new gets the
+        A token of the vocabulary keeps its id and is cut out of texts first from then on; one that is new gets the
         next id, and the model's `resize_token_embeddings(len(tokenizer))` a row for it.
         """
         alone = isinstance(new_tokens, str) or hasattr(new_tokens, "content")
@@ -192,12 +172,12 @@ class Vocabulary:
         size, count = self.vocab_size, 0
         for given in [new_tokens] if alone else new_tokens:
             content = getattr(given, "content", given)
-            if not isinstance(content, str) or not 0 < len(content) <= MAX_CONTENT:
-                raise InputError(f"a token has 1 to {MAX_CONTENT:,} characters; {short(content)} has not.")
+            if not isinstance(content, str) or not content:
+                raise InputError(f"a token is a non-empty str, not {short(content)}.")
             special = special_tokens or bool(getattr(given, "special", False))
             if token := present.get(content):
                 if special and not token.special:
-                    # A special token is looked for as it stands.
+                    # A special token is matched as it is spelled.
                     found[token.id] = dataclasses.replace(token, special=True, normalized=False)
                 continue
             index = self.token_to_id(content)
@@ -236,10 +216,6 @@ class Vocabulary:
         return count
 
     def _change(self, **fields: Any) -> None:
-        """Other tokens or templates: as if the folder had had them when it was read."""
+        """Takes over other tokens or templates, as if the folder had held them when it was read."""
         self.files = dataclasses.replace(self.files, **fields)
         self.backend.update(self.files)
-
-
-def _with(named: Mapping[str, str], name: str, token: str | None) -> dict[str, str]:
-    return {key: value for key, value in {**named, name: token}.items() if value is not None}

@@ -1,14 +1,14 @@
-"""AdamW for weights in bf16: little memory, one pass over it, and no wait of the host for the device.
+"""AdamW for bf16 weights: little memory, one pass over it, no host synchronisation.
 
     optimizer = AdamW(model.parameters(), lr=2e-5, max_grad_norm=1.0)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
 
-Bytes per parameter that last (weight and states), and bytes that a step moves:
+Bytes per parameter of weight and states, and bytes that a step moves:
 
-| weights | options                                        | last | move | as against fp32 throughout                 |
-| ---     | ---                                            | ---  | ---  | ---                                        |
+| weights | options                                        | held | moved | compared with fp32 throughout             |
+| ---     | ---                                            | ---  | ---   | ---                                       |
 | bf16    | rounding="nearest": as torch.optim.AdamW       | 6    | 14   | updates below 1/512 of a weight are lost,  |
 |         |                                                |      |      | second moments do not decay at beta2 0.999 |
 | bf16    | the default                                    | 6    | 14   | the same in the mean, with noise           |
@@ -32,34 +32,30 @@ from ligermodels.kernels._triton import accumulator, is_capturing
 from ligermodels.kernels.adamw import ROUNDINGS, adamw, join_master
 
 _HOW = ("rounding", "master_weights", "state_dtype", "capturable")
-"""Options of a group that say how this optimizer holds its numbers: loading a state leaves them alone."""
+"""Group options that say how numbers are stored; loading a state leaves them alone."""
 
 
 class AdamW(torch.optim.Optimizer):
-    """AdamW as torch.optim.AdamW computes it, and interchangeable with it: groups, closures, schedulers, checkpoints.
+    """AdamW with torch.optim.AdamW's interface and checkpoints.
 
     params, lr, betas, eps, weight_decay: as in torch, each also per group. lr may be a 0-dim tensor on the device, and
         should be one where steps are captured in a CUDA graph, which freezes a float.
-    rounding: how weights and moments in bf16 are rounded, "stochastic" or "nearest"; all other dtypes to nearest.
-    master_weights: weights in bf16 are the upper half of fp32 weights (`master(p)`), whose lower half is a state,
-        "remainder": 16 bits, in a tensor that says bf16, for NCCL and gloo carry no int16. Weights in fp32 are their
-        own masters; in fp16 they cannot be half of one.
+    rounding: of weights and moments in bf16, "stochastic" or "nearest"; other dtypes round to nearest.
+    master_weights: bf16 weights are the upper half of fp32 weights (`master(p)`); the lower 16 bits are the state
+        "remainder" (typed bf16, since NCCL and gloo carry no int16). Not for fp16 weights.
     state_dtype: of the moments; None for the weight's.
-    max_grad_norm: gradients count as if clip_grad_norm_(parameters, max_grad_norm) had scaled them, the norm being
-        taken in fp32. They themselves stay as they are. `grad_norm` is then the norm of the last step, on the device.
-        As there, an infinite norm makes 0 of finite gradients and NaN of others, and a NaN norm makes NaN of all.
-        inf as the limit measures and clips nothing.
-    step_in_backward: each parameter takes its step as soon as its gradient is complete, and .grad is None after that:
-        gradients of one layer at a time exist. Call step() once per backward all the same: it takes the step for
-        gradients set by hand, and marks the end. Not together with max_grad_norm, several backwards per step, a
-        GradScaler, or DistributedDataParallel, which averages gradients only after that and is not noticed (FSDP2 has
-        done so before). It lasts until `remove_hooks()`, or until the optimizer is gone.
-    seed: of the random bits of stochastic rounding, with the number of the parameter and of its step: the same for a
-        run that was resumed, and for each replica of a parameter.
-    capturable: numbers of steps on the device, so that a CUDA graph of a step counts on. Take a step before capturing.
+    max_grad_norm: the step scales gradients as clip_grad_norm_(parameters, max_grad_norm) would, with the norm in fp32;
+        .grad itself is unchanged. `grad_norm` is the norm of the last step, on the device. inf only measures.
+    step_in_backward: each parameter takes its step as soon as its gradient is complete, and .grad becomes None: the
+        gradients of one layer at a time exist. Call step() once per backward all the same: it marks the end. Not for
+        max_grad_norm, several backwards per step, a GradScaler, or DistributedDataParallel, which averages gradients
+        later and is not noticed (FSDP2 averages before). It lasts until `remove_hooks()`.
+    seed: of stochastic rounding, together with the parameter's number and step: a resumed run and each replica of a
+        parameter draw the same bits.
+    capturable: step counts live on the device, for CUDA graphs. Take a step before capturing.
 
-    A GradScaler works the way it does with any optimizer, DTensors (FSDP2, tensor parallelism) by their local pieces.
-    Raises InputError for options out of range, and for parameters that are complex, or gradients that are sparse.
+    DTensors (FSDP2, tensor parallelism) are updated by their local pieces.
+    Raises InputError for options out of range, complex parameters, and sparse gradients.
     """
 
     def __init__(
@@ -82,8 +78,8 @@ class AdamW(torch.optim.Optimizer):
             raise InputError(f"AdamW: max_grad_norm={max_grad_norm!r} must be positive, or None for no clipping")
         if max_grad_norm is not None and step_in_backward:
             raise InputError(
-                "AdamW: max_grad_norm needs the gradients of all parameters at once, and step_in_backward=True drops "
-                "each before the next is there; choose one of the two"
+                "AdamW: max_grad_norm needs the gradients of all parameters at once, and step_in_backward=True frees "
+                "each at once; choose one of the two"
             )
         self.max_grad_norm, self.step_in_backward = max_grad_norm, step_in_backward
         self.grad_norm: Tensor | None = None
@@ -118,7 +114,7 @@ class AdamW(torch.optim.Optimizer):
         self._hook(len(self.param_groups) - 1)
 
     def _hook(self, index: int) -> None:
-        """Has the parameters of a group take their steps in the backward, if that was asked for."""
+        """Registers the hooks of step_in_backward for one group."""
         if self.step_in_backward:
             start, this = sum(len(group["params"]) for group in self.param_groups[:index]), weakref.ref(self)
             for number, p in enumerate(self.param_groups[index]["params"], start):
@@ -152,12 +148,12 @@ class AdamW(torch.optim.Optimizer):
         self._stepped.clear()
 
     def remove_hooks(self) -> None:
-        """Ends step_in_backward: from now on gradients are there until step()."""
+        """Ends step_in_backward."""
         self.step_in_backward = False
         _remove(self._handles)
 
     def master(self, p: Tensor) -> Tensor:
-        """The weight in fp32, which for bf16 with master_weights=True is more than p holds."""
+        """The fp32 weight of p; with master_weights=True it has more bits than p."""
         remainder = self.state[p].get("remainder") if p in self.state else None
         if remainder is None:
             return p.detach().float()
@@ -213,14 +209,13 @@ class AdamW(torch.optim.Optimizer):
     def _step_in_backward(self, index: int, number: int, p: Tensor) -> None:
         if p.grad is None:
             raise InputError(
-                f"AdamW: the gradient of {_name(p)} is gone before its step in the backward; another optimizer steps "
-                "in the backward too: call its remove_hooks()"
+                f"AdamW: the gradient of {_name(p)} is gone before its step; another optimizer steps in the backward "
+                "too: call its remove_hooks()"
             )
         if p in self._stepped:
             raise InputError(
-                f"AdamW: {_name(p)} gets a second gradient; step_in_backward=True has taken the step for the first; "
-                "call step() after each backward, zero_grad() after one that broke off. Gradients that add up need "
-                "step_in_backward=False"
+                f"AdamW: {_name(p)} gets a second gradient after its step in the backward; call step() after each "
+                "backward, and zero_grad() after one that raised. Gradient accumulation needs step_in_backward=False"
             )
         with torch.no_grad():
             self._update(self.param_groups[index], [(number, p)], None)
@@ -228,12 +223,11 @@ class AdamW(torch.optim.Optimizer):
         p.grad = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on where a state_dict() of this class or of torch.optim.AdamW left off.
+        """Loads a state_dict() of this class or of torch.optim.AdamW.
 
-        lr, betas, eps, weight_decay and seed are those of state_dict. How numbers are held (rounding, master_weights,
-        state_dtype, capturable) stays as it is here, and moments are cast to that. A weight without a remainder begins
-        as its own master. A tensor lr stays the same tensor, and takes the value.
-        Raises InputError for the state of something else than AdamW.
+        lr, betas, eps, weight_decay and seed come from it. rounding, master_weights, state_dtype and capturable stay,
+        and moments are cast to that; a missing remainder starts at 0. A tensor lr stays the same tensor.
+        Raises InputError for another optimizer's state.
         """
         given: dict[str, Any] = {}
 
@@ -273,7 +267,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 class _Hook:
-    """Steps a parameter, as long as its optimizer lives, which it does not keep alive."""
+    """Steps a parameter in its backward; does not keep the optimizer alive."""
 
     def __init__(self, optimizer: Any, index: int, number: int):
         self.optimizer, self.index, self.number = optimizer, index, number
@@ -316,8 +310,8 @@ def _check(group: dict[str, Any]) -> None:
             raise InputError(f"AdamW: {_name(p)} is {p.dtype}; only floating dtypes are trained")
         if group["master_weights"] and p.dtype == torch.float16:
             raise InputError(
-                f"AdamW: {_name(p)} is fp16, which is not the upper half of an fp32 number, so master_weights=True "
-                "cannot be; hold the weights in bf16, or in fp32 under torch.autocast"
+                f"AdamW: {_name(p)} is fp16, which is not the upper half of an fp32 number: master_weights=True needs "
+                "bf16 weights; or keep them in fp32 under torch.autocast"
             )
 
 
@@ -342,7 +336,7 @@ def _check_loadable(state_dict: dict[str, Any]) -> None:
     for group in state_dict["param_groups"]:
         for option in ("amsgrad", "maximize"):
             if group.get(option):
-                raise InputError(f"AdamW: the loaded state is that of a run with {option}=True, which is not supported")
+                raise InputError(f"AdamW: the loaded state comes from a run with {option}=True, which is not supported")
         if group.get("weight_decay") and not group.get("decoupled_weight_decay", True):
             raise InputError("AdamW: the loaded state is Adam's, whose weight decay goes into the moments")
     for key, state in state_dict["state"].items():
@@ -364,13 +358,13 @@ def _loaded_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> di
     if group["master_weights"] and p.dtype == torch.bfloat16:
         remainder = state.get("remainder", torch.zeros_like(p))
         if remainder.dtype != torch.bfloat16:
-            raise InputError(f"AdamW: a loaded remainder is {remainder.dtype}, and so no more the bits that it was")
+            raise InputError(f"AdamW: a loaded remainder is {remainder.dtype}; expected torch.bfloat16")
         found["remainder"] = remainder.to(p.device)
     return found
 
 
 def _total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients in fp32 (fp64 for fp64), a 0-dim tensor; of DTensors, that of the whole ones."""
+    """The 2-norm of all gradients in fp32 (fp64 for fp64), a 0-dim tensor; of DTensors, over all ranks."""
     if not grads:
         return torch.tensor(0.0)
     alike = defaultdict(list)
@@ -399,14 +393,14 @@ def _is_plain(p: Tensor) -> bool:
 
 
 def _local(p: Any, grad: Any, *states: Any) -> tuple:
-    """The pieces of DTensors that this process holds."""
+    """The local pieces of DTensors."""
     if grad.placements != p.placements:
         grad = grad.redistribute(placements=p.placements)
     return tuple(x if x is None else x.to_local() for x in (p, grad, *states))
 
 
 def _piece(p: Any) -> int:
-    """Where the random numbers of this process's piece of a DTensor start: apart for pieces, the same for replicas."""
+    """Where the random numbers of this rank's piece start: different for pieces, the same for replicas."""
     index, mesh = 0, p.device_mesh
     for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), p.placements, strict=True):
         if not placement.is_replicate():

@@ -1,7 +1,7 @@
-"""A whole training step as one CUDA graph, for batches so small that the host is what one waits for.
+"""A whole training step as one CUDA graph, for batches so small that the host is the limit.
 
 A step of Llama-3.2-1B is some 600 kernels, which Python takes longer to launch than the GPU takes to run for 1024
-tokens. A graph of them is captured once and launched in one call; kernels, their order and so the numbers stay.
+tokens. The graph is captured once and launched in one call; the kernels and their order stay, and so do the numbers.
 """
 
 import gc
@@ -29,34 +29,27 @@ class CapturedStep:
         for ids in batches:
             loss = step(input_ids=ids, labels=ids)
 
-    model(**inputs) returns a loss, or a mapping that holds one as "loss". The loss comes back as a new tensor on the
-    device: loss.item() is the only wait. `example_inputs` say what each call brings: tensors of these shapes and
-    dtypes, on any device (from pinned memory they are copied without a wait: leave that alone until the copy is done),
-    and all else with these very values.
-
-    Off CUDA the same step runs without a graph, and refuses what a graph would.
+    model(**inputs) returns a loss, or a mapping that holds one as "loss". The call returns a new tensor on the device;
+    only loss.item() synchronises. `example_inputs` fix the shapes and dtypes of tensors, which may be on any device,
+    and the very values of everything else. Off CUDA the same step runs without a graph, and refuses what a graph would.
 
     optimizer: on CUDA with capturable=True in its param_groups. A float lr becomes an fp32 tensor on the device, which
-        schedulers then write to; where lr is set by hand, the value is copied there. Other options are those of the
-        capture. Updates have the bits that they have without a graph, with the same lr tensor.
-    accumulate: calls per step of the optimizer. Their gradients add up: as they are, where num_items_in_batch is among
-        the inputs (best a 0-dim tensor), and else each divided by `accumulate`. The loss is never divided.
+        schedulers then write to; an lr set by hand is copied there. Other options are frozen at the capture.
+    accumulate: calls per step of the optimizer. Gradients add up, each divided by `accumulate` unless
+        num_items_in_batch is among the inputs (best a 0-dim tensor). The returned loss is never divided.
     max_grad_norm: clips by torch.nn.utils.clip_grad_norm_; `grad_norm` is then the norm of the last step, in memory
         that the next step overwrites. Leave it out where the optimizer clips.
     fixed: inputs, tensors, that the host reads to know what to run; they must hold the example's values.
 
-    Building it runs each kind of call twice, so that kernels are compiled and libraries have what they need. Then
-    weights, buffers, states and random numbers are put back, from copies in the host's memory, and all gradients are
-    dropped, also those that were there before: training goes on as if nothing had run. What a step needs of the GPU's
-    memory (activations, gradients) stays taken as long as the object lives.
+    Building it runs each kind of call twice, to compile kernels and initialise libraries. Then weights, buffers,
+    optimizer states and random numbers are restored from copies in host memory, and all gradients are dropped. The
+    GPU memory of a step (activations, gradients) stays allocated as long as the object lives.
 
-    The head's products take all rows here. Without a graph those without a label, as the last of each sequence, are
-    left out, since the host may ask how many they are: of the head's sums, and what follows from them, the last bits
-    then differ. All else has the same bits.
+    Without a graph the head's GEMMs leave out rows without a label, whose number the host reads; a graph computes all
+    rows, so the last bits of the head's sums differ. Everything else has the same bits.
 
-    Raises InputError for what cannot be captured (DDP and FSDP cannot); for inputs unlike the example's; and where the
-    graph would go on with what is no more: parameters that were moved or replaced, states that were loaded, another
-    option, train() or eval(), autocast.
+    Raises InputError for what cannot be captured (DDP, FSDP), for inputs unlike the example's, and where the graph is
+    stale: parameters that were moved or replaced, states that were loaded, another option, train() or eval(), autocast.
     """
 
     def __init__(
@@ -78,7 +71,7 @@ class CapturedStep:
         self._divisor = 1 if "num_items_in_batch" in example_inputs else accumulate
         self._fixed = {name for name, x in example_inputs.items() if name in fixed or not isinstance(x, Tensor)}
         self._inputs = {name: self._buffer(name, x) for name, x in example_inputs.items()}
-        # The first call makes the gradients, the last one uses and frees them: a graph for each kind.
+        # The first call creates the gradients, the last one uses and frees them: one graph for each kind.
         self._calls = [(i == 0, i == accumulate - 1) for i in range(accumulate)]
         self._done = 0
         self._graphs: dict[tuple[bool, bool], tuple[torch.cuda.CUDAGraph, Tensor]] = {}
@@ -91,7 +84,7 @@ class CapturedStep:
                     self._capture()
             finally:
                 self._drop_gradients()
-        self._held = self._taken_up()
+        self._captured = self._state_of_capture()
 
     def __call__(self, **inputs: Any) -> Tensor:
         self._check(inputs)
@@ -115,7 +108,7 @@ class CapturedStep:
         return self.optimizer.param_groups
 
     def _run(self, *, last: bool) -> Tensor:
-        torch.clear_autocast_cache()  # weights cast before a step, or within the graph, are no use behind it
+        torch.clear_autocast_cache()  # weights cast before a step, or within the graph, are of no use outside
         output = self.model(**self._inputs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -138,9 +131,8 @@ class CapturedStep:
         names = {p: name for name, p in self.model.named_parameters()}
         if held := [names.get(p, "a parameter") for p in self._parameters if p.requires_grad and _in_a_graph(p)]:
             raise InputError(
-                f"CapturedStep: a graph that reads {held[0]} is still there, and with it a node of its backward that "
-                "belongs to another stream: of a loss or an output of an earlier forward, or of something else made "
-                "of the parameter, as by clone(). `del` it before (what is detached may stay)"
+                f"CapturedStep: an autograd graph that reads {held[0]} is still alive, of a loss or an output of an "
+                "earlier forward, and belongs to another stream. `del` it, or detach it, before"
             )
         stream, pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
         stream.wait_stream(torch.cuda.current_stream())
@@ -154,15 +146,15 @@ class CapturedStep:
                         loss = self._run(last=call[1])
                 except RuntimeError as error:
                     raise InputError(
-                        f"CapturedStep: the step cannot be captured, {_first_cause(error)}. Nothing in it may wait for "
-                        "the GPU or copy from unpinned memory: no .item() or print of a tensor, no tensor made of "
-                        "Python numbers on the GPU; packed sequences by cu_seqlens, not by position_ids"
+                        f"CapturedStep: the step cannot be captured, {_first_cause(error)}. Nothing in it may "
+                        "synchronise with the GPU or copy from unpinned memory: no .item() or print of a tensor, no "
+                        "tensor made of Python numbers on the GPU; packed sequences by cu_seqlens, not by position_ids"
                     ) from error
                 self._graphs[call] = graph, loss
         torch.cuda.current_stream().wait_stream(stream)
 
     def _warm_up(self) -> None:
-        """Runs each kind of call twice, and leaves nothing of it but states of the optimizer, all 0 where new."""
+        """Runs each kind of call twice, then restores everything; new optimizer states are 0."""
         states = [x for state in self.optimizer.state.values() for x in state.values() if isinstance(x, Tensor)]
         changed = [*(p for p in self._parameters if p.requires_grad), *self.model.buffers(), *states]
         before = [(x, x.detach().to("cpu", copy=True)) for x in changed]
@@ -172,7 +164,7 @@ class CapturedStep:
                 warnings.filterwarnings("ignore", "This instance was constructed with capturable=True")
                 for _, last in dict.fromkeys(self._calls):
                     self._run(last=last)
-                # The model does some things in another way while it is captured: it is told so, and does them once.
+                # Some code paths differ under capture: run them once too.
                 with as_if_capturing():
                     for _, last in dict.fromkeys(self._calls):
                         self._run(last=last)
@@ -188,14 +180,14 @@ class CapturedStep:
                     if name not in _FROM_ZERO:
                         raise InputError(
                             f"CapturedStep: the first step of {type(self.optimizer).__name__} makes a state, {name}, "
-                            "of which is not known how it begins. Let it do a step before, or use AdamW"
+                            "whose initial value is not known. Take a step before, or use AdamW"
                         )
                     x.zero_()
 
-    def _taken_up(self) -> dict[str, Any]:
-        """What a graph has taken up and would go on with, by the words for it."""
+    def _state_of_capture(self) -> dict[str, Any]:
+        """What a graph has captured and would keep using, by its name in the error message."""
         kind = self._device.type
-        held: dict[str, Any] = {
+        found: dict[str, Any] = {
             "a parameter's place": [p.data_ptr() for p in self._parameters],
             "a parameter's requires_grad": [p.requires_grad for p in self._parameters],
             "train() or eval()": self.model.training,
@@ -203,13 +195,13 @@ class CapturedStep:
         }
         if self._graphs:  # without one, the first step has yet to make the states
             states = [state for p in self._parameters if (state := self.optimizer.state.get(p))]
-            held["the place of the optimizer's states (were they loaded?)"] = [
+            found["the place of the optimizer's states (were they loaded?)"] = [
                 x.data_ptr() for state in states for x in state.values() if isinstance(x, Tensor)
             ]
-        held["an option of the optimizer"] = [
+        found["an option of the optimizer"] = [
             {name: group.get(name) for name in self.optimizer.defaults if name != "lr"} for group in self._groups
         ]
-        return held
+        return found
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad()  # ours counts backwards too
@@ -219,12 +211,12 @@ class CapturedStep:
     def _buffer(self, name: str, value: Any) -> Any:
         if value is not None and not isinstance(value, Tensor | bool | int | float | str):
             raise InputError(
-                f"CapturedStep: {name} is a {type(value).__name__}; inputs are tensors, numbers, words or None"
+                f"CapturedStep: {name} is a {type(value).__name__}; inputs are tensors, numbers, strings or None"
             )
         if not isinstance(value, Tensor):
             return value
         if value.requires_grad:
-            raise InputError(f"CapturedStep: {name} requires a gradient, which would stay within the graph; detach it")
+            raise InputError(f"CapturedStep: {name} requires a gradient, which would stay inside the graph; detach it")
         return value.to("cpu" if name in self._fixed else self._device, copy=True)
 
     def _check(self, inputs: dict[str, Any]) -> None:
@@ -237,22 +229,22 @@ class CapturedStep:
             if isinstance(value, Tensor) and (value.shape != example.shape or value.dtype != example.dtype):
                 raise InputError(
                     f"CapturedStep: {name} is {value.dtype} {list(value.shape)}, the example's {example.dtype} "
-                    f"{list(example.shape)}. A graph is for one shape: pad the batch, or make a CapturedStep for each"
+                    f"{list(example.shape)}. A graph has one shape: pad the batch, or make a CapturedStep for each"
                 )
             if name in self._fixed and not _equal(value, example):
                 raise InputError(
                     f"CapturedStep: {name} is {value!r}, the example's {example!r}, which is part of the graph. Give a "
                     "0-dim tensor in place of a number that changes, if the model takes one"
                 )
-        for what, held in self._taken_up().items():
-            if held != self._held[what]:
-                raise InputError(f"CapturedStep: {what} changed behind the capture; make a new CapturedStep")
+        for what, value in self._state_of_capture().items():
+            if value != self._captured[what]:
+                raise InputError(f"CapturedStep: {what} changed after the capture; make a new CapturedStep")
 
     def _check_capturable(self) -> None:
         if not all(group.get("capturable") for group in self._groups):
             raise InputError(
-                f"CapturedStep: {type(self.optimizer).__name__} does not keep its steps on the device; build it with "
-                "capturable=True, as AdamW can be"
+                f"CapturedStep: {type(self.optimizer).__name__} does not count its steps on the device; build it with "
+                "capturable=True"
             )
 
 
@@ -267,7 +259,7 @@ def _device(model: nn.Module, parameters: list[nn.Parameter]) -> torch.device:
 
 
 def _in_a_graph(p: Tensor) -> bool:
-    """True if the graph of something holds the node that adds to p.grad: asked for twice, it is the same."""
+    """True if an autograd graph is alive that holds the node of p.grad: then asking twice gives the same node."""
 
     def node() -> Any:
         return torch.autograd.graph.get_gradient_edge(p).node
@@ -277,7 +269,7 @@ def _in_a_graph(p: Tensor) -> bool:
 
 
 def _first_cause(error: BaseException) -> str:
-    """The error that came first, and the last line outside of torch that led to it."""
+    """The first error of the chain, and the last line outside of torch that led to it."""
     while error.__context__ is not None:
         error = error.__context__
     ours = [f for f in traceback.extract_tb(error.__traceback__) if f"{os.sep}torch{os.sep}" not in f.filename]

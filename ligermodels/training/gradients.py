@@ -1,4 +1,4 @@
-"""Gradients that add up in the .grad that is there, for training with several micro-batches per step."""
+"""In-place gradient accumulation over several micro-batches per step."""
 
 from torch import nn
 
@@ -7,27 +7,25 @@ from ligermodels.kernels._gradients import MARK
 
 
 def accumulate_in_place(model: nn.Module, on: bool = True) -> None:
-    """Lets the backward of our layers add the gradients of weights to .grad themselves; on=False takes that back.
+    """Lets the backward of our layers add weight gradients to .grad inside the GEMM; on=False switches it off.
 
-    Without it a backward makes a gradient, and autograd adds it to .grad. From the second micro-batch of a step on,
-    and where a weight is used twice, as a table that is the head too, that is a buffer of the weight's size more at a
-    time, 4 bytes of traffic per bf16 parameter, and a second rounding. With it the product is added in the GEMM itself,
-    and the head and the table of a tied model write into one buffer. The sums are those of autograd, rounded less.
+    Otherwise autograd adds each micro-batch's gradient to .grad in a pass of its own: one more buffer of the weight's
+    size at a time, 4 bytes of traffic per bf16 parameter, and a second rounding. docs/ablations.md says what it buys;
+    with small micro-batches, which the host limits, it costs time.
 
-    Call it once the model is on its device: it marks parameters, and `copy.deepcopy` or `to_empty` makes others. Where
-    adding in place could be wrong, the layers do as without it: under torch.autograd.grad, with create_graph=True,
-    under torch.compile, on the CPU, and for parameters with hooks of their own (`register_hook`,
-    `register_post_accumulate_grad_hook`; an optimizer that steps in the backward has such). DistributedDataParallel is
-    fine: what it does to a gradient it does once that is complete. Not seen, and wrong: a backward of which parts run
-    on different CUDA streams, and a gradient that is read before the backward has ended.
+    Call it once the model is on its device: it marks parameters, and `copy.deepcopy` or `to_empty` makes others. The
+    layers leave the addition to autograd where adding in place could be wrong: under torch.autograd.grad, with
+    create_graph=True, under torch.compile, on the CPU, and for parameters with gradient hooks (an optimizer that steps
+    in the backward has such). DistributedDataParallel works. Two cases are not noticed, and wrong: a backward that runs
+    on several CUDA streams, and a gradient that is read before the backward has ended.
 
-    Raises InputError for a model sharded by FSDP, tensor parallelism or the like, whose weights are DTensors.
+    Raises InputError for a model sharded by FSDP or tensor parallelism, whose weights are DTensors.
     """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and type(parameter) is not nn.Parameter:
             raise InputError(
-                f"accumulate_in_place: {name} is a {type(parameter).__name__}, not a plain parameter; likely the model "
-                "is sharded, and what shards it reduces and adds up gradients itself. Leave the call out."
+                f"accumulate_in_place: {name} is a {type(parameter).__name__}. A sharded model reduces and adds up its "
+                "gradients itself; leave the call out."
             )
     for parameter in model.parameters():
         if on:

@@ -1,4 +1,4 @@
-"""VisionInputs and text into the inputs of a vision-language model. Needs pillow: `pip install 'ligermodels[vision]'`."""
+"""Images and text into the inputs of a vision-language model. Needs pillow: `pip install 'ligermodels[vision]'`."""
 
 try:
     import PIL  # noqa: F401

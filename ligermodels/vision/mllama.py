@@ -1,4 +1,4 @@
-"""VisionInputs as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
+"""Images as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
 
 - An image is laid on a canvas of up to max_image_tiles square tiles: the one that it fills best, by growing if it
   can, else by shrinking. It is resized to fit, but never grown beyond a tile; the rest of the canvas is black.
@@ -122,7 +122,7 @@ def cross_attention_mask(
     """int64 [B, S, images, tiles]: 1 where a token looks at a tile.
 
     An image is seen from its own token up to the next image's. Of images whose tokens follow one another all are
-    seen as far as the last. The last one is seen to the end of the row, padding behind the text included.
+    seen as far as the last. The last one is seen to the end of the row, padding after the text included.
     """
     length, most = input_ids.shape[1], max(map(len, num_tiles), default=0)
     mask = input_ids.new_zeros(len(num_tiles), length, most, max_image_tiles)

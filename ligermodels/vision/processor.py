@@ -1,6 +1,6 @@
 """Text with placeholders and the images for them into the inputs of a model.
 
-What the families do with a placeholder differs: Qwen2-VL's is repeated until there is one for every embedding that
+The families treat a placeholder differently: Qwen2-VL's is repeated until there is one for every embedding that
 the tower gives, Llama-3.2-Vision's stays one token, with a mask of who looks at which tile.
 Placeholders are found in the ids, so that a name written in a text counts exactly where the tokenizer takes it for one.
 Checked against transformers 5.23, processing_utils.ProcessorMixin and the processors of the two models.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ligermodels.checkpoint.reading import read_json
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.text import Tokenizer
+from ligermodels.text import Tokenizer, batch
 from ligermodels.vision.mllama import MllamaImageProcessor, cross_attention_mask
 from ligermodels.vision.qwen2_vl import Qwen2VLImageProcessor
 
@@ -37,7 +37,7 @@ class ModelInputs(dict[str, Tensor]):
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "ModelInputs":
         """A copy on `device`; `dtype` is for pixels, whole numbers stay what they are.
 
-        Sizes (`image_grid_thw`, `video_grid_thw`) stay on the CPU: the model reads them there without waiting.
+        Sizes (`image_grid_thw`, `video_grid_thw`) stay on the CPU, where the model reads them without synchronising.
         """
         moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in self.items()}
         return ModelInputs(moved | {name: x for name, x in self.items() if name.endswith("_grid_thw")})
@@ -143,7 +143,7 @@ class Processor:
         videos: likewise; a video is a list of frames, or an array [frames, H, W, 3], or a tensor [frames, 3, H, W].
         padding_side: "left" to generate, "right" as many trainers want it.
         add_special_tokens: adds what the checkpoint puts around a text (BOS, unless the text has it already; in
-        Llama-3.2-Vision behind the placeholders at the start).
+        Llama-3.2-Vision after the placeholders at the start).
         padding, return_tensors: only True and "pt", as transformers' processors are usually called.
 
         input_ids and attention_mask, int64 [B, S]; Qwen2-VL: pixel_values, image_grid_thw, pixel_values_videos,
@@ -164,7 +164,7 @@ class Processor:
         images = self._shared_out("image", images, rows)
         if isinstance(self.image_processor, MllamaImageProcessor):
             pixels, tiles = self.image_processor(images)
-            inputs = self._padded(rows, padding_side)
+            inputs = batch.padded(rows, padding_side, self.tokenizer.padding_id)
             if pixels:
                 inputs["cross_attention_mask"] = cross_attention_mask(
                     inputs["input_ids"], self._tokens["image"], tiles, self.image_processor.max_image_tiles
@@ -173,13 +173,13 @@ class Processor:
         clips = self._shared_out("video", videos, rows)
         found: dict[str, Tensor] = {}
         if any(images):
-            names = [f"image {place} of text {row}" for row, batch in enumerate(images) for place in range(len(batch))]
-            found |= self.image_processor([image for batch in images for image in batch], names)
+            names = [f"image {place} of text {row}" for row, some in enumerate(images) for place in range(len(some))]
+            found |= self.image_processor([image for some in images for image in some], names)
             rows = self._expanded("image", rows, found["image_grid_thw"])
         if any(clips) and self.video_processor is not None:
-            found |= self.video_processor.videos([clip for batch in clips for clip in batch])
+            found |= self.video_processor.videos([clip for some in clips for clip in some])
             rows = self._expanded("video", rows, found["video_grid_thw"])
-        return ModelInputs(self._padded(rows, padding_side) | found)
+        return ModelInputs(batch.padded(rows, padding_side, self.tokenizer.padding_id) | found)
 
     def apply_chat_template(
         self,
@@ -240,7 +240,7 @@ class Processor:
         self, ids: Iterable[Iterable[int] | Tensor] | Tensor, skip_special_tokens: bool = True
     ) -> list[str]:
         """The texts of a batch of rows, such as `generate` returns."""
-        return [self.tokenizer.decode(row, skip_special_tokens) for row in ids]
+        return self.tokenizer.batch_decode(ids, skip_special_tokens)
 
     def save(self, folder: str | Path) -> None:
         """Copies the files of the tokenizer, the chat template and the image processor."""
@@ -272,26 +272,26 @@ class Processor:
         wanted = [row.count(token) for row in rows]
         is_one = _is_image if kind == "image" else _is_video
         if given is None:
-            batches: list[list[Any]] = [[] for _ in rows]
+            shared: list[list[Any]] = [[] for _ in rows]
         elif is_one(given):
-            batches = [[given]]
+            shared = [[given]]
         elif not isinstance(given, list | tuple):
             raise InputError(f"{kind}s= must be a list, not {type(given).__name__}.{_FILM if kind == 'video' else ''}")
         elif all(is_one(item) for item in given):
             items: Iterator[Any] = iter(given)
             total = len(given) == sum(wanted)
-            batches = [[next(items) for _ in range(n)] for n in wanted] if total else [list(given)]
-        elif all(isinstance(batch, list | tuple) and all(map(is_one, batch)) for batch in given):
-            batches = [list(batch) for batch in given]
+            shared = [[next(items) for _ in range(n)] for n in wanted] if total else [list(given)]
+        elif all(isinstance(some, list | tuple) and all(map(is_one, some)) for some in given):
+            shared = [list(some) for some in given]
         else:
             wrong = next(item for item in given if not is_one(item))
             raise InputError(
                 f"{kind}s= must be a list of {kind}s, or one list of them for each text; it holds "
                 f"{type(wrong).__name__} ({str(wrong)[:60]}).{_FILM if kind == 'video' else ''}"
             )
-        found = [len(batch) for batch in batches]
+        found = [len(some) for some in shared]
         if found == wanted:
-            return batches
+            return shared
         name = self.image_token if kind == "image" else self.video_token
         if len(found) == len(wanted):
             row = next(row for row, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1])
@@ -311,16 +311,6 @@ class Processor:
         token = self._tokens[kind]
         return [[copy for i in row for copy in ([i] * next(counts) if i == token else (i,))] for row in rows]
 
-    def _padded(self, rows: list[list[int]], side: str) -> dict[str, Tensor]:
-        width = max(map(len, rows), default=0)
-        ids = torch.full((len(rows), width), self.tokenizer.padding_id, dtype=torch.int64)
-        mask = torch.zeros_like(ids)
-        for index, row in enumerate(rows):
-            place = slice(width - len(row), width) if side == "left" else slice(0, len(row))
-            ids[index, place] = torch.tensor(row, dtype=torch.int64)
-            mask[index, place] = 1
-        return {"input_ids": ids, "attention_mask": mask}
-
 
 _FILM = " Video files are not decoded here: pass a list of frames."
 
@@ -336,7 +326,7 @@ def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
         names = sorted(path.name for path in folder.iterdir())[:20] if folder.is_dir() else "nothing"
         raise ConfigError(
             f"{folder} has no preprocessor_config.json and no image_processor in processor_config.json; it has {names}."
-            " Likely cause: a text model (use Tokenizer), or files left behind when the checkpoint was copied."
+            " Likely cause: a text model (use Tokenizer), or files that were not copied with the checkpoint."
         )
     video = nested.get("video_processor") or found.get("video_preprocessor_config.json") or image
     for one in (image, video):

@@ -1,4 +1,4 @@
-"""VisionInputs and videos as the rows of patches that Qwen2-VL's tower reads.
+"""Images and videos as the rows of patches that Qwen2-VL's tower reads.
 
 - Every image keeps its own size: both sides become multiples of 28 (patch_size * merge_size), the number of pixels
   comes between min_pixels and max_pixels, the aspect ratio stays about what it was.

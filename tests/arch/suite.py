@@ -15,7 +15,7 @@ import transformers
 from safetensors.torch import load_file
 
 from ligermodels.checkpoint import weights
-from ligermodels.training.recompute import last_unit
+from ligermodels.training.recompute import last_mlp
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 # Both sides compute in fp32, a few hundred roundings deep; 1e-5 of the largest value is what that leaves.
@@ -90,7 +90,7 @@ class Suite:
         model(ids)
         for block in blocks:
             if block.mlp in outputs:  # a cross block without images runs nothing
-                assert (last_unit(block) is block.mlp) == (outputs[block] is outputs[block.mlp])
+                assert (last_mlp(block) is block.mlp) == (outputs[block] is outputs[block.mlp])
 
     def test_loss_and_every_gradient(self, hf, model, ids):
         labels = ids.clone()

@@ -136,19 +136,21 @@ def test_the_norm_adds_one_in_fp32_and_rounds_once():
     hf = GemmaRMSNorm(256).bfloat16()
     hf.weight.data = weight
     found = {}
-    for casting in ("gemma", "llama"):
-        norm = RMSNorm(256, eps=1e-6, offset=1.0, casting=casting).bfloat16()
+    for early in (False, True):
+        norm = RMSNorm(256, eps=1e-6, offset=1.0, cast_before_weight=early).bfloat16()
         norm.weight.data = weight
-        found[casting] = norm(x)[0]
-    assert torch.equal(found["gemma"], hf(x))
-    assert not torch.equal(found["llama"], hf(x))  # rounded before the weight
-    early = RMSNorm(256, eps=1e-6, casting="gemma").bfloat16()
+        found[early] = norm(x)[0]
+    assert torch.equal(found[False], hf(x))
+    assert not torch.equal(found[True], hf(x))  # rounded before the weight
+    early = RMSNorm(256, eps=1e-6, cast_before_weight=False).bfloat16()
     early.weight.data = 1 + weight  # rounded before the product
     assert not torch.equal(early(x)[0], hf(x))
 
 
 def test_every_norm_casts_as_gemma_does(model):
-    assert {(norm.offset, norm.casting) for norm in norms(model)} == {(1.0, "gemma")} and len(norms(model)) == 5
+    assert {(norm.offset, norm.cast_before_weight) for norm in norms(model)} == {(1.0, False)} and len(
+        norms(model)
+    ) == 5
 
 
 def test_embeddings_that_are_passed_are_not_scaled(hf, model, ids):

@@ -464,7 +464,7 @@ class TestPictures:
 
     @pytest.mark.parametrize("recompute", ["block", "mlp"])
     def test_checkpointing_of_tower_and_text_gives_the_same_gradients(self, model, batch, recompute, monkeypatch):
-        monkeypatch.setattr("ligermodels.training.recompute.SMALLEST", 1)
+        monkeypatch.setattr("ligermodels.training.offload.SMALLEST", 1)
         ids, labels, shown = batch
 
         def step():

@@ -231,7 +231,7 @@ class TestText(Suite):
 
     @pytest.mark.parametrize("recompute", ["block", "mlp"])
     def test_checkpointing_gives_the_same_gradients_and_keeps_less(self, model, tiny, recompute, monkeypatch):
-        monkeypatch.setattr("ligermodels.training.recompute.SMALLEST", 1)
+        monkeypatch.setattr("ligermodels.training.offload.SMALLEST", 1)
         batch = inputs(CASES["padded"], tiny)
         labels = batch["input_ids"]
 

@@ -1,14 +1,20 @@
-"""One model in every layout that is read."""
+"""Small checkpoints: of every architecture, and one model in every layout that is read."""
 
 import json
+import math
+import random
 import shutil
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional as F
 
 from ligermodels.arch import ARCHS
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.reading import json_bytes
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 
 SIZES = {
@@ -17,7 +23,72 @@ SIZES = {
 }  # fmt: skip
 PARAMETERS = {"embedding": 768, "norms": 80, "attention": 1536, "mlp": 2304, "lm_head": 768}
 """Of SIZES, by hand: 48 x 16; 5 x 16; 2 x (4 + 2 + 2 + 4) x 4 x 16; 2 x 3 x 24 x 16; 48 x 16."""
+EXTRA = {
+    "mixtral": {"num_local_experts": 2}, "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 4},
+    "qwen2_vl": {
+        "hidden_size": 32, "head_dim": 8, "rope_scaling": {"type": "mrope", "mrope_section": [2, 1, 1]},
+        "image_token_id": 40, "video_token_id": 41, "vision_start_token_id": 42, "vision_end_token_id": 43,
+        "vision_config": {
+            "depth": 1, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 2,
+            "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+        },
+    },
+    "mllama": {
+        "cross_attention_layers": [1], "image_token_index": 48,
+        "vision_config": {
+            "hidden_size": 16, "attention_heads": 2, "num_hidden_layers": 2, "num_global_layers": 1, "image_size": 8,
+            "patch_size": 4, "intermediate_size": 24, "intermediate_layers_indices": [0], "vision_output_dim": 32,
+        },
+    },
+}  # fmt: skip
+FILES = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"eos_token_id": 2}'}
+NATIVE = json.loads((Path(__file__).parent / "native.json").read_text())
+"""What `write_native` packs, by architecture."""
 OF_LLAMA = ("hf", "sharded", "native", "meta", "dcp", "bin")
+
+
+def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, shards=1, seed=0, finite=False, **fields):
+    """Every bit pattern, NaN among them unless `finite`, in shuffled order over `shards` files."""
+    arch = ARCHS[family]
+    config = {"model_type": family, **SIZES, **EXTRA.get(family, {}), "tie_word_embeddings": tied, **fields}
+    config["torch_dtype"] = str(dtype).removeprefix("torch.")
+    draw = random.Random(f"{family} {dtype} {tied} {shards} {seed}")
+    torch.manual_seed(draw.randrange(1 << 30))
+    model = arch.from_config(config, device="meta")
+    params = dict(model.named_parameters())
+    tensors = {}
+    for region in weights.regions(model, arch.DISK_NAMES):
+        shape = params[region.param][region.index].shape
+        bits = torch.randint(0, 256, (*shape, dtype.itemsize), dtype=torch.uint8)
+        tensors[region.source] = torch.randn(shape, dtype=dtype) if finite else bits.view(dtype).reshape(shape)
+    names = draw.sample(sorted(tensors), len(tensors))
+    folder.mkdir()
+    for name, content in {"config.json": json_bytes(config), **FILES}.items():
+        (folder / name).write_bytes(content)
+    if shards == 1:
+        save_file({name: tensors[name] for name in names}, folder / "model.safetensors")
+    else:
+        files = {name: f"model-{i % shards + 1:05}-of-{shards:05}.safetensors" for i, name in enumerate(names)}
+        for file in set(files.values()):
+            save_file({name: tensors[name] for name in names if files[name] == file}, folder / file)
+        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    return tensors
+
+
+def stored(folder):
+    """All tensors, as the safetensors library reads the files: a second opinion on what was written."""
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
 
 
 def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
@@ -50,9 +121,8 @@ def write_native(folder: Path, source: Path) -> None:
     """
     shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model*.safetensors*"))
     held = {name: x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}
-    table = json.loads((Path(__file__).parent / "native.json").read_text())
     packed = {}
-    for name, parts in table[json.loads((source / "config.json").read_text())["model_type"]].items():
+    for name, parts in NATIVE[json.loads((source / "config.json").read_text())["model_type"]].items():
         if isinstance(parts[0], list):
             packed[name] = torch.stack([torch.cat([held[part] for part in expert]) for expert in parts])
         elif parts[0] in held:  # a tied head is not
@@ -99,3 +169,53 @@ def write_adapter(folder: Path, **options: object) -> None:
         },
         folder / "adapter_model.safetensors",
     )
+
+
+def logits(state: dict[str, Tensor], ids: Tensor, params: dict, frequencies: Tensor | None = None) -> Tensor:
+    """Meta's and Mistral's forward pass in fp64, from their description: neighbouring dimensions rotated together, a
+    window, experts weighed by softmax. state: under their names. frequencies: of the rotation, where it is scaled."""
+    heads, groups, width = (
+        params["n_heads"],
+        params["n_heads"] // params["n_kv_heads"],
+        len(state["layers.0.attention.wq.weight"]),
+    )
+    width //= heads
+    batch, length = ids.shape
+    if frequencies is None:
+        frequencies = params["rope_theta"] ** -(torch.arange(0, width, 2).double() / width)
+    angles = torch.arange(length).double()[:, None] * frequencies
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    ago = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (ago < 0) | (ago >= (params.get("sliding_window") or length))
+
+    def rotated(x: Tensor) -> Tensor:
+        even, odd = x[..., 0::2], x[..., 1::2]
+        return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + params["norm_eps"]).rsqrt() * weight
+
+    def mlp(x: Tensor, prefix: str) -> Tensor:
+        w1, w2, w3 = (state[f"{prefix}.w{n}.weight"] for n in (1, 2, 3))
+        return (F.silu(x @ w1.T) * (x @ w3.T)) @ w2.T
+
+    state = {name: tensor.double() for name, tensor in state.items()}
+    x = state["tok_embeddings.weight"][ids]
+    for i in range(params["n_layers"]):
+        at = f"layers.{i}."
+        h = norm(x, state[at + "attention_norm.weight"])
+        q, k, v = ((h @ state[f"{at}attention.w{n}.weight"].T).unflatten(-1, (-1, width)) for n in "qkv")
+        k, v = (t.repeat_interleave(groups, 2) for t in (rotated(k), v))
+        scores = torch.einsum("bqhd,bkhd->bhqk", rotated(q), k) / math.sqrt(width)
+        mixed = torch.einsum("bhqk,bkhd->bqhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v)
+        x = x + mixed.reshape(batch, length, heads * width) @ state[at + "attention.wo.weight"].T
+        h = norm(x, state[at + "ffn_norm.weight"])
+        if params.get("moe"):
+            best = (h @ state[at + "feed_forward.gate.weight"].T).topk(params["moe"]["num_experts_per_tok"])
+            shares = torch.zeros(*h.shape[:2], params["moe"]["num_experts"]).double()
+            shares = shares.scatter(-1, best.indices, best.values.softmax(-1))
+            for e in range(params["moe"]["num_experts"]):
+                x = x + shares[..., e, None] * mlp(h, f"{at}feed_forward.experts.{e}")
+        else:
+            x = x + mlp(h, at + "feed_forward")
+    return norm(x, state["norm.weight"]) @ state.get("output.weight", state["tok_embeddings.weight"]).T

@@ -11,9 +11,12 @@ from safetensors.torch import load_file, save_file
 import ligermodels
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.reading import SafetensorsReader, companion_files, read_json
+from ligermodels.conversion import Options, convert
+from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.lora import MergedSource
+from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError
+from tests.conversion.layouts import a_checkpoint, same, stored, write_adapter, write_native
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -21,18 +24,10 @@ SIZES = dict(
 )  # fmt: skip
 
 
-class Base(SafetensorsReader):
-    def config(self):
-        return read_json(self.folder / "config.json")
-
-    def files(self):
-        return {**companion_files(self.folder), "config.json": self.folder / "config.json"}
-
-
 def a_base(folder, *, family="llama", dtype=torch.float32, **changes):
     config = {**SIZES, "tie_word_embeddings": False, **changes}
     ARCHS[family].from_config(config, dtype=dtype, device="cpu").save_pretrained(folder)
-    return Base(folder)
+    return View(FolderSource(folder))
 
 
 def an_adapter(folder: Path, modules: dict[str, tuple[int, int]], *, r=4, ranks=None, extra=None, **options):
@@ -73,13 +68,13 @@ def test_the_sum_is_rounded_once(tmp_path, dtype, rslora):
     base = a_base(tmp_path / "base", dtype=dtype)
     modules = hf_modules("q_proj", "down_proj")
     tensors = an_adapter(tmp_path / "adapter", modules, use_rslora=rslora)
-    with MergedSource(base, tmp_path / "adapter") as source:
-        assert list(source.headers) == list(base.headers)
-        for module in modules:
-            check_sum(source, base, tensors, module, 6 / (2 if rslora else 4))
-        for name in base.headers:
-            if name.removesuffix(".weight") not in modules:
-                assert weights.same_bits(source.read(name), base.read(name))
+    source = MergedSource(base, tmp_path / "adapter")
+    assert list(source.headers) == list(base.headers)
+    for module in modules:
+        check_sum(source, base, tensors, module, 6 / (2 if rslora else 4))
+    for name in base.headers:
+        if name.removesuffix(".weight") not in modules:
+            assert weights.same_bits(source.read(name), base.read(name))
 
 
 def test_rows_are_merged_in_steps(tmp_path, monkeypatch):
@@ -194,27 +189,6 @@ def test_a_tied_head_stays_tied_or_is_parted(tmp_path):
         MergedSource(base, tmp_path / "one")
 
 
-def test_merged_weights_give_the_adapted_models_logits(tmp_path):
-    """x W' + b_A b_B of the running model, by hooks; then the merged checkpoint, loaded."""
-    base = a_base(tmp_path / "base")
-    tensors = an_adapter(tmp_path / "adapter", hf_modules("q_proj", "down_proj"))
-    model = ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")
-    for name in hf_modules("q_proj", "down_proj"):
-        a, b = (tensors[f"base_model.model.{name}.lora_{half}.weight"] for half in "AB")
-        hook = lambda _, x, y, a=a, b=b: y + 1.5 * (x[0] @ a.T) @ b.T  # noqa: E731
-        model.get_submodule(name).register_forward_hook(hook)
-    ids = torch.arange(20).reshape(2, 10)
-    expected = model(ids).logits
-    source = MergedSource(base, tmp_path / "adapter")
-    merged = tmp_path / "merged"
-    merged.mkdir()
-    save_file({name: source.read(name) for name in source.headers}, merged / "model.safetensors", {"format": "pt"})
-    (merged / "config.json").write_text(json.dumps(source.config()))
-    found = ARCHS["llama"].from_hub(merged, device="cpu")(ids).logits
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-    assert (found - ARCHS["llama"].from_hub(tmp_path / "base", device="cpu")(ids).logits).abs().max() > 0.1
-
-
 @pytest.mark.parametrize("whose", ["theirs", "ours"])
 def test_peft_merges_to_the_same(tmp_path, whose):
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
@@ -259,34 +233,17 @@ def write(name, data):
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 BAD = {
     "no config": (lambda f: (f / "adapter_config.json").unlink(), "is not there"),
-    "config is a list": (write("adapter_config.json", b"[]"), "expected an object"),
     "IA3": (options(peft_type="IA3"), "peft_type 'IA3'"),
     "DoRA": (options(use_dora=True), "use_dora"),
-    "LoRA bias": (options(lora_bias=True), "lora_bias"),
     "an option of the future": (options(use_tomorrow=True), "use_tomorrow"),
-    "parameters as targets": (options(target_parameters=["w"]), "target_parameters"),
-    "replicated layers": (options(layer_replication=[[0, 1]]), "layer_replication"),
     "PiSSA": (options(init_lora_weights="pissa_niter_4"), "changed the base"),
-    "init is a list": (options(init_lora_weights=[1]), "changed the base"),
-    "rank 0": (options(r=0), "has rank 4"),
-    "another rank": (options(r=8), "has rank 4"),
-    "rank is text": (options(r="4"), "has rank 4"),
-    "alpha is NaN": (options(lora_alpha=float("nan")), "lora_alpha nan"),
-    "a pattern that never ends": (options(rank_pattern={"(a+)+b": 4}), "names of modules"),
-    "patterns are a list": (options(alpha_pattern=[1]), "names of modules"),
+    "another rank": (options(r=8), "has rank 4 in A and 4 in B, r 8"),
     "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is not there"),
-    "weights cut short": (write("adapter_model.safetensors", b"\x08\0\0\0\0\0\0\0{"), "cut short"),
-    "git-lfs pointer": (write("adapter_model.safetensors", b"version https://git-lfs.github.com/spec"), "git-lfs"),
     "empty": (tensors(lambda t: {}), "no tensors"),
     "one half": (tensors(lambda t: {k: v for k, v in t.items() if not k.startswith(f"{Q}.lora_B")}), "alone"),
-    "one layer": (tensors(lambda t: {k: v for k, v in t.items() if ".layers.0." in k}), "partial copy"),
-    "NaN": (tensors(lambda t: {k: v / 0 for k, v in t.items()}), "NaN or infinity"),
-    "integers": (tensors(lambda t: {k: v.int() for k, v in t.items()}), "torch.int32"),
     "magnitudes": (tensors(lambda t: {**t, f"{Q}.lora_magnitude_vector": torch.ones(32)}), "variant of LoRA"),
     "another model's names": (tensors(lambda t: {k.replace("q_proj", "wq"): v for k, v in t.items()}), "has no"),
     "another size": (tensors(lambda t: {k: torch.cat([v, v], -1) if "_A" in k else v for k, v in t.items()}), "size"),
-    "factors that do not fit": (tensors(lambda t: {k: v[:2] for k, v in t.items()}), "two adapters"),
-    "factors in 3 dims": (tensors(lambda t: {k: v[None] for k, v in t.items()}), "two adapters"),
     "a head of its own size": (
         tensors(lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(70, 32)}),
         "rows",
@@ -309,10 +266,12 @@ def test_bad_adapters(tmp_path, case):
         MergedSource(base, tmp_path / "adapter")
 
 
-def test_a_sum_beyond_float16_is_not_written(tmp_path):
+@pytest.mark.parametrize("factor", [1e6, math.nan])
+def test_a_sum_that_is_no_number_is_not_written(tmp_path, factor):
     base = a_base(tmp_path / "base", dtype=torch.float16)
-    an_adapter(tmp_path / "adapter", hf_modules("q_proj"), lora_alpha=1e6)
-    with pytest.raises(CheckpointError, match=r"range of torch\.float16"):
+    an_adapter(tmp_path / "adapter", hf_modules("q_proj"))
+    tensors(lambda held: {name: x * factor for name, x in held.items()})(tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"NaN or infinity in torch\.float16"):
         MergedSource(base, tmp_path / "adapter").read("model.layers.0.self_attn.q_proj.weight")
 
 
@@ -326,6 +285,22 @@ def test_a_pickle_is_read_only_where_allowed(tmp_path):
         MergedSource(base, tmp_path / "adapter")
     source = MergedSource(base, tmp_path / "adapter", allow_pickle=True)
     assert torch.equal(source.read("model.layers.1.self_attn.q_proj.weight"), expected)
-    torch.save({"step": 3, **held}, tmp_path / "adapter" / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match="flat dictionary"):
-        MergedSource(base, tmp_path / "adapter", allow_pickle=True)
+
+
+@pytest.mark.parametrize("layout", ["hf", "dcp", "native"])
+def test_the_pipeline_merges_into_any_layout(tmp_path, layout):
+    tensors = a_checkpoint(tmp_path / "hf", finite=True)
+    if layout == "native":
+        write_native(tmp_path / "base", tmp_path / "hf")
+    else:
+        convert(tmp_path / "hf", tmp_path / "base", Options(to=layout, progress=False))
+    write_adapter(tmp_path / "adapter")
+    convert(tmp_path / "base", tmp_path / "out", Options(adapter=tmp_path / "adapter", progress=False, verify="logits"))
+    source = MergedSource(View(FolderSource(tmp_path / "hf")), tmp_path / "adapter")
+    merged = stored(tmp_path / "out")
+    assert same(merged, {name: source.read(name) for name in source.headers})
+    assert {name for name in merged if not weights.same_bits(merged[name], tensors[name])} == {
+        f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)
+    }
+    with pytest.raises(CheckpointError, match="holds an adapter"):
+        convert(tmp_path / "adapter", tmp_path / "again")

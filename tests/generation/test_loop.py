@@ -31,7 +31,7 @@ def calls(model):
 
 def switch_rope(model, monkeypatch, at):
     """As if rope changed its frequencies after `at` tokens. The text stays the same."""
-    monkeypatch.setattr(model.decoder.rotary_emb, "switches", lambda past, length: past == at)
+    monkeypatch.setattr(model.decoder.rotary_emb, "needs_recompute", lambda past, length: past == at)
 
 
 def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(model, calls):

@@ -16,15 +16,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import kernels
+from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, pack_int2, unpack_int2
+from ligermodels.experimental.bitnet.quantize import quantize_int8
 from ligermodels.kernels._triton import accumulator
 from ligermodels.kernels.embedding import embedding, embedding_reference
 from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
-from ligermodels.kernels.int2_matmul import int2_matmul, pack_int2, unpack_int2
 from ligermodels.kernels.jsd import jsd, jsd_reference
 from ligermodels.kernels.kl_div import kl_div, kl_div_reference
 from ligermodels.kernels.linear_jsd import linear_jsd, linear_jsd_reference
 from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
-from ligermodels.kernels.quantize import quantize_int8
 
 IGNORE = -100
 WIDTHS = [
@@ -138,13 +138,13 @@ def pick(values: list[int], j: int, interpreted: bool, most: int = 200) -> int:
 # Norms. In fp32 a row shares the error of its statistic.
 
 
-def eager_rms_norm(x, weight=None, *, eps=1e-6, offset=0.0, casting="llama"):
+def eager_rms_norm(x, weight=None, *, eps=1e-6, offset=0.0, cast_before_weight=True):
     """LlamaRMSNorm and GemmaRMSNorm of transformers."""
     h = x.to(accumulator(x.dtype))
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return h.to(x.dtype)
-    return (offset + weight) * h.to(x.dtype) if casting == "llama" else (h * (offset + weight.float())).to(x.dtype)
+    return (offset + weight) * h.to(x.dtype) if cast_before_weight else (h * (offset + weight.float())).to(x.dtype)
 
 
 def eager_layer_norm(x, weight=None, bias=None, *, eps=1e-5):
@@ -182,7 +182,7 @@ def norm(call, reference, eager, *, add: bool, layer: bool) -> Op:
         affine = draw.choice([(), ("weight",), ("weight", "bias")] if layer else [(), ("weight",), ("weight",)])
         options = {"eps": draw.choice([1e-5, 1e-6, 0.5])}
         if not layer:
-            options |= {"casting": draw.choice(["llama", "gemma"]), "offset": draw.choice([0.0, 1.0])}
+            options |= {"cast_before_weight": draw.choice([True, False]), "offset": draw.choice([0.0, 1.0])}
         return {"row": width, "width": width, "affine": affine, "options": options}
 
     def make(m, rows, *, width, affine=("weight",), options=None, values=None):
@@ -321,12 +321,11 @@ GATED = ["silu", "gelu", "gelu_tanh"]
 PLAIN = ["quick_gelu", "gelu", "gelu_tanh"]
 
 
-def eager_glu(gate_up, up=None, *, activation="silu", gate_multiplier=1.0, down_multiplier=1.0):
+def eager_glu(gate_up, up=None, *, activation="silu"):
     """The MLP of transformers, every step in the dtype of its input."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
-    gate = gate if gate_multiplier == 1.0 else gate * gate_multiplier
     h = ACTIVATIONS[activation](gate) * up
-    return h if down_multiplier == 1.0 else h * down_multiplier
+    return h
 
 
 def eager_activate(x, *, activation):
@@ -346,8 +345,6 @@ def unit(call, reference, eager, *, gated: bool, linear: bool, separate: bool = 
     def sizes(j, draw, interpreted):
         width = pick(WIDTHS[:-2], j, interpreted)
         options = {"activation": draw.choice(GATED if gated else PLAIN)}
-        if gated and not linear and draw.random() < 0.3:
-            options |= {"gate_multiplier": 0.3, "down_multiplier": 1.7}
         out = draw.choice([1, 7, 64, 300])
         return {"row": parts * width, "width": width, "options": options, "out": out, "bias": draw.random() < 0.5}
 
@@ -1390,10 +1387,6 @@ def complete(name: str, m: Maker) -> Case:
     m.strided = False
     m.lead = lambda rows: (rows,)  # type: ignore[method-assign]
     return OPS[name].make(m, 6, **COMPLETE[name])
-
-
-HELPERS = {"pack_int2", "unpack_int2"}
-"""Public, and tested with the op that they serve."""
 
 
 def every(*, of: Callable[[Op], bool] = lambda op: True) -> list[str]:

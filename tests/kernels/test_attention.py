@@ -345,15 +345,15 @@ def test_heads_take_turns_where_the_text_is_long(turns, heads, causal, device, t
         return engine(q, k, *others)
 
     monkeypatch.setattr(module, "_sdpa", sdpa)
-    monkeypatch.setattr(module, "_TURN", q.numel() // turns)
-    found = attention(q, k, v, causal=causal, turns=True)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", q.numel() // turns)
+    found = attention(q, k, v, causal=causal, head_chunks=True)
     assert taken == heads and (found.is_contiguous() or not expected.is_contiguous())
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, packed, dy)[0], gradient)
     taken.clear()
     attention(q, k, v, causal=causal)
     with torch.no_grad():
-        torch.testing.assert_close(attention(q, k, v, causal=causal, turns=True), expected)
+        torch.testing.assert_close(attention(q, k, v, causal=causal, head_chunks=True), expected)
     assert taken == [3, 3]
 
 
@@ -543,11 +543,11 @@ def test_turns_need_less_memory(monkeypatch):
     packed, q, k, v = inputs(2**16, 2**16, heads=(16, 4), size=64, batch_size=1, dtype=torch.bfloat16, device="cuda")
     dy = torch.randn_like(q)
     for turn in (2**40, 2**25, 2**40, 2**24):
-        monkeypatch.setattr(module, "_TURN", turn)
+        monkeypatch.setattr(module, "_CHUNK_ELEMENTS", turn)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        gradient = torch.autograd.grad(attention(q, k, v, turns=True), packed, dy, retain_graph=True)
+        gradient = torch.autograd.grad(attention(q, k, v, head_chunks=True), packed, dy, retain_graph=True)
         torch.cuda.synchronize()
         peaks.append(torch.cuda.max_memory_allocated() - before)
         del gradient

@@ -283,7 +283,7 @@ def test_adds_to_the_gradient_in_place(device, poison, monkeypatch, mode):
         setattr(weight, MARK, True)
     expected = run(gated_mlp, inputs, dy)[2:]
     given: list = []
-    owner, name = (module, "give_gradient") if mode == "tiles" else (linear, "weight_gradient")
+    owner, name = (module, "accumulate_grad") if mode == "tiles" else (linear, "weight_gradient")
     real = getattr(owner, name)
     monkeypatch.setattr(owner, name, lambda *args: given.append(real(*args)) or given[-1])
     for _ in range(2):
@@ -384,7 +384,7 @@ def test_compiles_whole(monkeypatch, triton_path, recompute):
     """The Function, with PyTorch in place of its kernels, and the reference."""
     monkeypatch.setattr(module, "use_triton", lambda x: triton_path)
     for owner in (module, kernels):
-        monkeypatch.setattr(owner, "unit", plain_unit)
+        monkeypatch.setattr(owner, "glu_forward", plain_unit)
     monkeypatch.setattr(kernels, "unit_backward", plain_unit_backward)
     inputs, dy = make("cpu", True, 3, 7)
     op = functools.partial(gated_mlp, recompute=recompute)
@@ -586,7 +586,7 @@ def test_two_weights_that_move_before_the_backward(device):
 def test_two_weights_compile_whole(monkeypatch, triton_path, mode, laid):
     monkeypatch.setattr(module, "use_triton", lambda x: triton_path)
     for owner in (module, kernels):
-        monkeypatch.setattr(owner, "unit", plain_unit)
+        monkeypatch.setattr(owner, "glu_forward", plain_unit)
     monkeypatch.setattr(kernels, "unit_backward", plain_unit_backward)
     t, dy = two_weights("cpu", laid, 3, 7)
     op = lambda *leaves: call_of_two(gated_mlp, dict(zip(NAMES, leaves, strict=True)), **MODES[mode])  # noqa: E731

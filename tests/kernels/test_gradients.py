@@ -10,7 +10,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.kernels import _gradients
-from ligermodels.kernels._gradients import MARK, adds_in_place, give_gradient, weight_gradient
+from ligermodels.kernels._gradients import MARK, accumulate_grad, target, weight_gradient
 from ligermodels.kernels.embedding import embedding, embedding_reference
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_reference
 
@@ -28,7 +28,7 @@ class Product(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight = ctx.saved_tensors
         if ctx.seen is not None:
-            ctx.seen.append(adds_in_place(weight))
+            ctx.seen.append(target(weight) is not None)
         return dy @ weight, weight_gradient(weight, dy, x), None
 
 
@@ -76,7 +76,7 @@ def test_one_rounding_where_autograd_rounds_twice(device):
 
         @staticmethod
         def backward(ctx, dy):
-            return give_gradient(ctx.saved_tensors[0], x.clone(), torch.full_like(dy, 2.0))
+            return accumulate_grad(ctx.saved_tensors[0], x.clone(), torch.full_like(dy, 2.0))
 
     # 1.0009765625 rounds to 1 in fp16, and 2048 + 1 to 2048; the sum rounds to 2050.
     Given.apply(weight).backward()
@@ -224,12 +224,12 @@ def test_give(device, poison, dtype, weight_dtype, factor, monkeypatch):
     expected = gradient.to(weight_dtype) * (factor or 1.0)
     for layout in (lambda t: t, lambda t: t.t().contiguous().t()):
         weight = nn.Parameter(layout(torch.randn(37, 5, device=device).to(weight_dtype)))
-        unmarked = give_gradient(weight, gradient.clone(), scale)
+        unmarked = accumulate_grad(weight, gradient.clone(), scale)
         assert unmarked.dtype == weight_dtype and torch.equal(unmarked, expected)
         with monkeypatch.context() as patch:
             patch.setattr(_gradients, "target", lambda weight: weight)
             for times in (1, 2, 3):
-                assert give_gradient(weight, gradient.clone(), scale) is None
+                assert accumulate_grad(weight, gradient.clone(), scale) is None
                 assert torch.equal(weight.grad, times * expected)
 
 
@@ -270,7 +270,7 @@ def test_inside_a_custom_op_it_is_returned(problem):
 
     @torch.library.custom_op("ligermodels_test::weight_gradient", mutates_args=())
     def opaque(weight: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        seen.append(adds_in_place(weight))
+        seen.append(target(weight) is not None)
         return weight_gradient(weight, dy, x)
 
     class Opaque(Product):

@@ -5,10 +5,10 @@ import torch
 from transformers.integrations import bitnet
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
-from ligermodels.kernels.quantize import quantize_int8
+from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
+from ligermodels.experimental.bitnet.quantize import quantize_int8
 
-module = importlib.import_module("ligermodels.kernels.int2_matmul")
+module = importlib.import_module("ligermodels.experimental.bitnet.int2_matmul")
 
 SHAPES = [
     (1, 1, 1), (1, 8, 64), (2, 37, 101), (3, 70, 1100), (4, 5, 100),

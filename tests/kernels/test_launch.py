@@ -281,6 +281,15 @@ def test_on_the_current_stream():
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_on_the_device_of_its_tensors():
+    x = torch.randn(1024, device="cuda:1")
+    for _ in range(3):
+        assert torch.equal(op(x).cpu(), op(x.to("cuda:0")).cpu())
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
 def test_hooks_see_launches_and_mistakes_raise():
     x, seen = torch.randn(1024, device="cuda"), []
     op(x)

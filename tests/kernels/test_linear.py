@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ligermodels.layers as L
 from ligermodels.kernels._gradients import MARK
-from ligermodels.kernels._recipes import remember
+from ligermodels.kernels._recompute import attach
 from ligermodels.kernels.linear import linear
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
@@ -279,8 +279,8 @@ def test_a_block_trains_the_same_to_the_bit(device, monkeypatch):
     """As with copies of the norms' outputs in the place of their recipes."""
     block, inputs = block_and_inputs(device, torch.float32)
     lean = gradients(block, inputs)
-    copied = lambda y, *recipe: remember(y, torch.clone, y.detach().clone())  # noqa: E731
-    monkeypatch.setattr("ligermodels.kernels._norm.remember", copied)
+    copied = lambda y, *recipe: attach(y, torch.clone, y.detach().clone())  # noqa: E731
+    monkeypatch.setattr("ligermodels.kernels._norm.attach", copied)
     for a, b in zip(lean, gradients(block, inputs), strict=True):
         assert a.abs().sum() > 0
         if device == "cuda":  # whose attention may add up gradients in any order

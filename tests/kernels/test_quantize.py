@@ -3,7 +3,7 @@ import torch
 from transformers.integrations import bitnet
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.quantize import ABSMAX_EPS, quantize_int8, quantize_int8_reference
+from ligermodels.experimental.bitnet.quantize import ABSMAX_EPS, quantize_int8, quantize_int8_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float64], ids=str)

@@ -16,10 +16,10 @@ ALMOST_FP64 = dict(rtol=1e-12, atol=1e-12)
 """Two fp64 results that differ in the order of their sums: 4500 ulp, and a thousandth of what fp32 can reach."""
 
 OPTIONS = [
-    dict(casting="llama", offset=0.0),
-    dict(casting="llama", offset=1.0, eps=0.5),
-    dict(casting="gemma", offset=1.0),
-    dict(casting="gemma", offset=0.0, eps=0.5),
+    dict(cast_before_weight=True, offset=0.0),
+    dict(cast_before_weight=True, offset=1.0, eps=0.5),
+    dict(cast_before_weight=False, offset=1.0),
+    dict(cast_before_weight=False, offset=0.0, eps=0.5),
 ]
 SHAPES = [(65, 7), (3, 5, 129), (64, 256), (33, 2050)]
 """Many rows to a program, several, and one; programs get several tiles."""
@@ -37,13 +37,13 @@ def narrow_is_wide(monkeypatch):
     monkeypatch.setattr(shared, "_WIDE", (64, 32))
 
 
-def eager(x, weight, *, eps=1e-6, offset=0.0, casting):
+def eager(x, weight, *, eps=1e-6, offset=0.0, cast_before_weight):
     """As transformers writes it: LlamaRMSNorm and GemmaRMSNorm."""
     h = x.float() if x.dtype != torch.float64 else x
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return h.to(x.dtype)
-    if casting == "llama":
+    if cast_before_weight:
         return (offset + weight) * h.to(x.dtype)
     return (h * (offset + weight.to(h.dtype))).to(x.dtype)
 
@@ -109,7 +109,7 @@ def test_any_width(device, poison, width):
     """One tile, two in the backward, and two passes; `test_width_one` has the narrowest row of all."""
     x, residual, dy, dtotal = torch.randn(4, 5 if width < 2**16 else 2, width, device=device)
     inputs = [x, residual, torch.randn(width, device=device)]
-    judge(add_rms_norm, add_rms_norm_reference, eager_add, inputs, [dy, dtotal], casting="llama")
+    judge(add_rms_norm, add_rms_norm_reference, eager_add, inputs, [dy, dtotal], cast_before_weight=True)
 
 
 WIDTHS = pytest.mark.parametrize("width", [60, 150])
@@ -119,8 +119,8 @@ WIDTHS = pytest.mark.parametrize("width", [60, 150])
 @WIDTHS
 def test_no_weight(device, poison, narrow_is_wide, width):
     x, residual, dy, dtotal = torch.randn(4, 21, width, device=device)
-    judge(rms_norm, rms_norm_reference, eager, [x, None], [dy], casting="llama")
-    judge(add_rms_norm, add_rms_norm_reference, eager_add, [x, residual, None], [dy, dtotal], casting="gemma")
+    judge(rms_norm, rms_norm_reference, eager, [x, None], [dy], cast_before_weight=True)
+    judge(add_rms_norm, add_rms_norm_reference, eager_add, [x, residual, None], [dy, dtotal], cast_before_weight=False)
 
 
 def test_width_one(device, poison):
@@ -136,13 +136,13 @@ def test_width_one(device, poison):
 
 
 def test_castings_differ(device):
-    """Negative control: in half precision the two castings are two functions, and each is its reference's."""
+    """Negative control: in half precision the two orders are two functions, and each is its reference's."""
     x, weight = torch.randn(64, 512, device=device).half(), torch.randn(512, device=device).half()
-    llama, gemma = rms_norm(x, weight, casting="llama"), rms_norm(x, weight, casting="gemma")
+    llama, gemma = rms_norm(x, weight, cast_before_weight=True), rms_norm(x, weight, cast_before_weight=False)
     assert not torch.equal(llama, gemma)
-    for casting, y in (("llama", llama), ("gemma", gemma)):
+    for early, y in ((True, llama), (False, gemma)):
         # Sums in another order move rstd by an fp32 ulp, which flips few of the half precision roundings.
-        assert (y != rms_norm_reference(x, weight, casting=casting)).float().mean() < 0.01
+        assert (y != rms_norm_reference(x, weight, cast_before_weight=early)).float().mean() < 0.01
 
 
 def test_norm_reads_the_rounded_sum(device):
@@ -231,7 +231,7 @@ def test_many_partial_sums_of_dweight(device, poison, monkeypatch):
     """As many programs as on a GPU, or more: the kernel that sums their parts takes several turns."""
     monkeypatch.setattr(shared, "num_sms", lambda index: 30)
     x, dy = torch.randn(2, 300, 1030, device=device)
-    judge(rms_norm, rms_norm_reference, eager, [x, torch.randn(1030, device=device)], [dy], casting="llama")
+    judge(rms_norm, rms_norm_reference, eager, [x, torch.randn(1030, device=device)], [dy], cast_before_weight=True)
 
 
 LAYOUTS = {
@@ -308,7 +308,7 @@ def test_references_are_those_of_transformers(dtype):
     gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(64, eps=1e-5)
     llama = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm(64, eps=1e-5)
     x = torch.randn(7, 64, dtype=dtype)
-    for norm, options in ((llama, {}), (gemma, dict(casting="gemma", offset=1.0))):
+    for norm, options in ((llama, {}), (gemma, dict(cast_before_weight=False, offset=1.0))):
         torch.nn.init.normal_(norm.weight)
         norm.to(dtype)
         assert torch.equal(rms_norm_reference(x, norm.weight, eps=1e-5, **options), norm(x))
@@ -324,7 +324,6 @@ def test_reference_path_compiles_whole(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda x: rms_norm(x, casting="none"), "casting='none'"),
         (lambda x: rms_norm(x, torch.ones(7, device=x.device)), r"weight has shape \(7,\)"),
         (lambda x: rms_norm(x, torch.ones(8, device=x.device).long()), "weight .* torch.int64"),
         (lambda x: rms_norm(x[..., :0]), "N >= 1"),
@@ -367,7 +366,7 @@ def test_captured_and_never_waits(check, width):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_tile(dtype, width):
     inputs, grads = on_gpu(dtype, 1000 if width < 32768 else 300, width)
-    judge(add_rms_norm, add_rms_norm_reference, eager_add, [t.detach() for t in inputs], grads, casting="llama")
+    judge(add_rms_norm, add_rms_norm_reference, eager_add, [t.detach() for t in inputs], grads, cast_before_weight=True)
 
 
 @pytest.mark.gpu

@@ -5,7 +5,7 @@ from torch import nn
 from transformers.integrations import bitnet
 
 from ligermodels.errors import InputError
-from ligermodels.layers.bitnet import BitLinear, PackedBitLinear
+from ligermodels.experimental.bitnet import BitLinear, PackedBitLinear
 
 
 @pytest.fixture(autouse=True)

@@ -1,16 +1,14 @@
 """The divergence modules: torch's interface where torch has one, and every option handed on."""
 
-import copy
 import inspect
 
 import pytest
 import torch
 
-from ligermodels.errors import InputError
 from ligermodels.kernels.jsd import jsd
 from ligermodels.kernels.kl_div import kl_div
 from ligermodels.kernels.linear_jsd import linear_jsd
-from ligermodels.layers.divergences import JSDLoss, KLDivLoss, LinearJSDLoss
+from ligermodels.layers.losses import JSDLoss, KLDivLoss, LinearJSDLoss
 
 
 def log_probabilities():
@@ -84,30 +82,3 @@ def test_defaults_are_those_of_the_function(module, function):
     options = {p.name: p.default for p in options if p.kind is p.KEYWORD_ONLY}
     offered = inspect.signature(module).parameters | inspect.signature(module.forward).parameters
     assert options == {name: offered[name].default for name in options}
-
-
-def test_modules_are_plain():
-    """No parameters or buffers; they copy, say what they were built with, and compile."""
-    module = LinearJSDLoss(0.3, temperature=2.0)
-    assert not module.state_dict() and "beta=0.3, temperature=2.0" in repr(module)
-    *tensors, labels = heads()
-    compiled = torch.compile(copy.deepcopy(module), fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(*tensors, labels), module(*tensors, labels))
-    with pytest.raises(InputError, match=r"beta=2\.0"):
-        JSDLoss(2.0)(*log_probabilities())
-
-
-def test_a_student_learns_its_teacher():
-    """Trained on the divergence alone, a student of another width comes to say what the teacher says."""
-    _, _, teacher_x, teacher_weight, _ = heads()
-    teacher_weight = teacher_weight[:9]
-    student_x, student_weight = torch.randn(5, 6), torch.nn.Parameter(torch.zeros(9, 6))
-    optimizer = torch.optim.Adam([student_weight], lr=0.5)
-    for _ in range(200):
-        optimizer.zero_grad()
-        loss = LinearJSDLoss(0.0, temperature=2.0)(student_x, student_weight, teacher_x, teacher_weight)
-        loss.backward()
-        optimizer.step()
-    s, t = (student_x @ student_weight.T).softmax(-1), (teacher_x @ teacher_weight.T).softmax(-1)
-    # Five tokens in six dims can be fitted exactly; 200 steps come this near.
-    assert (s - t).abs().max() < 0.02

@@ -1,4 +1,4 @@
-"""The tokenizer folders of every text family, with the files, settings and special ids of the released ones.
+"""The tokenizer folders of the text families, with the files, settings and special ids of the released ones.
 
 The vocabularies are trained here and small; where a family's special tokens follow a large vocabulary, it is
 filled up with tokens that no text has, so that the special ids are the real ones. `FAMILIES` is the table.
@@ -7,7 +7,7 @@ filled up with tokens that no text has, so that the special ids are the real one
 import json
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -54,16 +54,12 @@ LLAMA_3_1 = """{{- bos_token }}
 {%- for m in messages %}
     {{- open % m.role }}
     {%- if tools and loop.first %}
-        {{- 'Given the following functions, please respond with a JSON for a function call ' }}
-        {{- 'with its proper arguments that best answers the given prompt.\\n\\n' }}
-        {{- 'Respond in the format {"name": function name, "parameters": ' }}
-        {{- 'dictionary of argument name and its value}.Do not use variables.\\n\\n' }}
         {%- for tool in tools %}{{ tool | tojson(indent=4) ~ '\\n\\n' }}{% endfor %}
     {%- endif %}
     {{- m.content | trim ~ '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ open % 'assistant' }}{% endif %}"""
-MISTRAL_1 = (
+MIXTRAL = (
     "{{ bos_token }}{% set turns = messages %}"
     + _TURNS
     + "{{ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' else m.content ~ eos_token ~ ' ' }}{% endfor %}"
@@ -82,39 +78,10 @@ GEMMA = (
     "~ '\\n' ~ (m.content | trim) ~ '<end_of_turn>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
 )
-_QWEN = """{%- set system = messages[0].content if messages[0].role == 'system' else 'DEFAULT' %}
-{%- if tools or system %}{{ '<|im_start|>system\\n' ~ system }}
-    {%- if tools %}
-        {{- '\\n\\n' if system else '' }}
-        {{- '# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\n' }}
-        {{- 'You are provided with function signatures within <tools></tools> XML tags:\\n<tools>\\n' }}
-        {%- for tool in tools %}{{ tool | tojson ~ '\\n' }}{% endfor %}
-        {{- '</tools>\\n\\nFor each function call, return a json object with function name and arguments ' }}
-        {{- 'within <tool_call></tool_call> XML tags:\\n<tool_call>\\n' }}
-        {{- '{"name": <function-name>, "arguments": <args-json-object>}\\n</tool_call>' }}
-    {%- endif %}
-    {{- '<|im_end|>\\n' }}
-{%- endif %}
-{%- for m in (messages[1:] if messages[0].role == 'system' else messages) %}
-    {%- set content = m.content %}THOUGHT
-    {{- '<|im_start|>' ~ m.role ~ '\\n' ~ content ~ '<|im_end|>\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\nBEGIN' }}{% endif %}"""
-
-
-def _qwen(default: str, thought: str = "", begin: str = "") -> str:
-    return _QWEN.replace("DEFAULT", default).replace("THOUGHT", thought).replace("BEGIN", begin)
-
-
-QWEN_2_5 = _qwen("You are Qwen, created by Alibaba Cloud. You are a helpful assistant.")
-QWQ = _qwen(
-    "",
-    "{%- if m.role == 'assistant' %}{% set content = m.content.split('</think>')[-1].lstrip('\\n') %}{% endif %}",
-    "<think>\\n",
-)
-QWEN_2 = (
+QWEN = (
     "{% for m in messages %}{% if loop.first and m.role != 'system' %}"
     "{{ '<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n' }}{% endif %}"
+    "{% if loop.first and tools %}<tools>{% for tool in tools %}{{ tool | tojson ~ '\n' }}{% endfor %}{% endif %}"
     "{{ '<|im_start|>' ~ m.role ~ '\n' ~ m.content ~ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
@@ -122,7 +89,7 @@ PHI_3 = (
     "{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}"
     "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}"
 )
-# As first released: the system message is passed over, and the prompt always stands ready.
+# As first released: the system message is ignored, and the generation prompt is always there.
 PHI_3_FIRST = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
     "{{ '<|user|>\n' ~ m.content ~ '<|end|>\n<|assistant|>\n' }}{% elif m.role == 'assistant' %}"
@@ -131,11 +98,6 @@ PHI_3_FIRST = (
 PHI_4 = (
     "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '<|im_sep|>' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
-)
-PHI_4_MINI = (
-    "{% for m in messages %}{{ '<|' ~ m.role ~ '|>' ~ m.content }}"
-    "{% if m.role == 'system' and m.tools %}{{ '<|tool|>' ~ m.tools ~ '<|/tool|>' }}{% endif %}{{ '<|end|>' }}"
-    "{% endfor %}{{ '<|assistant|>' if add_generation_prompt else eos_token }}"
 )
 
 # ---- pre-tokenizers ----
@@ -211,7 +173,7 @@ def _byte_level(
 
 
 def _sentencepiece(size: int | None = None, **options: Any) -> bytes:
-    """tokenizer.model, filled up to `size` pieces with unused ones: protobuf appends what is written behind."""
+    """tokenizer.model, filled up to `size` pieces with unused ones: protobuf takes in what is appended."""
     model = folders.sentencepiece_model(**options)
     have = sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
     for index in range(have, size or 0):
@@ -254,25 +216,23 @@ def _converted(model: bytes, special: Specials, *, kind: str, bos: str | None) -
     return state
 
 
-def _decoder(special: Specials) -> dict[str, dict[str, Any]]:
-    return {str(index): token for index, token in special.items()}
+def _settings(special: Specials, template: str, **own: Any) -> dict[str, Any]:
+    """tokenizer_config.json as transformers 4 writes it."""
+    decoder = {str(index): token for index, token in special.items()}
+    usual = {"clean_up_tokenization_spaces": False, "model_max_length": HUGE, "chat_template": template}
+    return usual | {"added_tokens_decoder": decoder} | own
 
 
-def _token(content: str) -> dict[str, Any]:
-    """A special token as files of 2023 write it."""
-    plain = folders.added(content, normalized=True)
-    del plain["special"]
-    return {"__type": "AddedToken", **plain}
-
-
-def _write(folder: Path, model_type: str, config: Mapping[str, Any], **files: Any) -> Path:
-    """config.json with `config`; file names spell the dot as two underscores. None: not written."""
-    folders.write(folder, "config.json", {"model_type": model_type, **config})
+def _write(folder: Path, model_type: str, ids: Mapping[str, Any], generation: Mapping[str, Any], **files: Any) -> Path:
+    """ids: of config.json and generation_config.json; `generation`: of the latter alone. Names of files spell the dot
+    as two underscores."""
+    folders.write(folder, "config.json", {"model_type": model_type, **ids})
+    folders.write(folder, "generation_config.json", {**ids, **generation})
     for name, value in files.items():
         name = name.replace("__", ".")
         if isinstance(value, bytes):
             (folder / name).write_bytes(value)
-        elif value is not None:
+        else:
             folders.write(folder, name, value)
     return folder
 
@@ -280,33 +240,26 @@ def _write(folder: Path, model_type: str, config: Mapping[str, Any], **files: An
 # ---- the families ----
 
 CONTROL = _named(0, "<unk>", "<s>", "</s>")
+_LLAMA_IDS = {"bos_token_id": 1, "eos_token_id": 2}
+_LLAMA_NAMES = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "tokenizer_class": "LlamaTokenizer"}
 
 
-def _llama_2(folder: Path, template: str | None = LLAMA_2) -> Path:
+def _llama_2(folder: Path) -> Path:
+    """As in 2023: no added_tokens_decoder, special tokens as objects."""
     model = _sentencepiece()
-    special = {"bos_token": _token("<s>"), "eos_token": _token("</s>"), "unk_token": _token("<unk>")}
-    config = {
-        "add_bos_token": True,
-        "add_eos_token": False,
-        **special,
-        "clean_up_tokenization_spaces": False,
-        "legacy": False,
-        "model_max_length": HUGE,
-        "pad_token": None,
-        "padding_side": "right",
-        "sp_model_kwargs": {},
-        "tokenizer_class": "LlamaTokenizer",
-    }
-    plain = {name: {k: v for k, v in token.items() if k != "__type"} for name, token in special.items()}
+    plain = {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
+    named = {name: {"content": _LLAMA_NAMES[name], **plain} for name in ("bos_token", "eos_token", "unk_token")}
+    config = {name: {"__type": "AddedToken", **token} for name, token in named.items()}
+    config |= {"add_bos_token": True, "legacy": False, "model_max_length": HUGE, "padding_side": "right"}
     return _write(
         folder,
         "llama",
-        {"bos_token_id": 1, "eos_token_id": 2},
+        _LLAMA_IDS,
+        {"pad_token_id": 0},
         tokenizer__model=model,
         tokenizer__json=_converted(model, CONTROL, kind="prepend", bos="<s>"),
-        tokenizer_config__json=config | ({"chat_template": template} if template else {}),
-        special_tokens_map__json=plain,
-        generation_config__json={"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "temperature": 0.6},
+        tokenizer_config__json=config | {"tokenizer_class": "LlamaTokenizer", "chat_template": LLAMA_2},
+        special_tokens_map__json=named,
     )
 
 
@@ -315,59 +268,28 @@ def _llama_3(folder: Path) -> Path:
     names |= {6: "<|start_header_id|>", 7: "<|end_header_id|>", 8: "<|eom_id|>", 9: "<|eot_id|>", 10: "<|python_tag|>"}
     known = {128000 + at: folders.added(name) for at, name in names.items()}
     special = _filled(known, "<|reserved_special_token_{}|>", 128255)
+    own = {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>", "tokenizer_class": "PreTrainedTokenizerFast"}
     return _write(
         folder,
         "llama",
         {"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009]},
+        {"top_p": 0.9},
         tokenizer__json=_byte_level(LLAMA_3_SPLIT, special, bos="<|begin_of_text|>", ignore_merges=True),
-        tokenizer_config__json={
-            "added_tokens_decoder": _decoder(special),
-            "bos_token": "<|begin_of_text|>",
-            "chat_template": LLAMA_3_1,
-            "clean_up_tokenization_spaces": True,
-            "eos_token": "<|eot_id|>",
-            "model_input_names": ["input_ids", "attention_mask"],
-            "model_max_length": 131072,
-            "tokenizer_class": "PreTrainedTokenizerFast",
-        },
-        special_tokens_map__json={"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
-        generation_config__json={"bos_token_id": 128000, "eos_token_id": [128001, 128008, 128009], "top_p": 0.9},
-    )
-
-
-def _mistral_1(folder: Path, model_type: str = "mistral") -> Path:
-    model = _sentencepiece()
-    return _write(
-        folder,
-        model_type,
-        {"bos_token_id": 1, "eos_token_id": 2},
-        tokenizer__model=model,
-        tokenizer__json=_converted(model, CONTROL, kind="prepend", bos="<s>"),
-        tokenizer_config__json={
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "added_tokens_decoder": _decoder(CONTROL),
-            "additional_special_tokens": [],
-            "bos_token": "<s>",
-            "chat_template": MISTRAL_1,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "</s>",
-            "legacy": True,
-            "model_max_length": HUGE,
-            "pad_token": None,
-            "sp_model_kwargs": {},
-            "spaces_between_special_tokens": False,
-            "tokenizer_class": "LlamaTokenizer",
-            "unk_token": "<unk>",
-            "use_default_system_prompt": False,
-        },
-        special_tokens_map__json={"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
-        generation_config__json={"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
+        tokenizer_config__json=_settings(special, LLAMA_3_1, model_max_length=131072, **own),
     )
 
 
 def _mixtral(folder: Path) -> Path:
-    return _mistral_1(folder, "mixtral")
+    model = _sentencepiece()
+    return _write(
+        folder,
+        "mixtral",
+        _LLAMA_IDS,
+        {},
+        tokenizer__model=model,
+        tokenizer__json=_converted(model, CONTROL, kind="prepend", bos="<s>"),
+        tokenizer_config__json=_settings(CONTROL, MIXTRAL, add_bos_token=True, legacy=True, **_LLAMA_NAMES),
+    )
 
 
 def _mistral_3(folder: Path) -> Path:
@@ -378,60 +300,28 @@ def _mistral_3(folder: Path) -> Path:
     return _write(
         folder,
         "mistral",
-        {"bos_token_id": 1, "eos_token_id": 2},
+        _LLAMA_IDS,
+        {},
         tokenizer__model=model,
         tokenizer__model__v3=model,
         tokenizer__json=_converted(model, special, kind="first", bos="<s>"),
-        tokenizer_config__json={
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "add_prefix_space": True,
-            "added_tokens_decoder": _decoder(special),
-            "bos_token": "<s>",
-            "chat_template": MISTRAL_3,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "</s>",
-            "legacy": False,
-            "model_max_length": HUGE,
-            "pad_token": None,
-            "sp_model_kwargs": {},
-            "spaces_between_special_tokens": False,
-            "tokenizer_class": "LlamaTokenizer",
-            "unk_token": "<unk>",
-            "use_default_system_prompt": False,
-        },
-        special_tokens_map__json={"bos_token": folders.added("<s>"), "eos_token": folders.added("</s>")},
-        generation_config__json={"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
+        tokenizer_config__json=_settings(special, MISTRAL_3, add_prefix_space=True, legacy=False, **_LLAMA_NAMES),
     )
 
 
 def _nemo(folder: Path) -> Path:
     names = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
     names += ("[TOOL_CALLS]", "<pad>", "[PREFIX]", "[MIDDLE]", "[SUFFIX]")
-    names += tuple(f"<SPECIAL_{index}>" for index in range(14, 1000))
-    special = CONTROL | _named(3, *names)
+    special = CONTROL | _named(3, *names, *(f"<SPECIAL_{index}>" for index in range(14, 1000)))
     state = _byte_level(TEKKEN_SPLIT, special, ignore_merges=True)
     template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return _write(
         folder,
         "mistral",
-        {"bos_token_id": 1, "eos_token_id": 2},
+        _LLAMA_IDS,
+        {},
         tokenizer__json=state | {"post_processor": json.loads(template.__getstate__())},
-        tokenizer_config__json={
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": _decoder(special),
-            "bos_token": "<s>",
-            "chat_template": NEMO,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "</s>",
-            "model_max_length": HUGE,
-            "tokenizer_class": "GPT2Tokenizer",
-            "unk_token": "<unk>",
-        },
-        special_tokens_map__json={"bos_token": folders.added("<s>"), "eos_token": folders.added("</s>")},
-        generation_config__json={"_from_model_config": True, "bos_token_id": 1, "eos_token_id": 2},
+        tokenizer_config__json=_settings(special, NEMO, **_LLAMA_NAMES | {"tokenizer_class": "GPT2Tokenizer"}),
     )
 
 
@@ -451,122 +341,57 @@ def _gemma(folder: Path, version: int = 1) -> Path:
     special = _named(0, "<pad>", "<eos>", "<bos>", "<unk>") | _named(106, *turns)
     every = dict(sorted((_named(4, *own, special=False) | special).items()))
     names = {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    names |= {"additional_special_tokens": list(turns), "legacy": None, "tokenizer_class": "GemmaTokenizer"}
     return _write(
         folder,
         "gemma" if version == 1 else "gemma2",
         {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0},
+        {} if version == 1 else {"eos_token_id": [1, 107]},
         tokenizer__model=model,
         tokenizer__json=_converted(model, every, kind="none", bos="<bos>"),
-        tokenizer_config__json={
-            "add_bos_token": True,
-            "add_eos_token": False,
-            "added_tokens_decoder": _decoder(special if version == 1 else every),
-            "additional_special_tokens": list(turns),
-            **names,
-            "chat_template": GEMMA,
-            "clean_up_tokenization_spaces": False,
-            "legacy": None,
-            "model_max_length": HUGE,
-            "sp_model_kwargs": {},
-            "spaces_between_special_tokens": False,
-            "tokenizer_class": "GemmaTokenizer",
-            "use_default_system_prompt": False,
-        },
-        special_tokens_map__json={
-            "additional_special_tokens": list(turns),
-            **{name: folders.added(content) for name, content in names.items()},
-        },
-        generation_config__json={
-            "bos_token_id": 2,
-            "eos_token_id": 1 if version == 1 else [1, 107],
-            "pad_token_id": 0,
-        },
+        tokenizer_config__json=_settings(special if version == 1 else every, GEMMA, **names),
     )
 
 
-def _gemma_2(folder: Path) -> Path:
-    return _gemma(folder, 2)
-
-
-def _qwen2(folder: Path, template: str | None = QWEN_2_5, eos: str = "<|im_end|>") -> Path:
+def _qwen_2(folder: Path) -> Path:
     special = _named(151643, "<|endoftext|>", "<|im_start|>", "<|im_end|>")
     vision = ("object_ref_start", "object_ref_end", "box_start", "box_end", "quad_start", "quad_end")
     vision += ("vision_start", "vision_end", "vision_pad", "image_pad", "video_pad")
     special |= _named(151646, *(f"<|{name}|>" for name in vision))
-    code = ("fim_prefix", "fim_middle", "fim_suffix", "fim_pad", "repo_name", "file_sep")
-    names = ("<tool_call>", "</tool_call>", *(f"<|{name}|>" for name in code))
-    special |= _named(151657, *names, special=False)
-    turns = [token["content"] for token in special.values() if token["special"]][1:]
+    special |= _named(151657, "<tool_call>", "</tool_call>", "<|fim_prefix|>", "<|fim_middle|>", special=False)
+    own = {"bos_token": None, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>", "unk_token": None}
+    own["additional_special_tokens"] = [token["content"] for token in special.values() if token["special"]][1:]
     state = _byte_level(QWEN_SPLIT, special, normalizer=normalizers.NFC())
-    vocab = state["model"]["vocab"]
     merges = "\n".join(" ".join(pair) for pair in state["model"]["merges"])
     return _write(
         folder,
         "qwen2",
         {"bos_token_id": 151643, "eos_token_id": 151645},
+        {"eos_token_id": [151645, 151643], "pad_token_id": 151643},
         tokenizer__json=state,
-        vocab__json=vocab,
+        vocab__json=state["model"]["vocab"],
         merges__txt=f"#version: 0.2\n{merges}\n",
-        tokenizer_config__json={
-            "add_bos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": _decoder(special),
-            "additional_special_tokens": turns,
-            "bos_token": None,
-            "chat_template": template,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": eos,
-            "errors": "replace",
-            "model_max_length": 131072,
-            "pad_token": "<|endoftext|>",
-            "split_special_tokens": False,
-            "tokenizer_class": "Qwen2Tokenizer",
-            "unk_token": None,
-        },
-        generation_config__json={
-            "bos_token_id": 151643,
-            "eos_token_id": [151645, 151643],
-            "pad_token_id": 151643,
-            "repetition_penalty": 1.05,
-        },
+        tokenizer_config__json=_settings(
+            special, QWEN, model_max_length=131072, tokenizer_class="Qwen2Tokenizer", **own
+        ),
     )
 
 
-def _phi_3(folder: Path, template: str = PHI_3) -> Path:
+def _phi_3(folder: Path) -> Path:
     model = _sentencepiece(32000)
     marks = ("assistant", "placeholder1", "placeholder2", "placeholder3", "placeholder4", "system", "end")
     marks += ("placeholder5", "placeholder6", "user")
     special = _named(0, "<unk>", "<s>") | _named(2, "</s>", rstrip=True, special=False)
     special |= _named(32000, "<|endoftext|>") | _named(32001, *(f"<|{mark}|>" for mark in marks), rstrip=True)
-    names = {"bos_token": "<s>", "eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "unk_token": "<unk>"}
+    own = {"eos_token": "<|endoftext|>", "pad_token": "<|endoftext|>", "padding_side": "left", "model_max_length": 4096}
     return _write(
         folder,
         "phi3",
         {"bos_token_id": 1, "eos_token_id": 32000, "pad_token_id": 32000},
+        {"eos_token_id": [32000, 32001, 32007]},
         tokenizer__model=model,
         tokenizer__json=_converted(model, special, kind="prepend", bos=None),
-        added_tokens__json={token["content"]: index for index, token in special.items() if index >= 32000},
-        tokenizer_config__json={
-            "add_bos_token": False,
-            "add_eos_token": False,
-            "added_tokens_decoder": _decoder(special),
-            **names,
-            "chat_template": template,
-            "clean_up_tokenization_spaces": False,
-            "legacy": False,
-            "model_max_length": 4096,
-            "padding_side": "left",
-            "sp_model_kwargs": {},
-            "tokenizer_class": "LlamaTokenizer",
-            "use_default_system_prompt": False,
-        },
-        special_tokens_map__json={name: folders.added(content) for name, content in names.items()},
-        generation_config__json={
-            "_from_model_config": True,
-            "bos_token_id": 1,
-            "eos_token_id": [32000, 32001, 32007],
-            "pad_token_id": 32000,
-        },
+        tokenizer_config__json=_settings(special, PHI_3, add_bos_token=False, legacy=False, **_LLAMA_NAMES | own),
     )
 
 
@@ -576,55 +401,16 @@ def _phi_4(folder: Path) -> Path:
     known = _named(100256, "<|dummy|>") | _named(100257, *names)
     known |= _named(100264, "<|im_start|>", "<|im_end|>", "<|im_sep|>") | _named(100276, "<|endofprompt|>")
     special = {index: token | both for index, token in _filled(known, "<|dummy_{}|>", 100351).items()}
+    own = {"bos_token": "<|endoftext|>", "eos_token": "<|im_end|>", "pad_token": special[100349]["content"]}
     return _write(
         folder,
         "phi3",
         {"bos_token_id": 100257, "eos_token_id": 100265, "pad_token_id": 100349},
+        {},
         tokenizer__json=_byte_level(LLAMA_3_SPLIT, special, behavior="removed"),
-        tokenizer_config__json={
-            "add_prefix_space": False,
-            "added_tokens_decoder": _decoder(special),
-            "bos_token": "<|endoftext|>",
-            "chat_template": PHI_4,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": "<|im_end|>",
-            "model_max_length": 16384,
-            "pad_token": special[100349]["content"],
-            "padding_side": "left",
-            "tokenizer_class": "GPT2Tokenizer",
-        },
-        special_tokens_map__json={"bos_token": folders.added("<|endoftext|>", **both)},
-        generation_config__json={"bos_token_id": 100257, "eos_token_id": 100265, "pad_token_id": 100349},
-    )
-
-
-def _phi_4_mini(folder: Path) -> Path:
-    marks = ("assistant", "end", "user", "system", "tool", "/tool", "tool_call", "/tool_call", "tool_response")
-    known = _named(199999, "<|endoftext|>") | _named(200018, "<|endofprompt|>")
-    known |= _named(200019, *(f"<|{mark}|>" for mark in marks), rstrip=True) | _named(200028, "<|tag|>")
-    special = _filled(known, "<|dummy_{}|>", 200028)
-    end = "<|endoftext|>"
-    return _write(
-        folder,
-        "phi3",
-        {"bos_token_id": 199999, "eos_token_id": 199999, "pad_token_id": 199999},
-        tokenizer__json=_byte_level(O200K_SPLIT, special, behavior="removed"),
-        tokenizer_config__json={
-            "add_bos_token": False,
-            "add_eos_token": False,
-            "add_prefix_space": False,
-            "added_tokens_decoder": _decoder(special),
-            "bos_token": end,
-            "chat_template": PHI_4_MINI,
-            "clean_up_tokenization_spaces": False,
-            "eos_token": end,
-            "model_max_length": 131072,
-            "pad_token": end,
-            "tokenizer_class": "GPT2Tokenizer",
-            "unk_token": end,
-        },
-        special_tokens_map__json={"bos_token": folders.added(end), "eos_token": folders.added(end)},
-        generation_config__json={"bos_token_id": 199999, "eos_token_id": [200020, 199999], "pad_token_id": 199999},
+        tokenizer_config__json=_settings(
+            special, PHI_4, model_max_length=16384, padding_side="left", tokenizer_class="GPT2Tokenizer", **own
+        ),
     )
 
 
@@ -632,9 +418,8 @@ def _phi_4_mini(folder: Path) -> Path:
 class Family:
     """build writes the folder. stops: ids that end a text; turn_end: the one that ends a turn.
 
-    pieces: {text: the tokens that it becomes, without special tokens around it, joined by spaces}.
-    alone, talk, told: the template's text of `ALONE` and `TALK` with a generation prompt, of `TOLD` without.
-    talk is None where the template refuses a system message.
+    alone, talk: the template's text of `ALONE` and `TALK` with a generation prompt. talk is None where the template
+    refuses a system message. special: tokens to put into texts.
     """
 
     build: Callable[[Path], Path]
@@ -642,29 +427,19 @@ class Family:
     turn_end: int
     alone: str
     talk: str | None
-    told: str
     bos: str | None = None
     special: tuple[str, ...] = ()
-    pieces: Mapping[str, str] = field(default_factory=dict)
 
 
 ALONE = [{"role": "user", "content": "Hi"}]
 TOLD = [*ALONE, {"role": "assistant", "content": "Yes."}]
 TALK = [{"role": "system", "content": "Be brief."}, *TOLD, {"role": "user", "content": "Why?"}]
 
-_QWEN_TALK = (
-    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes.<|im_end|>\n"
-    "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
-)
-_QWEN_ALONE = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-_QWEN_TOLD = f"{_QWEN_ALONE}Yes.<|im_end|>\n"
-_QWEN_DEFAULT = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
-_QWEN2_DEFAULT = "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 _LLAMA_3_DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
 _LLAMA_3_OPEN = f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{_LLAMA_3_DATES}"
 _LLAMA_3_USER = "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
 _LLAMA_3_ANSWER = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-_FOX = "<0xF0> <0x9F> <0xA6> <0x8A>"
+_GEMMA_ALONE = "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
 
 FAMILIES = {
     "llama 2": Family(
@@ -675,8 +450,6 @@ FAMILIES = {
         special=("</s>",),
         alone="<s>[INST] Hi [/INST]",
         talk="<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes. </s><s>[INST] Why? [/INST]",
-        told="<s>[INST] Hi [/INST] Yes. </s>",
-        pieces={"the the": "▁the ▁the", "</s>the": "</s> ▁the", " the": "▁ ▁the", "🦊": f"▁ {_FOX}"},
     ),
     "llama 3.1": Family(
         _llama_3,
@@ -686,41 +459,24 @@ FAMILIES = {
         special=("<|eot_id|>", "<|python_tag|>"),
         alone=f"{_LLAMA_3_OPEN}{_LLAMA_3_USER}Hi{_LLAMA_3_ANSWER}",
         talk=f"{_LLAMA_3_OPEN}Be brief.{_LLAMA_3_USER}Hi{_LLAMA_3_ANSWER}Yes.{_LLAMA_3_USER}Why?{_LLAMA_3_ANSWER}",
-        told=f"{_LLAMA_3_OPEN}{_LLAMA_3_USER}Hi{_LLAMA_3_ANSWER}Yes.<|eot_id|>",
-        pieces={"the the": "the Ġthe", "e\u0301": "e Ì ģ"},
-    ),
-    "mistral 0.1": Family(
-        _mistral_1,
-        stops=(2,),
-        turn_end=2,
-        bos="<s>",
-        special=("</s>",),
-        alone="<s>[INST] Hi [/INST]",
-        talk=None,
-        told="<s>[INST] Hi [/INST]Yes.</s> ",
-        pieces={"the the": "▁the ▁the", "</s>the": "</s> ▁the", "🦊": f"▁ {_FOX}"},
     ),
     "mistral 0.3": Family(
         _mistral_3,
         stops=(2,),
         turn_end=2,
         bos="<s>",
-        special=("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"),
+        special=("</s>", "[INST]"),
         alone="<s>[INST] Hi[/INST]",
         talk="<s>[INST] Hi[/INST] Yes.</s>[INST] Be brief.\n\nWhy?[/INST]",
-        told="<s>[INST] Hi[/INST] Yes.</s>",
-        pieces={"the the": "▁the ▁the", "[INST]he": "[INST] he", "[INST] the": "[INST] ▁the"},
     ),
     "nemo": Family(
         _nemo,
         stops=(2,),
         turn_end=2,
         bos="<s>",
-        special=("</s>", "[INST]", "[TOOL_CALLS]"),
+        special=("</s>", "[INST]"),
         alone="<s>[INST]Hi[/INST]",
         talk="<s>[INST]Hi[/INST]Yes.</s>[INST]Be brief.\n\nWhy?[/INST]",
-        told="<s>[INST]Hi[/INST]Yes.</s>",
-        pieces={"the the": "the Ġthe", "[INST]the": "[INST] the", "314": "3 1 4"},
     ),
     "mixtral": Family(
         _mixtral,
@@ -730,97 +486,58 @@ FAMILIES = {
         special=("</s>",),
         alone="<s>[INST] Hi [/INST]",
         talk=None,
-        told="<s>[INST] Hi [/INST]Yes.</s> ",
     ),
     "gemma 1": Family(
         _gemma,
         stops=(1,),
         turn_end=107,
         bos="<bos>",
-        special=("<start_of_turn>", "<end_of_turn>", "<eos>"),
-        alone="<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
+        special=("<start_of_turn>", "<eos>"),
+        alone=_GEMMA_ALONE,
         talk=None,
-        told="<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nYes.<end_of_turn>\n",
-        pieces={"the the": "the ▁the", "a\n\n\nb": "a \n\n\n b", "the  the": "the ▁▁ the", "🦊": _FOX},
     ),
     "gemma 2": Family(
-        _gemma_2,
+        lambda folder: _gemma(folder, 2),
         stops=(1, 107),
         turn_end=107,
         bos="<bos>",
-        special=("<start_of_turn>", "<end_of_turn>", "<unused7>", "<h1>", "\n\n"),
-        alone="<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
+        special=("<end_of_turn>", "<h1>", "\n\n"),
+        alone=_GEMMA_ALONE,
         talk=None,
-        told="<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\nYes.<end_of_turn>\n",
-        pieces={"the the": "the ▁the", "a\n\n\nb": "a \n\n\n b", "the  the": "the ▁▁ the", "<h1>": "<h1>"},
     ),
-    "qwen 2": Family(
-        lambda folder: _qwen2(folder, QWEN_2),
+    "qwen 2.5": Family(
+        _qwen_2,
         stops=(151645, 151643),
         turn_end=151645,
         special=("<|im_end|>", "<tool_call>"),
-        alone=_QWEN2_DEFAULT + _QWEN_ALONE,
-        talk=_QWEN_TALK,
-        told=_QWEN2_DEFAULT + _QWEN_TOLD,
-        pieces={"the the": "the Ġthe", "314": "3 1 4", "e\u0301": "Ã©"},
-    ),
-    "qwen 2.5": Family(
-        _qwen2,
-        stops=(151645, 151643),
-        turn_end=151645,
-        alone=_QWEN_DEFAULT + _QWEN_ALONE,
-        talk=_QWEN_TALK,
-        told=_QWEN_DEFAULT + _QWEN_TOLD,
-    ),
-    "qwq": Family(
-        lambda folder: _qwen2(folder, QWQ),
-        stops=(151645, 151643),
-        turn_end=151645,
-        alone=f"{_QWEN_ALONE}<think>\n",
-        talk=f"{_QWEN_TALK}<think>\n",
-        told=_QWEN_TOLD,
+        alone="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\n",
+        talk="<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes."
+        "<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
     ),
     "phi 3": Family(
         _phi_3,
         stops=(32000, 32001, 32007),
         turn_end=32007,
-        special=("<|user|>", "<|end|>", "<|endoftext|>", "</s>"),
+        special=("<|user|>", "<|endoftext|>", "</s>"),
         alone="<|user|>\nHi<|end|>\n<|assistant|>\n",
         talk="<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nYes.<|end|>\n"
         "<|user|>\nWhy?<|end|>\n<|assistant|>\n",
-        told="<|user|>\nHi<|end|>\n<|assistant|>\nYes.<|end|>\n<|endoftext|>",
-        pieces={
-            "the the": "▁the ▁the",
-            "<|user|>\n \nthe": "<|user|> ▁the",
-            "<|endoftext|> the": "<|endoftext|> ▁ ▁the",
-        },
     ),
     "phi 4": Family(
         _phi_4,
         stops=(100265,),
         turn_end=100265,
-        special=("<|im_start|>", "<|im_sep|>", "<|im_end|>"),
+        special=("<|im_start|>", "<|im_sep|>"),
         alone="<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>",
         talk="<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|>"
         "<|im_start|>assistant<|im_sep|>Yes.<|im_end|><|im_start|>user<|im_sep|>Why?<|im_end|>"
         "<|im_start|>assistant<|im_sep|>",
-        told="<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>Yes.<|im_end|>",
-        pieces={"the the": "the Ġthe", "the \n<|im_end|> \n the": "the <|im_end|> the"},
-    ),
-    "phi 4 mini": Family(
-        _phi_4_mini,
-        stops=(200020, 199999),
-        turn_end=200020,
-        special=("<|user|>", "<|end|>", "<|endoftext|>", "<|tool|>"),
-        alone="<|user|>Hi<|end|><|assistant|>",
-        talk="<|system|>Be brief.<|end|><|user|>Hi<|end|><|assistant|>Yes.<|end|><|user|>Why?<|end|><|assistant|>",
-        told="<|user|>Hi<|end|><|assistant|>Yes.<|end|><|endoftext|>",
-        pieces={"the the": "the Ġthe", "<|user|> \nthe": "<|user|> the"},
     ),
 }
 
-# Of these two AutoTokenizer reads the vocabulary alone out of tokenizer.json and builds the rest anew, where
-# transformers 4 and PreTrainedTokenizerFast take the file as it is: test_where_transformers_rebuilds_the_file.
+# Of these two AutoTokenizer reads the vocabulary alone out of tokenizer.json and rebuilds the rest, where
+# transformers 4 and PreTrainedTokenizerFast take the file as it is.
 REBUILT = ("llama 2", "gemma 1")
 
 

@@ -1,5 +1,6 @@
 """A tokenizer that is called, and that pads, against transformers' on the same files, call by call."""
 
+import copy
 import itertools
 import json
 import warnings
@@ -38,7 +39,7 @@ CALLS = [
 ]
 
 
-@pytest.fixture(scope="module", params=families.FAMILIES)
+@pytest.fixture(scope="module", params=["llama 2", "phi 3", "qwen 2.5", "gemma 2"])
 def pair(request, folder_of):
     """(ours, transformers') of one family, with a pad token and the same sides."""
     folder = folder_of(request.param)
@@ -73,14 +74,13 @@ def test_calls(pair):
     assert found.input_ids == found["input_ids"] and ours(text=TEXTS)["input_ids"] == ours(TEXTS).input_ids
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_truncation_side(pair, side):
+def test_truncation_side(pair):
     ours, theirs = pair
-    ours.truncation_side = theirs.truncation_side = side
-    for text, length in itertools.product(TEXTS, range(1, 9)):
-        cut = {"truncation": True, "max_length": length}
-        assert dict(ours(text, **cut)) == dict(theirs(text, **cut))
-    ours.truncation_side = theirs.truncation_side = "right"
+    for side in ("left", "right"):
+        ours.truncation_side = theirs.truncation_side = side
+        for text, length in itertools.product(TEXTS, (1, 2, 4, 7)):
+            cut = {"truncation": True, "max_length": length}
+            assert dict(ours(text, **cut)) == dict(theirs(text, **cut))
 
 
 def test_special_tokens_after_a_text_are_not_cut(byte_level_folder, tmp_path):
@@ -103,23 +103,21 @@ def test_special_tokens_after_a_text_are_not_cut(byte_level_folder, tmp_path):
 def test_one_bos_only(byte_level_folder):
     """As in `encode`: where transformers writes two."""
     ours, theirs = Tokenizer.from_folder(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
-    text = "<|begin|>the cat sat"
-    for options in ({}, {"return_offsets_mapping": True}):
-        found, expected = ours(text, **options), theirs(text, **options)
-        assert expected["input_ids"][:2] == [ours.bos_token_id] * 2
-        assert {name: [row[0], *row[2:]] for name, row in expected.items() if name == "input_ids"} == {
-            "input_ids": found["input_ids"]
-        }
-        assert options == {} or found["offset_mapping"] == expected["offset_mapping"][1:]
-    assert ours(text, truncation=True, max_length=3).input_ids == found["input_ids"][:3]
+    text = f"{ours.bos_token}the"
+    assert theirs(text)["input_ids"][:2] == [ours.bos_token_id] * 2
+    found = ours(text, return_offsets_mapping=True)
+    assert found.input_ids == theirs(text)["input_ids"][1:] and len(found.offset_mapping) == len(found.input_ids)
+    # A template's BOS is the only one, as ids and as text that is encoded later with the defaults.
+    user = [{"role": "user", "content": "a"}]
+    ids, text = ours.apply_chat_template(user), ours.apply_chat_template(user, tokenize=False)
+    assert ids.count(ours.bos_token_id) == 1
+    assert ours.encode(text) == ids == ours.encode_batch([text, "the"])[0][0].tolist()
 
 
-def test_batches_move_and_copy(byte_level_folder):
+def test_a_batch_moves(byte_level_folder):
     found = Tokenizer.from_folder(byte_level_folder)(["the cat"], return_tensors="pt")
     assert type(found) is BatchEncoding and found.to("meta") is found
     assert found.input_ids.device.type == found.attention_mask.device.type == "meta"
-    rows = BatchEncoding({"input_ids": [[1]], "x": "y"}).to("cpu", non_blocking=True)
-    assert rows == {"input_ids": [[1]], "x": "y"}
     with pytest.raises(AttributeError, match="no labels; it has"):
         found.labels  # noqa: B018
 
@@ -139,79 +137,56 @@ PADS = [
 def test_pad(pair, options):
     ours, theirs = pair
     rows = [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
-    mask = [[1, 1, 0], [1], [1] * 5]
     tensors = [torch.tensor(row) for row in rows]
-    for encoded in (
-        {"input_ids": rows},
-        {"input_ids": rows, "attention_mask": mask, "label": [3, 4, 5]},
-        [{"input_ids": row, "label": at} for at, row in enumerate(rows)],
-        [BatchEncoding(input_ids=row, attention_mask=m) for row, m in zip(rows, mask, strict=True)],
-        [{"input_ids": row} for row in ([[]] if "return_tensors" in options else [[], [4]])],
-        {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
-        *([{"input_ids": tensors}, {"input_ids": [t.numpy() for t in tensors]}] if options.get("padding") else []),
-        {"input_ids": torch.tensor([[1, 2], [3, 4]]), "special_tokens_mask": torch.tensor([[1, 0], [0, 1]])},
-        {"input_ids": np.array([[1, 2], [3, 4]]), "token_type_ids": np.array([[1, 0], [0, 1]])},
+    for make in (
+        lambda: {"input_ids": list(rows), "attention_mask": [[1, 1, 0], [1], [1] * 5], "label": [3, 4, 5]},
+        lambda: [{"input_ids": row, "label": at} for at, row in enumerate(rows)],
+        lambda: {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1]},
+        *([lambda: {"input_ids": list(tensors)}] if options.get("padding") else []),
+        lambda: {"input_ids": torch.tensor([[1, 2], [3, 4]]), "special_tokens_mask": torch.tensor([[1, 0], [0, 1]])},
+        lambda: {"input_ids": np.array([[1, 2], [3, 4]]), "token_type_ids": np.array([[1, 0], [0, 1]])},
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            expected = theirs.pad(json.loads(json.dumps(encoded)) if is_fusable(encoded) else dict(encoded), **options)
-            found = ours.pad(encoded, **options)
-        assert plain(found) == plain(expected), encoded
+            assert plain(ours.pad(make(), **options)) == plain(theirs.pad(make(), **options)), make()
     assert rows == [[5, 6, 7], [8], [9, 10, 11, 12, 13]]
 
 
-def is_fusable(encoded):
-    try:
-        json.dumps(encoded)
-    except TypeError:
-        return False
-    return True
-
-
 def test_collators(pair):
-    ours, theirs = pair
-    rows = [dict(theirs(text)) for text in TEXTS]
+    rows = [dict(pair[1](text)) for text in TEXTS]
     labelled = [row | {"labels": row["input_ids"]} for row in rows]
-    for make, given in (
-        (lambda t: DataCollatorWithPadding(t, pad_to_multiple_of=8), rows),
-        (lambda t: DataCollatorForLanguageModeling(t, mlm=False), rows),
-        (lambda t: DataCollatorForLanguageModeling(t, mlm=False), [row["input_ids"] for row in rows]),
-        (lambda t: DataCollatorForSeq2Seq(t), labelled),
+    for collator, given, options in (
+        (DataCollatorWithPadding, rows, {"pad_to_multiple_of": 8}),
+        (DataCollatorForLanguageModeling, rows, {"mlm": False}),
+        (DataCollatorForLanguageModeling, [row["input_ids"] for row in rows[:3]], {"mlm": False}),
+        (DataCollatorForSeq2Seq, labelled, {}),
     ):
-        given = given[:-1] if isinstance(given[0], list) else given  # theirs makes floats of an empty list
-        assert plain(make(ours)(given)) == plain(
-            make(theirs)([dict(row) if isinstance(row, dict) else row for row in given])
-        )
+        found, expected = (collator(tokenizer, **options)(copy.deepcopy(given)) for tokenizer in pair)
+        assert plain(found) == plain(expected)
 
 
-BAD = {
-    "no text": (lambda t: t(5), "called with a text or a list"),
-    "a generator": (lambda t: t(text for text in TEXTS), "called with a text or a list"),
-    "numbers": (lambda t: t([5]), "must be a str, not int"),
-    "pairs": (lambda t: t([("a", "b")]), "must be a str, not tuple"),
-    "padding": (lambda t: t("a", padding="widest"), "padding must be one of"),
-    "truncation": (lambda t: t("a", truncation="only_second"), "truncation must be one of"),
-    "a side": (lambda t: t(["a", "the cat"], padding=True, padding_side="middle"), "padding_side must be 'left'"),
-    "tensors": (lambda t: t("a", return_tensors="tf"), "return_tensors can be 'pt'"),
-    "ragged": (lambda t: t(TEXTS, return_tensors="pt"), "rows of different lengths.*padding=True"),
-    "ragged, numpy": (lambda t: t(TEXTS, return_tensors="np"), "rows of different lengths.*padding=True"),
-    "not a multiple": (
+BAD = [
+    (lambda t: t(5), "called with a text or a list"),
+    (lambda t: t([5]), "must be a str, not int"),
+    (lambda t: t("a", padding="widest"), "padding must be one of"),
+    (lambda t: t("a", truncation="only_second"), "truncation must be one of"),
+    (lambda t: t(["a", "the cat"], padding=True, padding_side="middle"), "padding_side must be 'left'"),
+    (lambda t: t("a", return_tensors="tf"), "return_tensors can be 'pt'"),
+    (lambda t: t(TEXTS, return_tensors="pt"), "rows of different lengths.*padding=True"),
+    (
         lambda t: t("a", padding=True, truncation=True, max_length=6, pad_to_multiple_of=4),
         "cannot be padded to a multiple of 4",
     ),
-    "no room": (lambda t: t("a", truncation=True, max_length=0), "no room for the 1 special"),
-    "pad nothing": (lambda t: t.pad([]), "pad takes a dict with input_ids"),
-    "pad ids": (lambda t: t.pad([[1, 2]]), "pad takes a dict with input_ids"),
-    "pad without ids": (lambda t: t.pad([{"ids": [1]}]), "pad takes a dict with input_ids"),
-    "pad rows unlike": (lambda t: t.pad([{"input_ids": [1]}, {"input_ids": [1], "x": 1}]), "the same keys"),
-    "pad fewer": (lambda t: t.pad({"input_ids": [[1], [2]], "x": [1]}), "as many rows of each key"),
-    "clean up": (lambda t: t.decode([5], clean_up_tokenization_spaces=True), "word pieces"),
-}
+    (lambda t: t("a", truncation=True, max_length=0), "no room for the 1 special"),
+    (lambda t: t.pad([[1, 2]]), "pad takes a dict with input_ids"),
+    (lambda t: t.pad([{"input_ids": [1]}, {"input_ids": [1], "x": 1}]), "the same keys"),
+    (lambda t: t.pad({"input_ids": [[1], [2]], "x": [1]}), "as many rows of each key"),
+    (lambda t: t.decode([5], clean_up_tokenization_spaces=True), "WordPiece"),
+]
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be(byte_level_folder, case):
-    call, words = BAD[case]
+@pytest.mark.parametrize(("call", "words"), BAD)
+def test_what_cannot_be(byte_level_folder, call, words):
     tokenizer = Tokenizer.from_folder(byte_level_folder)
     tokenizer.pad_token = tokenizer.eos_token
     with pytest.raises((InputError, TokenizerError), match=words):
@@ -220,25 +195,9 @@ def test_what_cannot_be(byte_level_folder, case):
 
 def test_unknown_keywords_and_no_pad_token(byte_level_folder):
     tokenizer = Tokenizer.from_folder(byte_level_folder)
-    for options in ({"return_overflowing_tokens": True}, {"text_pair": "a"}, {"paddin": True}):
+    for options in ({"return_overflowing_tokens": True}, {"text_pair": "a"}):
         with pytest.raises(TypeError, match="unexpected keyword"):
             tokenizer("the cat", **options)
     with pytest.raises(InputError, match=r"no pad token.*tokenizer.pad_token = tokenizer.eos_token"):
         tokenizer(TEXTS, padding=True)
     assert tokenizer([]) == {"input_ids": [], "attention_mask": []}
-
-
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"padding_side": "top"}, "sides must be"),
-        ({"truncation_side": 5}, "sides"),
-        ({"model_max_length": "9"}, "number"),
-    ],
-)
-def test_settings_that_make_no_sense(tmp_path, byte_level_folder, config, words):
-    Tokenizer.from_folder(byte_level_folder).save(tmp_path)
-    state = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    folders.write(tmp_path, "tokenizer_config.json", state | config)
-    with pytest.raises(TokenizerError, match=words):
-        Tokenizer.from_folder(tmp_path)

@@ -1,32 +1,19 @@
-"""Chat templates against transformers: which one is taken, what it says, and its ids."""
+"""Chat templates against transformers: which one is used, what it writes, the assistant's tokens, and the sandbox."""
 
 import pytest
+import torch
 from transformers import AutoTokenizer
+from transformers.utils.chat_template_utils import render_jinja_template
 
-from ligermodels.errors import TokenizerError
-from ligermodels.text import Tokenizer
+from ligermodels.errors import InputError, TokenizerError
+from ligermodels.text import Tokenizer, sandbox
+from ligermodels.text.batch import mask_of
 from tests.text import families, folders
+from tests.text.families import TOLD
 
-FORMATS = {
-    "llama 2": folders.LLAMA2,
-    "llama 3": folders.LLAMA3,
-    "chatml": folders.CHATML,
-    "gemma": families.GEMMA,
-}
 USER = {"role": "user", "content": "  Where is the cat?\n"}
 ASSISTANT = {"role": "assistant", "content": "On the mat 🦊. "}
-SYSTEM = {"role": "system", "content": "Be brief."}
-CHATS = {
-    "one turn": [USER],
-    "three turns": [USER, ASSISTANT, {"role": "user", "content": "<|eot_id|></s> “why”?"}],
-    "system": [SYSTEM, USER],
-    "wrong turns": [USER, USER],
-    "empty text": [{"role": "user", "content": ""}],
-}
-TOOL = {
-    "type": "function",
-    "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}},
-}
+TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
 
 
 @pytest.fixture(scope="module")
@@ -34,27 +21,9 @@ def pair(byte_level_folder):
     return Tokenizer.from_folder(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
 
 
-@pytest.mark.parametrize("prompt", [False, True])
-@pytest.mark.parametrize("tools", [None, [TOOL]])
-@pytest.mark.parametrize("chat", CHATS)
-@pytest.mark.parametrize("form", FORMATS)
-def test_agrees_with_transformers(pair, form, chat, tools, prompt):
-    ours, theirs = pair
-    arguments = {"tools": tools, "add_generation_prompt": prompt}
-    refused = {
-        ("gemma", "system"): "System role not supported",
-        ("gemma", "wrong turns"): "must alternate",
-        ("llama 2", "wrong turns"): "must take turns",
-    }
-    if (form, chat) in refused:
-        with pytest.raises(TokenizerError, match=refused[form, chat]):
-            ours.apply_chat_template(CHATS[chat], template=FORMATS[form], **arguments)
-        return
-    theirs.chat_template = FORMATS[form]
-    text = theirs.apply_chat_template(CHATS[chat], tokenize=False, **arguments)
-    ids = theirs.apply_chat_template(CHATS[chat], return_dict=False, **arguments)
-    assert ours.apply_chat_template(CHATS[chat], template=FORMATS[form], tokenize=False, **arguments) == text
-    assert ours.apply_chat_template(CHATS[chat], template=FORMATS[form], **arguments) == ids
+@pytest.fixture(scope="module")
+def tokenizer(byte_level_folder):
+    return Tokenizer.from_folder(byte_level_folder)
 
 
 # What released templates are written with, beyond the plain loop.
@@ -85,12 +54,77 @@ CONSTRUCTS = """{%- set ns = namespace(count=0, last=messages|length - 1) %}
 def test_constructs_of_released_templates(pair):
     ours, theirs = pair
     call = {"role": "assistant", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
-    stop = {"role": "stop", "content": "ba\n"}
-    messages = [SYSTEM, USER, {"role": "user", "content": "é"}, {"role": "skip", "content": "x"}, call, stop, ASSISTANT]
+    messages = [{"role": "system", "content": "Be brief."}, USER, {"role": "user", "content": "é"}]
+    messages += [{"role": "skip", "content": "x"}, call, {"role": "stop", "content": "ba\n"}, ASSISTANT]
     theirs.chat_template = CONSTRUCTS
     text = theirs.apply_chat_template(messages, tools=[TOOL], tokenize=False)
     assert ours.apply_chat_template(messages, tools=[TOOL], template=CONSTRUCTS, tokenize=False) == text
     assert text.startswith("21user") and "same" in text and "find" in text and text.endswith("3FalsecTrue")
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{% for i in range(4) if i %}{{ i }}{{ loop.length }}{% endfor %}", "132333"),
+        ("{% for a in nothing %}x{% else %}empty{% endfor %}|{{ nothing }}|", "empty||"),
+        ("{{ {'é<': [1, '>']}|tojson }}", '{"é<": [1, ">"]}'),
+        ("{{ {'é': 1}|tojson(ensure_ascii=True) }}{{ [1]|tojson(indent=1) }}", '{"\\u00e9": 1}[\n 1\n]'),
+        ("{{ {'b': 1, 'a': 2}|tojson(separators=(',', '='), sort_keys=True) }}", '{"a"=2,"b"=1}'),
+        ("{{ strftime_now('%Y')|length }}{{ nothing|default(1700000000) }}", "41700000000"),
+        ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
+        ("{{ namespace(self=1, x=2).x }}{{ cycler('a', 'b').next() }}{{ dict(a=1).a }}", "2a1"),
+        ("  {% if true %}\n  yes\n  {% endif %}\nend", "  yes\nend"),
+    ],
+)
+def test_the_environment_is_that_of_transformers(tokenizer, template, text):
+    assert tokenizer.apply_chat_template([USER], template=template, tokenize=False) == text
+    assert render_jinja_template([[USER]], chat_template=template)[0][0] == text
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        ("{{ ''.__class__.__mro__ }}", "line 1: blocked by the sandbox: access to attribute '__class__'"),
+        ("{{ ('a'|attr('__class__')).x }}", "'__class__'"),
+        ("{{ (messages|map(attribute='__class__')|first).x }}", "'__class__'"),
+        ("{{ '{0.__class__.x}'.format(1) }}", "'__class__'"),
+        ("{{ raise_exception.__globals__.x }}", "'__globals__'"),
+        ("{{ messages.append(1) }}", "blocked by the sandbox"),
+        ("{{ dict.mro() }}", "mro"),
+        ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "cannot hold '__html__'"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% import 'os' as os %}", "no loader"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ x }}" * 200_000, "TemplateTooLarge: a template has at most 524,288 characters"),
+        ("{% for i in range(9999) %}{{ 'ab' * 5000 }}{% endfor %}", "a template writes at most 67,108,864 characters"),
+        ("a\nb\n{{ x }", "line 3: syntax error: "),
+        ("{% for m in messages %}\n{{ m.foo.bar }}\n{% endfor %}", "line 2: UndefinedError: .*foo"),
+        ("{{ raise_exception('only users here') }}", "refuses these messages: only users here"),
+    ],
+)
+def test_templates_that_end_in_an_error(tokenizer, template, words):
+    with pytest.raises(TokenizerError, match=words) as caught:
+        tokenizer.apply_chat_template([USER], template=template, tokenize=False)
+    assert len(str(caught.value)) < 2000
+
+
+def test_messages_are_not_changed_and_objects_not_reached(tokenizer):
+    class Image:
+        secret = "pixels"
+
+    messages = [{"role": "user", "content": [{"type": "image", "image": Image()}]}]
+    for template, text in (("{{ i }}", "<Image>"), ("{{ i.secret }}|", "|")):
+        template = f"{{% set i = messages[0].content[0].image %}}{template}"
+        assert tokenizer.apply_chat_template(messages, template=template, tokenize=False) == text
+    assert isinstance(messages[0]["content"][0]["image"], Image)
+
+
+def test_a_long_conversation(tokenizer):
+    messages = [{"role": "user", "content": "x" * 1000}] * 10_000
+    template = "{% for m in messages %}{{ '<' + m.role + '>' ~ m.content|trim }}{% endfor %}"
+    text = tokenizer.apply_chat_template(messages, template=template, tokenize=False)
+    assert text == ("<user>" + "x" * 1000) * 10_000
 
 
 PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
@@ -98,7 +132,7 @@ PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.t
 
 @pytest.mark.parametrize(
     ("template", "content"),
-    [(form, content) for form in FORMATS.values() for content in ("On the", "On the ", "  On the")]
+    [(form, text) for form in (folders.LLAMA2, folders.LLAMA3, folders.CHATML) for text in ("On the ", "  On the")]
     + [(PARTS, [{"type": "text", "text": "On the "}, {"type": "image"}])],
 )
 def test_continue_final_message(pair, template, content):
@@ -111,53 +145,20 @@ def test_continue_final_message(pair, template, content):
     assert text.rstrip().endswith("On the")
 
 
-def test_continue_final_message_refuses(pair):
-    ours, _ = pair
-    for messages, words in (
-        ([], "last message"),
-        ([{"role": "assistant", "content": None}], "last message"),
-        ([{"role": "assistant", "content": [{"type": "image"}]}], "last message"),
-    ):
-        with pytest.raises(TokenizerError, match=words):
-            ours.apply_chat_template(messages, continue_final_message=True)
-    with pytest.raises(TokenizerError, match="exclude each other"):
-        ours.apply_chat_template([USER], continue_final_message=True, add_generation_prompt=True)
-    with pytest.raises(TokenizerError, match="leaves out"):
-        ours.apply_chat_template([USER], continue_final_message=True, template="{{ 'nothing' }}")
-
-
-def test_one_bos_only(pair):
-    """A template's BOS is the only one, as ids and as text that is encoded later with the defaults."""
-    ours, theirs = pair
-    ids = ours.apply_chat_template([USER])
-    text = ours.apply_chat_template([USER], tokenize=False)
-    assert ids.count(ours.bos_token_id) == 1
-    assert ours.encode(text) == ids == ours.encode(text, add_special_tokens=False)
-    assert theirs.encode(text).count(ours.bos_token_id) == 2
-    assert ours.encode_batch([text, "the"])[0][0].tolist() == ids
-    # ChatML writes no BOS, and none is added to its ids.
-    assert ours.bos_token_id not in ours.apply_chat_template([USER], template=folders.CHATML)
-
-
 def test_variables_reach_the_template(pair):
     ours, theirs = pair
     template = "{{ date }}{{ n + 1 }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ pad_token }}"
-    documents = [{"title": "a", "text": "b"}]
     theirs.chat_template = template
-    arguments = {"documents": documents, "tokenize": False, "date": "today", "n": 1}
+    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today", "n": 1}
     text = theirs.apply_chat_template([USER], **arguments)
-    assert ours.apply_chat_template([USER], template=template, **arguments) == text
-    assert text == "today2b<|begin|><|eot_id|>"
+    assert ours.apply_chat_template([USER], template=template, **arguments) == text == "today2b<|begin|><|eot_id|>"
 
 
 def folder_with(tmp_path, byte_level_folder, *, config=None, files=()):
     Tokenizer.from_folder(byte_level_folder).save(tmp_path)
-    folders.write(
-        tmp_path,
-        "tokenizer_config.json",
-        {"bos_token": "<|begin|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-        | ({} if config is None else {"chat_template": config}),
-    )
+    template = {} if config is None else {"chat_template": config}
+    named = {"bos_token": "<|begin|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    folders.write(tmp_path, "tokenizer_config.json", named | template)
     for name, value in files:
         path = tmp_path / name
         folders.write(path.parent, path.name, value)
@@ -173,17 +174,13 @@ OLD = ("chat_template.json", {"chat_template": "old"})
 @pytest.mark.parametrize(
     ("config", "files", "call", "said"),
     [
-        ("text", [], {}, "text"),
         ("text", [JINJA], {}, "jinja"),
         ("text", [OLD], {}, "text"),
         ("text", [JINJA, RAG], {"template": "rag"}, "rag"),
-        ("text", [JINJA, RAG], {"tools": [TOOL]}, "jinja"),
         (NAMED, [], {}, "plain"),
         (NAMED, [], {"tools": [TOOL]}, "tools"),
         (NAMED, [], {"tools": [TOOL], "template": "default"}, "plain"),
-        (NAMED, [], {"template": "tool_use"}, "tools"),
         (NAMED, [], {"template": "{{ 'own' }}"}, "own"),
-        (NAMED[:1], [], {"tools": [TOOL]}, "plain"),
         ({"default": "mapped"}, [], {}, "mapped"),
     ],
 )
@@ -206,34 +203,123 @@ def test_the_old_processor_file_comes_last(tmp_path, byte_level_folder):
         (None, {}, "has no chat template. Likely cause: a base model"),
         (NAMED[1:], {}, r"no default chat template.*tool_use"),
         (NAMED, {"template": "rag"}, r"no chat template 'rag'.*'default', 'tool_use'"),
-        ("{% for %}", {}, "line 1: syntax error"),
-        ("{{ x", {}, "syntax error"),
-        ("\n{{ messages[0].a.b }}", {}, "line 2: UndefinedError"),
+        ([{"name": "default"}], None, "chat_template must be a string or a list"),
+        (5, None, "chat_template must be a string or a list"),
     ],
 )
-def test_templates_that_cannot_be_used(tmp_path, byte_level_folder, config, call, words):
-    tokenizer = Tokenizer.from_folder(folder_with(tmp_path, byte_level_folder, config=config))
+def test_templates_that_are_not_there(tmp_path, byte_level_folder, config, call, words):
+    folder = folder_with(tmp_path, byte_level_folder, config=config)
     with pytest.raises(TokenizerError, match=words):
-        tokenizer.apply_chat_template([USER], **call)
+        Tokenizer.from_folder(folder).apply_chat_template([USER], **call)
 
 
-@pytest.mark.parametrize("declared", [5, [{"name": "default"}], ["text"], {"default": 5}, [NAMED]])
-def test_malformed_template_entries(tmp_path, byte_level_folder, declared):
-    with pytest.raises(TokenizerError, match="chat_template must be a string or a list"):
-        Tokenizer.from_folder(folder_with(tmp_path, byte_level_folder, config=declared))
+MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
 
 
 @pytest.mark.parametrize(
     ("call", "words"),
     [
-        ({"messages": "hello"}, "messages must be a list of dicts"),
-        ({"messages": [[USER]]}, "messages must be a list of dicts"),
         ({"messages": USER}, "messages must be a list of dicts"),
-        ({"messages": [USER], "tools": [print]}, "tools must be a list of dicts"),
-        ({"messages": [USER], "documents": ["text"]}, "documents must be a list of dicts"),
+        ({"messages": [[USER]]}, "messages must be a list of dicts"),
+        ({"tools": [print]}, "tools must be a list of dicts"),
+        ({"documents": ["text"]}, "documents must be a list of dicts"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
+        ({"continue_final_message": True, **MASK}, "excludes"),
+        ({"continue_final_message": True, "template": "{{ 'nothing' }}"}, "leaves out"),
+        ({"continue_final_message": True, "messages": [{"role": "user", "content": None}]}, "last message"),
+        ({"template": "a", "chat_template": "b"}, "give one"),
+        ({"return_assistant_tokens_mask": True}, "return_dict=True"),
     ],
 )
-def test_wrong_arguments(pair, call, words):
+def test_wrong_arguments(tokenizer, call, words):
+    with pytest.raises((InputError, TokenizerError), match=words):
+        tokenizer.apply_chat_template(**{"messages": [USER], **call})
+
+
+# ---- which tokens are the assistant's ----
+
+MARKED = """{%- for m in messages %}
+    {%- if m.role == 'assistant' %}
+        {{- '<|assistant|>\\n' }}
+        {%- generation %}
+            {%- if m.thought %}{{- m.thought }}{% endif %}
+            {{- m.content + '<|end|>' }}
+        {%- endgeneration %}{{ '\\n' }}
+    {%- else %}{{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' }}{% endif %}
+{%- endfor %}"""
+CHATS = [
+    [*TOLD, *TOLD],
+    [TOLD[0], {"role": "assistant", "content": "the 🦊 cat.", "thought": " hm\n\n"}],
+    [TOLD[0], {"role": "assistant", "content": "  "}, TOLD[0], {"role": "assistant", "content": ""}],
+    [TOLD[0]],
+]
+
+
+@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "qwen 2.5", "phi 3", "phi 4"])
+def test_masks_are_those_of_transformers(folder_of, name):
+    ours, theirs = Tokenizer.from_folder(folder_of(name)), families.theirs(name, folder_of(name))
+    ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token
+    for chat in CHATS:
+        for options in (
+            {},
+            {"return_tensors": "pt", "padding": "max_length", "max_length": 60},
+            {"truncation": True, "max_length": 9},
+        ):
+            found = ours.apply_chat_template(chat, chat_template=MARKED, **MASK, **options)
+            side = {"tokenizer_kwargs": {"padding_side": ours.padding_side}}
+            expected = theirs.apply_chat_template(chat, chat_template=MARKED, **MASK, **options, **side)
+            assert set(found) == set(expected) == {"input_ids", "attention_mask", "assistant_masks"}
+            plain = [{name: torch.as_tensor(row).tolist() for name, row in rows.items()} for rows in (found, expected)]
+            assert plain[0] == plain[1] and type(found["input_ids"]) is type(expected["input_ids"]), options
+
+
+IN_A_MACRO = (
+    "{% macro show(m) %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}{% set text %}<{{ show(m) }}>{% endset %}{{ text }}{% endfor %}"
+)
+NESTED = (
+    "{% for m in messages %}a{% generation %}{% endgeneration %}b"
+    "{% generation %}<|im_start|>{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endgeneration %}c"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "said"),
+    [
+        (IN_A_MACRO, ["the cat", "sat"], "the catsat"),  # where the place cannot be counted while the text is written
+        (NESTED, ["the", ""], "<|im_start|>the<|im_end|><|im_start|><|im_end|>"),
+        (MARKED, ["a 🦊"], "a 🦊<|end|>"),  # every token of the last character
+    ],
+)
+def test_masks_of_odd_templates(tokenizer, template, texts, said):
+    chat = [{"role": "assistant", "content": text} for text in texts]
+    found = tokenizer.apply_chat_template(chat, chat_template=template, **MASK)
+    mine = [i for i, is_mine in zip(found["input_ids"], found["assistant_masks"], strict=True) if is_mine]
+    assert tokenizer.decode(mine) == said
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "words"),
+    [
+        ("{# {% generation %} #}{{ messages[0].content }}", "a", r"has no {% generation %}.*TRL"),
+        ("{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}", "a", "changes the text"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", f"a{sandbox.SPAN_END}b", "changes the text"),
+        ("{% for m in [1] %}{% generation %}a{% break %}{% endgeneration %}{% endfor %}", "a", "without its end"),
+    ],
+)
+def test_where_the_mask_cannot_be_told(tokenizer, template, content, words):
+    chat = [{"role": "assistant", "content": content}]
     with pytest.raises(TokenizerError, match=words):
-        pair[0].apply_chat_template(**call)
+        tokenizer.apply_chat_template(chat, chat_template=template, **MASK)
+    assert isinstance(tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False), str)
+
+
+def test_tokens_without_characters_and_at_the_borders():
+    """A token of the space that a decoder takes off has none of the text; one across a border has both."""
+    offsets = [(0, 0), (0, 2), (2, 2), (2, 5), (4, 6), (6, 6), (6, 7)]
+    assert mask_of(offsets, [(2, 5), (6, 7)]) == [0, 0, 1, 1, 1, 1, 1]
+    assert mask_of(offsets, [(0, 1)]) == [1, 1, 0, 0, 0, 0, 0]
+    assert mask_of(offsets, [(5, 6)]) == [0, 0, 0, 0, 1, 0, 0]
+    assert mask_of(offsets, []) == [0] * 7 and mask_of([], [(0, 1)]) == []

@@ -7,6 +7,7 @@ import pytest
 import sentencepiece
 from transformers import AddedToken, LlamaTokenizer, tokenization_utils_sentencepiece
 
+from ligermodels.errors import TokenizerError
 from ligermodels.text import Tokenizer
 from tests.text import folders
 
@@ -62,14 +63,13 @@ def slow(monkeypatch, tmp_path):
     return make
 
 
-@pytest.mark.parametrize("text", folders.TEXTS)
-def test_plain_text_is_sentencepiece_itself(sentencepiece_folder, sentencepiece_model, text):
+def test_plain_text_is_sentencepiece_itself(sentencepiece_folder, sentencepiece_model):
     tokenizer = Tokenizer.from_folder(sentencepiece_folder())
     native = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model)
-    assert tokenizer.encode(text) == [1, *native.encode(text)]
-    assert tokenizer.encode(text, add_special_tokens=False) == native.encode(text)
-    assert tokenizer.decode(tokenizer.encode(text), True) == native.decode(native.encode(text))
-    assert tokenizer.decode(tokenizer.encode(text), True) == text.replace("▁", " ")
+    for text in folders.TEXTS:
+        assert tokenizer.encode(text) == [1, *native.encode(text)]
+        assert tokenizer.encode(text, add_special_tokens=False) == native.encode(text)
+        assert tokenizer.decode(tokenizer.encode(text), True) == text.replace("▁", " ")
 
 
 @pytest.mark.parametrize("legacy", [False, True])
@@ -96,7 +96,7 @@ def test_broken_bytes_decode_as_in_sentencepiece(sentencepiece_folder, sentencep
     first = native.piece_to_id("<0x00>")
     lead = [0x41, 0xC3, 0xE4, 0xF0, 0xED, 0xF4, 0x80, 0xA0, 0xBD, 0x9F, 0xA9, 0xFF]
     generator, broken = random.Random(0), 0
-    for _ in range(2000):
+    for _ in range(1000):
         ids = [
             first + generator.choice(lead) if generator.random() < 0.7 else generator.randrange(first + 256, 420)
             for _ in range(generator.randrange(10))
@@ -104,7 +104,7 @@ def test_broken_bytes_decode_as_in_sentencepiece(sentencepiece_folder, sentencep
         text = native.decode(ids)
         assert tokenizer.decode(ids, True) == text, ids
         broken += "\ufffd" in text
-    assert broken > 1000
+    assert broken > 500
     assert tokenizer.decode([first + byte for byte in (*"你".encode(), 0xE4, 0xBD)]) == "你\ufffd\ufffd"
 
 
@@ -116,13 +116,6 @@ def test_stretches_agree_with_the_slow_tokenizer(sentencepiece_folder, sentencep
     for text in MIXED:
         text = f"<s>{text}"
         assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
-
-
-def test_legacy_changes_what_follows_a_special_token(sentencepiece_folder):
-    modern = Tokenizer.from_folder(sentencepiece_folder(legacy=False)).encode("a</s>the")
-    default = Tokenizer.from_folder(sentencepiece_folder()).encode("a</s>the")
-    legacy = Tokenizer.from_folder(sentencepiece_folder(legacy=True)).encode("a</s>the")
-    assert modern == default != legacy
 
 
 @pytest.mark.parametrize("squeeze", [False, True])
@@ -216,17 +209,6 @@ def test_single_word_and_normalized_flags(tmp_path):
     assert found("raff raﬀ") == [2]
 
 
-def test_old_folders_name_added_tokens_elsewhere(tmp_path, sentencepiece_model):
-    size = sentencepiece.SentencePieceProcessor(model_proto=sentencepiece_model).get_piece_size()
-    folders.sentencepiece_folder(tmp_path, sentencepiece_model, eos_token="</s>")
-    folders.write(tmp_path, "added_tokens.json", {"<|im_end|>": size, "<tool>": size + 1})
-    folders.write(tmp_path, "special_tokens_map.json", {"eos_token": {"content": "<|im_end|>", "lstrip": False}})
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert tokenizer.eos_token_id == size
-    assert tokenizer.encode("a<|im_end|><tool>")[-2:] == [size, size + 1]
-    assert tokenizer.decode([size, size + 1], True) == "<tool>"
-
-
 def test_tokenizer_json_wins(byte_fallback_folder, tmp_path):
     (tmp_path / "tokenizer.json").write_bytes((byte_fallback_folder / "tokenizer.json").read_bytes())
     (tmp_path / "tokenizer.model").write_bytes(b"dGhl 0\nY2F0 1\n")
@@ -235,6 +217,26 @@ def test_tokenizer_json_wins(byte_fallback_folder, tmp_path):
     )
 
 
+def test_offsets(folder_of, tmp_path):
+    """The places of SentencePiece's pieces are those that tokenizer.json gives."""
+    for name in ("mistral 0.3", "gemma 2"):
+        whole = Tokenizer.from_folder(folder_of(name))
+        whole.save(tmp_path / name)
+        (tmp_path / name / "tokenizer.json").unlink()
+        alone = Tokenizer.from_folder(tmp_path / name)
+        for text in ("the cat", "a 🦊 b", "the▁cat  x\n", "", "the</s> cat[INST] the", "日本語 <start_of_turn>"):
+            assert alone(text, return_offsets_mapping=True) == whole(text, return_offsets_mapping=True), text
+
+
+def test_offsets_where_sentencepiece_changes_the_text(sentencepiece_folder):
+    model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder(model))
+    assert tokenizer("the cat", return_offsets_mapping=True).offset_mapping[-1][1] == 7
+    with pytest.raises(TokenizerError, match=r"changes the text 'ﬁne' before .*take tokenizer.json"):
+        tokenizer("ﬁne", return_offsets_mapping=True)
+
+
+@pytest.mark.slow
 def test_ten_megabytes(sentencepiece_folder):
     tokenizer = Tokenizer.from_folder(sentencepiece_folder(legacy=False))
     line = "the cat sat on the mat and the dog ran.</s>"

@@ -27,6 +27,7 @@ def small_model(tokenizer):
     return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **shape, **ids))
 
 
+@pytest.mark.slow
 def test_trainer(pair, tmp_path):
     """datasets tokenizes in two processes, the collator pads, Trainer saves: the same losses, and a whole folder."""
     pytest.importorskip("accelerate")
@@ -85,21 +86,17 @@ def test_pipeline_and_streamer(pair, capsys):
     assert said[0] == said[1] and said[0][1]
 
 
-@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "qwen 2", "phi 3"])
-def test_training_templates_of_trl(folder_of, name):
+def test_training_templates_of_trl(folder_of):
     """Every one with {% generation %}: the same text, ids and mask; what theirs refuses ours refuses."""
     trl = pytest.importorskip("trl")
-    from trl.chat_template_utils import is_chat_template_stop_token_trained
-
-    folder = folder_of(name)
-    ours, theirs = Tokenizer.from_folder(folder), families.theirs(name, folder)
-    chats = (TOLD, TALK[1:], [TOLD[0], {"role": "assistant", "content": " the 🦊 \n\n cat"}], [TOLD[0]])
+    folder = folder_of("qwen 2.5")
+    ours, theirs = Tokenizer.from_folder(folder), families.theirs("qwen 2.5", folder)
     paths = sorted((Path(trl.__file__).parent / "chat_templates").glob("*_training.jinja"))
     assert len(paths) > 10
     agreed = 0
     for path in paths:
         options = {"chat_template": path.read_text(), "return_dict": True, "return_assistant_tokens_mask": True}
-        for chat in chats:
+        for chat in (TOLD, TALK[1:], [TOLD[0], {"role": "assistant", "content": " the 🦊 \n\n cat"}], [TOLD[0]]):
             try:
                 expected = theirs.apply_chat_template(chat, **options)
             except Exception:
@@ -108,8 +105,4 @@ def test_training_templates_of_trl(folder_of, name):
                 continue
             assert ours.apply_chat_template(chat, **options) == expected, (path.name, chat)
             agreed += 1
-        trained = [
-            is_chat_template_stop_token_trained(t, chat_template=options["chat_template"]) for t in (ours, theirs)
-        ]
-        assert trained[0] == trained[1], path.name
-    assert agreed > 100
+    assert agreed > 20

@@ -6,7 +6,7 @@ import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import ligermodels.training.recompute
+import ligermodels.training.offload
 from ligermodels.arch import ARCHS
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4)
@@ -27,7 +27,7 @@ def make(family):
 
 def on_two_ranks(rank, meeting):
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)
-    ligermodels.training.recompute.SMALLEST = 1  # a process of its own: nobody else sees it
+    ligermodels.training.offload.SMALLEST = 1  # a process of its own: nobody else sees it
     ids = torch.randint(97, (4, 16), generator=torch.Generator().manual_seed(1))
     for family in KINDS:
         whole, sharded = make(family), make(family)

@@ -118,17 +118,6 @@ def test_warming_up_leaves_nothing_behind(steps_before):
     assert_same(step, losses, model, expected_losses, expected)
 
 
-def test_a_warm_up_that_fails_leaves_nothing_behind():
-    model, optimizer = noisy()
-    before = copy.deepcopy(model.state_dict())
-    step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
-    optimizer.register_step_post_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        step._warm_up()
-    assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
-    assert model.linear.weight.grad is None
-
-
 def test_states_that_begin_unknown_are_named():
     model, optimizer = noisy(torch.optim.NAdam)
     step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
@@ -157,41 +146,20 @@ def test_inputs_unlike_the_example_are_refused():
     step(x=torch.ones(3, 8), scale=None, power=2)
 
 
-def test_what_the_host_reads_is_fixed():
-    model, optimizer = noisy()
-    step = CapturedStep(model, optimizer, x=torch.ones(3, 8), scale=torch.tensor(2.0), fixed=("scale",))
-    step(x=torch.ones(3, 8), scale=torch.tensor(2.0))
-    with pytest.raises(InputError, match=r"scale is tensor\(3.\), the example's tensor\(2.\)"):
-        step(x=torch.ones(3, 8), scale=torch.tensor(3.0))
-
-
 @pytest.mark.parametrize("change, message", [
     (lambda model, optimizer: model.double(), "a parameter's place"),
     (lambda model, optimizer: model.frozen.requires_grad_(), "requires_grad"),
     (lambda model, optimizer: model.eval(), "train"),
     (lambda model, optimizer: optimizer.param_groups[0].update(weight_decay=0.5), "option of the optimizer"),
 ])  # fmt: skip
-def test_what_a_graph_has_taken_up_must_stay(change, message):
+def test_a_stale_graph_raises(change, message):
     model, optimizer = noisy()
     step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
     step(x=torch.ones(3, 8))
     optimizer.param_groups[0].update(lr=0.2, initial_lr=0.1)
     step(x=torch.ones(3, 8))
     change(model, optimizer)
-    with pytest.raises(InputError, match=f"{message}.* changed behind the capture"):
-        step(x=torch.ones(3, 8))
-
-
-def test_autocast_is_that_of_the_capture():
-    model, optimizer = noisy()
-    with torch.autocast("cpu", torch.bfloat16):
-        step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
-        torch.manual_seed(3)
-        first = step(x=torch.ones(3, 8))
-        torch.manual_seed(3)
-        # Weights that autocast had cast before the step would give the first loss again.
-        assert step(x=torch.ones(3, 8)) != first
-    with pytest.raises(InputError, match="autocast"):
+    with pytest.raises(InputError, match=f"{message}.* changed after the capture"):
         step(x=torch.ones(3, 8))
 
 
@@ -220,7 +188,7 @@ def test_parameters_that_an_earlier_graph_holds_are_found():
     loss.backward()
     assert capture._in_a_graph(weight)
     step = CapturedStep(model, torch.optim.SGD(model.parameters()), x=torch.ones(3, 8))
-    with pytest.raises(InputError, match=r"reads linear\.weight is still there.* an output of an earlier forward"):
+    with pytest.raises(InputError, match=r"reads linear\.weight is still alive.* an output of an earlier forward"):
         step._capture()  # which off CUDA nobody else asks for
     loss = loss.detach()
     assert not capture._in_a_graph(weight)
@@ -230,17 +198,6 @@ def test_parameters_that_an_earlier_graph_holds_are_found():
     assert not capture._in_a_graph(weight)
     weight.register_post_accumulate_grad_hook(lambda p: None)
     assert not capture._in_a_graph(weight)
-
-
-def test_the_first_cause_is_named():
-    try:
-        try:
-            torch.ones(2).view(3)
-        finally:
-            raise RuntimeError("invalidated")
-    except RuntimeError as error:
-        cause = capture._first_cause(error)
-    assert "is invalid for input of size 2 at " in cause and "(torch.ones(2).view(3))" in cause
 
 
 # On a card. With a window, attention is a Triton kernel, whose gradients sum in one order, as those of torch's do not.
@@ -405,5 +362,5 @@ assert torch.equal(model.weight, before) and model.weight.grad is None
     assert done.returncode == 0, done.stderr
     first, second, third = done.stdout.splitlines()
     assert "build it with capturable=True" in first
-    assert "reads weight is still there" in second and "an output of an earlier forward" in second
+    assert "reads weight is still alive" in second and "an output of an earlier forward" in second
     assert "cannot be captured" in third and "return y * float(y)" in third

@@ -24,12 +24,7 @@ SIZES = [
     (224, 224), (225, 223), (238, 266), (250, 333), (280, 14), (300, 200), (336, 448), (350, 350), (400, 401),
     (433, 77), (480, 640), (5, 5), (560, 28), (31, 333),
 ]  # fmt: skip
-assert len(set(SIZES)) >= 50
 sides = st.integers(1, 6000)
-
-
-def ids(values):
-    return [f"{value[0]}x{value[1]}" for value in values]
 
 
 # --- Qwen2-VL ---------------------------------------------------------------------------------------------------
@@ -78,7 +73,7 @@ def test_qwen_switches_are_those_of_transformers(config):
 
 
 @given(sides, sides, st.sampled_from([(3136, 12845056), (3136, 1003520), (100352, 602112), (1, 784), (4096, 4096)]))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_smart_resize_is_that_of_transformers(height, width, limits):
     if max(height, width) > 200 * min(height, width):
         with pytest.raises(InputError, match="200 times"):
@@ -87,21 +82,6 @@ def test_smart_resize_is_that_of_transformers(height, width, limits):
             theirs_qwen.smart_resize(height, width, 28, *limits)
     else:
         assert smart_resize(height, width, 28, *limits) == theirs_qwen.smart_resize(height, width, 28, *limits)
-
-
-@pytest.mark.parametrize(
-    ("size", "limits", "expected"),
-    [
-        ((480, 640), (3136, 12845056), (476, 644)),
-        ((100, 100), (3136, 12845056), (112, 112)),
-        ((3000, 4000), (3136, 12845056), (2996, 4004)),
-        ((3000, 4000), (3136, 1003520), (840, 1148)),
-        ((20, 1000), (3136, 12845056), (28, 1008)),
-    ],
-    ids=str,
-)
-def test_smart_resize_golden(size, limits, expected):
-    assert smart_resize(*size, 28, *limits) == expected
 
 
 def test_the_hub_file_of_qwen2_vl():
@@ -113,7 +93,7 @@ def test_the_hub_file_of_qwen2_vl():
     assert processor.num_tokens(out["image_grid_thw"][0]) == 391
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("count", [1, 2, 5])
 def test_a_video_is_its_frames_two_by_two(count):
     """Against transformers' processor of single images, frame by frame; their own for videos needs torchvision."""
     config = QWEN | {"min_pixels": 28 * 28 * 6, "max_pixels": 28 * 28 * 20}
@@ -145,7 +125,7 @@ def test_limits_of_a_frame_are_said_or_those_of_transformers_5():
     assert (processor.min_pixels, processor.max_pixels) == (6272, 12544)
 
 
-@pytest.mark.parametrize(("frames", "budget"), [(8, 640), (8, 100), (64, 640), (3, 128_000)])
+@pytest.mark.parametrize(("frames", "budget"), [(8, 100), (64, 640), (3, 128_000)])
 def test_the_cap_on_a_long_video(frames, budget):
     """The formula of transformers 5.23, Qwen2VLVideoProcessor.resize, spelled out."""
     config = QWEN | {"min_pixels": 784 * 4, "max_pixels": 784 * 400, "cap_pixels_per_frame": True}
@@ -203,7 +183,7 @@ def test_mllama_tiles_ids_and_masks_are_those_of_transformers(config):
 
 
 @given(sides, sides, st.sampled_from([560, 448, 224, 28]), st.integers(1, 9))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_canvas_and_size_are_those_of_transformers(height, width, tile, most):
     canvas = choose_canvas(height, width, most, tile)
     theirs = theirs_mllama.get_optimal_tiled_canvas(height, width, most, tile)
@@ -212,40 +192,22 @@ def test_canvas_and_size_are_those_of_transformers(height, width, tile, most):
     assert fit(height, width, canvas, tile) == tuple(map(int, expected))
 
 
-@pytest.mark.parametrize(
-    ("size", "canvas", "resized"),
-    [
-        ((100, 100), (560, 560), (560, 560)),
-        ((561, 560), (1120, 560), (561, 560)),
-        ((400, 1200), (560, 1680), (400, 1200)),
-        ((2000, 2000), (1120, 1120), (1120, 1120)),
-        ((500, 2400), (560, 2240), (466, 2240)),
-        ((600, 800), (1120, 1120), (600, 800)),
-    ],
-    ids=str,
-)
-def test_canvas_golden(size, canvas, resized):
-    found = choose_canvas(*size, 4, 560)
-    assert (found[0] * 560, found[1] * 560) == canvas
-    assert fit(*size, found, 560) == resized
-
-
 def test_arrangements_in_the_order_of_the_ids():
     assert arrangements(4) == ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
     assert list(arrangements(7)) == theirs_mllama.get_all_supported_aspect_ratios(7)
 
 
-def test_a_batch_without_pictures_has_no_inputs():
+def test_a_batch_without_images_has_no_inputs():
     assert _mllama(28)[0]([[], []]) == ({}, [[], []])
 
 
-def test_mllama_names_the_picture():
+def test_mllama_names_the_image():
     with pytest.raises(InputError, match=r"image 1 of text 2: nowhere\.png is not there"):
         _mllama(28)[0]([[], [draw(2, 2)], [draw(2, 2), "nowhere.png"]])
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_cross_attention_masks_are_those_of_transformers(data):
     from transformers.models.mllama import processing_mllama as theirs
 
@@ -272,18 +234,17 @@ def test_other_modes_are_those_of_transformers(mode):
     assert torch.equal(ours([[image]])[0]["pixel_values"], theirs([[image]], return_tensors="pt")["pixel_values"])
 
 
-def test_arrays_give_what_their_picture_gives():
+def test_arrays_give_what_their_image_gives():
     image = draw(60, 80)
     array = np.asarray(image)
     tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
     for source in (array, tensor, array[:, :, :1], array[:, :, 0], tensor[:1], array[::-1][::-1]):
-        as_picture = Image.fromarray(array[:, :, 0]) if np.ndim(source) == 2 or 1 in source.shape else image
-        assert np.array_equal(np.asarray(load_image(source)), np.asarray(as_picture.convert("RGB")))
+        as_image = Image.fromarray(array[:, :, 0]) if np.ndim(source) == 2 or 1 in source.shape else image
+        assert np.array_equal(np.asarray(load_image(source)), np.asarray(as_image.convert("RGB")))
 
 
 BAD_CONFIGS = [
     ("qwen", {"min_pixels": 0}, "min_pixels must be a whole number of at least 1, not 0"),
-    ("qwen", {"patch_size": 14.0}, "patch_size must be a whole number"),
     ("qwen", {"max_pixels": 100}, "min_pixels 3,136 is above max_pixels 100"),
     ("qwen", {"size": {"height": 3, "width": 3}}, "size must hold shortest_edge and longest_edge"),
     ("qwen", {"do_center_crop": True}, "do_center_crop is True, and cropping is not done"),
@@ -291,16 +252,11 @@ BAD_CONFIGS = [
     ("qwen", {"image_mean": [0.5, 0.5]}, "image_mean must be three numbers"),
     ("qwen", {"image_std": [0.5, 0, 0.5]}, "image_std holds 0"),
     ("qwen", {"image_std": ["0.5"] * 3}, "image_std must be a number, not '0.5'"),
-    ("qwen", {"rescale_factor": float("nan")}, "rescale_factor must be a number"),
     ("qwen", {"resample": 9}, "pillow's filters are 0 to 5"),
     ("qwen", {"do_resize": "yes"}, "do_resize must be true or false"),
-    ("qwen", {"cap_pixels_per_frame": 3}, "cap_pixels_per_frame must be true or false"),
     ("mllama", {"size": {"height": 560, "width": 448}}, "a height and a width that are equal"),
     ("mllama", {"size": None}, "a height and a width that are equal"),
-    ("mllama", {"size": {"height": "560", "width": "560"}}, "height must be a whole number"),
     ("mllama", {"do_pad": False}, "do_pad is false"),
-    ("mllama", {"do_resize": False}, "do_resize is false"),
-    ("mllama", {"max_image_tiles": 0}, "max_image_tiles must be a whole number"),
     ("mllama", {"image_mean": None, "image_std": None}, "has no image_mean and no image_std"),
 ]
 

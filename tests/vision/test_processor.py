@@ -7,14 +7,16 @@ import shutil
 
 import numpy as np
 import pytest
+import tokenizers
 import torch
 import transformers
 from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 import ligermodels
-from ligermodels.errors import CheckpointError, ConfigError, InputError, TokenizerError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.vision import MllamaImageProcessor, Processor, Qwen2VLImageProcessor
+from tests.text.folders import byte_level
 from tests.vision import folders
 from tests.vision.folders import draw
 
@@ -85,12 +87,9 @@ def same(actual, expected, names):
 PAD = "<|vision_start|><|image_pad|><|vision_end|>"
 CLIP = "<|vision_start|><|video_pad|><|vision_end|>"
 QWEN_BATCHES = {
-    "one": (["What is " + PAD + "this?"], [[CAT]]),
-    "several": ([PAD + PAD + " the same? " + PAD], [[CAT, DOG, OWL]]),
     "batch": ([f"a {PAD}", f"{PAD}{PAD} are these two the same, do you think?"], [[DOG], [CAT, OWL]]),
     "some without": (["plain text, and more of it", f"x {PAD}", "short"], [[], [DOG], []]),
     "none": (["plain", "a longer plain text"], None),
-    "at the ends": ([f"{PAD} and {PAD}"], [[OWL, CAT]]),
     "bare placeholders": (["<|image_pad|><|image_pad|>"], [[CAT, OWL]]),
 }
 
@@ -109,7 +108,7 @@ def test_qwen_inputs_are_those_of_transformers(qwen, case, side):
     assert (actual["input_ids"] == ours.tokenizer.token_to_id("<|image_pad|>")).sum() == merged
 
 
-def test_qwen_videos_and_pictures_in_one_batch(qwen):
+def test_qwen_videos_and_images_in_one_batch(qwen):
     ours, theirs = qwen
     text = [f"{CLIP} and {PAD}", f"{PAD}{PAD}", f"{CLIP}{CLIP}!"]
     images, videos = [[CAT], [DOG, OWL], []], [[FILM], [], [FILM[:2], FILM[1:4]]]
@@ -141,7 +140,6 @@ def test_videos_in_every_form(qwen):
 
 IMAGE = "<|image|>"
 MLLAMA_BATCHES = {
-    "one": ([IMAGE + "What is this?"], [[CAT]]),
     "several": ([IMAGE + IMAGE + "The same? " + IMAGE + "No."], [[CAT, DOG, OWL]]),
     "batch": ([f"{IMAGE}a", f"Two: {IMAGE} and {IMAGE} here are they"], [[DOG], [CAT, OWL]]),
     "some without": (["plain text, and more of it than below", f"{IMAGE}{IMAGE}x", "short"], [[], [DOG, CAT], []]),
@@ -149,7 +147,6 @@ MLLAMA_BATCHES = {
     "BOS in the text": (["<|begin_of_text|>Here: " + IMAGE], [[CAT]]),
     "BOS behind the image": ([IMAGE + "<|begin_of_text|>A haiku"], [[CAT]]),
     "text first": (["Look: " + IMAGE + "." + IMAGE], [[CAT, DOG]]),
-    "image last": (["Look: " + IMAGE * 2], [[CAT, DOG]]),
 }
 
 
@@ -178,16 +175,10 @@ def test_without_special_tokens_there_is_no_bos(mllama):
 def test_one_bos_also_where_the_tokenizer_adds_its_own(mllama_folder, tmp_path):
     """As tokenizer.json of the text models does."""
     shutil.copytree(mllama_folder, tmp_path / "m")
-    state = folders.read(tmp_path / "m", "tokenizer.json")
-    bos = "<|begin_of_text|>"
-    index = next(token["id"] for token in state["added_tokens"] if token["content"] == bos)
-    state["post_processor"] = {
-        "type": "TemplateProcessing",
-        "single": [{"SpecialToken": {"id": bos, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-        "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
-        "special_tokens": {bos: {"id": bos, "ids": [index], "tokens": [bos]}},
-    }
-    (tmp_path / "m" / "tokenizer.json").write_text(json.dumps(state))
+    native = tokenizers.Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
+    bos, index = "<|begin_of_text|>", native.token_to_id("<|begin_of_text|>")
+    native.post_processor = tokenizers.processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, index)])
+    native.save(str(tmp_path / "m" / "tokenizer.json"))
     ours = Processor.from_folder(tmp_path / "m")
     assert ours.tokenizer.encode("a")[0] == index
     ids = ours([IMAGE + "a"], [[CAT]])["input_ids"][0].tolist()
@@ -253,7 +244,7 @@ def test_a_batch_of_conversations(family, request):
     same(actual, expected, list(expected))
 
 
-def test_pictures_in_every_form_of_a_part(qwen, tmp_path):
+def test_images_in_every_form_of_a_part(qwen, tmp_path):
     ours, _ = qwen
     file = io.BytesIO()
     CAT.save(file, "PNG")
@@ -297,14 +288,13 @@ def test_answers_are_decoded(qwen):
     ours, _ = qwen
     inputs = ours([f"{PAD}the cat", "the dog sat"], [[CAT], []])
     assert ours.batch_decode(inputs["input_ids"]) == ["the cat", "the dog sat"]
-    assert ours.decode(inputs["input_ids"][1]) == "the dog sat"
     assert ours.decode(inputs["input_ids"][0], skip_special_tokens=False).endswith("<|image_pad|><|vision_end|>the cat")
 
 
 # --- Forms and errors -------------------------------------------------------------------------------------------
 
 
-def test_pictures_nested_or_flat_or_alone(qwen):
+def test_images_nested_or_flat_or_alone(qwen):
     ours, _ = qwen
     texts = [f"{PAD}{PAD}", "none", PAD]
     expected = ours(texts, [[CAT, DOG], [], [OWL]])
@@ -320,15 +310,10 @@ def test_pictures_nested_or_flat_or_alone(qwen):
 
 WRONG = {
     "none given": ("qwen", (PAD,), r"text 0 has 1 <\|image_pad\|> and 0 images; each image needs its own"),
-    "none wanted": ("qwen", ("a", CAT), r"text 0 has 0 <\|image_pad\|> and 1 images"),
     "too few in a text": ("qwen", ([PAD, PAD + PAD], [[CAT], [DOG]]), r"text 1 has 2 <\|image_pad\|> and 1 images"),
-    "the wrong text": ("qwen", ([PAD, "a"], [[], [DOG]]), r"text 0 has 1 <\|image_pad\|> and 0 images"),
     "flat, too many": ("qwen", ([PAD, PAD], [CAT, DOG, OWL]), r"2 texts have \[1, 1\] .*, the images given are \[3\]"),
-    "lists and texts": ("qwen", ([PAD], [[CAT], [DOG]]), r"1 texts have \[1\] .* the images given are \[1, 1\]"),
     "mllama": ("mllama", ([IMAGE, IMAGE], [[CAT, DOG], []]), r"text 0 has 1 <\|image\|> and 2 images"),
-    "mllama none given": ("mllama", ([IMAGE, "a"],), r"text 0 has 1 <\|image\|> and 0 images"),
     "videos": ("qwen", (CLIP + CLIP, None, [FILM]), r"text 0 has 2 <\|video_pad\|> and 1 videos"),
-    "videos as images": ("qwen", (CLIP, CAT), r"text 0 has 0 <\|image_pad\|> and 1 images"),
     "video file": ("qwen", (CLIP, None, "film.mp4"), "videos= must be a list, not str. Video files are not decoded"),
     "videos of mllama": ("mllama", ("a", None, [FILM]), "this model takes no videos"),
     "images as text": ("qwen", ([CAT],), "text must be a str or a list of them"),
@@ -339,7 +324,6 @@ WRONG = {
         ([PAD, PAD], [CAT, [DOG]]),
         "images= must be a list of images, or one list .* holds list",
     ),
-    "a dict": ("qwen", (PAD, {"image": CAT}), "images= must be a list, not dict"),
 }
 
 
@@ -350,31 +334,21 @@ def test_what_does_not_fit(case, request):
         request.getfixturevalue(family)[0](*arguments)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
+def test_options_that_are_not_there(qwen):
+    for options, message in (
         ({"padding_side": "both"}, "padding_side must be 'left' or 'right', not 'both'"),
         ({"return_tensors": "np"}, "return_tensors 'pt' .*'np'"),
         ({"padding": False}, "padding can only be True"),
-    ],
-    ids=str,
-)
-def test_options_that_are_not_there(qwen, options, message):
-    with pytest.raises(InputError, match=message):
-        qwen[0]("a", **options)
+    ):
+        with pytest.raises(InputError, match=message):
+            qwen[0]("a", **options)
 
 
 WRONG_CHATS = {
     "two sources": (asked({"type": "image", "image": CAT, "path": "x"}), {}, "image and path; one of them"),
     "both ways": (CHATS["one"], {"images": [CAT]}, "images= is given, and parts of the messages hold images too"),
-    "no source": (asked({"type": "image"}), {}, r"text 0 has 1 <\|image_pad\|> and 0 images"),
     "bad base64": (asked({"type": "image", "base64": "a"}), {}, "base64 of an image part cannot be decoded"),
     "no dicts": (["hello"], {}, "messages must be a list of dicts"),
-    "a URL": (
-        asked({"type": "image", "url": "https://a.b/c.png"}),
-        {},
-        "image 0 of text 0: https://a.b/c.png is a URL",
-    ),
     "lists of ids": (CHATS["one"], {"return_dict": False}, "return_dict True"),
 }
 
@@ -394,17 +368,12 @@ def test_both_generations_of_files(family, request, tmp_path):
     """processor_config.json as transformers 5 saves it gives the same processor as the files of the Hub."""
     ours, theirs = request.getfixturevalue(family)
     if family == "qwen":
-        theirs = TheirQwen(theirs.image_processor, theirs.tokenizer, None, chat_template=folders.QWEN_TEMPLATE)
-        theirs.video_processor = transformers.BatchFeature({"video_processor_type": "Qwen2VLVideoProcessor"})
-        theirs.image_processor.save_pretrained(tmp_path)
         nested = {"image_processor": theirs.image_processor.to_dict(), "processor_class": "Qwen2VLProcessor"}
         nested["video_processor"] = {
             "video_processor_type": "Qwen2VLVideoProcessor",
             "size": {"longest_edge": 602112, "shortest_edge": 100352},
-            "resample": 3, "do_sample_frames": False, "do_convert_rgb": True, "return_metadata": False,
-            "min_frames": 4, "max_frames": 768, "max_video_tokens": 128000, "data_format": "channels_first",
+            "resample": 3, "do_sample_frames": False, "do_convert_rgb": True, "max_video_tokens": 128000,
         }  # fmt: skip
-        (tmp_path / "preprocessor_config.json").unlink()
         (tmp_path / "processor_config.json").write_text(json.dumps(nested))
         theirs.tokenizer.save_pretrained(tmp_path)
         (tmp_path / "chat_template.jinja").write_text(folders.QWEN_TEMPLATE)
@@ -421,15 +390,6 @@ def test_both_generations_of_files(family, request, tmp_path):
     if family == "qwen":
         assert (again.video_processor.min_pixels, again.video_processor.max_pixels) == (100352, 602112)
         assert (ours.video_processor.min_pixels, ours.video_processor.max_pixels) == (784, 784 * 12)
-
-
-def test_the_file_for_videos(qwen_folder, tmp_path):
-    shutil.copytree(qwen_folder, tmp_path / "q")
-    config = folders.QWEN | {"min_pixels": 1568, "max_pixels": 3136}
-    (tmp_path / "q" / "video_preprocessor_config.json").write_text(json.dumps(config))
-    processor = Processor.from_folder(tmp_path / "q")
-    assert (processor.video_processor.min_pixels, processor.video_processor.max_pixels) == (1568, 3136)
-    assert processor.image_processor.min_pixels == 784
 
 
 def test_chosen_by_the_files(qwen_folder, mllama_folder, tmp_path):
@@ -459,13 +419,10 @@ def test_saved_folders_are_whole(qwen, mllama, tmp_path):
 
 BAD_FOLDERS = {
     "no image processor": ({"preprocessor_config.json": None}, ConfigError, "has no preprocessor_config.json and no"),
-    "another model": ({"config.json": '{"model_type": "llava"}'}, ConfigError, "model_type 'llava'.*supported are"),
     "families mixed": ({"config.json": '{"model_type": "mllama"}'}, ConfigError, "Qwen2VLImageProcessor.*'mllama'"),
     "unknown kind": (
         {"config.json": None, "preprocessor_config.json": '{"image_processor_type": "CLIP"}'}, ConfigError, "'CLIP'"),
     "no JSON": ({"preprocessor_config.json": "{"}, CheckpointError, r"preprocessor_config\.json is not JSON"),
-    "no object": ({"processor_config.json": '{"image_processor": [1]}'}, ConfigError, "must be an object"),
-    "no tokenizer": ({"tokenizer.json": None}, TokenizerError, "has neither tokenizer.json nor"),
 }  # fmt: skip
 
 
@@ -480,8 +437,6 @@ def test_bad_folders(qwen_folder, case, tmp_path):
 
 
 def test_the_tokenizer_of_a_text_model(qwen_folder, tmp_path):
-    from tests.text.folders import byte_level
-
     byte_level(tmp_path)
     shutil.copy(qwen_folder / "preprocessor_config.json", tmp_path)
     with pytest.raises(ConfigError, match=r"the tokenizer has no <\|image_pad\|>"):

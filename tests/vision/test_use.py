@@ -1,6 +1,6 @@
-"""What users do with images, as they do it: `ligermodels chat --image`, and examples/finetune_images.py."""
+"""What users do with images, as they do it: `ligermodels chat --image`, and examples/images.py."""
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -82,7 +82,7 @@ def said(model, inputs, length, stops) -> list[int]:
     return out[0, inputs["input_ids"].shape[1] :].tolist()
 
 
-def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
+def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     folder, theirs = built
     images = [folders.draw(70, 90, seed=1), folders.draw(40, 100, seed=2)]
     for number, image in enumerate(images):
@@ -107,22 +107,16 @@ def test_chat_about_pictures(built, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("image, words", [("missing.png", "missing.png"), ("model/config.json", "not an image")])
-def test_chat_refuses_what_is_no_picture(built, tmp_path, capsys, monkeypatch, image, words):
+def test_chat_refuses_what_is_no_image(built, tmp_path, capsys, monkeypatch, image, words):
     folder, _ = built
     monkeypatch.setattr(ligermodels, "load", None)  # not even tried
     assert main(["chat", str(folder), "--image", str(tmp_path / image)]) == 3
     assert words in capsys.readouterr().err
 
 
-def example():
-    path = Path(__file__).parents[2] / "examples" / "finetune_images.py"
-    spec = importlib.util.spec_from_file_location("finetune_images", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.mark.parametrize("tower", [False, True], ids=["frozen tower", "trained tower"])
+@pytest.mark.parametrize(
+    "tower", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen tower", "trained tower"]
+)
 def test_fine_tuning(built, tmp_path, tower, monkeypatch, capsys):
     """It learns which of two images gets which answer, and what it saves loads in transformers."""
     folder, theirs = built
@@ -133,7 +127,9 @@ def test_fine_tuning(built, tmp_path, tower, monkeypatch, capsys):
         lines.append(json.dumps({"image": f"{number}.png", "question": "What is it?", "answer": answer}))
     (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
     arguments = [str(folder), str(tmp_path / "pairs.jsonl"), "--out", str(tmp_path / "tuned"), "--lr", "3e-3"]
-    losses = example().main([*arguments, "--steps", "40", "--checkpointing", *(["--train-tower"] if tower else [])])
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    example = importlib.import_module("images")
+    losses = example.main([*arguments, "--steps", "40", *(["--train-tower"] if tower else [])])
     assert losses[-1] < 0.1 * losses[0]
     tuned = type(theirs).from_pretrained(tmp_path / "tuned").eval()
     moved = {name for (name, a), b in zip(tuned.named_parameters(), theirs.parameters(), strict=True) if not a.equal(b)}

@@ -9,7 +9,7 @@ from ligermodels.layers.preference.sequences import (
     check_choice,
     check_positive,
     check_smoothing,
-    wide,
+    upcast,
 )
 
 LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo")
@@ -39,7 +39,7 @@ def cpo_loss(
     Liger has sigmoid and, as a loss of its own, simpo. For hinge and ipo TRL ignores a label smoothing, with a warning.
     """
     check_options(loss_type, beta, label_smoothing)
-    u = wide(chosen_logps) - wide(rejected_logps)
+    u = upcast(chosen_logps) - upcast(rejected_logps)
     if loss_type == "hinge":
         return torch.relu(1 - beta * u)
     if loss_type == "ipo":

@@ -12,7 +12,7 @@ from ligermodels.layers.preference.sequences import (
     check_choice,
     check_positive,
     check_smoothing,
-    wide,
+    upcast,
 )
 
 LOSS_TYPES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
@@ -31,7 +31,7 @@ def check_options(loss_type: str, beta: float, label_smoothing: float, discopop_
 
 
 def smoothed(logits: Tensor, label_smoothing: float) -> Tensor:
-    """-log sigmoid(logits), for a share of label_smoothing with the sign turned."""
+    """-log sigmoid(logits), with the sign of the logits flipped for a share of label_smoothing."""
     loss = -F.logsigmoid(logits)
     return (1 - label_smoothing) * loss - label_smoothing * F.logsigmoid(-logits) if label_smoothing else loss
 
@@ -41,7 +41,7 @@ def dpo_loss(
     ref_rejected_logps: Tensor | None = None, *, beta: float = 0.1, loss_type: str = "sigmoid",
     label_smoothing: float = 0.0, discopop_tau: float = 0.05,
 ) -> Tensor:  # fmt: skip
-    """Losses [B] of pairs, in fp32, from log probabilities [B]; without those of a reference its share is 0.
+    """Losses [B] of pairs, in fp32, from log probabilities [B]; without a reference, its log probabilities count as 0.
 
     With a and b the log ratios of policy to reference of chosen and rejected, d = beta (a - b), s = sigmoid and
     e = label_smoothing, which is defined (must be 0 elsewhere) where e stands:
@@ -65,9 +65,9 @@ def dpo_loss(
     which is inf * 0 for d below -88, and 1 - s(z), which cancels; nothing overflows or cancels here.
     """
     check_options(loss_type, beta, label_smoothing, discopop_tau)
-    chosen, rejected = wide(chosen_logps), wide(rejected_logps)
-    ref_chosen = torch.zeros_like(chosen) if ref_chosen_logps is None else wide(ref_chosen_logps)
-    ref_rejected = torch.zeros_like(rejected) if ref_rejected_logps is None else wide(ref_rejected_logps)
+    chosen, rejected = upcast(chosen_logps), upcast(rejected_logps)
+    ref_chosen = torch.zeros_like(chosen) if ref_chosen_logps is None else upcast(ref_chosen_logps)
+    ref_rejected = torch.zeros_like(rejected) if ref_rejected_logps is None else upcast(ref_rejected_logps)
     a, b = chosen - ref_chosen, rejected - ref_rejected
     e = label_smoothing
     if loss_type == "aot":
@@ -105,16 +105,12 @@ def _sorted(x: Tensor) -> Tensor:
 
 
 class LinearDPOLoss(PairedLoss):
-    """DPO from hidden states: `dpo_loss` of the log probabilities of a linear head, with every loss_type it has.
+    """DPO from hidden states: `dpo_loss` of a linear head's log probabilities.
 
-    beta: how much of a distance from the reference a preference is worth. average_log_prob: log probabilities per
-    token instead of per sequence, of policy and reference; "ipo" and "sigmoid_norm" use those anyway (the metrics only
-    with average_log_prob). compute_nll_loss: adds alpha times the mean negative log probability of the chosen tokens,
-    over all of the batch. label_smoothing is an InputError where the loss type does not define it. Options of the head:
-    `LinearLoss`.
-
-    Four matrix products of the size of the head's run with a reference by its states, three without; one more where
-    the logits of all tokens are not kept (see `linear_logprobs`).
+    average_log_prob: log probabilities per token instead of per sequence, of policy and reference; "ipo" and
+    "sigmoid_norm" always use those (the metrics only with average_log_prob). compute_nll_loss: adds alpha times the
+    mean negative log probability of the chosen tokens. Raises InputError for a label_smoothing that the loss
+    type does not define. Options of the head: `LinearLoss`.
     """
 
     def __init__(
@@ -158,10 +154,9 @@ class LinearDPOLoss(PairedLoss):
 
         labels are shifted already. The reference: ref_x [2B, S, H'] and ref_weight [V, H'] (ref_bias), or ref_logps
         [2B], sums over tokens as `sequence_logps` gives them, or none of these, for log ratios of the policy alone.
-        nll_labels, where given, are the labels of the NLL term, which may count tokens that labels leave out (the
-        prompt); those of the rejected half are not used. Packed sequences: x [T, H] or [1, T, H], labels alike, and
-        cu_seqlens [2B + 1]. num_valid, where the host knows it, bounds the number of labels that count (in either):
-        the others are left out of the matrix products.
+        nll_labels: labels of the NLL term, which may include the prompt; the rejected half is not used. Packed
+        sequences: x [T, H] or [1, T, H], labels alike, and cu_seqlens [2B + 1]. num_valid: an upper bound on the number
+        of labels (of either kind) that are not ignored; the GEMMs leave out the other rows.
         """
         sequences = self._measure(x, weight, labels, bias, nll_labels, cu_seqlens, num_valid)
         ref = self._reference(sequences, x, labels, ref_x, ref_weight, ref_bias, ref_logps, cu_seqlens, num_valid)

@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimisation: single answers, each wanted or not, against a reference; no pairs."""
+"""Kahneman-Tversky optimisation: single answers, each desirable or not, against a reference; no pairs."""
 
 from typing import NamedTuple
 
@@ -6,18 +6,24 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.layers.preference.sequences import LinearLoss, check_choice, check_positive, mean, measure, wide
+from ligermodels.layers.preference.sequences import (
+    LinearLoss,
+    check_choice,
+    check_positive,
+    mean,
+    sequence_sums,
+    upcast,
+)
 
 LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
 
 class KTOOutput(NamedTuple):
-    """The loss, and beside it what trainers log: on the device, without gradient.
+    """The loss, and the metrics that trainers log: on the device, without gradient.
 
-    logps and rewards [N] are those of the sequences, in their order. The others are []: means over the desirable
-    (chosen) and the undesirable (rejected) sequences, 0 where there is none of a kind; reward_margin is the difference
-    of the two rewards; the logits are averaged over the vocabulary and the tokens that count. kl is the reference
-    point that was used.
+    logps and rewards [N]: of each sequence. The others []: means over the desirable (chosen) and the undesirable
+    (rejected) sequences, 0 where there is none; reward_margin is the difference of the two mean rewards; logits are
+    averaged over the vocabulary and the labelled tokens. kl: the reference point that was used.
     """
 
     loss: Tensor
@@ -34,12 +40,12 @@ class KTOOutput(NamedTuple):
 
 
 def kto_kl(kl_logps: Tensor, ref_kl_logps: Tensor | None = None) -> Tensor:
-    """max(0, mean log ratio) of completions [M] that belong to other prompts: an estimate of KL(policy, reference).
+    """max(0, mean log ratio) of completions [M] of other prompts: an estimate of KL(policy, reference).
 
-    Without gradient, as in the paper. With several processes: average what they found, before the max.
+    Without gradient, as in the paper. With several processes, average before the max.
     """
-    ratio = wide(kl_logps.detach())
-    ratio = ratio if ref_kl_logps is None else ratio - wide(ref_kl_logps.detach())
+    ratio = upcast(kl_logps.detach())
+    ratio = ratio if ref_kl_logps is None else ratio - upcast(ref_kl_logps.detach())
     return mean(ratio).clamp(min=0)
 
 
@@ -58,9 +64,9 @@ def kto_loss(
     """
     check_choice("loss_type", loss_type, LOSS_TYPES)
     check_positive(beta=beta)
-    a = wide(logps)
-    a = a if ref_logps is None else a - wide(ref_logps)
-    a = a if kl is None or loss_type == "apo_zero_unpaired" else a - wide(kl.detach())
+    a = upcast(logps)
+    a = a if ref_logps is None else a - upcast(ref_logps)
+    a = a if kl is None or loss_type == "apo_zero_unpaired" else a - upcast(kl.detach())
     losses = torch.sigmoid(beta * torch.where(desirable, -a, a))
     return torch.where(desirable, desirable_weight * losses, undesirable_weight * losses)
 
@@ -68,7 +74,7 @@ def kto_loss(
 class LinearKTOLoss(LinearLoss):
     """KTO from hidden states: the mean of `kto_loss` over sequences.
 
-    desirable_weight and undesirable_weight make up for unequal numbers of the two kinds. average_log_prob: log
+    desirable_weight and undesirable_weight balance unequal numbers of the two kinds. average_log_prob: log
     probabilities per token instead of per sequence, of policy and reference. Options of the head:
     `LinearLoss`.
     """
@@ -119,20 +125,19 @@ class LinearKTOLoss(LinearLoss):
 
         The reference: ref_x [N, S, H'] and ref_weight [V, H'] (ref_bias), or ref_logps [N], sums over tokens as
         `sequence_logps` gives them, or none of these, for log ratios of the policy alone. Packed sequences: x [T, H]
-        or [1, T, H], labels alike, and cu_seqlens [N + 1]. num_valid, where the host knows it, bounds the number of
-        labels that count: the others are left out of the matrix products.
+        or [1, T, H], labels alike, and cu_seqlens [N + 1]. num_valid: an upper bound on the number of labels that are
+        not ignored; the GEMMs leave out the other rows.
 
-        The reference point: kl, a number that `kto_kl` gave (the mean over processes, say), as it is; or kl_x
-        [M, S', H] and kl_labels [M, S'], completions under prompts of others, whose reference is ref_kl_x [M, S', H']
-        or ref_kl_logps [M], sums. These cost no backward. Without any of it, it is 0.
+        The reference point: kl, a number from `kto_kl`; or kl_x [M, S', H] and kl_labels [M, S'], completions under
+        the prompts of others, whose reference is ref_kl_x [M, S', H'] or ref_kl_logps [M], no backward; or 0.
         """
-        sequences = measure(x, weight, labels, bias=bias, cu_seqlens=cu_seqlens, num_valid=num_valid, **self.head)
+        sequences = sequence_sums(x, weight, labels, bias=bias, cu_seqlens=cu_seqlens, num_valid=num_valid, **self.head)
         ref = self._reference(sequences, x, labels, ref_x, ref_weight, ref_bias, ref_logps, cu_seqlens, num_valid)
         logps = sequences.logps
         if desirable.shape != logps.shape or desirable.dtype != torch.bool:
             raise InputError(
                 f"desirable is {desirable.dtype} {list(desirable.shape)}; it must be torch.bool {list(logps.shape)}: "
-                "for each sequence, whether it is wanted"
+                "for each sequence, whether it is desirable"
             )
         desirable = desirable.to(x.device, non_blocking=True)
         if self.average_log_prob:
@@ -181,11 +186,11 @@ class LinearKTOLoss(LinearLoss):
                 raise InputError("loss_type='apo_zero_unpaired' has no reference point: leave kl and kl_x out")
             return None
         if kl_x is None or kl_labels is None:
-            return None if kl is None else wide(kl.detach()).to(weight.device, non_blocking=True)
+            return None if kl is None else upcast(kl.detach()).to(weight.device, non_blocking=True)
         if ref_kl_x is not None and (ref_weight is None or ref_kl_logps is not None):
             raise InputError("ref_kl_x needs ref_weight, and takes the place of ref_kl_logps")
         with torch.no_grad():
-            own = measure(kl_x, weight, kl_labels, bias=bias, **self.head)
+            own = sequence_sums(kl_x, weight, kl_labels, bias=bias, **self.head)
             ref = self._reference(own, kl_x, kl_labels, ref_kl_x, None if ref_kl_x is None else ref_weight,
                                   None if ref_kl_x is None else ref_bias, ref_kl_logps, None, None)  # fmt: skip
             ratio = own.logps - ref

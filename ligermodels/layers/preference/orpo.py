@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.layers.preference.sequences import ReferenceFreeLoss, check_positive, mean, wide
+from ligermodels.layers.preference.sequences import ReferenceFreeLoss, check_positive, mean, upcast
 
 
 def log_odds(logps: Tensor) -> Tensor:
@@ -16,7 +16,7 @@ def log_odds(logps: Tensor) -> Tensor:
     above it, log(1 - p) stays at log(eps), -15.9 in fp32, without gradient. So value and gradient are finite for
     every logps; -inf alone gives -inf.
     """
-    x = wide(logps)
+    x = upcast(logps)
     return x - torch.log(-torch.expm1(x.clamp(max=-torch.finfo(x.dtype).eps)))
 
 

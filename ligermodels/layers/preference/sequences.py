@@ -2,8 +2,8 @@
 
     logps[n] = sum over the tokens t of sequence n that count of log softmax(x[n, t] @ weight.T + bias)[labels[n, t]]
 
-The logits are never in memory in fp32, nor whole where chunks of tokens are leaner: `kernels.linear_logprobs`. What a
-preference loss computes of the [N] sums is a few numbers per pair, in plain PyTorch, in fp32 (fp64 for fp64).
+`kernels.linear_logprobs` computes them without the logits in fp32, in chunks of tokens. The losses on top of the [N]
+sums are plain PyTorch in fp32 (fp64 for fp64).
 """
 
 import math
@@ -16,30 +16,29 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.linear_logprobs import linear_logprobs
 
 
-class Sequences(NamedTuple):
-    """Sums [N] over the tokens of N sequences that count; 0 where none does."""
+class SequenceSums(NamedTuple):
+    """Sums [N] over the tokens of N sequences whose label is not ignored; 0 where there is none."""
 
     logps: Tensor  # with gradient
-    lengths: Tensor  # how many count
+    lengths: Tensor  # number of tokens
     logits: Tensor  # of the mean logit over the vocabulary
-    nll_logps: Tensor  # as logps, over the tokens that the NLL counts
+    nll_logps: Tensor  # as logps, over the tokens of the NLL term
     nll_lengths: Tensor
 
     def averaged(self, logps: Tensor) -> Tensor:
-        """Sums [N] as means per token; those of an empty sequence stay 0."""
+        """Means per token of sums [N]; 0 for an empty sequence."""
         return logps / self.lengths.clamp(min=1)
 
 
 class PreferenceOutput(NamedTuple):
-    """The loss, and beside it what trainers log: on the device, without gradient.
+    """The loss, and the metrics that trainers log: on the device, without gradient.
 
-    chosen_logps and rejected_logps [B]: log probability of each sequence, summed over its tokens or averaged, as the
-    loss uses it. chosen_logits_mean and rejected_logits_mean []: mean logit over the vocabulary and the tokens that
-    count (TRL does so too; Liger counts the prompt and the padding). nll_loss []: mean negative log probability of the
-    chosen tokens, whether or not it is part of the loss. chosen_rewards, rejected_rewards [B]: beta times the log
-    ratio to the reference, or times the log probability where there is none. reward_accuracy []: the share of pairs
-    whose chosen reward is the larger. reward_margin []: the mean difference. log_odds_ratio (mean log sigmoid of the
-    log odds ratio) and log_odds_chosen (its mean), [], are there with ORPO, and None otherwise.
+    chosen_logps and rejected_logps [B]: log probability of each sequence, summed or averaged as the loss uses it.
+    chosen_logits_mean and rejected_logits_mean []: mean logit over the vocabulary and the labelled tokens (as TRL;
+    Liger includes prompt and padding). nll_loss []: mean negative log probability of the chosen tokens, part of the
+    loss or not. chosen_rewards and rejected_rewards [B]: beta times the log ratio to the reference, or times the log
+    probability without one. reward_accuracy []: the share of pairs whose chosen reward is larger. reward_margin []: the
+    mean difference. ORPO adds log_odds_ratio (mean log sigmoid of the log odds ratio) and log_odds_chosen (its mean).
     """
 
     loss: Tensor
@@ -56,12 +55,12 @@ class PreferenceOutput(NamedTuple):
     log_odds_chosen: Tensor | None = None
 
 
-def wide(x: Tensor) -> Tensor:
+def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
 def mean(x: Tensor) -> Tensor:
-    """The mean, and 0 of nothing."""
+    """The mean; 0 of an empty tensor."""
     return x.mean() if x.numel() else x.sum()
 
 
@@ -71,11 +70,10 @@ def check_choice(name: str, value: str, supported: tuple[str, ...], hint: str = 
 
 
 def check_smoothing(label_smoothing: float, loss_type: str, defined: tuple[str, ...]) -> None:
-    """Raises InputError for a label smoothing that the loss does not define: it would be ignored."""
+    """Raises InputError for a label smoothing that the loss does not define."""
     if not 0 <= label_smoothing < 0.5:
         raise InputError(
-            f"label_smoothing={label_smoothing} must be in [0, 0.5): it is the share of pairs whose order is wrong, "
-            "and from a half on the preference would be turned around"
+            f"label_smoothing={label_smoothing} must be in [0, 0.5): it is the share of pairs whose order is wrong"
         )
     if label_smoothing and loss_type not in defined:
         raise InputError(
@@ -106,18 +104,18 @@ def _check_tokens(x: Tensor, labels: Tensor, nll_labels: Tensor | None, cu_seqle
     elif cu_seqlens.dim() != 1 or len(cu_seqlens) < 1 or cu_seqlens.is_floating_point():
         raise InputError(
             f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}; it must be integers [sequences + 1], the "
-            "positions where the sequences start, and behind them the end of the last"
+            "positions where the sequences start, then the end of the last"
         )
 
 
-def measure(
+def sequence_sums(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, nll_labels: Tensor | None = None,
     cu_seqlens: Tensor | None = None, num_valid: int | None = None, ignore_index: int = -100,
     softcap: float | None = None, accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int | None = None,
-) -> Sequences:  # fmt: skip
+) -> SequenceSums:  # fmt: skip
     """The sums of every sequence, from one pass over the logits.
 
-    Where nll_labels and labels name different tokens at a place where both count: InputError on the CPU, and else NaN.
+    nll_labels and labels must agree where neither is ignored: else InputError on the CPU, NaN on a GPU.
     """
     _check_tokens(x, labels, nll_labels, cu_seqlens)
     every, differ = labels, None
@@ -127,7 +125,7 @@ def measure(
         if labels.device.type == "cpu" and not torch.compiler.is_compiling():
             if differ.any():
                 raise InputError(
-                    "nll_labels and labels name different tokens where both count; they are of the same text"
+                    "nll_labels and labels differ at a position where neither is ignored; they are of the same text"
                 )
             differ = None
     logps, _, logits = linear_logprobs(
@@ -135,7 +133,7 @@ def measure(
         num_valid=num_valid, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
     )  # fmt: skip
     assert logits is not None, "linear_logprobs was asked for the mean of the logits"
-    if differ is not None:  # a check would wait for the device: what depends on such a token becomes NaN
+    if differ is not None:  # a check would synchronise with the device
         logps = logps.masked_fill(differ.to(x.device, non_blocking=True), math.nan)
 
     belongs = None
@@ -145,17 +143,17 @@ def measure(
         belongs = (position >= bounds[:-1]) & (position < bounds[1:])
 
     def total(values: Tensor) -> Tensor:
-        # A sum over all tokens for each packed sequence: no atomics, no length that the host would have to know.
+        # A sum over all tokens for each packed sequence: no atomics, and the host need not know the lengths.
         values = values if belongs is None else torch.where(belongs, values.reshape(-1), 0)
         return values.sum(-1, dtype=logps.dtype)
 
     counted = labels.to(x.device, non_blocking=True) != ignore_index
     lengths = total(counted)
-    if nll_labels is None:  # where labels do not count, logps and logits are 0
+    if nll_labels is None:  # logps and logits are 0 where labels are ignored
         sums = total(logps)
-        return Sequences(sums, lengths, total(logits), sums, lengths)
+        return SequenceSums(sums, lengths, total(logits), sums, lengths)
     of_nll = nll_labels.to(x.device, non_blocking=True) != ignore_index
-    return Sequences(
+    return SequenceSums(
         total(torch.where(counted, logps, 0)),
         lengths,
         total(torch.where(counted, logits, 0)),
@@ -169,13 +167,13 @@ def sequence_logps(
     average_log_prob: bool = False, ignore_index: int = -100, softcap: float | None = None,
     num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Log probability [N] of each sequence, summed over its tokens, or averaged: `ref_logps` to keep for later.
+    """Log probability [N] of each sequence, summed over its tokens, or averaged: for example `ref_logps`.
 
-    x [N, S, H], weight [V, H], bias [V], labels [N, S], shifted already; a sequence without a label that counts has 0.
-    Packed sequences: x [T, H] or [1, T, H], labels alike, and cu_seqlens [N + 1]. num_valid and the options of the
-    head: see `LinearLoss`.
+    x [N, S, H], weight [V, H], bias [V], labels [N, S], shifted already; 0 for a sequence without labels. Packed
+    sequences: x [T, H] or [1, T, H], labels alike, and cu_seqlens [N + 1]. num_valid and the options of the head: see
+    `LinearLoss`.
     """
-    sequences = measure(
+    sequences = sequence_sums(
         x, weight, labels, bias=bias, cu_seqlens=cu_seqlens, num_valid=num_valid, ignore_index=ignore_index,
         softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
     )  # fmt: skip
@@ -185,9 +183,9 @@ def sequence_logps(
 class LinearLoss(nn.Module):
     """The options of the head, which are those of `ligermodels.kernels.linear_logprobs`.
 
-    ignore_index: the label of tokens that do not count, prompt and padding. num_valid, in forward: a bound on the
-    number of labels that count, where the host knows one; labels on the CPU are counted there. softcap: Gemma 2's.
-    workspace_bytes: what the logits in memory may take; None is 512 MiB, and where all fit, see there, they are kept.
+    ignore_index: the label of prompt and padding. num_valid, in forward: an upper bound on the number of labels that
+    are not ignored, where the host knows one; labels on the CPU are counted. softcap: Gemma 2's. workspace_bytes:
+    memory for logits; None is 512 MiB.
     """
 
     def __init__(
@@ -213,23 +211,23 @@ class LinearLoss(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in (own | self.head).items())
 
     def _reference(
-        self, sequences: Sequences, x: Tensor, labels: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
+        self, sequences: SequenceSums, x: Tensor, labels: Tensor, ref_x: Tensor | None, ref_weight: Tensor | None,
         ref_bias: Tensor | None, ref_logps: Tensor | None, cu_seqlens: Tensor | None, num_valid: int | None,
     ) -> Tensor:  # fmt: skip
-        """The sums [N] of the reference: given, or one matrix product without gradient, or 0."""
+        """The sums [N] of the reference: given, or one GEMM without gradient, or 0."""
         if (ref_x is None) != (ref_weight is None) or (ref_x is None and ref_bias is not None):
             raise InputError(
-                "ref_x and ref_weight go together (ref_bias with them): the reference's states and its head"
+                "ref_x and ref_weight (and ref_bias) go together: the hidden states and the head of the reference"
             )
         if ref_x is not None and ref_logps is not None:
-            raise InputError("ref_logps and ref_x are both given; the first are what the second would be used for")
+            raise InputError("give either ref_logps or ref_x, from which ref_logps would be computed")
         if ref_logps is not None:
             if ref_logps.shape != sequences.logps.shape:
                 raise InputError(
                     f"ref_logps {list(ref_logps.shape)} must be {list(sequences.logps.shape)}: for each sequence of x, "
                     "in the same order, the sum over its tokens"
                 )
-            return wide(ref_logps.detach()).to(x.device, non_blocking=True)
+            return upcast(ref_logps.detach()).to(x.device, non_blocking=True)
         if ref_x is None or ref_weight is None:
             return torch.zeros_like(sequences.logps)
         if ref_x.shape[:-1] != x.shape[:-1]:
@@ -237,7 +235,7 @@ class LinearLoss(nn.Module):
                 f"ref_x {list(ref_x.shape)} must have the shape of x {list(x.shape)}, but for the last dim"
             )
         with torch.no_grad():
-            return measure(
+            return sequence_sums(
                 ref_x, ref_weight, labels, bias=ref_bias, cu_seqlens=cu_seqlens, num_valid=num_valid, **self.head
             ).logps
 
@@ -253,18 +251,18 @@ class PairedLoss(LinearLoss):
     def _measure(
         self, x: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, nll_labels: Tensor | None,
         cu_seqlens: Tensor | None, num_valid: int | None,
-    ) -> Sequences:  # fmt: skip
-        sequences = measure(
+    ) -> SequenceSums:  # fmt: skip
+        sequences = sequence_sums(
             x, weight, labels, bias=bias, nll_labels=nll_labels, cu_seqlens=cu_seqlens, num_valid=num_valid, **self.head
         )
         if len(sequences.logps) % 2:
             raise InputError(
-                f"{len(sequences.logps)} sequences are no pairs; give all chosen ones, then all rejected ones"
+                f"{len(sequences.logps)} sequences are not pairs; give all chosen ones, then all rejected ones"
             )
         return sequences
 
     def _output(
-        self, losses: Tensor, sequences: Sequences, logps: Tensor, rewards: Tensor, **metrics: Tensor
+        self, losses: Tensor, sequences: SequenceSums, logps: Tensor, rewards: Tensor, **metrics: Tensor
     ) -> PreferenceOutput:
         """losses [B] of the pairs; logps and rewards [2B]; metrics without gradient."""
         loss, pairs = mean(losses), len(losses)
@@ -272,7 +270,7 @@ class PairedLoss(LinearLoss):
             number = sequences.nll_lengths[:pairs].sum().clamp(min=1)
             loss = loss - self.alpha * (sequences.nll_logps[:pairs].sum() / number)
         with torch.no_grad():
-            # [2, 2]: nll and logits of chosen and rejected. Few operations: the host launches each.
+            # [2, 2]: nll and logits of chosen and rejected, in few launches.
             sums = torch.stack([sequences.nll_logps, sequences.logits]).view(2, 2, pairs).sum(-1)
             lengths = torch.stack([sequences.nll_lengths, sequences.lengths]).view(2, 2, pairs).sum(-1)
             means = sums / lengths.clamp(min=1)
@@ -295,7 +293,7 @@ class PairedLoss(LinearLoss):
 
 class ReferenceFreeLoss(PairedLoss):
     def _losses(self, chosen_logps: Tensor, rejected_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Losses [B] of pairs, without the term of the chosen tokens, and metrics of its own."""
+        """Losses [B] of pairs without the NLL term, and further metrics."""
         raise NotImplementedError
 
     def forward(
@@ -311,10 +309,9 @@ class ReferenceFreeLoss(PairedLoss):
     ) -> PreferenceOutput:
         """x [2B, S, H] (the chosen sequences, then the rejected ones), weight [V, H], bias [V], labels [2B, S].
 
-        labels are shifted already. nll_labels, where given, are the labels of the NLL term, which may count tokens
-        that labels leave out (the prompt); those of the rejected half are not used. Packed sequences: x [T, H] or
-        [1, T, H], labels alike, and cu_seqlens [2B + 1]. num_valid, where the host knows it, bounds the number of
-        labels that count (in either): the others are left out of the matrix products.
+        labels are shifted already. nll_labels: labels of the NLL term, which may include the prompt; the rejected half
+        is not used. Packed sequences: x [T, H] or [1, T, H], labels alike, and cu_seqlens [2B + 1]. num_valid: an upper
+        bound on the number of labels (of either kind) that are not ignored; the GEMMs leave out the other rows.
         """
         sequences = self._measure(x, weight, labels, bias, nll_labels, cu_seqlens, num_valid)
         logps = sequences.averaged(sequences.logps) if self.average_log_prob else sequences.logps

@@ -1,0 +1,79 @@
+"""A checkpoint as the model of its config has it: Hugging Face's names, shapes that fit, one dtype."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.arch import ARCHS, CausalLM
+from ligermodels.checkpoint import reading, weights
+from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.conversion.source import MismatchError, Source
+from ligermodels.errors import CheckpointError, ConfigError
+
+
+class View(Source):
+    """`origin` under the names that Hugging Face has on disk, cast to `dtype` if that is given.
+
+    memory: under the names of the model in memory instead, which are transformers' as well. Tied copies and names that
+    the architecture ignores are left out. A read holds the tensor that it returns and, where that is both joined from
+    others and cast, the tensor before the cast.
+    model: what the config asks for, on the meta device. on_read: is told the bytes of each tensor that was read.
+    Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
+    """
+
+    def __init__(self, origin: Source, *, memory: bool = False, dtype: torch.dtype | None = None):
+        self.origin, self.source, self.dtype = origin, origin.source, dtype
+        self.on_read: Callable[[int], object] = lambda nbytes: None
+        self.model, table = model_of(origin)
+        check_fit(origin, self.model, table)
+        weights.check_tied(self.model, table, origin, self.model.tied_weights)
+        self._relaid = weights.Relaid(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
+        self.headers = {
+            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._relaid.headers.items()
+        }
+        if origin.places is not None:  # a joined tensor counts to the file of its first part
+            self.places = {name: origin.places[self._relaid.boxes(name)[0].source] for name in self.headers}
+
+    def read(self, name: str) -> Tensor:
+        tensor = self._relaid.read(name).to(self.headers[name].dtype)
+        self.on_read(tensor.nbytes)
+        return tensor
+
+    def config(self) -> dict[str, Any]:
+        config = self.origin.config()
+        if self.dtype is None:
+            return config
+        name = str(self.dtype).removeprefix("torch.")
+        return {**config, "dtype": name, "torch_dtype": name}
+
+    def files(self) -> dict[str, bytes | Path]:
+        """With a config.json: the source's own, to the byte, unless the dtype changes."""
+        files = {"config.json": reading.json_bytes(self.config()), **self.origin.files()}
+        if self.dtype is not None:
+            files["config.json"] = reading.json_bytes(self.config())
+        return files
+
+
+def model_of(source: Source) -> tuple[CausalLM, weights.Table]:
+    """(the model that the source's config asks for, on the meta device; the table of the source's layout).
+
+    Raises ConfigError.
+    """
+    config = source.config()
+    model_type = config.get("model_type")
+    if model_type not in ARCHS:
+        raise ConfigError(f"{source.source} has model_type {model_type!r}; the zoo holds {', '.join(ARCHS)}")
+    arch = ARCHS[model_type]
+    model = arch.from_config(config, device="meta")
+    return model, weights.layout(model, arch.DISK_NAMES, source.headers, also=arch.ALSO_READ)
+
+
+def check_fit(source: Source, model: CausalLM, table: weights.Table) -> None:
+    """Raises MismatchError where the weights do not fit the model of their config; names and shapes alone count."""
+    try:
+        weights.check(model, table, source.headers, ignore=model.IGNORE, tied=model.tied_weights, where=source.source)
+    except CheckpointError as error:
+        raise MismatchError(str(error)) from error

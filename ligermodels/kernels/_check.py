@@ -1,0 +1,31 @@
+"""Checks of operands that many ops share: InputError says what is wrong, where, and what was expected."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import InputError
+
+
+def describe(x: Tensor) -> str:
+    return f"shape {tuple(x.shape)} and dtype {x.dtype} on {x.device}"
+
+
+def check_operand(where: str, name: str, x: Tensor, shape: Sequence[int], beside: str, other: Tensor) -> None:
+    """Raises unless x is floating point, of this shape (a tuple) and on the device of the tensor `other`, `beside`."""
+    if x.shape != shape or x.device != other.device or not x.is_floating_point():
+        expected = f"floating point {tuple(shape)} on {other.device}"
+        raise InputError(
+            f"{where}: {name} has {describe(x)}; expected {expected}, beside {beside} {tuple(other.shape)}."
+        )
+
+
+def check_labels(labels: Tensor, valid: Tensor, vocab: int, ignore_index: int) -> None:
+    """Raises where a label that is `valid`, not ignore_index, is no class; for references, since it synchronises."""
+    wrong = valid & ((labels < 0) | (labels >= vocab))
+    if not torch.compiler.is_compiling() and not wrong.is_meta and bool(wrong.any()):
+        raise InputError(
+            f"labels hold {labels[wrong][0].item()}, which is neither a class in [0, {vocab}) nor "
+            f"ignore_index={ignore_index}. Do the tokenizer and the head have the same vocabulary?"
+        )

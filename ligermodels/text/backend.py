@@ -1,0 +1,61 @@
+"""What `Tokenizer` needs of a tokenizer library. Its two implementations: `JsonBackend`, `SentencePieceBackend`."""
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from ligermodels.text.files import AddedToken, TokenizerFiles
+
+
+class Encoded(NamedTuple):
+    """The ids of a text. offsets: the (start, end) of each in the text, (0, 0) for those that are added around it."""
+
+    ids: list[int]
+    offsets: list[tuple[int, int]] | None = None
+
+
+class Backend(ABC):
+    """A vocabulary, and text to ids and back.
+
+    added: {id: token} of the added tokens, special ones included.
+    base_vocab_size: ids of the vocabulary itself, without added tokens.
+    """
+
+    added: Mapping[int, AddedToken]
+    base_vocab_size: int
+
+    @abstractmethod
+    def encode(self, texts: Sequence[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]: ...
+
+    @abstractmethod
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str: ...
+
+    @abstractmethod
+    def token_to_id(self, token: str) -> int | None: ...
+
+    @abstractmethod
+    def id_to_token(self, index: int) -> str | None: ...
+
+    @abstractmethod
+    def vocab(self) -> dict[str, int]:
+        """{token: id}, added tokens included."""
+
+    @abstractmethod
+    def update(self, files: TokenizerFiles) -> None:
+        """Takes over the added and special tokens of `files`."""
+
+    @property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` can skip."""
+        return frozenset(index for index, token in self.added.items() if token.special)
+
+    @property
+    def vocab_size(self) -> int:
+        """One more than the largest id, added tokens included."""
+        return max(self.base_vocab_size, 1 + max(self.added, default=-1))
+
+
+def decode_utf8(data: bytes) -> str:
+    """The text of bytes, U+FFFD for each byte that is in no character, as in SentencePiece."""
+    return re.sub("[\udc80-\udcff]", "\ufffd", data.decode("utf-8", "surrogateescape"))

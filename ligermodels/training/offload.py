@@ -1,0 +1,258 @@
+"""Saved activations of blocks in pinned host memory: copied out behind the forward, back ahead of the backward.
+
+Copies run on a stream of their own while the next block computes, and come back one block ahead of their use. That
+costs no time where a block computes for longer than its bytes travel: an H200 moves 54 GB/s each way, so that a block
+that saves 4096 bytes per token ("block", H = 2048) has to take 0.08 us per token and direction.
+"""
+
+import math
+import weakref
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+SMALLEST = 2**20
+"""Smaller tensors, in bytes, stay on the device."""
+
+
+class Offload:
+    """The copy streams and pinned buffers of one model, used again from step to step; a copy of a model has its own."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, CopyStream] = {}
+
+    def __reduce__(self) -> tuple:
+        return Offload, ()
+
+    def stream(self, device: torch.device) -> "CopyStream":
+        if device not in self._streams:
+            self._streams[device] = CopyStream(device)
+        return self._streams[device]
+
+    def free_after(self, block: float) -> None:
+        """Frees the device memory of tensors whose `free_after_block` is `block` or earlier."""
+        for stream in self._streams.values():
+            stream.free_after(block)
+
+
+class OffloadPass:
+    """The offloading blocks of one forward pass.
+
+    The last block's tensors stay on the device, since the backward needs them at once. The copies of n of L blocks have
+    the time of L / n blocks each: `free_after_block` spreads them evenly. In the backward, the copies back begin where
+    that block is done; as much memory has been freed by then.
+    """
+
+    def __init__(self, offload: Offload, blocks: list[int], num_blocks: int):
+        last = num_blocks - 1
+        blocks = [i for i in blocks if i < last]
+        self.offload = offload
+        self.free_after_block = {i: -(-(n + 1) * last // len(blocks)) for n, i in enumerate(blocks)}
+        self.fetches: defaultdict[int, list[_SavedTensors]] = defaultdict(list)
+        self.storages: dict[StorageWeakRef, weakref.ref[OffloadedStorage]] = {}
+        offload.free_after(math.inf)  # left over from a step that raised
+
+    def run(self, i: int, block: Callable[..., Any], *inputs: Any) -> Any:
+        """block(*inputs), which is block i."""
+        if i in self.free_after_block:
+            saved = _SavedTensors(self.offload, self.storages, self.free_after_block[i])
+            self.fetches[max(i + 1, saved.free_after_block - 1)].append(saved)
+            with saved_tensors_hooks(saved.pack, _unpack):
+                outputs = block(*inputs)
+        else:
+            outputs = block(*inputs)
+        self.offload.free_after(i)
+        for saved in self.fetches.pop(i, ()):
+            if outputs[0].requires_grad:
+                outputs[0].register_hook(saved.fetch)  # runs when the backward of this block begins
+        return outputs
+
+
+class _SavedTensors:
+    """The tensors that one block saves for its backward."""
+
+    def __init__(
+        self, offload: Offload, storages: dict[StorageWeakRef, "weakref.ref[OffloadedStorage]"], free_after_block: int
+    ):
+        self.offload = offload
+        self.storages = storages
+        self.free_after_block = free_after_block
+        self.own: list[weakref.ref[OffloadedStorage]] = []
+
+    def pack(self, tensor: Tensor) -> "Tensor | _View":
+        """Offloads large activations, each storage once. Small tensors and parameters stay where they are."""
+        storage = _storage_to_offload(tensor)
+        if storage is None:
+            return tensor if tensor.is_leaf else tensor.detach()  # with its node it would hold itself
+        key = StorageWeakRef(storage)
+        known = self.storages.get(key)
+        offloaded = None if known is None else known()
+        if offloaded is None or offloaded.version != tensor._version:
+            stream = self.offload.stream(tensor.device)
+            buffer = stream.host_buffer(storage.nbytes())
+            offloaded = OffloadedStorage(stream, buffer, tensor, storage, self.free_after_block)
+            self.storages[key] = weakref.ref(offloaded)
+            self.own.append(weakref.ref(offloaded))
+        offloaded.uses += 1
+        return _View(offloaded, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def fetch(self, _: Tensor | None = None) -> None:
+        """Starts the copies back to the device."""
+        found = [storage for ref in self.own if (storage := ref()) is not None and storage.on_device is None]
+        for stream in {storage.stream for storage in found}:
+            stream.fetch([storage for storage in found if storage.stream is stream])
+
+
+def _storage_to_offload(tensor: Tensor) -> torch.UntypedStorage | None:
+    """None where the tensor stays on the device."""
+    if type(tensor) is not Tensor or isinstance(tensor._base, nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    storage = tensor.untyped_storage()
+    return storage if storage.nbytes() >= SMALLEST and tensor.device.type != "meta" else None
+
+
+class _View(NamedTuple):
+    """A saved tensor as a view of an offloaded storage."""
+
+    storage: "OffloadedStorage"
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
+def _unpack(saved: Tensor | _View) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    memory = saved.storage.take().untyped_storage()
+    return torch.empty(0, dtype=saved.dtype, device=memory.device).set_(memory, saved.offset, saved.shape, saved.stride)
+
+
+class OffloadedStorage:
+    """Memory that is on the host for as long as autograd holds a view of it, and on the device while it is read."""
+
+    def __init__(
+        self, stream: "CopyStream", buffer: Tensor, tensor: Tensor, storage: torch.UntypedStorage, free_after_block: int
+    ):
+        self.stream = stream
+        self.buffer = buffer
+        self.version = tensor._version
+        self.nbytes = storage.nbytes()
+        self.on_device: Tensor | None = None
+        self.ready: Any = None
+        self.uses = self.used = 0
+        self.outgoing: _Copies | None = None
+        self.outgoing = stream.send(tensor, storage, buffer)
+        stream.outgoing.append((free_after_block, weakref.ref(self)))
+
+    def __del__(self) -> None:
+        self.free_source()
+        if self.on_device is not None:  # a backward that raised
+            self.stream.settle_incoming()
+        self.stream.buffers[len(self.buffer)].append(self.buffer)  # queued copies run before those of its next use
+
+    def free_source(self) -> None:
+        """Frees the device memory that was copied out, for use after the copy."""
+        if self.outgoing is not None:
+            self.outgoing.settle()
+            self.outgoing = None
+
+    def take(self) -> Tensor:
+        """The bytes on the device. After the last use only the caller holds them."""
+        if self.on_device is None:
+            self.stream.fetch([self])
+        on_device = self.on_device
+        assert on_device is not None
+        self.stream.wait(self.ready)
+        self.used += 1
+        if self.used == self.uses:  # another backward through the same graph fetches them again
+            self.on_device, self.ready, self.used = None, None, 0
+        return on_device
+
+
+class _Copies(NamedTuple):
+    """Queued copies and the device memory that they read or write."""
+
+    computing: Any  # the stream that uses the memory; None on the CPU
+    done: Any  # an event
+    held: list[Tensor]
+
+    def settle(self) -> None:
+        """Makes `computing` wait for the copies, so that `held` may be freed."""
+        if self.computing is not None:
+            self.computing.wait_event(self.done)
+
+
+class CopyStream:
+    """The copies between one device and the host, in order, on a stream of their own.
+
+    Device memory belongs to the computing stream, whose allocator may reuse it as soon as nothing holds it. So it is
+    held until that stream has been made to wait for the copy; the host never waits. (record_stream would hold it until
+    the host happens to see that the copy is done.) Host buffers are used by copies alone, which one stream keeps in
+    order, so they are reused at once. Their sizes are powers of two, to which torch rounds pinned memory. On the CPU
+    the copies are made without streams.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self.stream = None if self.module is None else self.module.Stream(device)
+        self.buffers: defaultdict[int, list[Tensor]] = defaultdict(list)
+        self.outgoing: deque[tuple[int, weakref.ref[OffloadedStorage]]] = deque()
+        self.incoming: _Copies | None = None
+
+    def host_buffer(self, nbytes: int) -> Tensor:
+        size = 1 << (nbytes - 1).bit_length()
+        if free := self.buffers[size]:
+            return free.pop()
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
+
+    def send(self, tensor: Tensor, storage: torch.UntypedStorage, buffer: Tensor) -> _Copies:
+        """Starts a copy of the tensor's storage to the host."""
+        source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        return self._copy([(buffer[: len(source)], source)], [tensor.detach()])
+
+    def free_after(self, block: float) -> None:
+        while self.outgoing and self.outgoing[0][0] <= block:
+            storage = self.outgoing.popleft()[1]()
+            if storage is not None:
+                storage.free_source()
+
+    def fetch(self, storages: list[OffloadedStorage]) -> None:
+        """Starts copies back to the device, after what is queued on the computing stream now."""
+        self.settle_incoming()
+        on_device = [torch.empty(storage.nbytes, dtype=torch.uint8, device=self.device) for storage in storages]
+        buffers = [storage.buffer[: storage.nbytes] for storage in storages]
+        self.incoming = self._copy(zip(on_device, buffers, strict=True), on_device)
+        for storage, memory in zip(storages, on_device, strict=True):
+            storage.on_device, storage.ready = memory, self.incoming.done
+
+    def wait(self, ready: Any) -> None:
+        """Makes the computing stream wait for the copies whose event this is."""
+        if ready is not None:
+            self.module.current_stream(self.device).wait_event(ready)
+        if self.incoming is not None and self.incoming.done is ready:
+            self.incoming = None
+
+    def settle_incoming(self) -> None:
+        """From now on the arriving memory is held by its storages alone."""
+        if self.incoming is not None:
+            self.incoming.settle()
+            self.incoming = None
+
+    def _copy(self, pairs: Iterable[tuple[Tensor, Tensor]], held: list[Tensor]) -> _Copies:
+        if self.stream is None:
+            for target, source in pairs:
+                target.copy_(source)
+            return _Copies(None, None, held)
+        computing = self.module.current_stream(self.device)
+        self.stream.wait_stream(computing)
+        with torch.no_grad(), self.module.stream(self.stream):
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
+        return _Copies(computing, self.stream.record_event(), held)

@@ -1,0 +1,480 @@
+"""Where a checkpoint is found: folders, and huggingface_hub's cache and client against a server of our own."""
+
+import errno
+import hashlib
+import http.server
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import traceback
+import urllib.parse
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import constants, errors
+from safetensors.torch import save_file
+
+import ligermodels
+from ligermodels.checkpoint import hub
+from ligermodels.checkpoint.reading import open_checkpoint, read_json
+from ligermodels.errors import CheckpointError, HubError
+from tests.checkpoint.fixtures import make_model
+
+ROOT = Path(__file__).parents[2]
+REPO = "owner/name"
+OLD, NEW = "1" * 40, "2" * 40
+SECRET = "hf_NeverToBeShown"
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+INDEX = "model.safetensors.index.json"
+NEEDED = sorted(["additional_chat_templates/tool.jinja", "chat_template.jinja", "config.json", *SHARDS, INDEX,
+                 "tokenizer.json"])  # fmt: skip
+
+
+def a_checkpoint(folder: Path, prefix: str = "") -> Path:
+    """Two shards with their index, companions, and what a repository also holds and nobody needs."""
+    (folder / prefix).mkdir(parents=True, exist_ok=True)
+    for k, file in enumerate(SHARDS):
+        save_file({f"x{k}": torch.full((2,), float(k))}, folder / prefix / file)
+    index = {"weight_map": {f"x{k}": file for k, file in enumerate(SHARDS)}}
+    (folder / prefix / INDEX).write_text(json.dumps(index))
+    for file in ("config.json", "tokenizer.json", "chat_template.jinja", "consolidated.safetensors", "x.gguf",
+                 "pytorch_model.bin", "original/consolidated.00.pth", "additional_chat_templates/tool.jinja",
+                 "modeling_custom.py", "onnx/model.onnx", "model-00001-of-00003.safetensors", "README.md"):  # fmt: skip
+        (folder / prefix / file).parent.mkdir(exist_ok=True)
+        (folder / prefix / file).write_text("{}")
+    return folder
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+
+
+class Server(http.server.BaseHTTPRequestHandler):
+    """The few addresses of the Hub that a download asks for."""
+
+    remote: Path
+    commit: str
+    refuse: dict[str, tuple[int, str]]
+    """{part of a path: status, error code}"""
+    asked: list[str]
+
+    def do_GET(self):
+        path = urllib.parse.urlsplit(self.path).path
+        self.asked.append(f"{self.command} {path}")
+        files = files_in(self.remote)
+        for part, (status, code) in self.refuse.items():
+            if part in path:
+                return self.answer(status, b"", {"X-Error-Code": code, "X-Error-Message": "no"})
+        if path in (f"/api/models/{REPO}{end}" for end in ("", "/revision/main", f"/revision/{self.commit}")):
+            siblings = [{"rfilename": file} for file in files]
+            return self.json({"_id": "1", "id": REPO, "modelId": REPO, "sha": self.commit, "siblings": siblings})
+        if path.startswith(f"/api/models/{REPO}/tree/{self.commit}"):
+            sizes = {file: (self.remote / file).stat().st_size for file in files}
+            return self.json([{"type": "file", "path": f, "size": n, "oid": f"{n:040x}"} for f, n in sizes.items()])
+        if path.startswith(f"/{REPO}/resolve/{self.commit}/"):
+            content = (self.remote / urllib.parse.unquote(path).split(f"{self.commit}/")[1]).read_bytes()
+            etag = hashlib.sha1(path.encode() + content).hexdigest()
+            return self.answer(200, content, {"X-Repo-Commit": self.commit, "ETag": f'"{etag}"'})
+        code = "RevisionNotFound" if path.startswith(f"/api/models/{REPO}/") else "RepoNotFound"
+        return self.answer(404, b"", {"X-Error-Code": code})
+
+    do_HEAD = do_GET
+
+    def json(self, value):
+        self.answer(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def answer(self, status, content, headers):
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """Serves tmp_path/remote; the cache is tmp_path/cache."""
+    remote = a_checkpoint(tmp_path / "remote")
+    handler = type("Handler", (Server,), {"remote": remote, "commit": OLD, "refuse": {}, "asked": []})
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.01,), daemon=True)
+        thread.start()
+        address = f"http://127.0.0.1:{running.server_address[1]}"
+        settings = {
+            "ENDPOINT": address,
+            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}",
+            "HF_HUB_CACHE": str(tmp_path / "cache"),
+            "HF_HUB_OFFLINE": False,
+            "HF_HUB_DISABLE_XET": True,
+        }
+        for name, value in settings.items():
+            monkeypatch.setattr(constants, name, value)
+        handler.snapshot = tmp_path / "cache" / "models--owner--name" / "snapshots" / OLD
+        yield handler
+        running.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def cached(server):
+    hub.resolve(REPO)
+    server.asked.clear()
+    return server
+
+
+def fetched(server) -> list[str]:
+    return sorted(asked.split(f"{OLD}/")[1] for asked in server.asked if asked.startswith(f"GET /{REPO}/resolve"))
+
+
+# Folders
+
+
+def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    folder = a_checkpoint(tmp_path / "owner" / "name", "sub/dir")
+    assert hub.resolve(folder) == folder
+    assert hub.resolve(str(folder), subfolder="sub/dir") == folder / "sub" / "dir"
+    monkeypatch.chdir(tmp_path)
+    assert hub.resolve(REPO) == Path(REPO), "an existing folder goes before a repository of that name"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert hub.resolve("~/owner/name") == folder
+
+
+@pytest.mark.parametrize("given", ["./x", "/no/such/folder", "~/x", "a/b/c", "a b/c", "C:\\x", ".x/y", Path("x/y")])
+def test_what_is_neither_folder_nor_repository(given, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(HubError, match=r"(?s)is not there\. Give the folder.*owner/name"):
+        hub.resolve(given)
+
+
+def test_a_file_and_subfolders(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(HubError, match="is a file"):
+        hub.resolve(tmp_path / "model.safetensors")
+    with pytest.raises(HubError, match="sub is not there"):
+        hub.resolve(tmp_path, subfolder="sub")
+    for subfolder in ("../x", "/etc", "a/../../b"):
+        with pytest.raises(HubError, match="must be a path inside"):
+            hub.resolve(tmp_path, subfolder=subfolder)
+
+
+# Downloading
+
+
+def test_only_what_is_needed_is_fetched_from_one_commit(server, monkeypatch):
+    revisions, real = [], huggingface_hub.snapshot_download
+
+    def download(*args, revision, **options):
+        revisions.append(revision)
+        return real(*args, revision=revision, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    folder = hub.resolve(REPO, revision="main")
+    assert revisions == ["main", "main", OLD], "the cache, the index, and the shards of the same commit"
+    assert folder == server.snapshot and files_in(folder) == fetched(server) == NEEDED
+    with open_checkpoint(folder) as reader:
+        assert float(reader.read("x1")[0]) == 1.0
+
+
+def test_a_single_file_in_a_subfolder(server):
+    (server.remote / "sub" / "dir").mkdir(parents=True)
+    (server.remote / "sub" / "dir" / "config.json").write_text("{}")
+    save_file({"x": torch.ones(1)}, server.remote / "sub" / "dir" / "model.safetensors")
+    assert hub.resolve(REPO, subfolder="sub/dir") == server.snapshot / "sub" / "dir"
+    assert fetched(server) == ["sub/dir/config.json", "sub/dir/model.safetensors"]
+
+
+def test_without_weights(server):
+    hub.resolve(REPO, weights=False)
+    assert fetched(server) == [file for file in NEEDED if not file.startswith("model")]
+
+
+def test_pickles_are_fetched_only_when_allowed_and_needed(server):
+    assert "pytorch_model.bin" not in files_in(hub.resolve(REPO, allow_pickle=True))
+    for file in (*SHARDS, INDEX):
+        (server.remote / file).unlink()
+    server.commit = NEW
+    with pytest.raises(HubError, match=r"(?s)has no model\.safetensors.*allow_pickle=True"):
+        hub.resolve(REPO)
+    assert "pytorch_model.bin" in files_in(hub.resolve(REPO, allow_pickle=True))
+
+
+def test_a_repository_without_a_model(server):
+    (server.remote / "config.json").unlink()
+    with pytest.raises(HubError, match=r"has no config\.json"):
+        hub.resolve(REPO)
+    with pytest.raises(HubError, match=r"(?s)has no config\.json, model\.safetensors in other.*another subfolder"):
+        hub.resolve(REPO, subfolder="other")
+
+
+def test_a_moved_branch_is_seen(cached):
+    cached.commit = NEW
+    (cached.remote / "config.json").write_text('{"new": 1}')
+    folder = hub.resolve(REPO)
+    assert folder.name == NEW and read_json(folder / "config.json") == {"new": 1}
+
+
+def test_an_index_that_points_elsewhere_fetches_nothing(server):
+    (server.remote / INDEX).write_text('{"weight_map": {"x": "../../secret.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"names '\.\./\.\./secret"):
+        hub.resolve(REPO)
+    assert not any("secret" in asked for asked in server.asked)
+
+
+# The cache
+
+
+def offline_options(how: str, monkeypatch) -> dict:
+    if how == "local_files_only":
+        return {"local_files_only": True}
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    return {}
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
+def test_a_complete_copy_needs_no_network(cached, tmp_path, monkeypatch, how):
+    options = offline_options(how, monkeypatch)
+    for revision in (None, "main", OLD):
+        assert hub.resolve(REPO, revision=revision, **options) == cached.snapshot
+    (cached.snapshot / "tokenizer.json").unlink()  # the model can be loaded without
+    assert hub.resolve(REPO, **options) == hub.resolve(REPO, weights=False, **options) == cached.snapshot
+    elsewhere = (tmp_path / "cache").rename(tmp_path / "elsewhere")
+    assert hub.resolve(REPO, cache_dir=elsewhere, **options).is_relative_to(elsewhere)
+    assert cached.asked == []
+
+
+@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
+@pytest.mark.parametrize("lost", [SHARDS[1], "config.json", INDEX, "blob", "everything"])
+def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, monkeypatch, how, lost):
+    missing = {INDEX: "model.safetensors", "blob": SHARDS[0], "everything": "any snapshot"}.get(lost, lost)
+    if lost == "everything":
+        shutil.rmtree(tmp_path / "cache")
+    elif lost == "blob":
+        (cached.snapshot / SHARDS[0]).resolve().unlink()
+    else:
+        (cached.snapshot / lost).unlink()
+    with pytest.raises(HubError, match=f"(?s)the cache lacks {missing}.*network.*{how}.*hf download {REPO}"):
+        hub.resolve(REPO, **offline_options(how, monkeypatch))
+    assert cached.asked == []
+
+
+def test_unknown_revisions_offline(cached):
+    for revision in ("dev", NEW):
+        with pytest.raises(HubError, match=f"{REPO} at revision {revision}: the cache lacks any snapshot"):
+            hub.resolve(REPO, revision=revision, local_files_only=True)
+
+
+def test_a_commit_in_the_cache_is_not_asked_for_again(cached):
+    assert hub.resolve(REPO, revision=OLD) == cached.snapshot
+    assert cached.asked == []
+    (cached.snapshot / SHARDS[0]).unlink()
+    hub.resolve(REPO, revision=OLD)
+    assert (cached.snapshot / SHARDS[0]).is_file()
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    "options, refuse, kind",
+    [
+        (dict(repo_or_folder="a/b"), {}, "RepositoryNotFoundError"),
+        (dict(revision="dev"), {}, "RevisionNotFoundError"),
+        (dict(), {"/resolve/": (403, "GatedRepo")}, "GatedRepoError"),
+        (dict(), {"/api/": (401, "")}, "RepositoryNotFoundError|HfHubHTTPError"),
+        (dict(repo_or_folder="a/b--c"), {}, "HFValidationError"),
+    ],
+)
+@pytest.mark.parametrize("token", [None, SECRET])
+def test_refusals_are_huberrors_that_never_show_the_token(server, caplog, options, refuse, kind, token):
+    server.refuse |= refuse
+    with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match=rf"(?s): ({kind}): .*Next: ") as caught:
+        hub.resolve(**{"repo_or_folder": REPO, **options}, token=token)
+    shown = "".join(traceback.format_exception(caught.value)) + caplog.text
+    assert SECRET not in shown
+
+
+def test_without_a_connection(cached, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert hub.resolve(REPO) == cached.snapshot
+    with pytest.raises(HubError, match="owner/other: LocalEntryNotFoundError"):
+        hub.resolve("owner/other")
+
+
+def failing(monkeypatch, error: Exception) -> None:
+    real = huggingface_hub.snapshot_download
+
+    def download(*args, local_files_only=False, **options):
+        if not local_files_only:
+            raise error
+        return real(*args, local_files_only=True, **options)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+
+
+def http_error(kind: type, status: int) -> Exception:
+    request = SimpleNamespace(method="GET", url="https://huggingface.co/api")
+    return kind("server says no", response=SimpleNamespace(status_code=status, headers={}, request=request))
+
+
+REFUSALS = [
+    http_error(errors.GatedRepoError, 403),
+    http_error(errors.HfHubHTTPError, 503),
+    errors.HTTPError("broken"),
+    RuntimeError("of hf_xet"),
+    OSError(errno.ENOSPC, f"No space left on https://me:{SECRET}@mirror/"),
+]
+
+
+@pytest.mark.parametrize("error", REFUSALS, ids=lambda error: type(error).__name__)
+def test_a_complete_copy_stands_in_with_a_warning(cached, monkeypatch, error):
+    failing(monkeypatch, error)
+    with pytest.warns(UserWarning, match=f"(?s){type(error).__name__}.*Using commit {OLD}, from the cache"):
+        assert hub.resolve(REPO) == cached.snapshot
+    (cached.snapshot / SHARDS[1]).unlink()
+    with pytest.raises(HubError, match=type(error).__name__) as caught:
+        hub.resolve(REPO)
+    assert caught.value.__cause__ is error and caught.value.errno == getattr(error, "errno", None)
+    assert SECRET not in str(caught.value), "a password in HF_ENDPOINT"
+
+
+@pytest.mark.parametrize("error", [http_error(errors.RevisionNotFoundError, 404), TypeError("a bug"), HubError("ours")])
+def test_what_the_cache_does_not_hide(cached, monkeypatch, error):
+    """The Hub knows better than the cache that a revision is gone, and a bug is no refusal."""
+    failing(monkeypatch, error)
+    expected = HubError if isinstance(error, errors.RevisionNotFoundError) else type(error)
+    with pytest.raises(expected) as caught:
+        hub.resolve(REPO)
+    assert error in (caught.value, caught.value.__cause__)
+
+
+# Uploading
+
+
+class Api:
+    calls: list[tuple] = []
+
+    def __init__(self, token=None):
+        self.calls.append(("token", token))
+
+    def create_repo(self, repo, **options):
+        self.calls.append(("create_repo", repo, options))
+        return SimpleNamespace(repo_id=repo)
+
+    def create_branch(self, repo, **options):
+        self.calls.append(("create_branch", repo, options))
+
+    def upload_folder(self, **options):
+        self.calls.append(("upload_folder", options))
+        pr = "https://huggingface.co/pr/1" if options["create_pr"] else None
+        return SimpleNamespace(commit_url="https://huggingface.co/commit/1", pr_url=pr)
+
+
+def test_push(tmp_path, monkeypatch):
+    monkeypatch.setattr(Api, "calls", [])
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    url = hub.push(tmp_path, REPO, private=True, revision="dev", commit_message="words", token=SECRET)
+    assert url == "https://huggingface.co/commit/1"
+    upload = {
+        "folder_path": tmp_path,
+        "repo_id": REPO,
+        "revision": "dev",
+        "create_pr": False,
+        "commit_message": "words",
+    }
+    assert Api.calls == [
+        ("token", SECRET),
+        ("create_repo", REPO, {"private": True, "exist_ok": True}),
+        ("create_branch", REPO, {"branch": "dev", "exist_ok": True}),
+        ("upload_folder", upload),
+    ]
+    assert hub.push(tmp_path, REPO, create_pr=True, revision="dev") == "https://huggingface.co/pr/1"
+    assert [call[0] for call in Api.calls[4:]] == ["token", "create_repo", "upload_folder"]
+
+
+def test_the_token_is_in_no_file(server, tmp_path, monkeypatch):
+    """Neither in what a model that was loaded with it writes, nor in the model, nor in what is uploaded."""
+    shutil.rmtree(server.remote)
+    make_model().save_pretrained(server.remote)
+    loaded = ligermodels.load(REPO, token=SECRET, progress=False)
+    loaded.save_pretrained(tmp_path / "out")
+    for folder in (tmp_path / "out", tmp_path / "cache"):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        assert files and all(SECRET.encode() not in path.read_bytes() for path in files)
+    assert SECRET not in repr(vars(loaded)) + repr(loaded)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(Api, "calls", [])
+    loaded.push_to_hub(REPO, token=SECRET)
+    assert Api.calls[0] == ("token", SECRET) and all(SECRET not in repr(call) for call in Api.calls[1:])
+
+
+def test_what_is_on_this_machine_needs_no_network(tmp_path):
+    """Importing, building, saving, loading, tokenizing, generating and converting: no connection, no name asked for.
+
+    In a process of its own, in which huggingface_hub is not told to be offline.
+    """
+    code = f"""if True:
+        import sys, warnings
+
+        def hook(event, args):
+            if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
+                raise AssertionError(f"the network was asked: {{event}} {{args}}")
+
+        sys.addaudithook(hook)
+        warnings.simplefilter("ignore")
+        import socket, torch, ligermodels, ligermodels.kernels, ligermodels.layers
+        from ligermodels.cli import main
+        from tokenizers import Tokenizer, models
+        folder = {str(tmp_path / "owner" / "model")!r}
+        config = dict(model_type="llama", vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
+                      num_attention_heads=1, auto_map={{"AutoModel": "evil/repo--x.Model"}})
+        ligermodels.Llama.from_config(config, device="cpu").save_pretrained(folder)
+        Tokenizer(models.WordLevel({{"a": 0, "b": 1}}, "a")).save(folder + "/tokenizer.json")
+        model = ligermodels.load(folder, token={SECRET!r}, progress=False)
+        ids = torch.tensor([ligermodels.Tokenizer.from_hub(folder).encode("a")])
+        model(ids, labels=ids).loss.backward()
+        model.generate(ids, max_new_tokens=2)
+        model.save_pretrained(folder + "-2")
+        for arguments in (["inspect", folder], ["verify", folder, folder + "-2"],
+                          ["convert", folder, folder + "-3"]):
+            try:
+                assert not main(arguments), arguments
+            except SystemExit as end:
+                assert not end.code, arguments
+        try:
+            socket.create_connection(("localhost", 9))
+        except AssertionError:
+            print("the hook was in place")
+    """
+    environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
+    environment |= {"HF_TOKEN": SECRET, "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("the hook was in place\n") and SECRET not in done.stdout + done.stderr
+    written = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert all(SECRET.encode() not in path.read_bytes() for path in written)
+
+
+def test_push_refused(tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise http_error(errors.HfHubHTTPError, 403)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(Api, "create_repo", refuse)
+    with pytest.raises(HubError, match="owner/name: HfHubHTTPError: server says no"):
+        hub.push(tmp_path, REPO)

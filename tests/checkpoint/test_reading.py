@@ -1,0 +1,390 @@
+"""Reading folders: which files are read, and that each kind of damage ends in an error that names it."""
+
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ligermodels
+from ligermodels.checkpoint import reading
+from ligermodels.checkpoint.reading import SafetensorsReader, lenient_json, open_checkpoint, read_json
+from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.errors import CheckpointError, HubError
+from tests.checkpoint.fixtures import (
+    EMBEDDING,
+    INDEX,
+    LAST,
+    NORM,
+    SHARDS,
+    WEIGHTS,
+    join,
+    make_good,
+    make_model,
+    split,
+    spoiled,
+)
+
+Spoil = Callable[[Path], object]
+LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+HTML = b"\n<!DOCTYPE html><html><body>Sign in</body></html>" * 9
+OUTSIDE = Path("/etc/hostname")
+
+
+def index(folder: Path, weight_map: object, single: str = WEIGHTS) -> None:
+    (folder / f"{single}.index.json").write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": weight_map}))
+
+
+# What is read
+
+
+def test_headers_without_reading(tmp_path):
+    tensors = {
+        "half": torch.ones(2, 3, dtype=torch.float16),
+        "brain": torch.ones(4, dtype=torch.bfloat16),
+        "scalar": torch.tensor(1.0),
+        "empty": torch.ones(0, 5, dtype=torch.float64),
+        "code": torch.ones(2, dtype=torch.uint8),
+        "byte": torch.ones(2).to(torch.float8_e4m3fn),
+    }
+    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
+    with SafetensorsReader(tmp_path) as reader:
+        assert reader.headers == {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
+        assert {name: info.nbytes for name, info in reader.headers.items()} == {n: x.nbytes for n, x in tensors.items()}
+        assert torch.equal(reader.read("half"), tensors["half"])
+        assert reader.metadata == {"format": "pt"}
+
+
+def test_file_order(tmp_path):
+    """By offset within a file; safetensors' own keys() come sorted by name."""
+    save_file({"a": torch.ones(3, dtype=torch.float16), "b": torch.ones(3)}, tmp_path / WEIGHTS)
+    assert list(SafetensorsReader(tmp_path).headers) == ["b", "a"]
+
+
+def test_only_what_the_index_names_is_read(tmp_path):
+    for file, value in [(WEIGHTS, 3.0), ("consolidated.safetensors", 4.0)]:
+        save_file({"a": torch.tensor(value), "b": torch.tensor(value)}, tmp_path / file)
+    save_file({"a": torch.tensor(1.0), "left_out": torch.tensor(0.0)}, tmp_path / SHARDS[0])
+    save_file({"a": torch.tensor(5.0), "b": torch.tensor(2.0)}, tmp_path / SHARDS[1])
+    index(tmp_path, {"a": SHARDS[0], "b": SHARDS[1]})
+    reader = open_checkpoint(tmp_path)
+    assert reader.places == {"a": SHARDS[0], "b": SHARDS[1]}
+    assert (reader.read("a"), reader.read("b")) == (1.0, 2.0)
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
+@pytest.mark.parametrize("kind", ["safetensors", "shards", "pickle"])
+def test_names_that_a_wrapper_has_changed(tmp_path, wrapper, kind):
+    """A folder with weights alone, as a trainer leaves it; no config.json."""
+    held = {f"{wrapper}model.a": torch.ones(2), f"{wrapper}model._checkpoint_wrapped_module.b": torch.zeros(3)}
+    if kind == "safetensors":
+        save_file(held, tmp_path / WEIGHTS)
+    elif kind == "pickle":
+        torch.save(held, tmp_path / "pytorch_model.bin")
+    else:
+        for name, file in zip(held, SHARDS, strict=True):
+            save_file({name: held[name]}, tmp_path / file)
+        index(tmp_path, dict(zip(held, SHARDS, strict=True)))
+    reader = open_checkpoint(tmp_path, allow_pickle=True)
+    assert set(reader.headers) == set(reader.places) == {"model.a", "model.b"}
+    assert torch.equal(reader.read("model.a"), torch.ones(2)) and torch.equal(reader.read("model.b"), torch.zeros(3))
+
+
+def test_json_with_wrong_commas():
+    assert lenient_json('{"a": 1 "b": [2, ], }') == {"a": 1, "b": [2]}
+    with pytest.raises(ValueError):
+        lenient_json('{"a": 1 2}')
+
+
+def test_links_of_the_hub_cache_are_followed(good, tmp_path):
+    storage = tmp_path / "models--owner--name"
+    snapshot = storage / "snapshots" / ("1" * 40)
+    (storage / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for number, path in enumerate(sorted(good["single"].iterdir())):
+        (storage / "blobs" / str(number)).write_bytes(path.read_bytes())
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    ligermodels.load(snapshot, progress=False)
+
+
+def test_odd_but_sound_checkpoints_load(good):
+    """A total_size that is wrong, another file beside the index, a link that stays inside."""
+
+    def spoil(folder: Path) -> None:
+        content = json.loads((folder / INDEX).read_text())
+        (folder / INDEX).write_text(json.dumps({**content, "metadata": {"total_size": -1}}))
+        (folder / WEIGHTS).write_bytes(LFS)
+        (folder / SHARDS[0]).rename(folder / "x.bin")
+        (folder / SHARDS[0]).symlink_to("x.bin")
+
+    expected = ligermodels.load(good["single"], progress=False)
+    with spoiled(good["sharded"], spoil) as folder:
+        loaded = ligermodels.load(folder, progress=False)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
+
+
+# Damage
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return make_good(tmp_path_factory.mktemp("good"))
+
+
+def put(file: str, content: bytes | object) -> Spoil:
+    """`file` holds these bytes, or this as JSON."""
+    blob = content if isinstance(content, bytes) else json.dumps(content).encode()
+    return lambda folder: (folder / file).write_bytes(blob)
+
+
+def change(function: Callable[[bytes], bytes], file: str = WEIGHTS) -> Spoil:
+    return lambda folder: (folder / file).write_bytes(function((folder / file).read_bytes()))
+
+
+def header(function: Callable[[dict], object]) -> Spoil:
+    """The header of the only file, changed in place."""
+
+    def spoil(folder: Path) -> None:
+        entries, data = split((folder / WEIGHTS).read_bytes())
+        function(entries)
+        (folder / WEIGHTS).write_bytes(join(entries, data))
+
+    return spoil
+
+
+def entry(**fields: object) -> Spoil:
+    return header(lambda entries: entries[NORM].update(fields))
+
+
+def tensors(function: Callable[[dict], object], file: str = WEIGHTS) -> Spoil:
+    def spoil(folder: Path) -> None:
+        state = {name: tensor.clone() for name, tensor in load_file(folder / file).items()}
+        function(state)
+        save_file(state, folder / file)
+
+    return spoil
+
+
+def place(file: str, make: Callable[[Path], object]) -> Spoil:
+    """Something else in the place of a file."""
+
+    def spoil(folder: Path) -> None:
+        (folder / file).unlink(missing_ok=True)
+        make(folder / file)
+
+    return spoil
+
+
+def mapped(function: Callable[[dict], object]) -> Spoil:
+    """The weight_map of the index, changed in place."""
+
+    def spoil(folder: Path) -> None:
+        content = json.loads((folder / INDEX).read_text())
+        function(content["weight_map"])
+        (folder / INDEX).write_text(json.dumps(content))
+
+    return spoil
+
+
+def config(**changes: object) -> Spoil:
+    def spoil(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+
+    return spoil
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+SINGLE: dict[str, tuple[Spoil, str]] = {
+    "empty": (put(WEIGHTS, b""), "not a safetensors file.*cut short"),
+    "header cut": (change(lambda b: b[:100]), "cut short"),
+    "data cut": (change(lambda b: b[:-1]), "cut short"),
+    "a byte too many": (change(lambda b: b + b"\0"), "cut short"),
+    "header of 2^63": (change(lambda b: bytes(7) + b"\x80" + b[8:]), "cut short"),
+    "header not JSON": (put(WEIGHTS, join(b"{" * 100, b"")), "cut short"),
+    "unknown dtype": (entry(dtype="F99"), "cut short"),
+    "sizes that overflow": (entry(shape=[2**33, 2**33]), "cut short"),
+    "shape against offsets": (entry(shape=[15]), "cut short"),
+    "offsets past the end": (entry(data_offsets=[10**9, 10**9 + 64]), "cut short"),
+    "overlap": (header(lambda h: h[NORM].update(data_offsets=h[EMBEDDING]["data_offsets"])), "cut short"),
+    "four-bit": (
+        header(lambda h: h.update(x={"dtype": "F4", "shape": [0], "data_offsets": [0, 0]})), r"x is quantised \(F4\)"),
+    "no tensors": (put(WEIGHTS, join({}, b"")), "missing .*of 12"),
+    "git-lfs pointer": (put(WEIGHTS, LFS), "git lfs pull"),
+    "HTML page": (put(WEIGHTS, HTML), "HTML page"),
+    "pickle renamed": (lambda f: torch.save({"a": torch.ones(1)}, f / WEIGHTS), "pickle under another name"),
+    "GGUF renamed": (put(WEIGHTS, b"GGUF" + bytes(100)), "GGUF file"),
+    "not there": (lambda f: (f / WEIGHTS).unlink(), "holds neither.*adapter"),
+    "only Mistral's": (lambda f: (f / WEIGHTS).rename(f / "consolidated.safetensors"), "Mistral's own layout"),
+    "a directory": (place(WEIGHTS, os.mkdir), "not a regular"),
+    "a pipe": (place(WEIGHTS, os.mkfifo), "not a regular"),
+    "a link to nothing": (place(WEIGHTS, lambda p: p.symlink_to("none")), "is not there"),
+    "a link out of the folder": (place(WEIGHTS, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
+    "names of an earlier version": (
+        header(lambda h: h.update({"layers.0.attn.qkv_proj.weight": h.pop(Q)})), "ligermodels convert OLD NEW"),
+    "a name twice after unwrapping": (
+        header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
+    "config.json a directory": (place("config.json", os.mkdir), "not a regular"),
+    "config.json a link out": (place("config.json", lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
+    "config.json not UTF-8": (put("config.json", b"\xff\xfe{}"), "not JSON"),
+    "config.json nested deeply": (put("config.json", b"[" * 100_000), "not JSON"),
+    "config.json a list": (put("config.json", [1]), "holds a list, expected an object"),
+    "generation_config.json": (put("generation_config.json", b"{"), "not JSON"),
+    "vocab_size too large": (config(vocab_size=10**6), "wrong shape.*resized"),
+    "hidden_size of another": (config(hidden_size=32), "wrong shape.*embed_tokens"),
+    "a layer too many": (config(num_hidden_layers=2), "missing.*1 layers on disk, 2"),
+    "a layer too few": (tensors(lambda t: t.update({Q.replace("0", "1"): t[Q].clone()})), "unexpected.*2 layers"),
+    "tied, with a head of its own": (config(tie_word_embeddings=True), "config ties"),
+    "not tied, without a head": (tensors(lambda t: t.pop(LAST)), "tie_word_embeddings to true"),
+    "biases that the config denies": (
+        tensors(lambda t: t.update({Q.replace("weight", "bias"): torch.ones(16)})), "unexpected"),
+    "one shape transposed": (tensors(lambda t: t.update({EMBEDDING: t[EMBEDDING].T.contiguous()})), "wrong shape"),
+    "fp8 weights": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), "quantised .*float8"),
+    "weights of Qwen2": (config(model_type="qwen2"), "missing.*q_proj.bias"),
+}  # fmt: skip
+
+SHARDED: dict[str, tuple[Spoil, str]] = {
+    "a shard lost": (lambda f: (f / SHARDS[1]).unlink(), "00002-of-00002.safetensors is not there.*Fetch"),
+    "a shard cut": (change(lambda b: b[:-4], SHARDS[1]), "cut short"),
+    "a shard twice": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[0]).read_bytes()), "lacks .*index"),
+    **{
+        f"the index names {file!r}": (
+            mapped(lambda m, file=file: m.update({NORM: file})), r"index\.json names .*; expected a \.safetensors file")
+        for file in ("../x.safetensors", "a/../../x.safetensors", "/etc/x.safetensors", "C:\\x.safetensors",
+                     "C:x.safetensors", "\\\\host\\share\\x.safetensors", "..\\x.safetensors", "//host/x.safetensors",
+                     "model.bin", "model.safetensors.py", "", "a\0.safetensors", 3, None, [SHARDS[0]])
+    },
+    "a broken index": (put(INDEX, b'{"weight_map": {"a": "mo'), "not JSON"),
+    "no weight_map": (put(INDEX, {"metadata": {}}), "no weight_map"),
+    "an empty weight_map": (put(INDEX, {"weight_map": {}}), "no weight_map"),
+    "a weight_map of the wrong kind": (put(INDEX, {"weight_map": [SHARDS[0]]}), "no weight_map"),
+    "the index a git-lfs pointer": (put(INDEX, LFS), "git lfs pull"),
+    "the index a link out": (place(INDEX, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
+    "the index names a shard that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, against"),
+    "the index swaps the shards of a tensor": (
+        mapped(lambda m: m.update({LAST: next(s for s in SHARDS if s != m[LAST])})), "lacks lm_head"),
+    "the index leaves a tensor out": (mapped(lambda m: m.pop(NORM)), "missing .*model.norm"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout, name", [("single", name) for name in SINGLE] + [("sharded", name) for name in SHARDED]
+)
+def test_damage_ends_in_a_typed_error(good, layout, name):
+    spoil, words = {"single": SINGLE, "sharded": SHARDED}[layout][name]
+    with spoiled(good[layout], spoil) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(CheckpointError, match=f"(?s){words}") as caught:
+            ligermodels.load(folder, progress=False)
+        assert str(folder) in str(caught.value), "a message says where"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_nan_and_infinity_are_named_in_one_warning(good, value):
+    broken = spoiled(good["single"], tensors(lambda t: t[Q][3:5, 2].fill_(value)))
+    words = rf"1 of 12 tensors hold NaN or infinity: {Q}"
+    with broken as folder, pytest.warns(UserWarning, match=words) as caught:
+        ligermodels.load(folder, progress=False)
+    assert len(caught) == 1
+
+
+def test_a_file_that_cannot_be_read(good, monkeypatch):
+    def refuse(*args):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(reading.os, "listdir", refuse)
+    with pytest.raises(HubError, match=r"cannot be read: Permission denied"):
+        open_checkpoint(good["single"])
+
+
+def test_read_json(tmp_path):
+    (tmp_path / "config.json").write_text('{"a": "ü"}', encoding="utf-8")
+    assert read_json(tmp_path / "config.json") == {"a": "ü"}
+    with pytest.raises(CheckpointError, match=r"(?s)none\.json is not there.*ligermodels inspect.*config="):
+        read_json(tmp_path / "none.json")
+
+
+def test_a_companion_that_is_a_link_out_is_not_saved_along(good, tmp_path):
+    """Else a folder from elsewhere could have a secret of this machine uploaded with the next push."""
+    with spoiled(good["single"], lambda f: (f / "tokenizer.json").symlink_to(OUTSIDE)) as folder:
+        model = ligermodels.load(folder, progress=False)
+        with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leaves its folder"):
+            model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("step", ["open_file", "open_checkpoint"])
+def test_a_save_that_replaces_the_folder_meanwhile(step, tmp_path, monkeypatch):
+    """After the index (open_file) or config.json (open_checkpoint) was read, before the weights are opened."""
+    folder, other = tmp_path / "out", make_model(1)
+    make_model(0).save_pretrained(folder)
+    owner = SafetensorsReader if step == "open_file" else reading
+    real = getattr(owner, step)
+
+    def replace_and_go_on(*args, **options):
+        other.save_pretrained(folder)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, step, staticmethod(replace_and_go_on) if step == "open_file" else replace_and_go_on)
+    with pytest.raises(CheckpointError, match="was replaced while it was opened"):
+        ligermodels.load(folder, progress=False)
+
+
+# Pickles
+
+
+class Payload:
+    """Makes a folder when unpickled by anything that runs what it reads."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "before torch 1.6"])
+def test_pickles_only_when_allowed_and_never_run(tmp_path, legacy):
+    path, options = tmp_path / "pytorch_model.bin", dict(_use_new_zipfile_serialization=not legacy)
+    torch.save({"a": torch.ones(2), "b": torch.zeros(3, dtype=torch.bfloat16)}, path, **options)
+    with pytest.raises(CheckpointError, match=r"(?s)allow_pickle=True.*--allow-pickle"):
+        open_checkpoint(tmp_path)
+    with open_checkpoint(tmp_path, allow_pickle=True) as reader:
+        assert reader.headers == {"a": TensorInfo(torch.float32, (2,)), "b": TensorInfo(torch.bfloat16, (3,))}
+        assert torch.equal(reader.read("a"), torch.ones(2))
+    torch.save({"a": Payload(str(tmp_path / "run"))}, path, **options)
+    with pytest.raises(CheckpointError, match="cannot be read as a file of plain tensors") as caught:
+        open_checkpoint(tmp_path, allow_pickle=True)
+    assert not (tmp_path / "run").exists() and "weights_only" not in str(caught.value)
+    save_file({"a": torch.ones(5)}, tmp_path / WEIGHTS)
+    assert isinstance(open_checkpoint(tmp_path, allow_pickle=True), SafetensorsReader)
+
+
+def test_pickles_in_shards(tmp_path):
+    files = {f"x{k}": f"pytorch_model-{k:05}-of-00002.bin" for k in (1, 2)}
+    for k, (name, file) in enumerate(files.items(), 1):
+        torch.save({name: torch.full((2,), float(k))}, tmp_path / file)
+    index(tmp_path, files, "pytorch_model.bin")
+    reader = open_checkpoint(tmp_path, allow_pickle=True)
+    assert {name: float(reader.read(name)[0]) for name in reader.headers} == {"x1": 1.0, "x2": 2.0}
+
+
+@pytest.mark.parametrize("how", ["cut", "keys", "sparse", "meta", "nested", "text", "lfs", "link", "legacy cut"])
+def test_bad_pickles(tmp_path, how):
+    path, state = tmp_path / "pytorch_model.bin", {"a": torch.ones(100)}
+    contents = {"keys": {3: torch.ones(1)}, "sparse": {"a": torch.eye(3).to_sparse()}, "nested": {"model": state},
+                "meta": {"a": torch.ones(1, device="meta")}}  # fmt: skip
+    if how == "link":
+        path.symlink_to(OUTSIDE)
+    elif how in ("text", "lfs"):
+        path.write_bytes({"text": b"hello", "lfs": LFS}[how])
+    else:
+        torch.save(contents.get(how, state), path, _use_new_zipfile_serialization=how != "legacy cut")
+    if "cut" in how:
+        path.write_bytes(path.read_bytes()[:-200])
+    with pytest.raises(CheckpointError, match=r"plain tensor|not a flat|leaves its"):
+        open_checkpoint(tmp_path, allow_pickle=True)

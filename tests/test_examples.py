@@ -1,0 +1,123 @@
+"""The examples as a user runs them, on the tiny models that they bring along, and what they teach them."""
+
+import importlib
+import json
+import math
+import re
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import ligermodels
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture
+def example(monkeypatch, tmp_path):
+    """Imports an example as `python examples/NAME.py` would, on the CPU."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    return importlib.import_module
+
+
+def said(folder: Path, inputs, **options) -> str:
+    """What the checkpoint in a folder says greedily."""
+    model, tokenizer = ligermodels.load(folder, device="cpu").eval(), ligermodels.Tokenizer.from_hub(folder)
+    out = model.generate(**inputs, max_new_tokens=8, eos_token_id=list(tokenizer.chat_stop_ids), **options)
+    return tokenizer.decode(out[0, inputs["input_ids"].shape[1] :].tolist(), skip_special_tokens=True)
+
+
+def test_sft_learns_what_the_assistant_says(example, tmp_path):
+    sft = example("sft")
+    chats = [{"messages": messages} for messages in sft.CHATS]
+    (tmp_path / "chats.jsonl").write_text("\n".join(json.dumps(chat) for chat in chats))
+    model = str(example("tiny").write_llama())
+    losses = sft.main([model, str(tmp_path / "chats.jsonl"), "--out", str(tmp_path / "tuned")])
+    assert losses[-1] < 0.02 * losses[0]
+    assert losses == sft.main([])  # the default is the same model on the same chats
+    tokenizer = ligermodels.Tokenizer.from_hub(tmp_path / "tuned")
+    for user, assistant in sft.CHATS:
+        ids = tokenizer.apply_chat_template([user], add_generation_prompt=True)
+        assert said(tmp_path / "tuned", {"input_ids": torch.tensor([ids])}) == assistant["content"]
+
+
+def test_sft_has_labels_at_the_assistants_tokens_and_packs_without_leaks(example):
+    sft, folder = example("sft"), example("tiny").write_llama()
+    tokenizer = ligermodels.Tokenizer.from_hub(folder)
+    turns = [("user", "one"), ("assistant", "two"), ("user", "three"), ("assistant", "four"), ("user", "five")]
+    long = sft.encode(tokenizer, [{"role": role, "content": content} for role, content in turns])
+    short = sft.encode(tokenizer, sft.CHATS[0])
+    ids, labels = long
+    assert tokenizer.decode(ids).endswith("four<|im_end|>\n")
+    assert all(label in (-100, token) for token, label in zip(ids, labels, strict=True))
+    assert tokenizer.decode([label for label in labels if label != -100]) == "two<|im_end|>\nfour<|im_end|>\n"
+    model = ligermodels.load(folder, device="cpu").double().train()
+    rows = [long, short, long]
+    counts = [sum(label != -100 for label in labels) for _, labels in rows]
+    alone = [
+        model(**sft.pack([row], torch.device("cpu"))).loss * count for row, count in zip(rows, counts, strict=True)
+    ]
+    together = model(**sft.pack(rows, torch.device("cpu"))).loss
+    torch.testing.assert_close(together, sum(alone) / sum(counts))
+
+
+def test_dpo_learns_the_preference(example, tmp_path):
+    dpo = example("dpo")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("\n".join(json.dumps(pair) for pair in dpo.PAIRS))
+    model = example("tiny").write_llama()
+    outputs = dpo.main([str(model), str(pairs), "--steps", "10", "--out", str(tmp_path / "tuned")])
+    torch.testing.assert_close(outputs[0].loss.item(), math.log(2), rtol=0, atol=1e-5)  # still its own reference
+    assert outputs[-1].loss < 0.1 and outputs[-1].reward_accuracy == 1 and outputs[-1].reward_margin > 1
+    tokenizer = ligermodels.Tokenizer.from_hub(tmp_path / "tuned")
+    ids, labels = dpo.encode(tokenizer, "1 + 1?", "2.")
+    assert tokenizer.decode(labels[labels != -100].tolist()) == "2.<|im_end|>\n"
+    assert torch.equal(labels[:-1][labels[:-1] != -100], ids[1:][labels[:-1] != -100])  # the next token's
+
+
+def test_images_learns_which_image_gets_which_answer(example, tmp_path):
+    images = example("images")
+    losses = images.main(["--out", str(tmp_path / "tuned")])
+    assert losses[-1] < 0.02 * losses[0]
+    processor = ligermodels.Processor.from_hub(tmp_path / "tuned")
+    batch = images.encode(processor, images.PAIRS)
+    for pair, labels in zip(images.PAIRS, batch["labels"], strict=True):
+        assert processor.tokenizer.decode(labels[labels != -100].tolist()) == f"{pair['answer']}<|im_end|>\n"
+        parts = [{"type": "image", "image": pair["image"]}, {"type": "text", "text": pair["question"]}]
+        inputs = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+        assert said(tmp_path / "tuned", inputs) == pair["answer"]
+
+
+def test_the_custom_architecture_learns(example):
+    module = example("custom_architecture")
+    losses = module.train(steps=30)
+    assert losses[0] > 3.3  # ln 32 = 3.47: at the start it guesses
+    assert losses[-1] < 0.5
+    model = module.Parallel(vocab=32)
+    ids = torch.randint(32, (2, 17))
+    model(ids[:, :-1], labels=ids[:, 1:]).backward()
+    assert [name for name, parameter in model.named_parameters() if not parameter.grad.abs().sum() > 0] == []
+
+
+def test_the_custom_architecture_looks_back_only_and_its_loss_is_that_of_its_logits(example):
+    model = example("custom_architecture").Parallel(vocab=32).double()
+    torch.nn.init.normal_(model.embed_tokens.weight)
+    ids = torch.randint(32, (2, 40))
+    logits = model(ids)
+    loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    torch.testing.assert_close(model(ids[:, :-1], labels=ids[:, 1:]), loss)
+    changed = ids.clone()
+    changed[:, 20] = (changed[:, 20] + 1) % 32
+    moved = (model(changed) != logits).any(-1).any(0)
+    assert not moved[:20].any() and moved[20]
+
+
+def test_the_readme_shows_the_custom_block_as_it_is():
+    source = (EXAMPLES / "custom_architecture.py").read_text()
+    blocks = re.findall(r"```python\n(.*?)\n```", (EXAMPLES.parent / "README.md").read_text(), re.DOTALL)
+    shown = [block for block in blocks if "torch.nn.Module" in block]
+    assert shown and all(block in source for block in shown)

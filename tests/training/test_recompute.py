@@ -1,0 +1,608 @@
+"""What training keeps of the blocks, makes again, and sends to the host: always the bits of keeping everything."""
+
+import copy
+import gc
+import itertools
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ligermodels.arch import ARCHS, decoder, inputs
+from ligermodels.errors import InputError
+from ligermodels.layers import Batch
+from ligermodels.training import offload, recompute
+from ligermodels.training.offload import Offload
+
+CONFIG = dict(
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=44,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    initializer_range=0.2,
+)
+FAMILIES = {
+    "llama": {},
+    "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6),
+    "mixtral": dict(num_local_experts=4, output_router_logits=True, router_jitter_noise=0.1),
+}
+POLICIES = list(itertools.product(["none", "mlp", "block"], [False, True]))
+
+
+@pytest.fixture(autouse=True)
+def _small_tensors_travel(monkeypatch):
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+
+
+@pytest.fixture
+def ids():
+    return torch.randint(97, (2, 16))
+
+
+def make(family="llama", device="cpu", dtype=torch.float32, activation_checkpointing="none", **sizes):
+    return ARCHS[family].from_config(
+        {**CONFIG, **FAMILIES.get(family, {}), **sizes},
+        dtype=dtype,
+        device=device,
+        activation_checkpointing=activation_checkpointing,
+    )
+
+
+def enable(model, recompute, offload=False, **settings):
+    model.gradient_checkpointing_enable({"recompute": recompute, "offload": offload, **settings})
+
+
+def step(model, ids, **inputs):
+    """Loss and every gradient; jitter is drawn from the same seed each time."""
+    model.zero_grad()
+    torch.manual_seed(5)
+    loss = model(ids, labels=ids, **inputs).loss
+    loss.backward()
+    return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def assert_same(found, expected):
+    assert len(found) == len(expected) and all(map(torch.equal, found, expected))
+
+
+def buffers(model):
+    """Addresses of all buffers that are free on the host."""
+    lanes = model.decoder.checkpointing.offload._streams.values()
+    return {buffer.data_ptr() for lane in lanes for free in lane.buffers.values() for buffer in free}
+
+
+class TestBits:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_each_policy_gives_the_bits_of_keeping_everything(self, family, ids):
+        model = make(family)
+        expected = step(model, ids)
+        for policy, some in itertools.product(POLICIES, [{}, {"blocks": 2}]):
+            enable(model, *policy, **some)
+            assert_same(step(model, ids), expected)
+
+    @pytest.mark.parametrize("policy", POLICIES, ids=str)
+    def test_several_backwards(self, policy, ids):
+        model, other = make(), ids.flip(1)
+        expected, summed = step(model, ids), step(model, ids)[1:]
+        for total, grad in zip(summed, step(model, other)[1:], strict=True):
+            total += grad
+        enable(model, *policy)
+        model.zero_grad()
+        loss = model(ids, labels=ids).loss
+        weight = model.decoder.layers[1].self_attn.o_proj.weight
+        (partly,) = torch.autograd.grad(loss, weight, retain_graph=True)
+        loss.backward(retain_graph=True)
+        assert_same([loss, *(p.grad for p in model.parameters())], expected)
+        assert torch.equal(partly, weight.grad)
+        model.zero_grad()
+        loss.backward()
+        assert_same([loss, *(p.grad for p in model.parameters())], expected)
+        model.zero_grad()
+        first, second = model(ids, labels=ids).loss, model(other, labels=other).loss
+        first.backward()
+        second.backward()
+        assert_same([p.grad for p in model.parameters()], summed)
+
+    @pytest.mark.parametrize("policy", POLICIES, ids=str)
+    def test_a_step_that_broke_off_leaves_nothing_behind(self, policy, ids):
+        model = make()
+        expected = step(model, ids)
+        enable(model, *policy)
+        failing = [model.decoder.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)]
+        with pytest.raises(ZeroDivisionError):
+            step(model, ids)
+        failing.pop().remove()
+        handle = model.decoder.layers[1].self_attn.o_proj.register_full_backward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model, ids)
+        handle.remove()
+        model(ids, labels=ids)  # no backward at all
+        if model.decoder.checkpointing.offload is not None:  # nor memory of the device
+            for lane in model.decoder.checkpointing.offload._streams.values():
+                assert lane.incoming is None and all(record() is None for _, record in lane.outgoing)
+        assert_same(step(model, ids), expected)
+
+    @pytest.mark.parametrize("policy", POLICIES, ids=str)
+    def test_under_autocast_where_x_and_residual_differ_in_dtype(self, policy, ids):
+        model = make()
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = step(model, ids)
+            enable(model, *policy)
+            assert_same(step(model, ids), expected)
+
+    def test_without_gradients_nothing_changes(self, ids):
+        model = make()
+        with torch.no_grad():
+            logits, cached = model(ids).logits, model(ids, use_cache=True).logits
+        states = model(ids, output_hidden_states=True).hidden_states
+        written = model.eval().generate(ids, max_new_tokens=4)
+        for policy in POLICIES:
+            enable(model, *policy)
+            assert torch.equal(model.generate(ids, max_new_tokens=4), written)
+            with torch.no_grad():
+                assert torch.equal(model(ids).logits, logits)
+            assert torch.equal(model(ids, use_cache=True).logits, cached)  # not recomputed: the cache is written once
+            assert_same(model(ids, output_hidden_states=True).hidden_states, states)
+
+    def test_dropout_is_the_same_in_the_second_run(self, ids):
+        model = make()
+        for layer in model.decoder.layers:
+            layer.self_attn.o_proj.register_forward_hook(lambda module, inputs, y: nn.functional.dropout(y, 0.5))
+        expected = step(model, ids)
+        enable(model, "block", offload=True)
+        assert_same(step(model, ids), expected)
+
+
+@pytest.fixture
+def late(monkeypatch):
+    """Copies run as late as streams allow: when somebody waits for them, in their order. Memory that was given away
+    before is not there for them any more."""
+    queue = []
+
+    class Stream:
+        def wait_event(self, event):
+            while queue and queue[0][0] <= event.number:
+                _, *places = queue.pop(0)
+                target, source = (torch.UntypedStorage._new_with_weak_ptr(place.cdata) for place in places)
+                assert target is not None and source is not None, "its memory was given away before the copy"
+                size = min(len(target), len(source))
+                target[:size].copy_(source[:size])
+
+    class Event:
+        number = 0
+
+    class Module:
+        current_stream = staticmethod(lambda device: Stream())
+
+    def copy_late(lane, pairs, held):
+        event, lane.module = Event(), Module
+        event.number = Event.number = Event.number + 1
+        queue.extend((event.number, *(StorageWeakRef(t.untyped_storage()) for t in pair)) for pair in pairs)
+        return offload._Copies(Stream(), event, held)
+
+    monkeypatch.setattr(offload.CopyStream, "_copy", copy_late)
+    return queue
+
+
+class TestStreams:
+    @pytest.mark.parametrize("some", [{}, {"blocks": 2}, {"every_n_layers": 2}], ids=str)
+    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
+    def test_nothing_is_read_or_given_away_before_its_copy(self, policy, some, ids, late):
+        model = make(num_hidden_layers=5)
+        expected = step(model, ids)
+        enable(model, policy, offload=True, **some)
+        for _ in range(2):
+            assert_same(step(model, ids), expected)
+        assert not late
+        handle = model.decoder.layers[3].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            step(model, ids)
+        handle.remove()
+        failing = []
+        model.decoder.layers[2].self_attn.o_proj.register_full_backward_hook(lambda *_: 1 / 0 if failing else None)
+        losses = [model(ids, labels=ids).loss for _ in range(3)]
+        failing.append(True)
+        with pytest.raises(ZeroDivisionError):
+            losses.pop().backward()
+        failing.clear()
+        assert not late  # what was on its way for the block that was next has been waited for
+        while losses:
+            model.zero_grad()
+            losses.pop().backward()
+            assert_same([p.grad for p in model.parameters()], expected[1:])
+
+
+class Adapter:
+    """One trained matrix beside a frozen one."""
+
+    def __init__(self, linear):
+        linear.adapter = nn.Parameter(torch.randn(linear.out_features, linear.in_features) / 10)
+
+    def __call__(self, linear, inputs, output):
+        return output + nn.functional.linear(inputs[0], linear.adapter)
+
+
+def through_blocks(model, x):
+    """x through the blocks alone -> (what comes out, how much of what blocks gave is there when each block begins)."""
+    given, alive = [], []
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(lambda layer, inputs: alive.append(sum(ref() is not None for ref in given)))
+        layer.register_forward_hook(lambda layer, inputs, outputs: given.extend(map(weakref.ref, outputs[:2])))
+    cos, sin = model.decoder.rotary_emb(torch.arange(x.shape[1])[None])
+    run, residual, batch = (
+        model.decoder.checkpointing.start(x, len(model.decoder.layers)),
+        None,
+        Batch(cos=cos, sin=sin),
+    )
+    for i, layer in enumerate(model.decoder.layers):
+        x, residual, *_ = run(i, layer, x, residual, batch)
+    return x + residual, alive
+
+
+class TestMemory:
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_block_keeps_one_tensor_of_each_block(self, family):
+        model, kept = make(family, activation_checkpointing="block"), []
+        with saved_tensors_hooks(lambda t: kept.append(t.shape) or t.detach(), lambda t: t):
+            _, alive = through_blocks(model, torch.randn(2, 16, 32))
+        assert [shape for shape in kept if shape.numel()] == [(2, 16, 32)] * 3  # of no size: torch's own, to tell by
+        assert alive == [0, 0, 0]  # what the block before gave, of which the sum alone is needed
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_mlp_keeps_nothing_of_the_inside_of_units(self, family):
+        inside = []
+        for policy in ("none", "mlp"):
+            model, kept = make(family, activation_checkpointing=policy), []
+            with saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape[-2:]) or t.detach(), lambda t: t):
+                through_blocks(model, torch.randn(2, 15, 32))
+            weights = {size for p in model.parameters() for size in (p.shape[-2:], p.shape[-2:][::-1])}
+            inside.append([size for size in kept if size[-1] in (44, 88) and size not in weights])
+        assert inside[0] and not inside[1]
+
+    @pytest.mark.parametrize("family", ["llama", "gemma2"])
+    def test_a_unit_runs_twice_whether_it_is_the_end_of_its_block_or_not(self, family, ids):
+        """At the end the block's second run stops before it, and it runs again by itself; else it runs within that."""
+        model, calls = make(family, activation_checkpointing="block"), []
+        for layer in model.decoder.layers:
+            layer.mlp.gate_proj.register_forward_hook(lambda layer, inputs, output: calls.append(layer))
+        step(model, ids)
+        assert len(calls) == 6
+        assert [layer.mlp.recompute for layer in model.decoder.layers] == [family == "llama"] * 3
+
+    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
+    def test_what_travels_leaves_with_the_next_block_and_is_back_for_two_blocks_at_a_time(self, policy, monkeypatch):
+        monkeypatch.setattr(offload, "SMALLEST", 512)  # above the tables of the rotation, which all blocks share
+        model, begun, sent, brought = make(num_hidden_layers=5), [], [], []
+        enable(model, policy, offload=True)
+        for layer in model.decoder.layers:
+            layer.register_forward_pre_hook(lambda layer, inputs: begun.append(layer))
+        send, bring = offload.CopyStream.send, offload.CopyStream.fetch
+
+        def sends(lane, tensor, memory, *where):
+            assert all(memory.expired() for block, memory in sent if block < len(begun) - 1)
+            sent.append((len(begun), StorageWeakRef(memory)))
+            return send(lane, tensor, memory, *where)
+
+        def brings(lane, records):
+            assert sum(any(ref() is not None for ref in refs) for refs in brought) <= 1
+            bring(lane, records)
+            brought.append([weakref.ref(record.on_device) for record in records])
+
+        monkeypatch.setattr(offload.CopyStream, "send", sends)
+        monkeypatch.setattr(offload.CopyStream, "fetch", brings)
+        x, _ = through_blocks(model, torch.randn(2, 16, 32))
+        assert sent and all(memory.expired() for _, memory in sent)
+        x.sum().backward()
+        assert len(brought) == 4  # a block each; what the last block keeps stays where it is
+        assert not any(ref() is not None for refs in brought for ref in refs)
+
+    @pytest.mark.parametrize("policy", ["none", "block"])
+    @pytest.mark.parametrize(
+        ("some", "gone_by", "back_from"),
+        [
+            ({"blocks": 1}, {0: 6}, {0: 5}),
+            ({"blocks": 2}, {0: 3, 1: 6}, {0: 2, 1: 5}),
+            ({"every_n_layers": 3}, {0: 3, 3: 6}, {0: 2, 3: 5}),
+            ({"blocks": 5}, {0: 2, 1: 3, 2: 4, 3: 5, 4: 6}, {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}),
+        ],
+    )
+    def test_the_copies_of_some_blocks_have_the_time_of_all(self, policy, some, gone_by, back_from, monkeypatch):
+        monkeypatch.setattr(offload, "SMALLEST", 512)
+        model, sent, going_back, gone, back = make(num_hidden_layers=7), [], [], {}, {}
+        enable(model, policy, offload=True, **some)
+        failing = model.decoder.layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):  # what that had queued is in nobody's way
+            through_blocks(model, torch.randn(2, 16, 32))
+        failing.remove()
+        call, send, bring = recompute._Pass.__call__, offload.CopyStream.send, offload.CopyStream.fetch
+
+        def calls(run, i, *inputs):
+            begins(i)
+            return call(run, i, *inputs)
+
+        def sends(lane, tensor, memory, *where):
+            sent.append((begun, StorageWeakRef(memory)))
+            return send(lane, tensor, memory, *where)
+
+        def brings(lane, records):
+            bring(lane, records)
+            back.setdefault(going_back[-1], []).append(len(records))
+
+        def begins(i):
+            nonlocal begun
+            for block in {block for block, _ in sent} - gone.keys():
+                if all(memory.expired() for number, memory in sent if number == block):
+                    gone[block] = i - 1
+            begun = i
+
+        begun = -1
+        for i, layer in enumerate(model.decoder.layers):
+            layer.register_forward_hook(
+                lambda layer, inputs, outputs, i=i: outputs[0].register_hook(lambda grad: going_back.append(i)) and None
+            )
+        monkeypatch.setattr(recompute._Pass, "__call__", calls)
+        monkeypatch.setattr(offload.CopyStream, "send", sends)
+        monkeypatch.setattr(offload.CopyStream, "fetch", brings)
+        x, _ = through_blocks(model, torch.randn(2, 16, 32))
+        begins(7)
+        assert gone == gone_by
+        x.sum().backward()
+        counts = {block: sum(number == block for number, _ in sent) for block in gone_by}
+        assert back == {block: [counts[i]] for i, block in back_from.items()}
+
+    def test_pinned_memory_is_used_again(self, ids):
+        model = make()
+        enable(model, "none", offload=True)
+        step(model, ids)
+        there = buffers(model)
+        for tokens in (16, 16, 15):  # a little less needs no other buffers
+            step(model, ids[:, :tokens])
+            assert buffers(model) == there != set()
+        held = model(ids, labels=ids).loss
+        step(model, ids)
+        held.backward()
+        more = buffers(model)
+        assert there < more and len(more) <= 2 * len(there)
+        step(model, ids)
+        assert buffers(model) == more
+
+    @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.parametrize("part", ["host_buffer", "send"])
+    def test_a_step_for_which_the_host_has_no_room(self, part, ids, monkeypatch):
+        model = make()
+        expected = step(model, ids)
+        enable(model, "none", offload=True)
+        count, whole = itertools.count(), getattr(offload.CopyStream, part)
+
+        def limited(*inputs):
+            if next(count) == 5:
+                raise RuntimeError("out of memory")
+            return whole(*inputs)
+
+        with monkeypatch.context() as some, pytest.raises(RuntimeError, match="out of memory"):
+            some.setattr(offload.CopyStream, part, limited)
+            step(model, ids)
+        gc.collect()
+        assert_same(step(model, ids), expected)
+
+    def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
+        kept = offload._SavedTensors(Offload(), {}, 1)
+        memory = torch.arange(24.0).view(4, 6)
+        views = [memory, memory[:, 2:4], memory.t()[1:], memory.to(torch.float64)[2], memory[3:, :0]]
+        strides = [view.stride() for view in (*views, memory)]
+        with torch.device("meta"):  # whatever the default is, buffers are on the CPU
+            packed, expected = [kept.pack(view) for view in views], [view.clone() for view in views]
+        assert len({id(view.storage) for view in packed}) == 2
+        memory.add_(1)
+        packed.append(kept.pack(memory))
+        expected.append(memory.clone())
+        assert len({id(view.storage) for view in packed}) == 3
+        del memory, views
+        for _ in range(2):
+            found = list(map(offload._unpack, packed))
+            assert_same(found, expected)
+            assert [view.stride() for view in found] == strides
+        assert all(view.storage.on_device is None for view in packed)
+
+    def test_parameters_other_classes_and_small_tensors_stay(self, monkeypatch):
+        monkeypatch.setattr(offload, "SMALLEST", 64)
+        weight, kept = nn.Parameter(torch.ones(8, 8)), offload._SavedTensors(Offload(), {}, 1)
+        stays = [weight, weight.t(), torch.ones(15), torch.ones(20).as_subclass(Other), torch.ones(9, 9).to_sparse()]
+        assert all(isinstance(kept.pack(tensor), torch.Tensor) for tensor in stays)
+        assert kept.pack(weight) is weight
+        assert isinstance(kept.pack(weight * 2), offload._View)
+
+
+class Other(torch.Tensor):
+    pass
+
+
+class TestSettings:
+    def test_what_is_no_policy(self):
+        for settings, message in [
+            ("blocks", "'none', 'mlp', 'block'"),
+            (3, "expected 'none'"),
+            ({"recompute": "all"}, "'all' is not supported"),
+            ({"blocks": 4}, "blocks=4 must be a number of the model's blocks, 0 to 3"),
+            ({"blocks": -1}, "0 to 3"),
+            ({"blocks": True}, "blocks=True"),
+            ({"blocks": 1.0}, "blocks=1.0"),
+            ({"every_n_layers": 0}, "every_n_layers=0"),
+            ({"offload": 1}, "offload=1 must be True or False"),
+            ({"layers": 2}, "no option 'layers'"),
+            ({"recompute": "mlp", "early_stop": False}, "'early_stop' of torch.utils.checkpoint"),
+        ]:
+            with pytest.raises(InputError, match=message):
+                make(activation_checkpointing=settings)
+
+    def test_the_argument_of_a_model_is_the_dict_of_its_method(self, tmp_path, ids):
+        model = make()
+        expected, folder = step(model, ids), model.save_pretrained(tmp_path / "model")
+        assert not model.is_gradient_checkpointing and not model.gradient_checkpointing
+        for settings in ("block", {"recompute": "mlp", "blocks": 2, "offload": True}):
+            loaded = type(model).from_hub(folder, progress=False, activation_checkpointing=settings)
+            model.gradient_checkpointing_enable({"recompute": settings} if isinstance(settings, str) else settings)
+            assert loaded.is_gradient_checkpointing and model.gradient_checkpointing
+            for one in (loaded, model):
+                assert (one.decoder.checkpointing.recompute, one.decoder.checkpointing.blocks) in (
+                    ("block", None),
+                    ("mlp", 2),
+                )
+            flags = [[layer.mlp.recompute for layer in one.decoder.layers] for one in (loaded, model)]
+            assert flags[0] == flags[1] == ([True] * 3 if settings == "block" else [True, True, False])
+            assert_same(step(loaded, ids), expected)
+        model.gradient_checkpointing_disable()
+        assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.decoder.layers)
+
+    def test_names_of_transformers(self, ids):
+        model = make()
+        expected = step(model, ids)
+        with pytest.warns(UserWarning, match="use_reentrant=True is not used here"):
+            model.activation_checkpointing_enable({"use_reentrant": True}, every_n_layers=2, offload=True)
+        policy = model.decoder.checkpointing
+        assert [policy.covers(i) for i in range(3)] == [True, False, True] and policy.offload is not None
+        assert_same(step(model, ids), expected)
+        model.activation_checkpointing_disable()
+        assert not model.is_gradient_checkpointing
+        seen = []
+        model.gradient_checkpointing_enable({"context_fn": lambda: seen.append(1) or (nullcontext(), nullcontext())})
+        assert_same(step(model, ids), expected)
+        assert len(seen) == 3
+
+    def test_while_a_graph_is_captured(self, monkeypatch, ids):
+        model = make("mixtral").train()
+        enable(model, "block")
+        monkeypatch.setattr(recompute, "is_captured", lambda x: True)
+        with pytest.raises(InputError, match="dropout or router jitter"):
+            model(ids)
+        expected = step(model.eval(), ids)
+        called = []
+        monkeypatch.setattr(torch, "get_rng_state", lambda: called.append(1))  # which raises there
+        assert_same(step(model, ids), expected)
+        assert not called
+        enable(model, "none", offload=True)
+        with pytest.raises(InputError, match="offload=True runs neither"):
+            model(ids)
+        mask = torch.ones_like(ids)
+        monkeypatch.setattr(decoder, "pads_only_after", lambda mask: called.append(1))
+        model.gradient_checkpointing_disable()
+        model(ids, attention_mask=mask)
+        assert not called
+        monkeypatch.setattr(inputs, "is_captured", lambda x: True)
+        positions = torch.arange(16)[None]
+        with pytest.raises(InputError, match="give cu_seqlens and max_seqlen"):
+            model(ids, position_ids=positions)
+        model(ids, position_ids=positions, attention_mask=mask)
+        bounds = torch.tensor([0, 16, 32], dtype=torch.int32)
+        model(ids, position_ids=positions, cu_seqlens=bounds, max_seqlen=16)
+
+
+@pytest.mark.gpu
+class TestOnAGPU:
+    @pytest.fixture(autouse=True)
+    def _small_tensors_travel(self):
+        """They stay."""
+
+    @pytest.fixture
+    def ids(self):
+        return torch.randint(97, (4, 2048), device="cuda")
+
+    @pytest.fixture
+    def model(self):
+        """With a window attention is our own, whose gradients sum in one order, as those of torch's do not: what has
+        other bits the next time has read other numbers."""
+        sizes = dict(hidden_size=512, intermediate_size=1536, num_hidden_layers=12, initializer_range=0.02)
+        return make("mistral", "cuda", torch.bfloat16, sliding_window=1024, **sizes)
+
+    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
+    def test_many_steps_with_offload_have_the_bits_of_those_without(self, model, ids, policy):
+        twin = copy.deepcopy(model)
+        enable(model, policy)
+        enable(twin, policy, offload=True)
+        for i in range(8):
+            batch, grads = ids.roll(i, 1)[:, : 2048 - 8 * (i % 3)], []
+            for one in (model, model, twin):
+                one.zero_grad()
+                one(batch, labels=batch).loss.backward()
+                torch.cuda._sleep(10**7 * (i % 2))  # so that the host is far ahead, or is not
+                grads.append([parameter.grad for parameter in one.parameters()])
+            again, expected, found = grads
+            assert_same(again, expected)  # without offload: where this fails, bits say nothing of memory
+            assert_same(found, expected)
+            with torch.no_grad():
+                for parameter in (*model.parameters(), *twin.parameters()):
+                    parameter -= 0.1 * parameter.grad
+
+    def test_what_is_kept_leaves_the_device(self, model, ids):
+        """Of 12 blocks at most three are there at a time: two in the forward, two and the last one in the backward.
+
+        Gradients, and what the head and one block need for a while, are in all numbers."""
+        most = []
+        for offloads, blocks in ((False, None), (True, None), (True, 6)):
+            enable(model, "none", offload=offloads, blocks=blocks)
+            for _ in range(2):
+                model.zero_grad()
+                torch.cuda.synchronize()
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+                model(ids, labels=ids).loss.backward()
+                torch.cuda.synchronize()
+            most.append(torch.cuda.max_memory_allocated() - before)
+        assert most[1] < 0.6 * most[0]
+        assert most[2] < 0.8 * most[0]  # five of the blocks
+
+    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
+    def test_the_host_never_waits(self, model, ids, policy):
+        enable(model, policy, offload=True)
+        for _ in range(2):
+            model(ids).logits.sum().backward()
+        there = buffers(model)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model(ids).logits.sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert buffers(model) == there
+
+    @pytest.mark.parametrize("policy", ["mlp", "block"])
+    def test_a_step_is_captured(self, model, ids, policy):
+        enable(model, policy)
+
+        def run():
+            model.zero_grad()
+            model(ids).logits.float().square().mean().backward()
+
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            run()
+            run()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        found = [parameter.grad for parameter in model.parameters()]
+        ids.copy_(ids.flip(1))
+        graph.replay()
+        found = [grad.clone() for grad in found]
+        run()
+        assert_same(found, [parameter.grad for parameter in model.parameters()])
+
+    def test_one_rounding_more(self, model, ids):
+        """Under "block", gradients of the sums are rounded once more: nowhere further from fp32 than twice as far."""
+        exact = copy.deepcopy(model).float()
+        exact(ids, labels=ids).loss.backward()
+        errors = []
+        for policy in ("none", "block"):
+            enable(model, policy)
+            model.zero_grad()
+            model(ids, labels=ids).loss.backward()
+            pairs = zip(model.parameters(), exact.parameters(), strict=True)
+            errors.append([((p.grad - e.grad).norm() / e.grad.norm()).item() for p, e in pairs])
+        assert all(other < 2 * one for one, other in zip(*errors, strict=True))
