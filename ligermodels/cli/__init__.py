@@ -1,10 +1,9 @@
-"""The command line. What was asked for goes to stdout, everything about it to stderr.
+"""The command line. Results go to stdout, everything about them to stderr.
 
 Exit status: 0 done, 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch,
-2 wrong usage, 3 an error of ligermodels, printed as one message without a traceback, 130 interrupted. `convert` and
-`verify` tell more apart: 2 options that do not fit together too, 3 a source that cannot be used, 4 no space left,
-5 the Hub, the network or the file system refused.
-Each command imports what it needs, so that --help does not wait for torch.
+2 wrong usage, 3 an error of ligermodels, printed as one message without a traceback, 130 interrupted. `inspect`,
+`convert` and `verify` distinguish more: see `_EPILOG` in checkpoints.py.
+Each command imports what it needs, so that --help does not import torch.
 """
 
 import argparse
@@ -41,16 +40,6 @@ def main(argv: list[str] | None = None) -> int:
             return 0
 
 
-class _Command(argparse.ArgumentParser):
-    """Complains of unknown arguments itself, with its own usage and not that of the whole program."""
-
-    def parse_known_args(self, args=None, namespace=None):  # type: ignore[no-untyped-def, override]
-        known, unknown = super().parse_known_args(args, namespace)
-        if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
-        return known, unknown
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="ligermodels",
@@ -58,8 +47,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog="ligermodels COMMAND --help says more.",
     )
     parser.add_argument("--version", action="version", version=f"ligermodels {__version__}")
-    kind: type[argparse.ArgumentParser] = _Command
-    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=kind)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
     demo.add_argument("--seconds", type=float, default=20.0, help="time for training (default 20)")

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ligermodels.cli.output import say
@@ -18,37 +18,31 @@ if TYPE_CHECKING:
 
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the two commands to the parser."""
-    model = argparse.ArgumentParser(add_help=False)
-    model.add_argument("model", metavar="MODEL", help="repository on the Hub, or folder of a checkpoint")
-    model.add_argument("--revision", help="branch, tag or commit")
-    model.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
-    model.add_argument(
-        "--allow-pickle",
-        action="store_true",
-        help="read pytorch_model.bin where there is no safetensors file",
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("model", metavar="MODEL", help="repository on the Hub, or folder of a checkpoint")
+    shared.add_argument("--revision", help="branch, tag or commit")
+    shared.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
+    shared.add_argument(
+        "--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors file"
     )
-
-    sampling = argparse.ArgumentParser(add_help=False)
-    sampling.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
-    sampling.add_argument("--top-k", type=int, help="draw among the TOP_K likeliest tokens")
-    sampling.add_argument("--top-p", type=float, help="draw among the likeliest tokens that make up TOP_P")
-    sampling.add_argument("--min-p", type=float, help="draw among tokens at least MIN_P times as likely as the first")
-    sampling.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less")
-    sampling.add_argument("--seed", type=int, help="makes draws repeatable")
-    sampling.add_argument("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable")
-    sampling.add_argument(
-        "--dtype",
-        default="auto",
-        help="float32, float16, bfloat16, or auto, the default: as config.json says",
+    shared.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
+    shared.add_argument("--top-k", type=int, help="draw among the TOP_K likeliest tokens")
+    shared.add_argument("--top-p", type=float, help="draw among the likeliest tokens that make up TOP_P")
+    shared.add_argument("--min-p", type=float, help="draw among tokens at least MIN_P times as likely as the first")
+    shared.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less")
+    shared.add_argument("--seed", type=int, help="makes draws repeatable")
+    shared.add_argument("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable")
+    shared.add_argument(
+        "--dtype", default="auto", help="float32, float16, bfloat16, or auto, the default: as config.json says"
     )
-    sampling.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
+    shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
 
-    generate = commands.add_parser("generate", parents=[model, sampling], help="continue a text")
+    generate = commands.add_parser("generate", parents=[shared], help="continue a text")
     generate.add_argument("--prompt", help="the text (default: what stdin holds)")
     generate.add_argument("--max-new-tokens", type=int, help="default 256, or what the context leaves")
     generate.set_defaults(run=_generate, usual_length=256)
 
-    chat = commands.add_parser("chat", parents=[model, sampling], help="talk to a model, with its chat template")
+    chat = commands.add_parser("chat", parents=[shared], help="talk to a model, with its chat template")
     chat.add_argument("--system", metavar="TEXT", help="system prompt, also where the template has no role for it")
     chat.add_argument(
         "--image", action="append", metavar="FILE", default=[], help="an image that the first question is about"
@@ -65,11 +59,7 @@ def _generate(args: argparse.Namespace) -> int:
         args.prompt = sys.stdin.read()
     tokenizer = _load_tokenizer(args)
     ids = tokenizer.encode(args.prompt)
-    pieces = _Answer(_load_model(args), tokenizer, ids, tokenizer.eos_token_ids, args, after=ids)
-    for piece in pieces:
-        print(piece, end="", flush=True)
-    print()
-    say(pieces.speed())
+    _print_continuation(_load_model(args), tokenizer, ids, tokenizer.eos_token_ids, args, after=ids)
     return 0
 
 
@@ -100,18 +90,15 @@ def _chat(args: argparse.Namespace) -> int:
             say(f"{line.split()[0]} is not a command; there are {'/image FILE, ' * bool(args.image)}/reset and /exit")
         elif line:
             text = line if len(messages) > len(start) else lead + line
-            messages.append({"role": "user", "content": [*images, _text(text)] if images else text})
+            content = [*images, {"type": "text", "text": text}] if images else text
+            messages.append({"role": "user", "content": content})
             messages.append({"role": "assistant", "content": _answer(model, processor, messages, args)})
             images = []
     return 0
 
 
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "text", "text": text}
-
-
 def _images(files: Sequence[str]) -> list[dict[str, Any]]:
-    """Parts of a message. Raises InputError for a file that is no image."""
+    """The content of a message. Raises InputError for a file that is no image."""
     if not files:
         return []
     from ligermodels.vision import load_image
@@ -120,12 +107,12 @@ def _images(files: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def _opening(processor: "Tokenizer | Processor", args: argparse.Namespace) -> tuple[list[dict[str, Any]], str]:
-    """(messages before the user's first, text before that one): the one or the other is the system prompt.
+    """The system prompt: (messages before the user's first, text at the beginning of that one).
 
     A template without a system role refuses it (Gemma) or leaves it out; then it begins the first message.
-    Raises TokenizerError where there is nothing to talk to: no template, or one that cannot be used.
+    Raises TokenizerError where there is no chat template, or one that cannot be used.
     """
-    if not _tokenizer(processor).files.templates:
+    if _tokenizer(processor).chat_template is None:
         raise TokenizerError(
             f"{args.model} has no chat template. Likely cause: a base model, which continues a text and gives no "
             f"answers. Next step: `ligermodels generate {args.model} --prompt TEXT`, or its instruct version."
@@ -161,34 +148,26 @@ def _tokenizer(processor: "Tokenizer | Processor") -> "Tokenizer":
 
 
 def _answer(model: "CausalLM", processor: Any, messages: list[dict[str, Any]], args: argparse.Namespace) -> str:
-    tokenizer, seen = _tokenizer(processor), {}
+    """Prints the answer to a conversation and returns it. Ctrl-C ends the answer, not the chat."""
+    tokenizer, inputs = _tokenizer(processor), {}
     if processor is tokenizer:
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(str(prompt), add_special_tokens=False)
     else:
-        seen = dict(processor.apply_chat_template(messages, add_generation_prompt=True).to(model.device))
-        del seen["attention_mask"]  # of one conversation
-        ids = seen.pop("input_ids")[0].tolist()
-    pieces, text = _Answer(model, tokenizer, ids, tokenizer.chat_stop_ids, args, seen=seen), ""
-    try:
-        for piece in pieces:
-            text += piece
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        say(" (stopped)", end="")
-    print()
-    say(pieces.speed())
-    return text
+        inputs = dict(processor.apply_chat_template(messages, add_generation_prompt=True).to(model.device))
+        del inputs["attention_mask"]  # all ones, for a single conversation
+        ids = inputs.pop("input_ids")[0].tolist()
+    return _print_continuation(model, tokenizer, ids, tokenizer.chat_stop_ids, args, inputs=inputs, interruptible=True)
 
 
 def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
-    """Before the model, so that what is wrong with a prompt or a template shows before any weight is fetched."""
+    """Called before the model is loaded, so that a wrong prompt or template shows before any weight is fetched."""
     from ligermodels.text import Tokenizer
 
     return Tokenizer.from_hub(args.model, revision=args.revision, local_files_only=args.local_files_only)
 
 
-def _load_processor(args: argparse.Namespace) -> "Tokenizer | Processor":
+def _load_processor(args: argparse.Namespace) -> "Processor":
     try:
         from ligermodels.vision import Processor
     except ModuleNotFoundError as error:
@@ -203,7 +182,6 @@ def _load_model(args: argparse.Namespace) -> "CausalLM":
 
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(device)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -218,66 +196,73 @@ def _load_model(args: argparse.Namespace) -> "CausalLM":
     )
 
 
-class _Answer:
-    """The text that continues `ids`, in pieces as they become certain, and how fast they came.
+def _print_continuation(
+    model: "CausalLM",
+    tokenizer: "Tokenizer",
+    ids: list[int],
+    stop_ids: Sequence[int],
+    args: argparse.Namespace,
+    *,
+    after: Sequence[int] = (),
+    inputs: Mapping[str, Any] | None = None,
+    interruptible: bool = False,
+) -> str:
+    """Prints the text that continues `ids` as it comes, and its speed on stderr; returns the text.
 
-    after: the ids that the text goes on from; () where it begins anew, as an answer does. seen: the images.
+    after: the ids that the text goes on from; () where it begins anew, as an answer does. inputs: the images.
     """
+    import torch
 
-    def __init__(
-        self,
-        model: "CausalLM",
-        tokenizer: "Tokenizer",
-        ids: list[int],
-        stop_ids: Sequence[int],
-        args: argparse.Namespace,
-        *,
-        after: Sequence[int] = (),
-        seen: Mapping[str, Any] | None = None,
-    ):
-        self.model, self.tokenizer, self.ids, self.stop_ids, self.args = model, tokenizer, ids, stop_ids, args
-        self.after, self.seen = after, seen or {}
-        self.times: list[float] = []
+    from ligermodels.generation import generate_iter
+    from ligermodels.text import StopStrings, StreamDecoder
 
-    def __iter__(self) -> Iterator[str]:
-        import torch
-
-        from ligermodels.generation import generate_iter
-        from ligermodels.text import StopStrings, StreamDecoder
-
-        args, length = self.args, self.args.max_new_tokens
-        if length is None:
-            left = self.model.config.max_position_embeddings - len(self.ids)
-            length = min(args.usual_length, left) if left > 0 else args.usual_length
-        decoder, stops = StreamDecoder(self.tokenizer, after=self.after), StopStrings(args.stop)
-        self.times = [time.perf_counter()]
-        for (token,) in generate_iter(
-            self.model,
-            torch.tensor([self.ids], dtype=torch.int64, device=self.model.device),
-            max_new_tokens=length,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            top_p=args.top_p,
-            min_p=args.min_p,
-            repetition_penalty=args.repetition_penalty,
-            seed=args.seed,
-            eos_token_id=self.stop_ids,
-            **self.seen,
-        ):
-            self.times.append(time.perf_counter())
-            text, stopped = stops.put(decoder.put(int(token)))
-            if text:
-                yield text
+    length = args.max_new_tokens
+    if length is None:
+        left = model.config.max_position_embeddings - len(ids)
+        length = min(args.usual_length, left) if left > 0 else args.usual_length
+    decoder, stops = StreamDecoder(tokenizer, after=after), StopStrings(args.stop)
+    tokens = generate_iter(
+        model,
+        torch.tensor([ids], dtype=torch.int64, device=model.device),
+        max_new_tokens=length,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repetition_penalty=args.repetition_penalty,
+        seed=args.seed,
+        eos_token_id=stop_ids,
+        **(inputs or {}),
+    )
+    text, times = "", [time.perf_counter()]
+    try:
+        for (token,) in tokens:
+            times.append(time.perf_counter())
+            new, stopped = stops.put(decoder.put(int(token)))
+            print(new, end="", flush=True)
+            text += new
             if stopped:
-                return
-        text, stopped = stops.put(decoder.flush())
-        yield text if stopped else text + stops.flush()
+                break
+        else:
+            new, stopped = stops.put(decoder.flush())
+            new += "" if stopped else stops.flush()
+            print(new, end="")
+            text += new
+    except KeyboardInterrupt:
+        if not interruptible:
+            raise
+        say(" (stopped)", end="")
+    print()
+    say(_speed(len(ids), times))
+    return text
 
-    def speed(self) -> str:
-        if len(self.times) < 2:
-            return "(no tokens)"
-        count, first = len(self.times) - 1, self.times[1] - self.times[0]
-        line = f"({len(self.ids)} prompt tokens, first token after {first:.2f} s"
-        if count > 1:
-            line += f", then {(count - 1) / (self.times[-1] - self.times[1]):.1f} tokens/s"
-        return line + f"; {count} tokens)"
+
+def _speed(prompt_tokens: int, times: list[float]) -> str:
+    """times: when the prompt was passed, and when each token came."""
+    count = len(times) - 1
+    if count == 0:
+        return "(no tokens)"
+    line = f"({prompt_tokens} prompt tokens, first token after {times[1] - times[0]:.2f} s"
+    if count > 1:
+        line += f", then {(count - 1) / (times[-1] - times[1]):.1f} tokens/s"
+    return f"{line}; {count} tokens)"

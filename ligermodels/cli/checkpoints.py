@@ -13,7 +13,6 @@ from ligermodels.errors import HubError, InputError, LigermodelsError
 if TYPE_CHECKING:
     from ligermodels.conversion import Inspection, Report
 
-_LAYOUTS = ("hf", "meta", "dcp", "gguf")
 _EPILOG = """\
 layouts, found out by the files of the folder:
   Hugging Face  model.safetensors, or model-*.safetensors and their index; also what earlier versions packed
@@ -50,30 +49,31 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         help="of Meta's use_scaled_rope, for a model of a size that Meta has not published; as 8 in Llama 3.1",
     )
 
-    inspect = commands.add_parser(
-        "inspect",
+    parser_options: dict[str, Any] = dict(
         parents=[shared],
-        help="what a checkpoint is, and what reads it, from its headers alone",
-        description="Prints parameters by part, dtypes, files, what the configuration says, and the call or command\n"
-        "that reads SRC. Weights stay unread.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+
+    inspect = commands.add_parser(
+        "inspect",
+        help="what a checkpoint is, and what reads it, from its headers alone",
+        description="Prints parameters by part, dtypes, files, what the configuration says, and the call or command\n"
+        "that reads SRC. Weights stay unread.",
+        **parser_options,
+    )
     inspect.add_argument("src", metavar="SRC", help="folder, or repository on the Hub, whose weights are not fetched")
     inspect.add_argument("--revision", help="branch, tag or commit of SRC")
     inspect.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
-    inspect.set_defaults(run=_inspect, status=_conversion_status)
+    inspect.set_defaults(run=_inspect)
 
     convert = commands.add_parser(
         "convert",
-        parents=[shared],
         help="another layout, dtype or division into files",
         description="Converts the checkpoint SRC. DST appears when it is complete. Memory holds one tensor of the\n"
         "result and what it is made from.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        **parser_options,
     )
     convert.add_argument("src", metavar="SRC", help="folder, or repository on the Hub; its layout is found out")
     convert.add_argument(
@@ -81,7 +81,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     convert.add_argument(
         "--to",
-        choices=_LAYOUTS,
+        choices=["hf", "meta", "dcp", "gguf"],
         default="hf",
         help="layout to write: Hugging Face's, Meta's (Llamas), a torch distributed checkpoint, or one GGUF file for "
         "llama.cpp (default: hf)",
@@ -113,18 +113,15 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     convert.add_argument("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing")
     convert.add_argument("--overwrite", action="store_true", help="save over what is in DST")
-    convert.set_defaults(run=_convert, status=_conversion_status)
+    convert.set_defaults(run=_convert)
 
     verify = commands.add_parser(
         "verify",
-        parents=[shared],
         help="whether two checkpoints, of any layouts, are the same model",
         description="Compares names, shapes, dtypes and bits of A and B, and what they say: their logits and\n"
         "likeliest tokens on fixed prompts, in fp32 on the CPU. Logits that differ by up to 5e-5 of their size\n"
         "do so by rounding, 0 is usual, and rows of q or k in a wrong order make it 2e-4 and more.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+        **parser_options,
     )
     verify.add_argument("a", metavar="A", help="folder, or repository on the Hub")
     verify.add_argument("b", metavar="B", help="folder, or repository on the Hub")
@@ -134,7 +131,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         default="logits",
         help="how far: headers only, every bit too, logits too with a whole model in memory (default: logits)",
     )
-    verify.set_defaults(run=_verify, status=_conversion_status)
+    verify.set_defaults(run=_verify)
+    for parser in (inspect, convert, verify):
+        parser.set_defaults(status=_conversion_status)
 
 
 def _convert(args: argparse.Namespace) -> int:

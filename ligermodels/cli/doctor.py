@@ -19,9 +19,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     doctor = commands.add_parser(
         "doctor",
         help="what this machine offers, how to fix what is missing, and what of a model it runs fused",
-        description="Prints a line for each thing that matters here. With MODEL, also which of its parts run as fused\n"
-        "ops on this machine, and why the others do not: of its config.json, with plain weights. Of a model\n"
-        "in memory, with its adapters and hooks, model.fusion_report() says the same.",
+        description="Prints versions, GPUs, Hub token and cache, with a fix for what is missing. With MODEL, also\n"
+        "which of its parts run as fused ops on this machine, and why the others do not, by its config.json.\n"
+        "For a model in memory, with its adapters and hooks: model.fusion_report().",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -51,7 +51,7 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
 
     from ligermodels.kernels import _triton
 
-    yield "ligermodels", f"{__version__} at {Path(__file__).parent}", None
+    yield "ligermodels", f"{__version__} at {Path(__file__).parents[1]}", None
     yield "python", f"{platform.python_version()} on {platform.platform()}", None
     fix = None if _version(torch.__version__) >= (2, 11) else "pip install -U 'torch>=2.11'"
     yield "torch", torch.__version__, fix
@@ -68,41 +68,29 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
             gpu = torch.cuda.get_device_properties(index)
             free = torch.cuda.mem_get_info(index)[0]
             capability = ".".join(map(str, torch.cuda.get_device_capability(index)))
-            room = f"{free / 2**30:.1f} of {gpu.total_memory / 2**30:.1f} GiB free"
-            yield f"GPU {index}", f"{gpu.name}, {room}, capability {capability}", None
+            memory = f"{free / 2**30:.1f} of {gpu.total_memory / 2**30:.1f} GiB free"
+            yield f"GPU {index}", f"{gpu.name}, {memory}, capability {capability}", None
         native = torch.cuda.is_bf16_supported(including_emulation=False)
-        yield (
-            "bfloat16",
-            "in hardware" if native else "emulated and slow on this GPU: use dtype=torch.float16",
-            None,
-        )
+        yield "bfloat16", "in hardware" if native else "emulated and slow on this GPU: use dtype=torch.float16", None
         yield "kernels", *_try_kernel()
     else:
-        built = torch.version.cuda or torch.version.hip
-        if built and shutil.which("nvidia-smi"):
-            fix = f"this torch needs a driver for {built}: update it, or check CUDA_VISIBLE_DEVICES"
-        else:
-            fix = (
-                "install a torch build with CUDA: https://pytorch.org/get-started"
-                if shutil.which("nvidia-smi")
-                else None
-            )
+        built, fix = torch.version.cuda or torch.version.hip, None
+        if shutil.which("nvidia-smi"):
+            fix = "install a torch build with CUDA: https://pytorch.org/get-started"
+            if built:
+                fix = f"this torch needs a driver for {built}: update it, or check CUDA_VISIBLE_DEVICES"
         yield "GPU", "none that torch can use", fix
-        how = "set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter" if _triton.HAS_TRITON else ""
-        yield "kernels", f"plain PyTorch on the CPU{'; ' * bool(how)}{how}", None
+        interpreter = "; TRITON_INTERPRET=1 runs them in Triton's interpreter" if _triton.HAS_TRITON else ""
+        yield "kernels", f"plain PyTorch on the CPU{interpreter}", None
 
     found = get_token() is not None
-    yield (
-        "HF token",
-        "present" if found else "none (needed for gated and private repositories: `hf auth login`)",
-        None,
-    )
+    yield "HF token", "present" if found else "none (for gated and private repositories: `hf auth login`)", None
     cache = Path(constants.HF_HUB_CACHE)
     existing = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
     free = shutil.disk_usage(existing).free
     fix = None if os.access(existing, os.W_OK) else "not writable: set HF_HOME to a folder that is"
     if fix is None and free < 10e9:
-        fix = "little room for checkpoints: free some, or set HF_HOME to another disk"
+        fix = "little space for checkpoints: free some, or set HF_HOME to another disk"
     yield "cache", f"{cache}, {readable_size(free)} free", fix
 
 

@@ -1,11 +1,9 @@
-"""One loop, `_decode`, of which `generate` makes whole rows and `generate_iter` a stream.
+"""`generate` and `generate_iter`: one loop, `_decode`, of which the first returns whole rows and the second a stream.
 
-The prompt runs once and only its last position gets logits; then one token a row and step, over a KV cache
-sized for the whole request. For num_return_sequences the cache is copied after the prompt has run. Where cached
-keys no longer fit the rotary tables (longrope past its original length, counted in tokens of the longest row), the
-cache is emptied and the whole text runs once more. The next token is chosen on the model's device. The host
-reads one small tensor a step where it has to decide or show something (stop ids, stop strings, criteria,
-streaming), and nothing before the end otherwise.
+The prompt runs once and only its last position gets logits; then one token a row and step, over a KV cache that is
+allocated for the whole request. The next token is chosen on the model's device. The host reads one small tensor a
+step where it has to decide or show something (stop ids, stop strings, criteria, streaming), and nothing before the end
+otherwise.
 """
 
 import math
@@ -41,9 +39,7 @@ class GenerateOutput(dict):
     cache, which holds all but the last token.
     """
 
-    fields: ClassVar = frozenset({
-        "sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states"
-    })  # fmt: skip
+    fields: ClassVar = ("sequences", "scores", "logits", "past_key_values", "attentions", "hidden_states")
 
     def __getattr__(self, name: str) -> Any:
         if name in self.fields:
@@ -63,7 +59,6 @@ def generate(
     past_key_values: Any = None,
     streamer: Streamer | None = None,
     tokenizer: Any = None,
-    seed: int | None = None,
     **options: Any,
 ) -> Tensor | GenerateOutput:
     """Continues each row of the prompt. The same call gives the same text as transformers' `generate`.
@@ -81,7 +76,7 @@ def generate(
         inputs, input_ids: [B, S] int64 or int32, on the model's device, under either name. Rows of unequal length:
             pad on the left. None: the bos token.
         generation_config: a GenerationConfig of transformers, or a dict.
-        logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they come
+        logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
             after the penalties and before temperature and cuts.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
             one says so. scores: None without output_scores.
@@ -91,7 +86,6 @@ def generate(
             is still passed in full. The cache is extended in place.
         streamer: receives ids as they come, see `Streamer`.
         tokenizer: for stop_strings; anything with `decode`.
-        seed: draws come from a generator of their own; None: from torch's global one.
 
     Options:
         max_new_tokens: the most tokens added to a row; default 20, with a warning. max_length: the same, the prompt
@@ -102,6 +96,7 @@ def generate(
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
         top_p: draw among the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
         min_p: draw among tokens at least min_p times as likely as the likeliest, in [0, 1].
+        seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, in greedy
             decoding too.
         no_repeat_ngram_size: n-grams of this size occur only once in a row, prompt included.
@@ -117,159 +112,88 @@ def generate(
         are inputs of the model's forward for the prompt, such as pixel_values.
 
     Returns:
-        [B * num_return_sequences, S + new] ids, prompt included; new is the length of the longest row. They are
-        ordinary tensors, which may be trained on. Or a `GenerateOutput`.
+        [B * num_return_sequences, S + new] ids, prompt included; new is the length of the longest row. Or a
+        `GenerateOutput`.
 
     Raises:
         InputError: arguments out of range or that do not fit or are not supported, padding on the right, ids outside
             the vocabulary, NaN logits.
     """
     request = Request.checked(
-        model, _prompt(inputs, input_ids), generation_config, logits_processor, stopping_criteria,
-        attention_mask=attention_mask, past_key_values=past_key_values, tokenizer=tokenizer, seed=seed, inputs=options,
+        model, inputs, generation_config, logits_processor, stopping_criteria, input_ids=input_ids,
+        attention_mask=attention_mask, past_key_values=past_key_values, tokenizer=tokenizer, **options,
     )  # fmt: skip
     if streamer is not None:
-        if not callable(getattr(streamer, "put", None)) or not callable(getattr(streamer, "end", None)):
-            raise InputError(f"streamer is a {type(streamer).__name__}; it must have put and end, see Streamer")
         streamer.put(request.input_ids.repeat_interleave(request.copies, 0).cpu())
-    wanted = request.options
-    returns_dict = bool(wanted.return_dict_in_generate)
-    scores: list[Tensor] | None = [] if returns_dict and wanted.output_scores else None
-    logits: list[Tensor] | None = [] if returns_dict and wanted.output_logits else None
-    to_host = streamer is not None or bool(request.eos_ids or request.stop_strings or request.criteria)
-    for step in _decode(request, to_host=to_host, scores=scores, logits=logits):
+    for step in _decode(request, to_host=streamer is not None or request.can_stop):
         if streamer is not None:
-            assert step.new is not None, "streaming reads every step"
-            streamer.put(step.new)
+            streamer.put(step.new)  # type: ignore[arg-type]
     if streamer is not None:
         streamer.end()
     ids = step.ids.clone()  # a view of a buffer that is longer where rows stopped early
-    if not returns_dict:
+    if not request.options.return_dict_in_generate:
         return ids
-    cache = step.cache.cache if isinstance(step.cache, BorrowedCache) else step.cache
-    output = {"sequences": ids, "scores": scores, "logits": logits, "past_key_values": cache}
-    return GenerateOutput({
-        name: tuple(value) if isinstance(value, list) else value for name, value in output.items() if value is not None
-    })  # fmt: skip
+    output = GenerateOutput(sequences=ids)
+    if step.scores is not None:
+        output["scores"] = tuple(step.scores)
+    if step.logits is not None:
+        output["logits"] = tuple(step.logits)
+    if step.cache is not None:
+        output["past_key_values"] = step.cache.cache if isinstance(step.cache, BorrowedCache) else step.cache
+    return output
 
 
-def generate_iter(
-    model: nn.Module,
-    inputs: Tensor | None = None,
-    generation_config: Any = None,
-    logits_processor: Any = None,
-    stopping_criteria: Any = None,
-    *,
-    input_ids: Tensor | None = None,
-    attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
-    tokenizer: Any = None,
-    seed: int | None = None,
-    **options: Any,
-) -> Iterator[Tensor]:
+def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tensor]:
     """`generate` as an iterator: yields the new ids [B] of each step, on the CPU, pad ids for finished rows.
 
-    Arguments and errors are those of `generate`; they are checked by the call, before the first step.
-    Leaving the loop early is the way to stop.
+    Arguments and errors are those of `generate`, without `streamer`; they are checked by the call, before the first
+    step. Leaving the loop early is the way to stop.
     """
-    request = Request.checked(
-        model, _prompt(inputs, input_ids), generation_config, logits_processor, stopping_criteria,
-        attention_mask=attention_mask, past_key_values=past_key_values, tokenizer=tokenizer, seed=seed, inputs=options,
-    )  # fmt: skip
+    request = Request.checked(model, *args, **options)
     return (step.new for step in _decode(request, to_host=True) if step.new is not None)
-
-
-def _prompt(inputs: Tensor | None, input_ids: Tensor | None) -> Tensor | None:
-    if inputs is not None and input_ids is not None:
-        raise InputError("inputs and input_ids are two names for the prompt; pass one of them")
-    return input_ids if inputs is None else inputs
 
 
 class _Step(NamedTuple):
     ids: Tensor  # [B, S + steps so far], a view of a buffer that later steps extend
     new: Tensor | None  # [B] on the CPU, where the host reads
+    scores: list[Tensor] | None  # of all steps so far
+    logits: list[Tensor] | None
     cache: Any
 
 
 @torch.no_grad()
-def _decode(
-    request: Request, *, to_host: bool, scores: list[Tensor] | None = None, logits: list[Tensor] | None = None
-) -> Iterator[_Step]:
-    """The one loop. Reads the device where `to_host`, and where not, only after the last step.
-
-    scores, logits: lists that collect those of each step.
-    """
-    model, options, prompt, copies = request.model, request.options, request.input_ids, request.copies
+def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
+    """Yields after each token. Reads the device in each step where `to_host`, else only after the last one."""
+    options, prompt, copies = request.options, request.input_ids, request.copies
     rows, start = len(prompt) * copies, prompt.shape[1]
     end = start + request.max_new_tokens
     device = prompt.device
-    copied = torch.arange(len(prompt), device=device).repeat_interleave(copies)
 
     ids = prompt.new_zeros(rows, end, dtype=torch.int64)
-    ids[:, :start] = prompt[copied]
-    key_mask = positions = None
+    ids[:, :start] = prompt.repeat_interleave(copies, 0)
+    mask = None
     if request.mask is not None:
-        key_mask = torch.ones(rows, end, dtype=torch.bool, device=device)
-        key_mask[:, :start] = request.mask[copied]
+        mask = torch.ones(rows, end, dtype=torch.bool, device=device)
+        mask[:, :start] = request.mask.repeat_interleave(copies, 0)
+    vocab_size = request.model.config.get_text_config().vocab_size
     processors = make_processors(
-        options, request.processors, prompt_length=start, mask=None if key_mask is None else key_mask[:, :start],
-        stop_ids=[i for i in request.eos_ids if i in range(model.config.get_text_config().vocab_size)], device=device,
+        options, request.processors, prompt_length=start, mask=mask,
+        stop_ids=[i for i in request.eos_ids if i < vocab_size], device=device,
     )  # fmt: skip
-    generator = None if request.seed is None else torch.Generator(device).manual_seed(int(request.seed))
-
-    eos = torch.tensor(request.eos_ids, dtype=torch.int64, device=device)
-    can_stop = bool(request.eos_ids or request.stop_strings or request.criteria)
-    finished = torch.zeros(rows, dtype=torch.bool, device=device) if can_stop and rows > 1 else None
-    done = [False] * rows  # what the host knows of `finished`
+    generator = None if options.seed is None else torch.Generator(device).manual_seed(int(options.seed))
+    forward = _Forward(request, end)
     texts = []
     if request.stop_strings:
-        texts = [
-            StopText(request.tokenizer, request.stop_strings, row) for row in ids[:, max(0, start - 8) : start].tolist()
-        ]
+        recent = ids[:, max(0, start - 8) : start].tolist()
+        texts = [StopText(request.tokenizer, request.stop_strings, after) for after in recent]
+    scores: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_scores else None
+    logits: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_logits else None
     broken = torch.zeros((), dtype=torch.bool, device=device)
+    done = [False] * rows
+    finished: Tensor | None = None  # `done` on the device
 
-    # PEFT's prompt learning puts its own method here. It makes the cache, with virtual tokens before the prompt.
-    prepare, adapted = model.prepare_inputs_for_generation, is_adapted(model)
-    cached, cache = options.use_cache is not False, request.cache
-    past = 0 if cache is None else cache.length  # columns of ids that the cache holds
-    virtual = 0  # tokens before them
-    if cached and cache is None and not adapted:
-        cache = model.new_cache(len(prompt), end)
-
-    for longest, length in enumerate(range(start, end), request.longest):  # longest: tokens of the longest row
-        if past and _needs_recompute(model, longest - (length - past) + virtual, longest + virtual):
-            past = 0
-            if cache is not None and not adapted:
-                cache.reset()
-            else:
-                cache = None
-        once = cached and copies > 1 and length == start  # the prompt runs once for all its copies
-        part = slice(None, None, copies) if once else slice(None)
-        if key_mask is not None:
-            if positions is not None and past == length - 1:
-                positions = positions[:, -1:] + 1
-            else:
-                positions = _positions(key_mask[part, :length])[:, past:]
-        output = model(
-            **prepare(
-                ids[part, past:length],
-                attention_mask=None if key_mask is None else key_mask[part, :length],
-                position_ids=positions,
-                past_key_values=cache,
-                use_cache=cached,
-                logits_to_keep=1,
-                **(request.inputs if length == start or past == 0 else {}),
-            )
-        )
-        raw = output.logits[:, -1].float()
-        if cached and cache is None:
-            cache = as_kv_cache(output.past_key_values, model.config.get_text_config().num_hidden_layers)
-            virtual = cache.length - length
-        if once and cache is not None:
-            cache.reorder(copied)
-            raw, positions = raw[copied], None if positions is None else positions[copied]
-        past = length if cached else 0
-
+    for length in range(start, end):
+        raw = forward(ids[:, :length], None if mask is None else mask[:, :length])
         if logits is not None:
             logits.append(raw.clone())
         processed = raw
@@ -281,7 +205,6 @@ def _decode(
         token = draw(processed, generator) if options.do_sample else processed.argmax(-1)
         if finished is not None:
             token = torch.where(finished, request.pad_id, token)
-            finished = finished | (token[:, None] == eos).any(1)
         ids[:, length] = token
 
         new = None
@@ -290,35 +213,90 @@ def _decode(
             if request.criteria:
                 seen = None if scores is None else tuple(scores)
                 asked = [ask_criteria(request.criteria, ids[:, : length + 1], seen)]
-            # the one transfer of the step, with the verdict on its logits
-            *values, is_broken = (host := torch.cat([token, *asked, broken[None]]).cpu()).tolist()
-            new = host[:rows]
+            host = torch.cat([token, *asked, broken[None]]).cpu()  # the one transfer of the step
+            *values, is_broken = host.tolist()
             if is_broken:
                 raise _nan_logits()
-            stopped = False  # by what the device does not know
-            for row, value in enumerate(values[:rows]):
-                if done[row]:
-                    continue
-                done[row] = value in request.eos_ids
-                if not done[row] and ((asked and values[rows + row]) or (texts and texts[row].ends_with(value))):
-                    done[row] = stopped = True
-            if stopped and finished is not None:
+            new = host[:rows]
+            ended = [
+                row
+                for row, value in enumerate(values[:rows])
+                if not done[row]
+                and (
+                    value in request.eos_ids
+                    or (asked and values[rows + row])
+                    or (texts and texts[row].ends_with(value))
+                )
+            ]
+            for row in ended:
+                done[row] = True
+            if ended and not all(done):
                 finished = torch.tensor(done, device=device)
-        yield _Step(ids[:, : length + 1], new, cache)
-        if can_stop and all(done):
+        yield _Step(ids[:, : length + 1], new, scores, logits, forward.cache)
+        if all(done):
             break
     if not to_host and broken:
         raise _nan_logits()
 
 
-def _needs_recompute(model: Any, past: int, length: int) -> bool:
-    """Whether a text of `length` tokens turns the first `past` of them otherwise than they were."""
-    return model.decoder.rotary_emb.needs_recompute(past, length)
+class _Forward:
+    """Runs the model over the columns that its cache lacks.
 
+    The prompt runs once for all its copies, and the cache is copied after it. Where cached keys no longer fit the
+    rotary tables (longrope past its original length, counted in tokens of the longest row), the cache is emptied and
+    the whole text runs once more.
+    """
 
-def _positions(mask: Tensor) -> Tensor:
-    """[B, S]: tokens of each row count from 0, and padding stands at 0 or where the last token was."""
-    return (mask.cumsum(1) - 1).clamp_(min=0)
+    def __init__(self, request: Request, end: int):
+        self.request, self.model = request, request.model
+        self.use_cache = request.options.use_cache is not False
+        # PEFT's prompt learning puts its own method here. It makes the cache, with virtual tokens before the prompt.
+        self.prepare, self.is_adapted = self.model.prepare_inputs_for_generation, is_adapted(self.model)
+        self.cache = request.cache
+        if self.use_cache and self.cache is None and not self.is_adapted:
+            self.cache = self.model.new_cache(len(request.input_ids), end)
+        self.past = 0 if request.cache is None else request.cache.length  # columns that the cache holds
+        self.virtual = 0  # tokens before them
+        self.positions: Tensor | None = None  # of the last call, where rows are padded
+
+    def __call__(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Logits [B, V] fp32 after the last of the ids [B, S] so far. mask: [B, S], True at tokens."""
+        request, length = self.request, ids.shape[1]
+        start = request.input_ids.shape[1]
+        longest = request.longest + length - start + self.virtual  # tokens of the longest row
+        if self.past and self.model.decoder.rotary_emb.needs_recompute(longest - (length - self.past), longest):
+            self.past = 0
+            if self.cache is not None and not self.is_adapted:
+                self.cache.reset()
+            else:
+                self.cache = None
+        copies = request.copies if self.use_cache and length == start else 1
+        if mask is not None:
+            if self.positions is not None and self.past == length - 1:
+                self.positions = self.positions[:, -1:] + 1
+            else:  # tokens of each row count from 0; padding has the position of the last token, or 0
+                self.positions = (mask[::copies].cumsum(1) - 1).clamp_(min=0)[:, self.past :]
+        inputs = self.prepare(
+            ids[::copies, self.past :],
+            attention_mask=None if mask is None else mask[::copies],
+            position_ids=self.positions,
+            past_key_values=self.cache,
+            use_cache=self.use_cache,
+            logits_to_keep=1,
+            **(request.inputs if length == start or self.past == 0 else {}),
+        )
+        output = self.model(**inputs)
+        logits = output.logits[:, -1].float()
+        if self.use_cache and self.cache is None:
+            self.cache = as_kv_cache(output.past_key_values, self.model.config.get_text_config().num_hidden_layers)
+            self.virtual = self.cache.length - length
+        if copies > 1:
+            copied = torch.arange(len(request.input_ids), device=ids.device).repeat_interleave(copies)
+            self.cache.reorder(copied)  # type: ignore[union-attr]
+            logits = logits[copied]
+            self.positions = None if self.positions is None else self.positions[copied]
+        self.past = length if self.use_cache else 0
+        return logits
 
 
 def _nan_logits() -> InputError:

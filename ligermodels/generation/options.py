@@ -1,12 +1,9 @@
-"""The options of a call of `generate`, merged from its keywords, its generation_config and the model's.
-
-Names, defaults and precedence are those of transformers' GenerationConfig, which is read by duck typing.
-"""
+"""The options of `generate`: names, defaults and precedence of transformers' GenerationConfig (read by duck typing)."""
 
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any, Self
@@ -14,57 +11,72 @@ from typing import Any, Self
 from ligermodels.errors import InputError
 
 DEFAULT_NEW_TOKENS = 20
-_LEAST, _MOST = 1e-20, 1e20
-"""What logits are divided by, so that fp32 holds the quotient."""
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAMPLING_ONLY = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,)}
 """Option -> the values that cause no warning in greedy decoding, which ignores it."""
 
-_BEAMS, _CONSTRAINED = "beam search", "constrained decoding (pass a logits_processor)"
-_ASSISTED, _CACHES = "assisted decoding", "a cache of that kind"
-UNSUPPORTED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "num_beams": ((1,), _BEAMS),
-    "num_beam_groups": ((1,), _BEAMS),
-    "diversity_penalty": ((0,), _BEAMS),
-    "constraints": ((), _BEAMS),
-    "force_words_ids": ((), _BEAMS),
-    "penalty_alpha": ((0,), "contrastive search"),
-    "dola_layers": ((), "DoLa"),
-    "assistant_model": ((), _ASSISTED),
-    "assistant_early_exit": ((), _ASSISTED),
-    "prompt_lookup_num_tokens": ((), _ASSISTED),
-    "use_mtp": ((False,), _ASSISTED),
-    "speculation_type": ((), _ASSISTED),
-    "guidance_scale": ((1,), "classifier-free guidance"),
-    "negative_prompt_ids": ((), "classifier-free guidance"),
-    "negative_prompt_attention_mask": ((), "classifier-free guidance"),
-    "typical_p": ((1,), "typical sampling"),
-    "epsilon_cutoff": ((0, 1), "epsilon sampling"),
-    "eta_cutoff": ((0, 1), "eta sampling"),
-    "top_h": ((), "top-h sampling"),
-    "encoder_repetition_penalty": ((1,), "a penalty on tokens outside the prompt"),
-    "encoder_no_repeat_ngram_size": ((0,), "a ban of the prompt's n-grams"),
-    "bad_words_ids": ((), _CONSTRAINED),
-    "sequence_bias": ((), _CONSTRAINED),
-    "forced_bos_token_id": ((), _CONSTRAINED),
-    "forced_eos_token_id": ((), _CONSTRAINED),
-    "prefix_allowed_tokens_fn": ((), _CONSTRAINED),
-    "exponential_decay_length_penalty": ((), _CONSTRAINED),
-    "watermarking_config": ((), "watermarking"),
-    "remove_invalid_values": ((False,), "replacing NaN logits"),
-    "token_healing": ((False,), "token healing"),
-    "max_time": ((), "a time limit (pass stopping_criteria)"),
-    "output_attentions": ((False,), "returning attention weights, which are never in memory,"),
-    "output_hidden_states": ((False,), "returning hidden states (call the model on the sequences)"),
-    "cache_implementation": (("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked"), _CACHES),
-    "cache_config": ((), _CACHES),
-    "prefill_chunk_size": ((), "chunked prefill"),
-    "compile_config": ((), "compiling the forward"),
-    "synced_gpus": ((False,), "waiting for other ranks"),
-    "custom_generate": ((), "another decoding method"),
-    "inputs_embeds": ((), "a prompt of embeddings instead of input_ids"),
-}
+_RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+    "max_new_tokens": (Integral, lambda x: x >= 1, "an integer of at least 1"),
+    "max_length": (Integral, lambda x: x >= 1, "an integer of at least 1"),
+    "num_return_sequences": (Integral, lambda x: x >= 1, "an integer of at least 1"),
+    "min_new_tokens": (Integral, lambda x: x >= 0, "an integer of at least 0"),
+    "min_length": (Integral, lambda x: x >= 0, "an integer of at least 0"),
+    "no_repeat_ngram_size": (Integral, lambda x: x >= 0, "an integer of at least 0"),
+    # Bounds of 1e-20 and 1e20 keep the quotients of logits within fp32.
+    "temperature": (
+        Real, lambda x: x == 0 or 1e-20 <= x < math.inf, "0 (greedy) or a finite positive number, from 1e-20 up",
+    ),
+    "top_k": (Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit"),
+    "top_p": (Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token"),
+    "min_p": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0 or None keeps every token"),
+    "repetition_penalty": (
+        Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty",
+    ),
+    "seed": (Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"),
+}  # fmt: skip
+"""Option -> (type, test, what the value must be). None is always allowed."""
+
+_UNSUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
+    "beam search": {
+        "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
+    },
+    "contrastive search": {"penalty_alpha": (0,)},
+    "DoLa": {"dola_layers": ()},
+    "assisted decoding": {
+        "assistant_model": (), "assistant_early_exit": (), "prompt_lookup_num_tokens": (), "use_mtp": (False,),
+        "speculation_type": (),
+    },
+    "classifier-free guidance": {
+        "guidance_scale": (1,), "negative_prompt_ids": (), "negative_prompt_attention_mask": (),
+    },
+    "typical sampling": {"typical_p": (1,)},
+    "epsilon sampling": {"epsilon_cutoff": (0, 1)},
+    "eta sampling": {"eta_cutoff": (0, 1)},
+    "top-h sampling": {"top_h": ()},
+    "an encoder's penalty": {"encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,)},
+    "constrained decoding (pass a logits_processor)": {
+        "bad_words_ids": (), "sequence_bias": (), "forced_bos_token_id": (), "forced_eos_token_id": (),
+        "prefix_allowed_tokens_fn": (), "exponential_decay_length_penalty": (),
+    },
+    "watermarking": {"watermarking_config": ()},
+    "replacing NaN logits": {"remove_invalid_values": (False,)},
+    "token healing": {"token_healing": (False,)},
+    "a time limit (pass stopping_criteria)": {"max_time": ()},
+    "returning attention weights, which are never in memory,": {"output_attentions": (False,)},
+    "returning hidden states (call the model on the sequences)": {"output_hidden_states": (False,)},
+    "a cache of that kind": {
+        "cache_implementation": ("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked"), "cache_config": (),
+    },
+    "chunked prefill": {"prefill_chunk_size": ()},
+    "compiling the forward": {"compile_config": ()},
+    "synchronising with other ranks": {"synced_gpus": (False,)},
+    "another decoding method": {"custom_generate": ()},
+    "a prompt of embeddings instead of input_ids": {"inputs_embeds": ()},
+}  # fmt: skip
+"""What generate does not do -> {the option that asks for it: its values, besides None, that mean "off"}."""
+
+UNSUPPORTED = {name: (off, what) for what, names in _UNSUPPORTED.items() for name, off in names.items()}
 """Option -> (the values besides None that mean "off", what the others ask for)."""
 
 WITHOUT_EFFECT = frozenset({
@@ -78,7 +90,7 @@ WITHOUT_EFFECT = frozenset({
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """One value for each option; None is off. All are checked here but token ids, which need the vocabulary."""
+    """One value for each option; None is off. `generate` documents them."""
 
     max_new_tokens: int | None = None
     max_length: int | None = None
@@ -103,19 +115,19 @@ class Options:
     eos_token_id: Any = None
     pad_token_id: Any = None
     stop_strings: Any = None
+    seed: int | None = None
 
     @classmethod
-    def merged(cls, call: dict[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:
-        """Returns the options and the names of those that the caller set; removes them from `call`, the keywords.
+    def merged(cls, keywords: Mapping[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:
+        """Returns the options of a call and the names of those that the caller set.
 
-        Precedence: keyword, `config`, model.generation_config, default.
+        Precedence: `keywords` of the call, its generation config, model.generation_config, transformers' default.
+        Raises InputError for values out of range and for what is not supported.
         """
-        names = {field.name for field in dataclasses.fields(cls)}
-        known = names | UNSUPPORTED.keys() | WITHOUT_EFFECT
-        keywords = {name: call.pop(name) for name in known & call.keys()}
-        for name in ("do_sample", *_TOKEN_IDS):
-            if keywords.get(name) is None:
-                keywords.pop(name, None)
+        keywords = {
+            name: value for name, value in keywords.items()
+            if value is not None or name not in ("do_sample", *_TOKEN_IDS)
+        }  # fmt: skip
         explicit = ({} if config is None else _without_none(_entries(config, "generation_config"))) | keywords
         inherited = _without_none({name: getattr(model.config, name, None) for name in _TOKEN_IDS})
         inherited |= _without_none(_entries(model.generation_config, "model.generation_config"))
@@ -123,13 +135,13 @@ class Options:
 
         temperature = keywords.get("temperature")
         if "do_sample" not in explicit and temperature is not None:  # our short form
-            explicit["do_sample"] = not _equals(temperature, 0)
-            if explicit["do_sample"] and not inherited.get("do_sample"):
+            explicit["do_sample"] = temperature != 0
+            if temperature != 0 and not inherited.get("do_sample"):
                 explicit.setdefault("top_k", inherited.get("top_k"))
         values = inherited | explicit
         if not values.get("do_sample"):  # the checkpoint's settings for sampling may be anything
             values = {name: value for name, value in values.items() if name in explicit or name not in _SAMPLING_ONLY}
-        options = cls(**{name: value for name, value in values.items() if name in names})
+        options = cls(**{name: values[name] for name in OPTION_NAMES & values.keys()})
         ignored = [
             name for name, silent in _SAMPLING_ONLY.items()
             if not options.do_sample and explicit.get(name) is not None and explicit[name] not in silent
@@ -143,43 +155,15 @@ class Options:
         return options, set(explicit)
 
     def __post_init__(self):
-        for name in ("max_new_tokens", "max_length", "num_return_sequences"):
-            value = getattr(self, name)
-            if value is not None and (not is_int(value) or value < 1):
-                raise InputError(f"{name}={value!r} must be an integer of at least 1")
-        for name in ("min_new_tokens", "min_length", "no_repeat_ngram_size"):
-            value = getattr(self, name)
-            if value is not None and (not is_int(value) or value < 0):
-                raise InputError(f"{name}={value!r} must be an integer of at least 0")
-        for name in (
-            "do_sample", "renormalize_logits", "use_cache", "return_dict_in_generate", "output_scores", "output_logits",
-        ):  # fmt: skip
-            if not isinstance(getattr(self, name), bool | None):
-                raise InputError(f"{name}={getattr(self, name)!r:.80} must be True or False")
-        temperature = self.temperature
-        if temperature is not None and (
-            not _is_number(temperature) or not (temperature == 0 or _LEAST <= temperature < math.inf)
-        ):
-            raise InputError(
-                f"temperature={temperature!r} must be 0 (greedy) or a finite positive number, from {_LEAST:g} up"
-            )
-        if self.do_sample and temperature == 0:
+        if self.do_sample and self.temperature == 0:
             raise InputError(
                 "do_sample=True and temperature=0 contradict each other: pass do_sample=False for greedy decoding, "
                 "or a temperature above 0"
             )
-        if self.top_k is not None and (not is_int(self.top_k) or self.top_k < 0):
-            raise InputError(f"top_k={self.top_k!r} must be a positive integer, or 0 or None for no limit")
-        if self.top_p is not None and (not _is_number(self.top_p) or not 0 < self.top_p <= 1):
-            raise InputError(f"top_p={self.top_p!r} must be above 0 and at most 1; 1 or None keeps every token")
-        if self.min_p is not None and (not _is_number(self.min_p) or not 0 <= self.min_p <= 1):
-            raise InputError(f"min_p={self.min_p!r} must be from 0 to 1; 0 or None keeps every token")
-        penalty = self.repetition_penalty
-        if penalty is not None and (not _is_number(penalty) or not _LEAST <= penalty <= _MOST):
-            raise InputError(
-                f"repetition_penalty={penalty!r} must be finite and positive, from {_LEAST:g} to {_MOST:g}; "
-                "1 is no penalty"
-            )
+        for name, (kind, allowed, wanted) in _RULES.items():
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, kind) or isinstance(value, bool) or not allowed(value)):
+                raise InputError(f"{name}={value!r:.80} must be {wanted}")
         if not self.do_sample and (self.num_return_sequences or 1) > 1:
             raise InputError(
                 f"num_return_sequences={self.num_return_sequences} needs do_sample=True: greedy decoding would give "
@@ -222,17 +206,8 @@ class Options:
         return int(self.min_length or 0)
 
 
-def is_int(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def _equals(value: Any, other: Any) -> bool:
-    """Compares numbers and strings; anything else, such as a tensor, equals nothing."""
-    return isinstance(value, Real | str) and value == other
+OPTION_NAMES = frozenset(field.name for field in dataclasses.fields(Options))
+KNOWN_NAMES = OPTION_NAMES | UNSUPPORTED.keys() | WITHOUT_EFFECT
 
 
 def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,12 +217,12 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
     for name, (off, what) in UNSUPPORTED.items():
         value = explicit.get(name, inherited.get(name))
-        if value is None or any(value is other or _equals(value, other) for other in off):
+        if value is None or (isinstance(value, Real | str) and value in off):
             continue
-        shown = f"{name}={repr(value).splitlines()[0]:.80}: {what} is not supported by generate; leave {name} out"
+        message = f"{name}={repr(value).splitlines()[0]:.80}: {what} is not supported by generate; leave {name} out"
         if name not in explicit:
-            shown = f"model.generation_config sets {shown}, or pass {name}={off[0] if off else None!r}"
-        raise InputError(shown)
+            message = f"model.generation_config sets {message}, or pass {name}={off[0] if off else None!r}"
+        raise InputError(message)
 
 
 def _entries(config: Any, name: str) -> Mapping[str, Any]:

@@ -28,14 +28,15 @@ def ask_criteria(criteria: Sequence[StoppingCriterion], ids: Tensor, scores: tup
 
 
 class StopText:
-    """Follows the new text of one row, which goes on after the ids `after`, and says when it holds a stop string.
+    """Follows the new text of one row, which continues the ids `after`, and says when it holds a stop string.
 
     tokenizer: anything with `decode(ids) -> str`. Special tokens are text too, where decode can be asked for it. The
-    cost of a token does not grow with the text: decoded are the ids since the last but one that ended a character.
+    cost of a token does not grow with the text: only the ids after the last complete characters are decoded.
+    Unlike text.StreamDecoder, text before an incomplete character counts at once.
     """
 
     def __init__(self, tokenizer: Any, strings: Sequence[str], after: Sequence[int]):
-        self._decode, self._options = tokenizer.decode, _plain_decoding(tokenizer.decode)
+        self._decode, self._options = tokenizer.decode, _verbatim_options(tokenizer.decode)
         self._strings, self._longest = strings, max(map(len, strings))
         self._ids = list(after)
         self._known = len(self._ids)  # ids whose text has been read
@@ -54,7 +55,7 @@ class StopText:
         return self._decode(ids, **self._options) if ids else ""
 
 
-def _plain_decoding(decode: Callable[..., str]) -> dict[str, bool]:
+def _verbatim_options(decode: Callable[..., str]) -> dict[str, bool]:
     """The options of `decode` that leave the text as the tokens have it, of those that it takes."""
     wanted = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
     try:

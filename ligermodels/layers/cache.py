@@ -9,15 +9,15 @@ from torch import Tensor
 from ligermodels.errors import InputError
 
 SLACK = 256
-"""Tokens that a layer with a window has room for beyond it. Moving the window reads and writes it twice, once in
-SLACK steps, and attention reads it in every step: the moves add 4 / SLACK, 1.6 %, to what decoding reads here."""
+"""Tokens that the buffers of a layer with a window hold beyond it. Moving the window reads and writes it once in SLACK
+steps, and attention reads it in every step: the moves add 4 / SLACK, 1.6 %, to what decoding reads here."""
 
 
 class LayerCache:
     """One layer's keys and values: two buffers [B, capacity, HK, D]. `length` is the tokens seen so far.
 
     Without a window the buffers hold every token and double when they are full. With one they have room for
-    min(max_length, window - 1 + SLACK) tokens: new ones go behind the old, and when the buffers are full the last
+    min(max_length, window - 1 + SLACK) tokens: new ones follow the old, and when the buffers are full the last
     window - 1, all that a later query can see, move to the front.
     """
 
@@ -45,7 +45,7 @@ class LayerCache:
         """Appends k, v [B, S, HK, D] and returns, in order, all keys and values that these S tokens may see.
 
         Each is [B, past + S, HK, D], where past counts the tokens before: all of them, or the last window - 1.
-        Without gradients these are views of the buffers, good until the next update, and k and v themselves
+        Without gradients these are views of the buffers, valid until the next update, and k and v themselves
         where there is no past; a call of more tokens than the buffers of a window hold gets a copy. With
         gradients the new tokens keep theirs and the past is constant: the buffers hold values only.
         An empty cache follows the first tokens to their device, where accelerate has offloaded or spread the model, and
@@ -55,23 +55,26 @@ class LayerCache:
         if self.length == 0:
             dtype = k.dtype if torch.is_autocast_enabled(k.device.type) else self.keys.dtype
             if (k.device, dtype) != (self.keys.device, self.keys.dtype):
-                self.keys, self.values = (
-                    torch.empty_like(x, device=k.device, dtype=dtype) for x in (self.keys, self.values)
-                )
-        self._check(k, v)
-        past, new = self._past, k.shape[1]
+                self.keys = torch.empty_like(self.keys, device=k.device, dtype=dtype)
+                self.values = torch.empty_like(self.keys)
+        self._check(k)
+        past, total = self._past, self._past + k.shape[1]
+        fits = self._limited(total) == total
+        seen = None
         if past == 0:
             seen = k, v
-        elif k.requires_grad or v.requires_grad or self._limited(past + new) < past + new:
+        elif k.requires_grad or v.requires_grad or not fits:
             before = slice(self._end - past, self._end)
             seen = torch.cat([self.keys[:, before], k], 1), torch.cat([self.values[:, before], v], 1)
+        self.length += k.shape[1]
+        if seen is not None and not fits:  # only what a later query can see goes into the buffers
+            last = slice(total - self._past, None)
+            self._append(seen[0][:, last].detach(), seen[1][:, last].detach(), past=0)
         else:
-            seen = None
-        self.length += new
-        self._append(k.detach(), v.detach(), past)
+            self._append(k.detach(), v.detach(), past)
         if seen is not None:
             return seen
-        held = slice(self._end - past - new, self._end)
+        held = slice(self._end - total, self._end)
         return self.keys[:, held], self.values[:, held]
 
     def reset(self) -> None:
@@ -79,15 +82,15 @@ class LayerCache:
         self.length = self._end = 0
 
     def reorder(self, rows: Tensor) -> None:
-        """Row i becomes the old row rows[i]; rows: int64 [N], repeats allowed (beam search)."""
+        """Row i becomes the old row rows[i]; rows: int64 [N], repeats allowed."""
         held = slice(self._end - self._past, self._end)
-        keys = self.keys[:, held].index_select(0, rows)
-        values = self.values[:, held].index_select(0, rows)
-        if len(rows) != self.keys.shape[0]:
-            shape = (len(rows), *self.keys.shape[1:])
-            self.keys, self.values = self.keys.new_empty(shape), self.values.new_empty(shape)
-        self.keys[:, held] = keys
-        self.values[:, held] = values
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            moved = old[:, held].index_select(0, rows)
+            if len(rows) != len(old):
+                old = old.new_empty(len(rows), *old.shape[1:])
+                setattr(self, name, old)
+            old[:, held] = moved
 
     @property
     def _past(self) -> int:
@@ -98,15 +101,10 @@ class LayerCache:
         return capacity if self.window is None else min(capacity, self.window - 1 + SLACK)
 
     def _append(self, k: Tensor, v: Tensor, past: int) -> None:
-        """Puts k and v behind the last `past` tokens of the buffers, or of both what a later query can see."""
-        if self.window is not None and self._limited(past + k.shape[1]) < past + k.shape[1]:
-            start = max(0, k.shape[1] - (self.window - 1))
-            k, v = k[:, start:], v[:, start:]
-            past = self.window - 1 - k.shape[1]
-        end = self._end + k.shape[1]
-        if end > self.keys.shape[1]:
+        """Puts k and v after the last `past` tokens of the buffers."""
+        if self._end + k.shape[1] > self.keys.shape[1]:
             self._make_room(past, k.shape[1])
-            end = past + k.shape[1]
+        end = self._end + k.shape[1]
         self.keys[:, self._end : end] = k
         self.values[:, self._end : end] = v
         self._end = end
@@ -125,13 +123,12 @@ class LayerCache:
                 old[:, :past] = old[:, held].clone()  # the two ranges may overlap
         self._end = past
 
-    def _check(self, k: Tensor, v: Tensor) -> None:
+    def _check(self, k: Tensor) -> None:
         batch_size, _, num_kv_heads, head_dim = self.keys.shape
-        if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (batch_size, num_kv_heads, head_dim):
+        if (k.shape[0], *k.shape[2:]) != (batch_size, num_kv_heads, head_dim):
             raise InputError(
-                f"KV cache: k {list(k.shape)} and v {list(v.shape)} do not fit a cache of "
-                f"[{batch_size}, length, {num_kv_heads}, {head_dim}]; "
-                "was it made for another batch size or model?"
+                f"KV cache: keys {list(k.shape)} do not fit a cache of [{batch_size}, length, {num_kv_heads}, "
+                f"{head_dim}]; was it made for another batch size or model?"
             )
         if k.dtype != self.keys.dtype or k.device != self.keys.device:
             raise InputError(
@@ -175,7 +172,7 @@ class CrossCache:
 class KVCache:
     """A `LayerCache` per layer, or a `CrossCache`: `cache[i]`, iterable, `len(cache)` layers.
 
-    max_length: tokens that memory is set aside for; a longer sequence makes a layer's buffers double.
+    max_length: tokens that memory is allocated for; a longer sequence makes a layer's buffers double.
     windows: for each layer the tokens that a query of it sees, counting itself, or None for all; left out: all
     layers see all. cross_layers: the layers that attend to images instead; at least one does not. Memory:
     2 * batch_size * num_kv_heads * head_dim elements per token held, and a layer holds max_length tokens, one with a
@@ -197,28 +194,16 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        if min(num_layers, batch_size, num_kv_heads, head_dim) < 1 or max_length < 0:
-            raise InputError(
-                f"KV cache: num_layers={num_layers}, batch_size={batch_size}, max_length={max_length}, "
-                f"num_kv_heads={num_kv_heads}, head_dim={head_dim}: all must be positive, max_length may be 0"
-            )
-        if windows is None:
-            windows = [None] * num_layers
+        windows = [None] * num_layers if windows is None else windows
         if len(windows) != num_layers:
-            raise InputError(
-                f"KV cache: windows has {len(windows)} entries for {num_layers} layers; "
-                "give one for each, None where a layer sees everything"
-            )
+            raise InputError(f"KV cache: windows has {len(windows)} entries for {num_layers} layers; give one for each")
         self._layers = [
             CrossCache() if layer in cross_layers else LayerCache(
                 batch_size, max_length, num_kv_heads, head_dim, window=window, dtype=dtype, device=device
             )
             for layer, window in enumerate(windows)
         ]  # fmt: skip
-        texts = [layer for layer in self._layers if isinstance(layer, LayerCache)]
-        if not texts:
-            raise InputError(f"KV cache: all {num_layers} layers are cross_layers, so that none would count the tokens")
-        self._text = texts[0]
+        self._text = next(layer for layer in self._layers if isinstance(layer, LayerCache))
         self.state: dict[str, Any] = {}
 
     def __getitem__(self, layer: int) -> LayerCache | CrossCache:
@@ -240,7 +225,7 @@ class KVCache:
         return self._text.keys.shape[0]
 
     def get_seq_length(self) -> int:
-        """Tokens seen, by the name that transformers has for it."""
+        """`length`, by the name that transformers has for it."""
         return self.length
 
     def reset(self) -> None:
@@ -258,7 +243,7 @@ class KVCache:
 
 
 class BorrowedCache(KVCache):
-    """A cache of transformers (a `DynamicCache`, by duck typing) behind the interface of `KVCache`.
+    """A cache of transformers (a `DynamicCache`, by duck typing) with the interface of `KVCache`.
 
     Keys and values stay in `cache`, which grows in place as it does under transformers' own model: a caller who keeps
     it finds the new tokens there, and gradients reach what it was made of, such as the prompts of prefix tuning.
@@ -269,15 +254,11 @@ class BorrowedCache(KVCache):
     """
 
     def __init__(self, cache: Any, num_layers: int):
-        if not all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length")):
+        is_cache = all(hasattr(cache, name) for name in ("layers", "update", "get_seq_length"))
+        if not is_cache or (getattr(cache, "is_compileable", False) and len(cache.layers)):
             raise InputError(
                 f"past_key_values is a {type(cache).__name__}; it must be a KVCache, as model.new_cache makes, or a "
-                "DynamicCache of transformers"
-            )
-        if getattr(cache, "is_compileable", False) and len(cache.layers):
-            raise InputError(
-                f"past_key_values is a {type(cache).__name__} of a fixed size; use model.new_cache(batch_size, "
-                "max_length), which sets memory aside as well, or transformers' DynamicCache"
+                "DynamicCache of transformers, and not a cache of a fixed size"
             )
         if len(cache.layers) > num_layers:
             raise InputError(
@@ -306,7 +287,7 @@ class BorrowedCache(KVCache):
 
 
 class _BorrowedLayer:
-    """One layer of a `BorrowedCache`: what attention asks of a `LayerCache`."""
+    """One layer of a `BorrowedCache`: what attention needs of a `LayerCache`."""
 
     def __init__(self, cache: Any, layer: int):
         self._cache, self._layer = cache, layer
@@ -322,14 +303,7 @@ class _BorrowedLayer:
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v [B, S, HK, D] and returns all that these S tokens may see, in the dtype of k and v."""
-        k, v = k.transpose(1, 2), v.transpose(1, 2)
-        held = getattr(self._cache.layers[self._layer], "keys", None) if self.length else None
-        if held is not None and (*held.shape[:2], held.shape[3]) != (*k.shape[:2], k.shape[3]):
-            raise InputError(
-                f"past_key_values holds keys {list(held.shape)} in layer {self._layer}, and the new ones are "
-                f"{list(k.shape)}, [batch, key heads, tokens, head_dim]; was it made for another batch size or model?"
-            )
-        keys, values = self._cache.update(k, v, self._layer)
+        keys, values = self._cache.update(k.transpose(1, 2), v.transpose(1, 2), self._layer)
         return keys.transpose(1, 2).to(k.dtype), values.transpose(1, 2).to(v.dtype)
 
 

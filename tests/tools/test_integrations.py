@@ -10,22 +10,15 @@ import warnings
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from ligermodels.kernels.linear import joint
+from tests.tools.models import SIZES, make_tokenizer
 
-SIZES = dict(
-    vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
-    num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, bos_token_id=1, eos_token_id=2,
-    pad_token_id=3,
-)  # fmt: skip
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -117,6 +110,21 @@ def compare(ours, theirs, family="llama"):
         )
 
 
+def compare_training(ours, theirs, family):
+    """Losses, and every gradient relative to its largest: a row that sums to nearly nothing is rounding."""
+    tokens, inputs = images(family)
+    labels = tokens.masked_fill(tokens > 80, -100)
+    losses = [model(input_ids=tokens, labels=labels, **inputs).loss for model in (ours, theirs)]
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
+    for loss in losses:
+        loss.backward()
+    for name, parameter in theirs.named_parameters():
+        found = ours.get_parameter(name).grad
+        assert (found is None) == (parameter.grad is None), name
+        if found is not None:
+            assert (found - parameter.grad).abs().max() <= 3e-5 * parameter.grad.abs().max() + 1e-6, name
+
+
 # from_transformers
 
 
@@ -135,17 +143,7 @@ def test_our_model_has_the_parameters_of_theirs(family):
     assert all(name.rsplit(".", 2)[-2] in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj") for name in moved)
     assert ours.state_dict().keys() == theirs.state_dict().keys() - TIED.get(family, set())
     compare(ours, twin, family)
-    tokens, inputs = images(family)
-    labels = tokens.masked_fill(tokens > 80, -100)
-    loss, expected = (model(input_ids=tokens, labels=labels, **inputs).loss for model in (ours, twin))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    loss.backward()
-    expected.backward()
-    for name, parameter in twin.named_parameters():
-        found = parameters[name].grad
-        assert (found is None) == (parameter.grad is None), name
-        if found is not None:  # relative to the largest: a row that sums to nearly nothing is rounding
-            assert (found - parameter.grad).abs().max() <= 3e-5 * parameter.grad.abs().max() + 1e-6, name
+    compare_training(ours, twin, family)
 
 
 def test_an_optimizer_that_holds_theirs_trains_both():
@@ -216,7 +214,7 @@ def with_dropout():
 
 
 @pytest.mark.parametrize(
-    "make, error, words",
+    "make, error, message",
     [
         (in_peft, InputError, "before get_peft_model"),
         (lambda: torch.nn.DataParallel(theirs_of("llama")), InputError, "unwrapped"),
@@ -228,8 +226,8 @@ def with_dropout():
     ],
     ids=["peft", "wrapped", "subclass", "base model", "untied", "meta", "config"],
 )
-def test_other_models_are_refused(make, error, words):
-    with pytest.raises(error, match=words):
+def test_other_models_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
         ligermodels.from_transformers(make())
 
 
@@ -263,18 +261,7 @@ def test_names_logits_and_losses_are_theirs(folders, family):
         [] if family in TIED else ["lm_head.weight"]
     )
     compare(model, theirs, family)
-    tokens, inputs = images(family)
-    labels = tokens.masked_fill(tokens > 80, -100)
-    loss, expected = (m.train()(input_ids=tokens, labels=labels, **inputs).loss for m in (model, theirs))
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    loss.backward()
-    expected.backward()
-    gradients = dict(model.named_parameters())
-    for name, parameter in theirs.named_parameters():
-        assert (gradients[name].grad is None) == (parameter.grad is None), name
-        if parameter.grad is not None:
-            difference = (gradients[name].grad - parameter.grad).abs().max()
-            assert difference <= 3e-5 * parameter.grad.abs().max() + 1e-6, name
+    compare_training(model.train(), theirs.train(), family)
 
 
 def test_weights_of_one_input_lie_together(folders):
@@ -430,16 +417,6 @@ def test_generate_is_ours_and_writes_the_same(folders, family):
         model.generate(tokens, num_beams=2, max_new_tokens=2)
 
 
-def make_tokenizer():
-    words = ["<unk>", "<s>", "</s>", "<pad>", *"abcdefghijklmnopqrstuvwxyz"]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>",
-        padding_side="left",
-    )  # fmt: skip
-
-
 def test_pipeline(folders):
     texts = []
     for model in (AutoModelForCausalLM.from_pretrained(folders["llama"]), load_theirs(folders["llama"])):
@@ -582,20 +559,6 @@ def test_trainer_saves_a_folder_that_opens_everywhere(folders, tmp_path, family)
     compare(ligermodels.load(tmp_path / "out", progress=False), model)
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_trainer_resumes_exactly(folders, tmp_path):
-    pytest.importorskip("accelerate")
-    trained = []
-    for resume in (None, str(tmp_path / "checkpoint-2")):
-        model = AutoModelForCausalLM.from_pretrained(folders["llama"])
-        options = dict(save_strategy="steps", save_steps=2, max_steps=4, gradient_checkpointing=True)
-        trainer = transformers.Trainer(model, arguments(tmp_path, **options), train_dataset=Texts())
-        trainer.train(resume_from_checkpoint=resume)
-        trained.append(model)
-    for one, other in zip(*(model.parameters() for model in trained), strict=True):
-        assert torch.equal(one, other)
-
-
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.filterwarnings("ignore")
 def test_classifier(folders, tmp_path, family):
@@ -628,29 +591,12 @@ def test_classifier(folders, tmp_path, family):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_reward_trainer(folders, tmp_path):
-    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    pairs = {"chosen": ["a b c d", "e f g"] * 4, "rejected": ["x y z", "u v w"] * 4}
-    losses = []
-    for loads in (AutoModelForSequenceClassification, transformers.AutoModelForSequenceClassification):
-        torch.manual_seed(0)
-        model = loads.from_pretrained(folders["qwen2"], num_labels=1)
-        config = arguments(tmp_path, trl.RewardConfig, bf16=False, max_length=16)
-        data = datasets.Dataset.from_dict(pairs)
-        trainer = trl.RewardTrainer(model, args=config, train_dataset=data, processing_class=make_tokenizer())
-        trainer.train()
-        losses.append(logged(trainer))
-    torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
-
-
-@pytest.mark.parametrize("beta", [0.0, 0.1])
-@pytest.mark.filterwarnings("ignore")
-def test_grpo(folders, tmp_path, beta):
+def test_grpo(folders, tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     runs = []
     for model in (AutoModelForCausalLM.from_pretrained(folders["llama"]), load_theirs(folders["llama"])):
         torch.manual_seed(0)
-        options = dict(num_generations=4, max_completion_length=6, bf16=False, beta=beta, max_steps=2)
+        options = dict(num_generations=4, max_completion_length=6, bf16=False, max_steps=2)
         trainer = trl.GRPOTrainer(
             model,
             reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],

@@ -1,0 +1,94 @@
+"""`demo` and `doctor`."""
+
+import json
+import shlex
+import subprocess
+import sys
+from itertools import count
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ligermodels.cli import demo, main
+from tests.cli.commands import run, stdin_of
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+
+def test_demo_proves_what_it_says_and_its_next_commands_work(on_cpu, tmp_path, capsys, monkeypatch):
+    # A clock that goes on by being read: 25 steps, however long each takes.
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=map(float, count()).__next__))
+    status, out, _ = run(capsys, "demo", "--seconds", 25, "--keep", tmp_path / "kept")
+    assert status == 0 and "FAILED" not in out and out.count("\nok ") == 4, out
+    losses = [float(line.split()[3]) for line in out.splitlines() if line.startswith("step ")]
+    assert losses[0] > 6.5 and losses[-1] < losses[0] - 1
+    for op in ("rms_norm", "glu", "cross_entropy", "linear_cross_entropy"):
+        line = next(line for line in out.splitlines() if line.startswith(f"{op} "))
+        assert 0 < max(map(float, line.split()[-4:])) < 1e-5, line
+    commands = out[out.index("Next") :].splitlines()[1:]
+    assert len(commands) == 3
+    monkeypatch.setattr(sys, "stdin", stdin_of(""))
+    for command in commands:
+        program, *argv = shlex.split(command, comments=True)
+        assert program == "ligermodels" and str(tmp_path / "kept") in argv
+        assert main(argv) == 0
+
+
+@pytest.mark.parametrize("place", [0, 2])
+def test_demo_fails_where_a_kernel_is_further_from_fp64_than_the_eager_op(place, capsys):
+    errors = [2e-7, 1e-7, 3e-7, 2e-7]
+    assert demo.print_errors({"rope": errors})
+    errors[place] = 3e-3
+    assert not demo.print_errors({"rope": errors})
+    assert "FAILED  too far from fp64: rope" in capsys.readouterr().out
+
+
+def test_demo_fails_where_saved_weights_differ(on_cpu, tmp_path, capsys, monkeypatch):
+    load = demo.ligermodels.load
+
+    def damaged(folder, **options):
+        model = load(folder, **options)
+        model.model.norm.weight.data[0] += 1e-6
+        return model
+
+    monkeypatch.setattr(demo.ligermodels, "load", damaged)
+    monkeypatch.setattr(demo, "_compare_kernels", lambda device: True)
+    assert not demo.run(seconds=0.01, keep=tmp_path)
+    assert capsys.readouterr().out.count("FAILED") == 3
+
+
+def test_doctor_has_a_line_for_everything_and_never_shows_the_token(on_cpu, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "hf_verysecret")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "not" / "yet"))
+    status, out, err = run(capsys, "doctor")
+    lines = {line[5:19].strip(): line for line in out.splitlines()}
+    assert {"ligermodels", "python", "torch", "triton", "GPU", "kernels", "HF token", "cache"} <= set(lines)
+    assert "verysecret" not in out + err and "present" in lines["HF token"]
+    assert str(tmp_path) in lines["cache"] and "GB free" in lines["cache"]
+    assert status == any(line.startswith("FIX") for line in out.splitlines())
+
+
+def test_doctor_says_how_to_fix_what_is_off(on_cpu, capsys, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", "2.4.0")
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=5e9))
+    status, out, _ = run(capsys, "doctor")
+    assert status == 1 and "-> pip install -U 'torch>=2.11'" in out and "HF_HOME" in out and "5.0 GB free" in out
+
+
+def test_doctor_says_what_of_a_model_is_fused_without_reading_weights(on_cpu, capsys, tmp_path):
+    sizes = dict(vocab_size=99, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2", "head_dim": 512, **sizes}))
+    _, out, _ = run(capsys, "doctor", tmp_path)
+    assert "gate_proj | up_proj | down_proj" in out and "one op" in out and "there is no GPU" in out
+    status, _, err = run(capsys, "doctor", tmp_path / "nowhere")
+    assert status == 3 and "nowhere" in err
+
+
+@pytest.mark.gpu
+def test_doctor_tries_a_kernel_on_the_gpu():
+    done = subprocess.run([sys.executable, "-m", "ligermodels", "doctor"], capture_output=True, text=True, timeout=120)
+    assert "tried on this GPU" in done.stdout, done.stdout + done.stderr

@@ -1,0 +1,136 @@
+"""Windows and every rope type: a step with the cache gives the logits of the full forward."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ligermodels
+from ligermodels.generation import generate
+from tests.generation.models import LONGROPE, ROPES, llama, padded
+from tests.generation.test_transformers import prompt_tuned
+
+
+def cached_logits(model, ids, mask, steps):
+    """What generate saw at every step: (ids [B, S + steps], logits [B, steps, V])."""
+    out = model.generate(
+        ids, attention_mask=mask, max_new_tokens=steps, return_dict_in_generate=True, output_logits=True
+    )
+    return out.sequences, torch.stack(out.logits, 1)
+
+
+def full_logits(model, ids, mask):
+    mask = F.pad(mask.long(), (0, ids.shape[1] - mask.shape[1]), value=1)
+    return model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+
+
+def assert_is_full_forward(model, ids, mask, steps):
+    width = ids.shape[1]
+    out, logits = cached_logits(model, ids, mask, steps)
+    if model.config.rope_parameters["rope_type"] == "longrope":  # each call has its own tables
+        full = [full_logits(model, out[:, :end], mask)[:, -1] for end in range(width, width + steps)]
+        full = torch.stack(full, 1)
+    else:
+        full = full_logits(model, out, mask)[:, width - 1 : -1]
+    torch.testing.assert_close(logits, full, rtol=1e-4, atol=1e-4)  # fp32 sums in another order; logits are ~1
+    assert torch.equal(out[:, width:], full.argmax(-1))
+    assert out[:, width:].unique().numel() > 4, "a model that repeats itself proves little"
+    return out
+
+
+@pytest.mark.parametrize("windows", [(4, None), (1, 9), (30, 10)], ids=str)
+@pytest.mark.parametrize("lengths, extra", [([9], 0), ([9, 9, 3], 4)], ids=str)
+def test_windows_decode_as_the_full_forward(windows, lengths, extra, monkeypatch):
+    """Prompts shorter than, as long as and longer than the window; past many moves of the buffers."""
+    monkeypatch.setattr("ligermodels.layers.cache.SLACK", 3)
+    model, (ids, mask) = llama(windows), padded(lengths, extra)
+    out = assert_is_full_forward(model, ids, mask, steps=25)
+    assert not torch.allclose(full_logits(llama(), out, mask), full_logits(model, out, mask), atol=0.01)
+
+
+@pytest.mark.slow
+def test_a_window_moves_in_its_buffers_as_they_are_in_use():
+    model, (ids, mask) = llama((5, None), positions=1024), padded([300, 7])
+    assert_is_full_forward(model, ids, mask, steps=600)
+
+
+@pytest.mark.parametrize("rope", sorted(ROPES.keys() - {"dynamic", "longrope"}))
+def test_rope_types_decode_as_the_full_forward(rope):
+    assert_is_full_forward(llama((6, None), rope), *padded([12, 3], 9), steps=12)
+
+
+@pytest.mark.parametrize("lengths, extra", [([15], 0), ([16], 0), ([17], 0), ([12, 3], 9), ([16, 4], 1)], ids=str)
+def test_longrope_decodes_as_the_full_forward(lengths, extra):
+    """Below, at and past 16, the original length; with padding it switches by positions, not columns."""
+    assert_is_full_forward(llama((6, None), "longrope"), *padded(lengths, extra), steps=8)
+
+
+def test_longrope_runs_the_text_again_once_and_only_across_its_original_length(monkeypatch):
+    model, forward, widths = llama(rope="longrope"), ligermodels.Llama.forward, []
+    monkeypatch.setattr(
+        ligermodels.Llama, "forward", lambda *a, **k: widths.append(k["input_ids"].shape[1]) or forward(*a, **k)
+    )
+    for prompt, again in [(14, [17]), (16, [17]), (17, []), (30, [])]:
+        widths.clear()
+        generate(model, torch.randint(1, 97, (2, prompt)), max_new_tokens=6)
+        assert [width for width in widths[1:] if width > 1] == again
+
+
+@pytest.fixture(scope="module")
+def phi3(tmp_path_factory):
+    """transformers' Phi3 with a window and longrope, and ours of the same checkpoint."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("phi3")
+    Phi3ForCausalLM(Phi3Config(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=16, sliding_window=6,
+        rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 1.0, **LONGROPE}, pad_token_id=0,
+        bos_token_id=None, eos_token_id=None, initializer_range=0.3,
+    )).save_pretrained(folder)  # fmt: skip
+    return Phi3ForCausalLM.from_pretrained(folder), ligermodels.load(folder, progress=False)
+
+
+@pytest.mark.parametrize("lengths", [[12], [17, 5, 3]], ids=str)
+def test_longrope_with_a_window_is_phi3_of_transformers(phi3, lengths):
+    theirs, ours = phi3
+    ids, mask = padded(lengths)
+    expected = theirs.generate(ids, attention_mask=mask.long(), max_new_tokens=16, do_sample=False)
+    assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=16), expected)
+
+
+@pytest.mark.parametrize("held", [3, 15])
+def test_a_cache_of_part_of_the_prompt_is_recomputed_where_longrope_switches(phi3, held):
+    ours, (ids, mask) = phi3[1], padded([18, 7])
+    expected = ours.generate(ids, attention_mask=mask, max_new_tokens=4)
+    cache = ours.new_cache(2, 8)
+    ours(ids[:, :held], attention_mask=mask[:, :held], past_key_values=cache,
+         position_ids=(mask[:, :held].cumsum(1) - 1).clamp(min=0))  # fmt: skip
+    found = ours.generate(ids, attention_mask=mask, max_new_tokens=4, past_key_values=cache)
+    assert torch.equal(found, expected) and cache.length == 21
+
+
+@pytest.mark.filterwarnings("ignore:prompt and new tokens may reach")
+def test_virtual_tokens_count_where_longrope_switches(phi3):
+    """Transformers' own Phi3 leaves them out there: the expectation is the full forward."""
+    tuned, ids = prompt_tuned(phi3[1]), torch.randint(1, 97, (2, 8))
+    found = tuned.generate(input_ids=ids, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
+    full = [tuned(input_ids=found.sequences[:, :end]).logits[:, -1] for end in range(8, 20)]
+    torch.testing.assert_close(torch.stack(found.logits), torch.stack(full), rtol=1e-4, atol=1e-4)  # fp32 sums
+
+
+@pytest.mark.filterwarnings("ignore:prompt and new tokens may reach")
+@pytest.mark.parametrize("lengths", [[20], [12, 5, 3]], ids=str)
+def test_dynamic_keeps_its_keys_past_the_trained_length_as_transformers_does(lengths, tmp_path):
+    from transformers import LlamaForCausalLM
+
+    ours, (ids, mask) = llama(rope="dynamic", positions=16), padded(lengths)
+    theirs = LlamaForCausalLM.from_pretrained(ours.save_pretrained(tmp_path / "model"))
+    out, logits = cached_logits(ours, ids, mask, 24)
+    expected = theirs.generate(
+        ids, attention_mask=mask.long(), max_new_tokens=24, do_sample=False, output_logits=True,
+        return_dict_in_generate=True,
+    )  # fmt: skip
+    assert torch.equal(out, expected.sequences)
+    torch.testing.assert_close(logits, torch.stack(expected.logits, 1), rtol=1e-4, atol=1e-4)  # as above
+    last = full_logits(ours, out[:, :-1], mask)[:, -1]
+    assert not torch.allclose(logits[:, -1], last, atol=0.01), "the full forward would rotate the keys otherwise"

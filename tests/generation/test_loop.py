@@ -1,0 +1,285 @@
+"""The loop: what runs when, padding, stopping, streaming, warnings, and what raises."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.generation import generate, generate_iter
+from ligermodels.generation.loop import _decode
+from ligermodels.generation.request import Request
+from tests.generation.models import VOCAB, llama, padded, prompt
+
+
+@pytest.fixture
+def model():
+    return llama()
+
+
+@pytest.fixture
+def calls(model):
+    """The shape of the ids and logits_to_keep of each forward."""
+    seen = []
+    model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append((tuple(kwargs["input_ids"].shape), kwargs.get("logits_to_keep"))),
+        with_kwargs=True,
+    )
+    return seen
+
+
+def switch_rope(model, monkeypatch, at):
+    """As if rope changed its frequencies after `at` tokens. The text stays the same."""
+    monkeypatch.setattr(model.decoder.rotary_emb, "needs_recompute", lambda past, length: past == at)
+
+
+def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(model, calls):
+    expected = ids = prompt(rows=2)
+    for _ in range(12):
+        expected = torch.cat([expected, model(input_ids=expected).logits[:, -1:].argmax(-1)], 1)
+    calls.clear()
+    found = generate(model, ids, max_new_tokens=12)
+    assert torch.equal(found, expected)
+    assert calls == [((2, 5), 1)] + [((2, 1), 1)] * 11
+    assert len(set(found[0, 5:].tolist())) > 3, "a model that repeats itself proves little"
+
+
+def test_left_padding_changes_nothing(model):
+    ids, mask = padded([3, 7, 5])
+    options = dict(max_new_tokens=12, repetition_penalty=1.3)
+    together = generate(model, ids, attention_mask=mask, **options)
+    for row, length in enumerate([3, 7, 5]):
+        alone = generate(model, ids[row : row + 1, 7 - length :], **options)
+        assert torch.equal(together[row, 7:], alone[0, length:])
+    everything = torch.ones_like(ids)
+    assert not torch.equal(generate(model, ids, attention_mask=everything, **options), together), "the mask must matter"
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+def test_where_rope_switches_the_whole_text_runs_again(model, calls, padding, monkeypatch):
+    """By tokens of the longest row, here 5: columns of padding do not count."""
+    ids, mask = padded([4, 5], padding)
+    options = dict(attention_mask=mask, max_new_tokens=9, repetition_penalty=1.5)
+    expected = generate(model, ids, **options)
+    calls.clear()
+    switch_rope(model, monkeypatch, at=7)
+    assert torch.equal(generate(model, ids, **options), expected)
+    shapes = [(2, padding + 5), (2, 1), (2, 1), (2, padding + 8)] + [(2, 1)] * 5
+    assert calls == [(shape, 1) for shape in shapes]
+
+
+def test_inputs_of_the_model_come_with_its_prompt_whenever_that_runs(model, monkeypatch):
+    images, prepare = [], model.prepare_inputs_for_generation
+    monkeypatch.setattr(type(model), "extra_inputs", {"image"})
+    model.prepare_inputs_for_generation = lambda ids, image=None, **rest: images.append(image) or prepare(ids, **rest)
+    switch_rope(model, monkeypatch, at=7)
+    generate(model, prompt(), max_new_tokens=5, image=4, token_type_ids=None)
+    assert images == [4, None, None, 4, None]
+    with pytest.raises(InputError, match="use_cache=False with image is not supported"):
+        generate(model, prompt(), max_new_tokens=2, use_cache=False, image=4)
+
+
+def test_rows_that_stop_early_are_padded_and_the_longest_ends_the_loop(model):
+    ids = prompt(rows=3)
+    free = generate(model, ids, max_new_tokens=16)[:, 5:]
+    eos, other = free[0, 2].item(), free[1, 6].item()
+    first = [min((row.tolist().index(i) for i in (eos, other) if i in row), default=15) for row in free]
+    options = dict(attention_mask=torch.ones(3, 5), eos_token_id=[eos, other], pad_token_id=9)
+    found = generate(model, ids, max_new_tokens=16, **options)[:, 5:]
+    assert found.shape[1] == max(first) + 1 and len(set(first)) > 1
+    for row, end in enumerate(first):
+        assert found[row, : end + 1].tolist() == free[row, : end + 1].tolist()
+        assert (found[row, end + 1 :] == 9).all()
+
+
+def test_stop_ids_are_those_of_the_call_or_else_of_a_generation_config_or_else_of_the_config(model):
+    ids = prompt()
+    free = generate(model, ids, max_new_tokens=16)[0, 5:].tolist()
+    second, third, fifth = free[1], free[3], free[5]
+    assert len({second, third, fifth}) == 3
+
+    def new_tokens(**options):
+        return generate(model, ids, max_new_tokens=16, **options).shape[1] - 5
+
+    model.config.eos_token_id = second
+    assert new_tokens() == free.index(second) + 1
+    model.generation_config["eos_token_id"] = [fifth]
+    assert new_tokens() == new_tokens(eos_token_id=None) == free.index(fifth) + 1
+    assert new_tokens(generation_config={"eos_token_id": None}) == free.index(fifth) + 1
+    assert new_tokens(generation_config={"eos_token_id": third}) == free.index(third) + 1
+    assert new_tokens(generation_config={"eos_token_id": third}, eos_token_id=second) == free.index(second) + 1
+    assert new_tokens(eos_token_id=()) == 16
+
+
+@pytest.mark.parametrize("saved", [None, -1, 7])
+def test_pads_with_the_saved_pad_id_or_else_the_first_stop_id(model, saved):
+    model.config.pad_token_id, model.generation_config["pad_token_id"] = None, saved
+    ids = torch.tensor([[1, 2, 3, 4, 5], [6, 8, 9, 10, 11]])
+    first, second = generate(model, ids, max_new_tokens=6)[:, 5:].tolist()
+    stop = next(i for i in first[:-1] if i not in second)
+    found = generate(model, ids, max_new_tokens=6, eos_token_id=[stop])[:, 5:]
+    assert found[1].tolist() == second and found[0, -1] == (saved if saved == 7 else stop)
+
+
+def test_stream_and_streamer_say_what_generate_returns(model):
+    class Log:
+        def __init__(self):
+            self.ids, self.ended = [], False
+
+        def put(self, value):
+            assert value.device.type == "cpu" and not self.ended
+            self.ids.append(value)
+
+        def end(self):
+            self.ended = True
+
+    log, ids = Log(), prompt(rows=2)
+    eos = generate(model, ids, max_new_tokens=9)[0, 8].item()
+    found = generate(model, ids, max_new_tokens=9, eos_token_id=eos, streamer=log)
+    assert torch.equal(log.ids[0], ids) and torch.equal(torch.stack(log.ids[1:], 1), found[:, 5:]) and log.ended
+    steps = list(generate_iter(model, ids, max_new_tokens=9, eos_token_id=eos))
+    assert torch.equal(torch.stack(steps, 1), found[:, 5:])
+    assert len(list(itertools.islice(generate_iter(model, ids, max_new_tokens=9), 2))) == 2
+
+
+def test_records_no_gradients_and_returns_ids_that_can_be_trained_on():
+    def check(ids, logits):
+        assert not logits.requires_grad
+        return logits
+
+    model = llama().requires_grad_()
+    stream = generate_iter(model, prompt(), max_new_tokens=3, logits_processor=check)
+    next(stream)
+    assert torch.is_grad_enabled()
+    model(generate(model, prompt(), max_new_tokens=3)).logits.sum().backward()
+    assert model.lm_head.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("stops", [False, True])
+def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, monkeypatch):
+    reads = []
+    switch_rope(model, monkeypatch, at=7)
+    for name in ("cpu", "item", "__bool__", "__int__"):
+        original = getattr(torch.Tensor, name)
+        monkeypatch.setattr(torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1])
+    ids, steps = prompt(rows=2), 6
+    generate(model, ids, max_new_tokens=steps, eos_token_id=VOCAB + 5 if stops else (), pad_token_id=0)
+    # With stop ids: one copy a step, which brings the NaN verdict along.
+    assert reads == (["cpu"] * steps if stops else ["__bool__"])
+
+
+@pytest.mark.gpu
+def test_never_synchronises_without_stop_ids(device):
+    model, ids = llama().to(device), prompt(rows=2).to(device)
+    options = dict(
+        max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
+        no_repeat_ngram_size=3, suppress_tokens=[3], begin_suppress_tokens=[4], min_new_tokens=2, seed=0,
+    )  # fmt: skip
+    generate(model, ids, **options)  # compiles and allocates
+    steps = _decode(Request.checked(model, ids, **options), to_host=False)
+    next(steps)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(7):
+            next(steps)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int64)
+
+
+@pytest.mark.parametrize("ids, options, message", [
+    (TWO, dict(max_new_tokens=0), "at least 1"),
+    (TWO, dict(max_new_tokens=2.5), "integer"),
+    (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Llama"),
+    (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5 leaves"),
+    (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
+    (TWO, dict(temperature=-0.1), "temperature"),
+    (TWO, dict(temperature=float("nan")), "temperature"),
+    (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
+    (TWO, dict(generation_config={"do_sample": True, "temperature": -1}), "temperature=-1"),
+    (TWO, dict(generation_config=7), "generation_config is a int"),
+    (TWO, dict(temperature=1.0, top_k=-1), "top_k"),
+    (TWO, dict(temperature=1.0, top_p=0.0), "top_p"),
+    (TWO, dict(temperature=1.0, top_p=1.1), "top_p"),
+    (TWO, dict(temperature=1.0, min_p=-0.1), "min_p"),
+    (TWO, dict(repetition_penalty=0.0), "repetition_penalty"),
+    (TWO, dict(suppress_tokens=[VOCAB]), rf"suppress_tokens=\[{VOCAB}\] must be a list of token ids below {VOCAB}"),
+    (TWO, dict(pad_token_id=VOCAB), "outside the vocabulary"),
+    (TWO, dict(eos_token_id=VOCAB + 1), "pass pad_token_id"),
+    (TWO, dict(eos_token_id="</s>"), "must be integers"),
+    (TWO, dict(stop_strings="x"), "tokenizer="),
+    (TWO, dict(stop_strings=["x", ""]), "non-empty strings"),
+    (TWO, dict(logits_processor=[3]), "logits_processor is a int"),
+    (TWO, dict(attention_mask=torch.ones(2, 6)), r"\[2, 6\].*\[2, 5\]"),
+    (TWO, dict(attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])), "row 1.*pad on the left"),
+    (TWO, dict(attention_mask=TWO - 0.5), "something else"),
+    (TWO, dict(input_ids=TWO), "two names"),
+    (TWO[:, :0], {}, "empty prompt"),
+    (ONE[0], {}, r"input_ids\[None\]"),
+    (ONE.float(), {}, "float32"),
+    ([1, 2, 3], {}, "list"),
+    (ONE * VOCAB, {}, "another model"),
+    (ONE * -100, {}, "-100"),
+    (ONE.to("meta"), {}, "model on cpu"),
+    (None, {}, "pass input_ids"),
+])  # fmt: skip
+def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids, options, message):
+    model.config.pad_token_id = None
+    for call in (generate, generate_iter):  # the latter at the call, not when it is read
+        with pytest.raises(InputError, match=message):
+            call(model, ids, **{"max_new_tokens": 3, **options})
+    assert not calls
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nan_logits_are_an_error_and_not_token_zero(model, stream):
+    model.lm_head.weight[3] = torch.nan
+    with pytest.raises(InputError, match="float16 overflow"):
+        list(generate_iter(model, prompt(), max_new_tokens=3)) if stream else generate(
+            model, prompt(), max_new_tokens=3
+        )
+
+
+def test_warns_past_the_positions_where_padding_does_not_count():
+    model = llama(positions=10)
+    ids, mask = padded([5, 4], extra=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, ids, attention_mask=mask, max_new_tokens=5)
+    with pytest.warns(UserWarning, match="11 positions.*made for 10") as caught:
+        generate(model, ids, attention_mask=mask, max_new_tokens=6)
+    assert caught[0].filename == __file__
+
+
+def test_warns_of_cuts_that_greedy_decoding_ignores(model):
+    with pytest.warns(UserWarning, match="top_p changes nothing in greedy decoding") as caught:
+        generate(model, prompt(), max_new_tokens=2, top_p=0.9)
+    assert caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, prompt(), max_new_tokens=5, top_p=1.0, top_k=0, min_p=0.0)
+
+
+def test_the_default_length_is_twenty_and_says_so():
+    model = llama(positions=64)
+    ids = prompt(length=9)
+    with pytest.warns(UserWarning, match="at most 20 tokens are added; pass max_new_tokens") as caught:
+        assert generate(model, ids).shape == (1, 29)
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="at most 20"):  # and no further than the positions of the model
+        assert generate(model, prompt(length=50)).shape == (1, 64)
+    for options in ({"max_new_tokens": 3}, {"max_length": 12}, {"generation_config": {"max_new_tokens": 3}}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert generate(model, ids, **options).shape == (1, 12)
+    with pytest.warns(UserWarning, match="max_new_tokens=3 takes precedence over max_length=30"):
+        generate(model, ids, max_new_tokens=3, max_length=30)
+    with pytest.warns(UserWarning, match="ask for 19 tokens with the prompt, and at most 12 may come"):
+        generate(model, ids, max_new_tokens=3, min_new_tokens=10)
+    model.generation_config["max_length"] = 40
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # the checkpoint's own value is no mistake of the caller's
+        generate(model, ids, max_new_tokens=3)

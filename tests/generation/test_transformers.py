@@ -1,0 +1,376 @@
+"""The same call gives what transformers' own model gives, on one checkpoint."""
+
+import contextlib
+import copy
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.generation.options import KNOWN_NAMES, UNSUPPORTED
+from ligermodels.layers.cache import KVCache
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    """transformers' Llama and ours, of a checkpoint that transformers wrote. Its weights make text that varies."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, tie_word_embeddings=False,
+    )).save_pretrained(folder)  # fmt: skip
+    return LlamaForCausalLM.from_pretrained(folder), ligermodels.load(folder, progress=False)
+
+
+@contextlib.contextmanager
+def checkpoint_says(pair, **values):
+    """As if generation_config.json said these."""
+    from transformers import GenerationConfig
+
+    before = [model.generation_config for model in pair]
+    values = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **values}
+    pair[0].generation_config = GenerationConfig(**values)
+    pair[1].generation_config = type(before[1])(values)
+    try:
+        yield
+    finally:
+        for model, config in zip(pair, before, strict=True):
+            model.generation_config = config
+
+
+def padded(*lengths, width=9):
+    """(ids, mask): padded on the left with 0; no other token is special."""
+    ids = torch.randint(3, 97, (len(lengths), width), generator=torch.Generator().manual_seed(width))
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return ids * mask, mask
+
+
+def same(pair, *args, seed=5, **options):
+    """Our result of the call, found equal to theirs: ids, and with return_dict_in_generate scores and logits."""
+    results = []
+    for model in pair:
+        torch.manual_seed(seed)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            results.append(model.generate(*args, **options))
+    theirs, ours = results
+    if isinstance(ours, torch.Tensor):
+        assert torch.equal(ours, theirs), (ours, theirs)
+        return ours
+    assert torch.equal(ours.sequences, theirs.sequences)
+    for name in ("scores", "logits"):
+        assert (getattr(ours, name) is None) == (getattr(theirs, name) is None), name
+        for found, expected in zip(getattr(ours, name) or (), getattr(theirs, name) or (), strict=True):
+            # logits are about 5; fp32 sums in another order
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    return ours
+
+
+CALLS = {
+    "nothing": dict(),
+    "new tokens": dict(max_new_tokens=5),
+    "length": dict(max_length=15),
+    "both": dict(max_length=40, max_new_tokens=5),
+    "least": dict(max_new_tokens=30, min_new_tokens=25),
+    "least with the prompt": dict(max_new_tokens=30, min_length=30),
+    "penalty": dict(repetition_penalty=1.7),
+    "n-grams": dict(max_new_tokens=40, no_repeat_ngram_size=2),
+    "suppressed": dict(suppress_tokens=[*range(5, 60)], begin_suppress_tokens=[*range(60, 90)]),
+    "all of them": dict(
+        max_new_tokens=30, min_length=20, no_repeat_ngram_size=3, repetition_penalty=1.3, begin_suppress_tokens=[2]),
+    "normalized": dict(renormalize_logits=True, repetition_penalty=1.2),
+    "sampling": dict(do_sample=True),
+    "sampling, no top_k": dict(do_sample=True, top_k=None),
+    "sampling, 0 for top_k": dict(do_sample=True, top_k=0),
+    "sampling, cut": dict(do_sample=True, temperature=1.4, top_k=9, top_p=0.9, min_p=0.02),
+    "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None,
+                              repetition_penalty=None),
+    "sampling, normalized": dict(do_sample=True, temperature=0.8, renormalize_logits=True),
+    "several, cut and penalized": dict(do_sample=True, num_return_sequences=2, temperature=0.7, top_p=0.8,
+                                       repetition_penalty=1.4),
+    "several without a cache": dict(do_sample=True, num_return_sequences=2, use_cache=False),
+    "greedy, cuts of no use": dict(do_sample=False, temperature=0.3, top_k=3, top_p=0.2),
+    "without a cache": dict(use_cache=False, repetition_penalty=1.1),
+    "another stop id": dict(max_new_tokens=40, eos_token_id=[17, 30, 44]),
+    "another pad id": dict(max_new_tokens=40, eos_token_id=[17, 30, 44], pad_token_id=5),
+    "what does nothing": dict(
+        num_beams=1, num_return_sequences=1, typical_p=1.0, synced_gpus=False, assistant_model=None,
+        prefix_allowed_tokens_fn=None, disable_compile=True, length_penalty=1.0, early_stopping=False,
+        output_attentions=False, output_hidden_states=False, streamer=None, negative_prompt_ids=None),
+}  # fmt: skip
+CHECKPOINTS = {
+    "nothing": dict(),
+    "a sampler": dict(do_sample=True, temperature=0.6, top_k=12, top_p=0.9),
+    "a sampler, briefly": dict(do_sample=True),
+    "lengths": dict(max_length=21, min_new_tokens=4, repetition_penalty=1.2),
+    "new tokens": dict(max_new_tokens=7, eos_token_id=[2, 40]),
+    "cuts without sampling": dict(temperature=0.6, top_p=0.5, cache_implementation="hybrid", transformers_version="4"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_gives_what_it_gives_in_transformers(pair, call):
+    ids, mask = padded(9, 4, 6)
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **CALLS[call]}
+    found = same(pair, ids, attention_mask=mask, **options)
+    assert len(found.sequences[:, 9:].unique()) > 5 or call == "new tokens", "a model that repeats itself proves little"
+
+
+@pytest.mark.parametrize("checkpoint", list(CHECKPOINTS)[1:])
+def test_a_checkpoint_says_what_the_call_does_not(pair, checkpoint):
+    ids, mask = padded(9, 4, 6)
+    for call in ("nothing", "length", "sampling", "sampling, all off"):
+        options = {"return_dict_in_generate": True, "output_scores": True, **CALLS[call]}
+        with checkpoint_says(pair, **CHECKPOINTS[checkpoint]):
+            same(pair, ids, attention_mask=mask, **options)
+
+
+@pytest.mark.parametrize("passed", list(CHECKPOINTS)[1:])
+def test_a_passed_generation_config_wins_over_the_checkpoint_and_loses_to_keywords(pair, passed):
+    from transformers import GenerationConfig
+
+    ids, mask = padded(9, 4, 6)
+    for checkpoint in ("a sampler", "new tokens"):
+        for options in ({}, {"max_new_tokens": 4, "do_sample": True}, {"do_sample": False}):
+            with checkpoint_says(pair, **CHECKPOINTS[checkpoint]):
+                found = same(pair, ids, GenerationConfig(**CHECKPOINTS[passed]), attention_mask=mask, **options)
+                torch.manual_seed(5)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    as_dict = pair[1].generate(ids, CHECKPOINTS[passed], attention_mask=mask, **options)
+                assert torch.equal(as_dict, found)
+
+
+def test_a_temperature_alone_says_whether_to_sample(pair):
+    ours, (ids, _) = pair[1], padded(9)
+    options = dict(return_dict_in_generate=True, output_scores=True, max_new_tokens=6, seed=1)
+
+    def kept(**call):
+        """How many tokens could have been drawn at the first step, of 97."""
+        return int(ours.generate(ids, **options, **call).scores[0].isfinite().sum())
+
+    sampled = ours.generate(ids, do_sample=True, top_k=0, temperature=1.5, **options)
+    assert torch.equal(ours.generate(ids, temperature=1.5, **options).sequences, sampled.sequences)
+    assert kept(temperature=1.5) == 97 and kept(temperature=1.5, do_sample=True) == 50 and kept(do_sample=True) == 50
+    assert kept(temperature=1.5, top_k=4) == 4 and kept(temperature=1.5, generation_config={"top_k": 4}) == 4
+    with checkpoint_says(pair, do_sample=True, top_k=7):
+        assert kept() == kept(temperature=1.5) == 7
+        greedy = ours.generate(ids, temperature=0, **options).sequences
+        assert torch.equal(greedy, ours.generate(ids, do_sample=False, **options).sequences)
+    with checkpoint_says(pair, do_sample=True):
+        assert kept() == kept(temperature=1.5) == 50
+
+
+def test_greedy_decoding_ignores_what_the_checkpoint_sets_for_sampling(pair):
+    """Files have temperature 0 and the like there; nothing is said about it."""
+    ids, _ = padded(9)
+    expected = pair[1].generate(ids, max_new_tokens=5)
+    with checkpoint_says(pair, do_sample=False):
+        pair[1].generation_config.update(temperature=0, top_p=0.0, top_k=-1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert torch.equal(pair[1].generate(ids, max_new_tokens=5), expected)
+        with pytest.raises(InputError, match="temperature=0 contradict"):
+            pair[1].generate(ids, max_new_tokens=5, do_sample=True)
+
+
+def test_all_sequences_of_a_row_come_from_one_run_of_the_prompt(pair):
+    ours, shapes, streamed = pair[1], [], []
+    ids, mask = padded(9, 4)
+    handle = ours.register_forward_pre_hook(
+        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    found = ours.generate(
+        ids, attention_mask=mask, do_sample=True, num_return_sequences=3, max_new_tokens=3, seed=0,
+        streamer=SimpleNamespace(put=streamed.append, end=list),
+    )  # fmt: skip
+    handle.remove()
+    assert shapes == [(2, 9), (6, 1), (6, 1)] and found.shape == (6, 12)
+    prompt, *new = streamed
+    assert torch.equal(prompt, ids.repeat_interleave(3, 0))
+    assert torch.equal(found, torch.cat([prompt, torch.stack(new, 1)], 1)) and len(found[:3].unique(dim=0)) == 3
+
+
+def test_the_prompt_has_two_names_and_without_one_is_the_bos_token(pair):
+    ids, mask = padded(9, 4)
+    first = same(pair, ids, attention_mask=mask, max_new_tokens=4)
+    for options in (dict(inputs=ids), dict(input_ids=ids)):
+        assert torch.equal(same(pair, attention_mask=mask, max_new_tokens=4, **options), first)
+    assert same(pair, max_new_tokens=4)[0, 0] == 1
+    assert same(pair, input_ids=None, attention_mask=None, max_new_tokens=4, bos_token_id=7)[0, 0] == 7
+
+
+def test_padding_without_a_mask_is_what_is_the_pad_id(pair):
+    ids, mask = padded(9, 4)
+    found = same(pair, ids, max_new_tokens=8)
+    assert torch.equal(found, same(pair, ids, attention_mask=mask, max_new_tokens=8))
+    unpadded = same(pair, ids, max_new_tokens=8, eos_token_id=[2, 0])  # a stop id is a token like others
+    assert torch.equal(unpadded, same(pair, ids, attention_mask=torch.ones(2, 9), max_new_tokens=8))
+    assert torch.equal(unpadded, same(pair, ids, max_new_tokens=8, pad_token_id=3))
+    assert not torch.equal(found, unpadded)
+    with pytest.raises(InputError, match=r"row 1 of input_ids \(pad_token_id=0, and no attention_mask\) ends"):
+        pair[1].generate(ids.flip(1), max_new_tokens=8)
+
+
+# Processors, criteria and caches of the caller
+
+
+class BanOdd:
+    def __call__(self, ids, scores):
+        scores[:, 1::2] = -torch.inf  # in place, as many write them
+        return scores
+
+
+def test_processors_come_as_one_as_a_list_and_as_transformers_list(pair):
+    from transformers import LogitsProcessorList, TemperatureLogitsWarper
+
+    ids, mask = padded(9, 4)
+    options = dict(attention_mask=mask, max_new_tokens=20, do_sample=True, temperature=1.3, repetition_penalty=1.2,
+                   return_dict_in_generate=True, output_scores=True, output_logits=True)  # fmt: skip
+    processors = [BanOdd(), TemperatureLogitsWarper(0.5)]
+    for value in (processors, LogitsProcessorList(processors)):
+        found = same(pair, ids, logits_processor=value, **options)
+        assert (found.sequences[:, 9:] % 2 == 0).all() and found.logits[0].isfinite().all()
+    only = same(pair, ids, logits_processor=LogitsProcessorList(processors[:1]), **options)
+    alone = pair[1].generate(ids, logits_processor=BanOdd(), seed=5, **options)
+    assert torch.equal(alone.sequences, only.sequences) and alone.logits[0].isfinite().all()
+    assert found.attentions is None and found["sequences"] is found.sequences
+    with pytest.raises(AttributeError, match="beam_indices"):
+        _ = found.beam_indices
+
+
+class StopAt:
+    """Rows whose last token is one of `ids` are done, in the shapes that transformers and its users return."""
+
+    def __init__(self, ids, form):
+        self.ids, self.form, self.seen = ids, form, []
+
+    def __call__(self, ids, scores, **kwargs):
+        self.seen.append((ids.shape[1], None if scores is None else len(scores)))
+        done = torch.isin(ids[:, -1], torch.tensor(self.ids))
+        return {"tensor": done, "bool": bool(done.any()), "one": done.any()}[self.form]
+
+
+@pytest.mark.parametrize("form, scores", [("tensor", True), ("tensor", False), ("bool", False), ("one", False)])
+def test_criteria_end_rows_as_in_transformers(pair, form, scores):
+    from transformers import MaxLengthCriteria, StoppingCriteriaList
+
+    ids, mask = padded(9, 4, 6)
+    options = dict(attention_mask=mask, max_new_tokens=30, return_dict_in_generate=scores, output_scores=scores)
+    stop, most = StopAt(range(30, 50) if form == "tensor" else [55, 70], form), MaxLengthCriteria(25)
+    found = same(pair, ids, stopping_criteria=StoppingCriteriaList([stop, most]), **options)
+    found = found.sequences if scores else found
+    assert 10 < found.shape[1] <= 25 and (form != "tensor" or (found[:, -1] == 0).any())
+    calls = len(stop.seen) // 2
+    assert stop.seen[:calls] == stop.seen[calls:], "the same arguments"
+    ours = pair[1].generate(ids, stopping_criteria=stop, attention_mask=mask, max_new_tokens=16)
+    assert torch.equal(ours, found[:, :25])
+    with pytest.raises(InputError, match=r"criterion returned \[2\] for 3 rows"):
+        pair[1].generate(ids, stopping_criteria=[lambda ids, scores: torch.ones(2)], max_new_tokens=3)
+
+
+@pytest.mark.parametrize("kind, copies", [("ours", 1), ("ours", 2), ("transformers'", 2)])
+def test_a_cache_of_part_of_the_prompt_goes_on(pair, kind, copies):
+    """As in a conversation: what generate returned is given back with the next question after it."""
+    from transformers import DynamicCache
+
+    theirs, ours = pair
+    ids, mask = padded(9, 4)
+    more, options = torch.full((2, 3), 33), dict(do_sample=True, num_return_sequences=copies, max_new_tokens=5)
+    torch.manual_seed(2)
+    first = ours.generate(ids, attention_mask=mask, max_new_tokens=4, eos_token_id=(), return_dict_in_generate=True,
+                          past_key_values=DynamicCache() if kind == "transformers'" else None)  # fmt: skip
+    assert isinstance(first.past_key_values, DynamicCache if kind == "transformers'" else KVCache)
+    assert first.past_key_values.get_seq_length() == 12
+    text, mask = torch.cat([first.sequences, more], 1), F.pad(mask, (0, 7), value=1)
+    torch.manual_seed(2)
+    expected = theirs.generate(text, attention_mask=mask, **options)
+    widths = []
+    handle = ours.register_forward_pre_hook(
+        lambda module, args, kwargs: widths.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
+    )
+    torch.manual_seed(2)
+    found = ours.generate(text, attention_mask=mask, past_key_values=first.past_key_values, **options)
+    handle.remove()
+    assert torch.equal(found, expected) and widths[:2] == [(2, 4), (2 * copies, 1)]
+
+
+def test_caches_that_do_not_fit_are_named(pair):
+    from transformers import StaticCache
+
+    theirs, ours = pair
+    ids, _ = padded(9, 4)
+    cache = ours(ids, use_cache=True).past_key_values
+    for prompt, past, options, message in [
+        (ids, cache, {}, "holds 9 tokens and input_ids 9"),
+        (torch.ones(1, 12, dtype=torch.int64), cache, {}, "of 2 rows, input_ids of 1"),
+        (ids, cache, {"use_cache": False}, "contradicts past_key_values"),
+        (ids, StaticCache(theirs.config, max_cache_len=30), {}, "StaticCache.*not a cache of a fixed size"),
+        (ids, ((ids, ids),), {}, "past_key_values is a tuple"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            ours.generate(prompt, past_key_values=past, max_new_tokens=3, **options)
+
+
+def prompt_tuned(model):
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(
+        task_type="CAUSAL_LM", num_virtual_tokens=5, token_dim=32, num_attention_heads=4, num_layers=2
+    )
+    tuned = peft.get_peft_model(copy.deepcopy(model), config)
+    nn.init.normal_(tuned.prompt_encoder["default"].embedding.weight, generator=torch.Generator().manual_seed(0))
+    return tuned.eval()
+
+
+@pytest.mark.parametrize("lengths", [(9, 9), (9, 4)])
+def test_prompt_tuning_generates_as_with_transformers(pair, lengths):
+    """PEFT puts the virtual tokens in through prepare_inputs_for_generation; without it they would be lost."""
+    ids, mask = padded(*lengths)
+    tuned = [prompt_tuned(model) for model in pair]
+    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=True, num_return_sequences=2)
+    found = same(tuned, input_ids=ids, **options)
+    plain = pair[1].generate(ids, seed=5, **options)
+    assert not torch.equal(found[:, : plain.shape[1]], plain)
+    with pytest.raises(InputError, match="adapter adds virtual tokens"):
+        tuned[1].generate(input_ids=ids, past_key_values=pair[1].new_cache(2, 9), max_new_tokens=2)
+
+
+# What is not supported raises
+
+
+OF_OTHER_TYPES = {"inputs_embeds": torch.zeros(1, 2, 32), "bad_words_ids": [[3]], "num_beams": 4, "synced_gpus": True}
+
+
+def test_what_is_not_supported_is_refused_by_name_wherever_it_is_said(pair):
+    ours, (ids, _) = pair[1], padded(9)
+    expected = ours.generate(ids, max_new_tokens=2)
+    for name, (off, _) in UNSUPPORTED.items():
+        value = OF_OTHER_TYPES.get(name, "something")
+        with pytest.raises(InputError, match=f"^{name}=.*not supported by generate; leave {name} out"):
+            ours.generate(ids, max_new_tokens=2, **{name: value})
+        with pytest.raises(InputError, match=f"^{name}=.*not supported"):
+            ours.generate(ids, {name: value}, max_new_tokens=2)
+        for nothing in (None, *off):
+            assert torch.equal(ours.generate(ids, max_new_tokens=2, **{name: nothing}), expected)
+        with checkpoint_says(pair):
+            ours.generation_config[name] = value
+            with pytest.raises(InputError, match=f"^model.generation_config sets {name}="):
+                ours.generate(ids, max_new_tokens=2)
+            assert torch.equal(ours.generate(ids, max_new_tokens=2, **{name: next(iter(off), None)}), expected)
+
+
+def test_every_option_of_transformers_is_known():
+    """One that is new in transformers must not be taken for an input of the model, or pass unseen in a config."""
+    from transformers import GenerationConfig
+
+    unknown = {name for name in vars(GenerationConfig()) if not name.startswith("_")} - KNOWN_NAMES
+    assert unknown == {"transformers_version"}

@@ -1,0 +1,412 @@
+"""bitsandbytes and torchao quantise our linear modules as they do transformers': at load, by converters, with adapters,
+saved."""
+
+import json
+import sys
+
+import pytest
+import torch
+import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ligermodels
+from ligermodels import CheckpointError, ConfigError, InputError
+from ligermodels.checkpoint.weights import same_bits
+from tests.tools import models
+from tests.tools.models import FAMILIES, make_ids, theirs
+
+bnb = pytest.importorskip("bitsandbytes")
+torchao = pytest.importorskip("torchao")
+quantization = pytest.importorskip("torchao.quantization")
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
+
+BITSANDBYTES = {
+    "nf4": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "fp4": dict(load_in_4bit=True),
+    "nested": dict(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    ),
+    "llm.int8": dict(load_in_8bit=True),
+}
+TORCHAO = {
+    "int8": quantization.Int8WeightOnlyConfig(),
+    "int8 activations": quantization.Int8DynamicActivationInt8WeightConfig(),
+    "float8": quantization.Float8WeightOnlyConfig(),
+    "int4": quantization.IntxWeightOnlyConfig(
+        weight_dtype=torch.int4, granularity=quantization.PerGroup(32), scale_dtype=torch.float32
+    ),
+}
+SETTINGS = {**BITSANDBYTES, **TORCHAO}
+"""What a user passes as quantization_config, besides transformers' own config."""
+# Equal integers on both sides; what is left is fp32's rounding in norms, softmax and head, as without quantisation.
+FP32 = dict(rtol=1e-5, atol=1e-5)
+Q = "model.layers.0.self_attn.q_proj"
+
+
+def config_of(name, **options):
+    """transformers' config of the settings."""
+    if name in BITSANDBYTES:
+        return transformers.BitsAndBytesConfig(**BITSANDBYTES[name], **options)
+    return transformers.TorchAoConfig(TORCHAO[name], **options)
+
+
+def quantised(model):
+    """The names of the modules that are quantised."""
+    return {
+        name
+        for name, module in model.named_modules()
+        if type(module).__module__.startswith("bitsandbytes")
+        or (isinstance(module, nn.Linear) and type(module.weight).__module__.startswith("torchao"))
+    }
+
+
+def plain_linear(module, name):
+    return type(module) is nn.Linear and name != "lm_head"
+
+
+def ours(folder, **options):
+    return ligermodels.load(folder, device="cpu", progress=False, **options)
+
+
+def theirs_of(folder, name, **options):
+    return theirs(folder, quantization_config=config_of(name, **options), device_map="cpu")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    made = tmp_path_factory.mktemp("models")
+    sizes = dict(hidden_size=64, intermediate_size=128)  # on some CPUs bitsandbytes takes multiples of its 64 alone
+    return {family: models.write_checkpoint(made / family, family, **sizes) for family in FAMILIES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_loading_quantises_what_transformers_quantises(folders, family, name):
+    hf, ids = theirs_of(folders[family], name), make_ids(2, 12)
+    expected, plain = hf(ids).logits, ours(folders[family])(ids).logits
+    assert (expected - plain).abs().max() > 100 * FP32["atol"]
+    for given in (config_of(name), SETTINGS[name]):
+        model = ours(folders[family], quantization_config=given)
+        assert quantised(model) == quantised(hf) and len(quantised(model)) == 14
+        torch.testing.assert_close(model(ids).logits, expected, **FP32)
+        assert not any(model.get_submodule(linear).weight.requires_grad for linear in quantised(model))
+
+
+def test_modules_are_skipped_by_name(folders):
+    folder = folders["qwen2"]
+    skipped = ["lm_head", "down_proj", "model.layers.1", "q_.roj"]
+    hf = theirs_of(folder, "fp4", llm_int8_skip_modules=skipped)
+    model = ours(folder, quantization_config={"load_in_4bit": True, "llm_int8_skip_modules": skipped})
+    assert quantised(model) == quantised(hf)
+    assert {"model.layers.0.mlp.up_proj", "model.layers.0.self_attn.q_proj"} <= quantised(model)
+    assert not any("down_proj" in name or "layers.1" in name for name in quantised(model))
+
+    skipped = ["lm_head", "model.layers.1", r"model.layers.\d.self_attn.q_"]
+    model = ours(folder, quantization_config=config_of("int8", modules_to_not_convert=skipped))
+    assert quantised(model) == quantised(theirs_of(folder, "int8", modules_to_not_convert=skipped))
+    assert len(quantised(model)) == 7
+    # The end of a name: transformers looks for it in that of the parameter and quantises all the same.
+    config = config_of("int8", modules_to_not_convert=["lm_head", "down_proj"])
+    assert len(quantised(ours(folder, quantization_config=config))) == 12
+
+
+def test_a_device_never_holds_two_weights_that_are_yet_to_be_quantised(folders, monkeypatch):
+    seen = []
+    convert = ligermodels.checkpoint.quantization.BitsAndBytes.convert
+
+    def watched(self, linear, weight, bias, device):
+        made = convert(self, linear, weight, bias, device)
+        seen.append((linear.weight.is_meta, made.weight.dtype))
+        return made
+
+    monkeypatch.setattr(ligermodels.checkpoint.quantization.BitsAndBytes, "convert", watched)
+    ours(folders["llama"], quantization_config=SETTINGS["nf4"])
+    assert seen == [(True, torch.uint8)] * 14
+
+
+# Converters of a loaded model
+
+
+def by_transformers(model):
+    from transformers.integrations.bitsandbytes import replace_with_bnb_linear
+
+    return replace_with_bnb_linear(model, modules_to_not_convert=["lm_head"], quantization_config=config_of("nf4"))
+
+
+def by_hand(model):
+    """What a user does without transformers: each linear replaced, its weight quantised by `.to`."""
+    for name, linear in list(model.named_modules()):
+        if type(linear) is nn.Linear and "lm_head" not in name:
+            made = bnb.nn.Linear4bit(
+                linear.in_features, linear.out_features, linear.bias is not None, torch.float32, quant_type="nf4"
+            )
+            made.load_state_dict(linear.state_dict())
+            model.set_submodule(name, made.to("cpu"))
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_converters_find_the_same_modules(folders, family):
+    made = [by_transformers(load(folders[family])) for load in (ours, theirs)]
+    assert quantised(made[0]) == quantised(made[1]) and len(quantised(made[0])) == 14
+    ids = make_ids(2, 12)
+    model, hf = by_hand(ours(folders[family])), by_hand(theirs(folders[family]))
+    torch.testing.assert_close(model(ids).logits, hf(ids).logits, **FP32)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is quantised|not the model's"):
+        model.save_pretrained(folders[family].parent / "by-hand")
+    for name in TORCHAO:
+        model, hf = ours(folders[family]), theirs(folders[family])
+        torchao.quantize_(model, TORCHAO[name])  # leaves our head alone; transformers' is kept out by name
+        torchao.quantize_(hf, TORCHAO[name], filter_fn=plain_linear)
+        assert quantised(model) == quantised(hf) and len(quantised(model)) == 14
+        torch.testing.assert_close(model(ids).logits, hf(ids).logits, **FP32)
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight is quantised"):
+        model.save_pretrained(folders[family].parent / "by-torchao")
+
+
+def test_quantization_aware_training_finds_the_same_modules(folders):
+    from torchao.quantization.qat import QATConfig
+
+    base = quantization.Int8DynamicActivationIntxWeightConfig(
+        weight_dtype=torch.int4, weight_granularity=quantization.PerGroup(32)
+    )
+    runs, ids = [], make_ids(2, 12)
+    for load in (ours, theirs):
+        model = load(folders["qwen2"]).train()
+        torchao.quantize_(model, QATConfig(base, step="prepare"), filter_fn=plain_linear)
+        assert sum("FakeQuantized" in type(module).__name__ for module in model.modules()) == 14
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        runs.append({name: p.grad for name, p in model.named_parameters() if "lm_head" not in name} | {"loss": loss})
+    for name, found in runs[0].items():
+        torch.testing.assert_close(found, runs[1][name], **FP32)
+
+
+# Adapters
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name, kind", [
+    ("nested", "Linear4bit"), ("llm.int8", "Linear8bitLt"), ("int8", "TorchaoLoraLinear"),
+])  # fmt: skip
+def test_adapters_train_as_on_transformers(folders, family, name, kind):
+    losses, merged, ids = [], [], make_ids(4, 12)
+    for load in (ours, theirs):
+        model = load(folders[family], quantization_config=config_of(name))
+        if name in BITSANDBYTES:
+            model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules="all-linear"))
+        kinds = {type(module).__name__ for module in model.modules() if isinstance(module, peft.tuners.lora.LoraLayer)}
+        assert kinds == {kind}
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        losses.append([])
+        for _ in range(5):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(loss.item())
+        if name in TORCHAO:  # merging asks the quantiser how to quantise again
+            merged.append(model.merge_and_unload()(ids, labels=ids).loss.item())
+    # Five steps of AdamW carry the roundings of fp32 (llm.int8: of its fp16 sums) from one to the next.
+    torch.testing.assert_close(*(torch.tensor(run) for run in losses), rtol=1e-3, atol=0)
+    assert losses[0][-1] < losses[0][0]
+    # A weight that lies between two integers goes to one here and to the other there: 1/127 of its row's largest.
+    assert not merged or merged[0] == pytest.approx(merged[1], rel=2e-3)
+
+
+def test_trainer_takes_a_quantised_model_with_an_adapter_and_no_other(folders, tmp_path):
+    losses = []
+    options = dict(output_dir=tmp_path, max_steps=2, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True)
+    arguments = transformers.TrainingArguments(**options, per_device_train_batch_size=4, save_strategy="no")
+    for load in (ours, theirs):
+        model = load(folders["llama"], quantization_config=config_of("nf4"))
+        with pytest.raises(ValueError, match="purely quantized"):
+            transformers.Trainer(model, arguments)
+        torch.manual_seed(0)
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"]))
+        trainer = transformers.Trainer(model, arguments, train_dataset=models.Texts())
+        trainer.train()
+        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+    torch.testing.assert_close(*(torch.tensor(run) for run in losses), rtol=1e-5, atol=0)
+
+
+# Saving
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_quantised_model_is_saved_as_transformers_saves_it(folders, family, name, tmp_path):
+    model, hf = ours(folders[family], quantization_config=config_of(name)), theirs_of(folders[family], name)
+    ids = make_ids(2, 12)
+    logits, expected = model(ids).logits, hf(ids).logits  # before saving: bitsandbytes casts biases in its forward
+    model.save_pretrained(tmp_path / "ours")
+    hf.save_pretrained(tmp_path / "theirs")
+    ours(tmp_path / "ours").save_pretrained(tmp_path / "shards", max_shard_size="50KB")
+    wanted = load_file(tmp_path / "theirs" / "model.safetensors")
+    for folder in ("ours", "shards"):
+        written = {}
+        for shard in (tmp_path / folder).glob("*.safetensors"):
+            written |= load_file(shard)
+        assert written.keys() == wanted.keys()
+        assert all(same_bits(written[tensor], wanted[tensor]) for tensor in written)
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    found, wanted = (
+        json.loads((tmp_path / folder / "config.json").read_text())["quantization_config"]
+        for folder in ("ours", "theirs")
+    )
+    assert found == {key: value for key, value in wanted.items() if not key.startswith("_")}
+    for folder in ("ours", "theirs", "shards"):
+        again = ours(tmp_path / folder)
+        assert quantised(again) == quantised(model) and again.is_quantized
+        assert torch.equal(again(ids).logits, logits)
+    for folder in ("ours", "shards"):
+        assert torch.equal(theirs(tmp_path / folder, device_map="cpu")(ids).logits, expected)
+
+
+@pytest.mark.parametrize("name", ["nf4", "llm.int8"])
+def test_a_model_that_transformers_quantised_is_ours_and_saved(folders, name, tmp_path):
+    hf, ids = theirs_of(folders["qwen2"], name), make_ids(2, 12)
+    model = ligermodels.from_transformers(hf)
+    torch.testing.assert_close(model(ids).logits, hf(ids).logits, **FP32)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(ours(tmp_path)(ids).logits, model(ids).logits)
+
+
+def test_what_cannot_be_saved_says_so(folders, tmp_path):
+    model = ours(folders["llama"], quantization_config=SETTINGS["nf4"])
+    with pytest.raises(CheckpointError, match="leave state_dict out"):
+        model.save_pretrained(tmp_path / "x", state_dict=model.state_dict())
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"]))
+    with pytest.raises(CheckpointError, match="merge them first"):
+        model.save_pretrained(tmp_path / "x")
+    merged = adapted.merge_and_unload()
+    merged.save_pretrained(tmp_path / "x")
+    ids = make_ids(1, 8)
+    with torch.no_grad():  # which decides how bitsandbytes computes on some CPUs
+        assert torch.equal(ours(tmp_path / "x")(ids).logits, merged(ids).logits)
+
+
+# Damaged files and wrong settings
+
+
+@pytest.fixture(scope="module")
+def saved(folders, tmp_path_factory):
+    made = tmp_path_factory.mktemp("saved")
+    for name in ("nf4", "llm.int8", "int8"):
+        ours(folders["qwen2"], quantization_config=SETTINGS[name]).save_pretrained(made / name)
+    return {**folders, **{name: made / name for name in ("nf4", "llm.int8", "int8")}}
+
+
+def cut(name, *index):
+    return lambda tensors, header: tensors.update({name: tensors[name][index].contiguous()})
+
+
+def lose(name):
+    return lambda tensors, header: [tensors.pop(found) for found in list(tensors) if found.startswith(name)]
+
+
+STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.mark.parametrize("name, damage, message", [
+    ("nf4", lose(f"{Q}.weight.absmax"), "q_proj is no module"),
+    ("nf4", lambda tensors, header: tensors.pop(f"{Q}.weight"), "q_proj is no module"),
+    ("nf4", lose(f"{Q}.bias"), "has a bias"),
+    ("nf4", cut(f"{Q}.weight", slice(7)), "holds 7 bytes"),
+    ("nf4", lambda tensors, header: tensors.update({STATE: torch.zeros(9, dtype=torch.uint8)}), "q_proj is no module"),
+    ("llm.int8", cut(f"{Q}.SCB", slice(5)), "its SCB"),
+    ("llm.int8", cut(f"{Q}.weight", slice(None), slice(5)), "its weight is torch.int8"),
+    ("llm.int8", lose(Q), "missing"),
+    ("int8", lose(f"{Q}._weight_scale"), f"{Q} is no module"),
+    ("int8", lambda tensors, header: header.pop(f"{Q}.weight"), f"{Q} is no module"),
+    ("int8", lambda tensors, header: header.update({f"{Q}.weight": '{"_type": "os.system"}'}), f"{Q} is no module"),
+    ("int8", lose(f"{Q}.bias"), f"{Q} has a bias"),
+    ("int8", cut(f"{Q}._weight_qdata", slice(4)), f"{Q} is no module"),
+    ("int8", lose(Q), "missing"),
+    ("qwen2", lambda tensors, header: tensors[f"{Q}.weight"][3].fill_(float("nan")), "q_proj holds NaN or infinity"),
+    ("qwen2", lose(f"{Q}.weight"), rf"missing \(1 of 27\): {Q}"),
+    ("qwen2", cut(f"{Q}.weight", slice(3)), rf"wrong shape \(1\): {Q}"),
+])  # fmt: skip
+def test_damaged_weights_are_named(saved, tmp_path, name, damage, message):
+    """In a quantised checkpoint, and in a plain one that is quantised while it is loaded."""
+    file = saved[name] / "model.safetensors"
+    tensors, header = load_file(file), dict(safe_open(file, "pt").metadata())
+    damage(tensors, header)
+    save_file(tensors, tmp_path / "model.safetensors", header)
+    (tmp_path / "config.json").write_text((saved[name] / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=message):
+        ours(tmp_path, quantization_config=None if name in SETTINGS else SETTINGS["nf4"])
+
+
+@pytest.mark.parametrize("given, message", [
+    (dict(load_in_4bit=True, load_in_8bit=True), "one of load_in_4bit"),
+    (dict(load_in_4bit=True, bnb_4bit_typ="nf4"), "no 'bnb_4bit_typ'; it has .*bnb_4bit_quant_type"),
+    (dict(load_in_4bit=True, bnb_4bit_quant_type="nf5"), "nf5"),
+    (dict(load_in_4bit=True, bnb_4bit_compute_dtype="b16"), "b16"),
+    (dict(load_in_8bit=True, llm_int8_has_fp16_weight=True), "not supported; leave it out"),
+    (dict(quant_method="gptq", bits=4), "'gptq'"),
+    (transformers.GPTQConfig(bits=4), "'gptq'"),
+    (transformers.TorchAoConfig(TORCHAO["int8"], include_input_output_embeddings=True), "embedding and head stay"),
+    (quantization.FqnToConfig({"_default": TORCHAO["int8"]}), r"torchao\.quantize_\(model"),
+    (dict(quant_method="torchao", quant_type="int8_weight_only"), "expected a config object of torchao"),
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
+def test_settings_are_checked(folders, given, message):
+    with pytest.raises(InputError, match=message):
+        ours(folders["llama"], quantization_config=given)
+
+
+def test_settings_of_a_checkpoint_are_checked(saved, tmp_path):
+    for name, library, change in (
+        ("nf4", "bitsandbytes", lambda config: config.update(bnb_4bit_quant_type="nf5")),
+        ("int8", "torchao", lambda config: config["quant_type"]["default"].update(_type="Nothing")),
+    ):
+        config = json.loads((saved[name] / "config.json").read_text())
+        change(config["quantization_config"])
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        (tmp_path / "model.safetensors").write_bytes((saved[name] / "model.safetensors").read_bytes())
+        with pytest.raises(ConfigError, match=rf"quantised by {library}: .*(nf5|Nothing)"):
+            ours(tmp_path)
+    with pytest.warns(UserWarning, match="quantised already: its own settings"):
+        assert ours(saved["nf4"], quantization_config=SETTINGS["llm.int8"]).is_loaded_in_4bit
+    with pytest.raises(InputError, match=r"cannot be offloaded, and device_map puts model\.layers\.0"):
+        device_map = {"model.embed_tokens": "cpu", "model": "disk", "lm_head": "cpu"}
+        ligermodels.load(saved["llama"], progress=False, quantization_config=SETTINGS["nf4"], device_map=device_map)
+
+
+def test_without_the_library_the_error_says_what_to_install(saved, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "torchao.core.config", None)
+    with pytest.raises(InputError, match="pip install -U bitsandbytes"):
+        ours(saved["llama"], quantization_config=SETTINGS["nf4"])
+    with pytest.raises(ConfigError, match="pip install -U torchao"):
+        ours(saved["int8"])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BITSANDBYTES)
+def test_on_a_gpu(tmp_path, name):
+    """Outputs of transformers' model, and memory: of all weights to be quantised, one at a time is on the GPU."""
+    sizes = dict(hidden_size=512, intermediate_size=2048, num_hidden_layers=8, initializer_range=0.02)
+    folder = models.write_checkpoint(tmp_path, "llama", **sizes)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model = ligermodels.load(folder, quantization_config=config_of(name), dtype=torch.float32, progress=False)
+    held, peak = torch.cuda.memory_allocated() - before, torch.cuda.max_memory_allocated() - before
+    assert model.device.type == "cuda"
+    largest = 2048 * 512 * 4
+    assert peak < held + 4 * largest  # the weight, its integers, and what bitsandbytes needs to make them
+    hf = theirs(folder, quantization_config=config_of(name), dtype=torch.float32)
+    ids = make_ids(2, 12).cuda()
+    with torch.no_grad():
+        error, plain = (model(ids).logits - hf(ids).logits).norm(), hf(ids).logits.norm()
+    # fp32 in eight layers; where bitsandbytes computes in bf16 or fp16, a few of their roundings, 2^-9 and 2^-11.
+    assert error < (1e-4 if name in ("nf4", "fp4") else 0.02) * plain
