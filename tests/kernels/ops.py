@@ -6,7 +6,6 @@ values, and a case past 2^31 elements. All calls are by keyword: op, reference a
 """
 
 import functools
-import random
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,6 @@
 """Linear layers: after a norm, whose output is not saved, and several of one input, whose weights may be one matrix."""
 
 import copy
-import functools
 
 import pytest
 import torch
