@@ -1,8 +1,9 @@
 """The table of ops: the choices for each, the eager code that it replaces, where it may be hard.
 
-`OPS` is what `test_every_op.py` walks over. An entry (see `cases.Op`) holds the op, its reference, the eager code of the
-same dtype that it replaces (as transformers or torch.nn.functional have it), what sizes and options may be, adversarial
-values, and a case past 2^31 elements. All calls are by keyword: op, reference and eager take the same arguments.
+`OPS` is what `test_every_op.py` walks over. An entry (see `cases.Op`) holds the op, its reference, the eager code of
+the same dtype that it replaces (as transformers or torch.nn.functional have it), what sizes and options may be,
+adversarial values, and a case past 2^31 elements. All calls are by keyword: op, reference and eager take the same
+arguments.
 """
 
 import functools
@@ -191,8 +192,9 @@ def rotation(call, reference, eager, *, packed: bool) -> Op:
     return Op(
         call, reference, eager, make,
         choices={
-            "dim": Sizes([2, 16, 22, 64, 80, 96, 112, 128, 256], [2, 6, 16, 22]), "kv_heads": Sizes([1, 2, 3, 8], [1, 3]),
-            "groups": Sizes([1, 2, 3, 5], [1, 2]), "share": [1.0, 1.0, 0.4, 0.8], "axes": [0, 0, 1, 1, 2, 3],
+            "dim": Sizes([2, 16, 22, 64, 80, 96, 112, 128, 256], [2, 6, 16, 22]),
+            "kv_heads": Sizes([1, 2, 3, 8], [1, 3]), "groups": Sizes([1, 2, 3, 5], [1, 2]), "share": [1.0, 1.0, 0.4, 0.8],
+            "axes": [0, 0, 1, 1, 2, 3],
         },
         complete={"kv_heads": 1, "groups": 2, "dim": 8, "axes": 1},
         row=lambda chosen: chosen["kv_heads"] * (chosen["groups"] + 2) * chosen["dim"],
@@ -837,7 +839,8 @@ def linear_loss_op() -> Op:
         return Case(tensors, {"reduction": "none"})
 
     return Op(
-        kernels.linear_cross_entropy, no_chunks(kernels.linear_cross_entropy_reference), eager_linear_cross_entropy, make,
+        kernels.linear_cross_entropy, no_chunks(kernels.linear_cross_entropy_reference), eager_linear_cross_entropy,
+        make,
         choices=head_choices(bias=[False, False, True]) | LOSS_CHOICES,
         complete={"vocab": 7, "hidden": 5, "reduction": "none", "bias": True, "weighted": True},
         row=widest_of_a_head,
@@ -1125,7 +1128,8 @@ def jsd_op() -> Op:
 
 def eager_linear_jsd(
     student_x, student_weight, teacher_x, teacher_weight, *, labels=None, student_bias=None, teacher_bias=None,
-    temperature=1.0, weight_hard=0.0, weight_soft=1.0, beta=0.5, reduction="mean", accum_dtype=None, workspace_bytes=None,
+    temperature=1.0, weight_hard=0.0, weight_soft=1.0, beta=0.5, reduction="mean", accum_dtype=None,
+    workspace_bytes=None,
 ):  # fmt: skip
     z = F.linear(student_x, student_weight, student_bias)
     u = F.linear(teacher_x, teacher_weight, teacher_bias)[..., : student_weight.shape[0]]

@@ -1,3 +1,5 @@
+"""What is special to embedding: the sort of ids and its cuts, ids without a row, gradients that are added in place."""
+
 import importlib
 
 import pytest
@@ -35,8 +37,8 @@ def whole_numbers(*shape, **options):
     return torch.randint(-8, 9, shape, **options).float()
 
 
-@pytest.mark.parametrize("tokens", [1, 31, 32, 33, 64, 65, 400])
-@pytest.mark.parametrize("vocab", [1, 2, 50])
+@pytest.mark.parametrize("tokens", [1, 32, 33, 65, 400])
+@pytest.mark.parametrize("vocab", [1, 50])
 def test_every_path_of_the_sort_and_every_cut(device, poison, each_sort, tokens, vocab):
     """Runs that end before, at and behind the cuts; whole numbers, so that nothing but the right rows is right."""
     ids = torch.randint(vocab, (tokens,), device=device, dtype=torch.int32)

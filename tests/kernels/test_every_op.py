@@ -71,8 +71,8 @@ def outputs_of(call: Callable, tensors: dict[str, Tensor], options: dict) -> dic
 def run(call: Callable, case: Case, upstream: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """All outputs, and the gradients of the tensors that require grad, by name.
 
-    upstream: the gradient of each output that is used; filled with random numbers where it is empty. That of a loss is 1
-    or, as where losses are weighed, no power of two.
+    upstream: the gradient of each output that is used; filled with random numbers where it is empty. That of a loss is
+    1 or, as where losses are weighed, no power of two.
     """
     tensors = {n: t.detach() if dtype is None else as_dtype({n: t.detach()}, dtype)[n] for n, t in case.tensors.items()}
     tensors = {n: t.requires_grad_(case.tensors[n].requires_grad) for n, t in tensors.items()}
@@ -342,7 +342,7 @@ def test_runs_twice(device, poison, name):
     if name == "attention of torch":
         return
     again = [y for y in outputs_of(op.call, tensors, case.options).values() if y.requires_grad]
-    with pytest.raises(RuntimeError, match="twice|once_differentiable"):
+    with pytest.raises(RuntimeError, match=r"twice|once_differentiable"):
         upstream = [g.requires_grad_() for g in upstream]
         sum(g.sum() for g in torch.autograd.grad(again, leaves, upstream, create_graph=True)).backward()
 

@@ -1,4 +1,4 @@
-import importlib
+"""What is special to int2_matmul: the layout of packed weights, exact sums, every value of a byte."""
 
 import pytest
 import torch
@@ -6,8 +6,6 @@ from transformers.integrations import bitnet
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
-
-module = importlib.import_module("ligermodels.kernels.int2_matmul")
 
 SHAPES = [
     (1, 1, 1), (1, 8, 64), (2, 37, 101), (3, 70, 1100), (4, 5, 100),
@@ -114,7 +112,7 @@ def test_nothing_to_do(device):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", ROWS)
+@pytest.mark.parametrize("m", [1, 2, 8, 16, 33, 64, 300, 2000])
 @pytest.mark.parametrize("n, k", [(14336, 4096), (4096, 14336), (37, 4100), (2560, 6912), (1000, 130)])
 def test_model_sizes_exact_and_the_same_20_times(m, n, k):
     a, w = int8(m, k, device="cuda"), ternary(n, k, device="cuda")

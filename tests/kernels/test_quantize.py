@@ -1,3 +1,5 @@
+"""What is special to quantize_int8: ties, edges, and bit for bit the reference."""
+
 import pytest
 import torch
 from transformers.integrations import bitnet

@@ -1,5 +1,6 @@
+"""What is special to rope: pairs of dims, sections of positions, and rotation in place."""
+
 import functools
-import importlib
 
 import pytest
 import torch
@@ -7,8 +8,6 @@ import torch
 from ligermodels.errors import InputError
 from ligermodels.kernels.rope import rope, rope_qk, rope_reference
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
-
-module = importlib.import_module("ligermodels.kernels.rope")
 
 
 def make(shape, dtype, device):
@@ -30,7 +29,9 @@ def grads_like(op, qkv, cos, sin, options):
     return [torch.randn_like(t) for t in op(qkv, cos, sin, **options)]
 
 
-@pytest.mark.parametrize("shape", SHAPES[:3], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(2, 5, 4, 2, 64, 64, 1), (2, 3, 40, 8, 128, 128, 2), (1, 7, 3, 1, 80, 80, 1)], ids=str
+)
 def test_rotation_by_hand(device, shape):
     """Negative control of the pairing: as complex numbers, dim i and i + R/2 turn by the angle, and no others."""
     qkv, cos, sin, heads = make(shape, torch.float64, device)
@@ -69,7 +70,7 @@ def gathered(table, position_ids, sections):
     return torch.stack(columns, -1)
 
 
-SECTIONS = [None, (2, 1, 3), (6,), (3, 3), (0, 6, 0), (1, 0, 5)]
+SECTIONS = [None, (2, 1, 3), (3, 3), (0, 6, 0)]
 """Of the 6 angles of 12 rotated dims: Qwen2-VL has three, a vision tower two; some may be empty."""
 
 
@@ -97,7 +98,7 @@ def test_positions(device, poison, sections, batch, inplace):
 
 @pytest.mark.parametrize("wrong", [-1, 50, 2**31 - 1])
 @pytest.mark.parametrize("axis", [0, 2])
-def test_positions_outside_of_the_tables(device, monkeypatch, wrong, axis):
+def test_positions_outside_of_the_tables(device, wrong, axis):
     """An error on the CPU. On a GPU, NaN in the angles of that section of that token, and nowhere else."""
     qkv, _, _, heads = make((1, 5, 6, 2, 16, 12, 1), torch.float32, device)
     cos, sin = tables(50, 12, device)
@@ -107,7 +108,7 @@ def test_positions_outside_of_the_tables(device, monkeypatch, wrong, axis):
     if device == "cpu":
         with pytest.raises(InputError, match=r"go from .* hold the positions 0 to 49"):
             call(qkv, cos, sin)
-        monkeypatch.setattr(module, "_check_positions", lambda *args: None)
+        return
     turned = torch.zeros(1, 5, 16, dtype=torch.bool, device=device)
     start, end = (0, 2) if axis == 0 else (3, 6)
     turned[0, 3, [*range(start, end), *range(6 + start, 6 + end)]] = True
@@ -148,24 +149,13 @@ def test_inplace_in_inference_mode(device):
     assert all(torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
 
 
-def test_reference_path(monkeypatch):
-    """Where there is no Triton: inplace is accepted and nothing is overwritten; and it compiles whole."""
-    monkeypatch.setattr(module, "use_triton", lambda x: False)
+def test_without_triton_inplace_overwrites_nothing(without_triton):
     qkv, cos, sin, heads = make((2, 3, 6, 2, 16, 12, 1), torch.float32, "cpu")
     before = qkv.clone()
-    op = functools.partial(rope, inplace=True, **heads)
     expected = rope_reference(qkv, cos, sin, **heads)
-    assert all(torch.equal(a, b) for a, b in zip(op(qkv, cos, sin), expected, strict=True))
+    for a, b in zip(rope(qkv, cos, sin, inplace=True, **heads), expected, strict=True):
+        assert torch.equal(a, b)
     assert torch.equal(qkv, before)
-    grads = grads_like(rope_reference, qkv, cos, sin, heads)
-    leaf = qkv.requires_grad_()
-    assert_compiles(lambda x, cos, sin: op(x * 1, cos, sin), [leaf, cos, sin], grads, backend="aot_eager")
-    ids = torch.randint(50, (3, 2, 3))
-    turn = functools.partial(op, sections=[1, 2, 3])
-    assert_compiles(
-        lambda x, cos, sin, ids: turn(x * 1, cos, sin, position_ids=ids),
-        [leaf, *tables(50, 12, "cpu"), ids], grads, backend="aot_eager",
-    )  # fmt: skip
 
 
 def in_model(x, cos, sin, **heads):
@@ -173,17 +163,9 @@ def in_model(x, cos, sin, **heads):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[4]], ids=str)
-def test_triton_path_compiles_whole(shape, dynamic):
-    inputs, grads, op = on_gpu(shape, torch.float32)
-    assert_compiles(op, inputs, grads, dynamic=dynamic)
-    q, k = (g.detach().requires_grad_() for g in grads[:2])
-    assert_compiles(separate, [q, k, *inputs[1:]], grads[:2], dynamic=dynamic)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("check", [assert_captures, assert_never_waits])
-def test_captured_and_never_waits(check):
-    inputs, grads, op = on_gpu((2, 300, 32, 8, 128, 128, 1), torch.bfloat16)
-    check(op, inputs, grads)
+@pytest.mark.parametrize("check", [assert_captures, assert_never_waits, assert_compiles])
+def test_inplace_on_a_gpu(check):
+    shape = (2, 300, 32, 8, 128, 128, 1)
+    qkv, cos, sin, heads = make(shape, torch.float32 if check is assert_compiles else torch.bfloat16, "cuda")
+    grads = grads_like(rope_reference, qkv, cos, sin, heads)
+    check(functools.partial(in_model, **heads), [qkv.requires_grad_(), cos, sin], grads)
