@@ -193,8 +193,8 @@ def rotation(call, reference, eager, *, packed: bool) -> Op:
         call, reference, eager, make,
         choices={
             "dim": Sizes([2, 16, 22, 64, 80, 96, 112, 128, 256], [2, 6, 16, 22]),
-            "kv_heads": Sizes([1, 2, 3, 8], [1, 3]), "groups": Sizes([1, 2, 3, 5], [1, 2]), "share": [1.0, 1.0, 0.4, 0.8],
-            "axes": [0, 0, 1, 1, 2, 3],
+            "kv_heads": Sizes([1, 2, 3, 8], [1, 3]), "groups": Sizes([1, 2, 3, 5], [1, 2]),
+            "share": [1.0, 1.0, 0.4, 0.8], "axes": [0, 0, 1, 1, 2, 3],
         },
         complete={"kv_heads": 1, "groups": 2, "dim": 8, "axes": 1},
         row=lambda chosen: chosen["kv_heads"] * (chosen["groups"] + 2) * chosen["dim"],

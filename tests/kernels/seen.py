@@ -11,7 +11,7 @@ from ligermodels.training.gradients import accumulate_in_place
 
 
 class Seen(TorchDispatchMode):
-    """Operators that run, by name, the shapes (rows, inner, columns) of matmuls, and the bytes of the largest tensor."""
+    """Operators that run, by name; the shapes (rows, inner, columns) of matmuls; the bytes of the largest tensor."""
 
     def __init__(self) -> None:
         super().__init__()
