@@ -113,7 +113,7 @@ def test_packed_in_half_precision_equals_separate(device):
 # Rows and keys that are hidden.
 
 
-@pytest.mark.parametrize("seen", [(0, 65), (64, 65), (3, 131), (131, 133), (5, 5)], ids=str)
+@pytest.mark.parametrize("seen", [(64, 65), (3, 131), (5, 5)], ids=str)
 @pytest.mark.parametrize("causal", [True, False])
 def test_hidden_ends_are_left_out(seen, causal, device, poison):
     """Loops begin at the first key that is seen and end after the last one, whatever the borders of tiles."""

@@ -104,6 +104,8 @@ def test_argmax_is_the_first_of_equals(device):
     logits[1, 69] = 1.0
     out = cross_entropy(logits, torch.tensor([20, 3, 0], device=device), **METRICS)
     assert out.predicted_tokens.tolist() == [20, 69, 0] and out.predicted_tokens.dtype == torch.int64
+    several_tiles = cross_entropy(torch.zeros(1, 20000, device=device), torch.tensor([0], device=device), **METRICS)
+    assert several_tiles.predicted_tokens.item() == 0
     assert out.token_accuracy.item() == pytest.approx(2 / 3) and out.token_accuracy.dtype == torch.float32
 
 

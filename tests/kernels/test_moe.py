@@ -45,7 +45,9 @@ def test_route_takes_the_lower_of_equals_and_survives_extremes(device):
     assert torch.equal(experts[:4], route_reference(logits, top_k=2)[1][:4])
 
 
-@pytest.mark.parametrize("experts, slots", [(1, 5), (3, 300), (8, 1000), (130, 9000), (5, 0)])
+@pytest.mark.parametrize(
+    "experts, slots", [(1, 5), (3, 300), (8, 1000), pytest.param(130, 9000, marks=pytest.mark.slow), (5, 0)]
+)
 def test_sort_is_stable(device, poison, experts, slots):
     ids = (torch.rand(slots, device=device).square() * experts).int()
     by_expert, rows, offsets = sort_by_expert(ids, experts)

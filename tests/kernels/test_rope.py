@@ -75,8 +75,7 @@ SECTIONS = [None, (2, 1, 3), (3, 3), (0, 6, 0)]
 
 
 @pytest.mark.parametrize("sections", SECTIONS, ids=str)
-@pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("batch, inplace", [(1, False), (2, True)])
 def test_positions(device, poison, sections, batch, inplace):
     """Gathered in the kernel is gathered before it, to the bit, in both directions."""
     qkv, _, _, heads = make((2, 5, 6, 2, 16, 12, 1), torch.float32, device)
