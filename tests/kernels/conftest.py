@@ -4,6 +4,7 @@ import contextlib
 import functools
 import inspect
 import re
+import sys
 
 import pytest
 import torch
@@ -81,3 +82,11 @@ def products(monkeypatch):
     record("mm", 0)
     record("addmm", 1)
     return seen
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Ops run what they run where there is no Triton."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ligermodels.kernels") and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda x: False)

@@ -1,14 +1,13 @@
-"""The table of all public ops: what is drawn for each, what eager users run in its place, where it may be hard.
+"""The table of ops: the choices for each, the eager code that it replaces, where it may be hard.
 
-`OPS` is what `test_every_op.py` walks over. An entry holds the op, its reference, the eager code of the same dtype that
-it replaces (as transformers or torch.nn.functional have it), a generator of shapes and options, adversarial values,
-and a case past 2^31 elements. All calls are by keyword, so that op, reference and eager take the same arguments.
+`OPS` is what `test_every_op.py` walks over. An entry (see `cases.Op`) holds the op, its reference, the eager code of
+the same dtype that it replaces (as transformers or torch.nn.functional have it), what sizes and options may be,
+adversarial values, and a case past 2^31 elements. All calls are by keyword: op, reference and eager take the same
+arguments.
 """
 
-import dataclasses
 import functools
-import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,17 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels import kernels
-from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, pack_int2, unpack_int2
-from ligermodels.experimental.bitnet.quantize import quantize_int8
+from ligermodels.experimental import bitnet
 from ligermodels.kernels._triton import accumulator
-from ligermodels.kernels.embedding import embedding, embedding_reference
-from ligermodels.kernels.gated_mlp import gated_mlp, gated_mlp_reference, mlp, mlp_reference
-from ligermodels.kernels.jsd import jsd, jsd_reference
-from ligermodels.kernels.kl_div import kl_div, kl_div_reference
-from ligermodels.kernels.linear_jsd import linear_jsd, linear_jsd_reference
-from ligermodels.kernels.linear_logprobs import linear_logprobs, linear_logprobs_reference
+from ligermodels.kernels.flash_attention import flash_attention
+from ligermodels.kernels.linear import linear, packed_linear
+from tests.kernels.cases import IGNORE, Case, Maker, Op, Sizes, drawn
 
-IGNORE = -100
 WIDTHS = [
     1, 2, 3, 7, 16, 31, 64, 97, 127, 128, 129, 257, 512, 769, 896, 1023, 1025, 1536, 2048, 2304, 3072, 3584, 4096,
     5120, 8191, 8192, 11008, 14336, 16384, 18944, 65537, 131072,
@@ -35,104 +29,9 @@ VOCABS = [
     1, 2, 3, 7, 8, 33, 63, 97, 127, 129, 256, 511, 513, 1000, 1023, 2049, 4099, 8191, 16384, 30522, 32000, 32064,
     50257, 65537, 128256, 151936, 152064, 256000, 262144,
 ]  # fmt: skip
-ROWS = [0, 1, 2, 3, 17, 64, 100, 255, 300, 1000, 1023, 4096]
-VARIANTS, VARIANTS_INTERPRETED = 20, 4
-
-
-@dataclasses.dataclass
-class Case:
-    """Arguments of one call: its tensors, of which those that require grad are trained, and all that is no tensor.
-
-    shared: how many elements of a result have one error in common, where several do: a row that of its statistic, and
-        many sums of a product those of the few numbers that they are made of.
-    terms: how many products its matrix products add to one element, at most.
-    """
-
-    tensors: dict[str, Tensor]
-    options: dict[str, Any]
-    shared: int = 1
-    terms: int = 1
-
-
-class Maker:
-    """Makes the tensors of a case, of one dtype, in memory layouts that are drawn."""
-
-    def __init__(self, draw: random.Random, dtype: torch.dtype, device: str, *, strided: bool = True):
-        self.draw, self.dtype, self.device, self.strided = draw, dtype, device, strided
-
-    def __call__(self, *shape: int, scale: float = 1.0, train: bool = True, dtype: torch.dtype | None = None) -> Tensor:
-        return self.of(torch.randn(shape, device=self.device) * scale, train=train, dtype=dtype)
-
-    def of(self, values: Tensor, *, train: bool = True, dtype: torch.dtype | None = None) -> Tensor:
-        x = values.to(self.dtype if dtype is None else dtype)
-        if self.strided and x.dim():
-            x = LAYOUTS[self.draw.choice(["contiguous"] * 3 + list(LAYOUTS))](x)
-        return x.detach().requires_grad_(train)
-
-    def integers(self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-        return torch.randint(low, high, shape, device=self.device, dtype=dtype)
-
-    def labels(self, vocab: int, *shape: int, ignored: float | None = None) -> Tensor:
-        share = self.draw.choice([0.0, 0.3, 0.9]) if ignored is None else ignored
-        labels = self.integers(0, vocab, *shape)
-        return labels.masked_fill(torch.rand(shape, device=self.device) < share, IGNORE)
-
-    def lead(self, rows: int) -> tuple[int, ...]:
-        """Leading dims of `rows` rows."""
-        return self.draw.choice([(rows,), (1, rows), (rows // 2, 2) if rows % 2 == 0 else (rows, 1)])
-
-
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda t: t,
-    "part of wider rows": lambda t: torch.cat([t, t], -1)[..., : t.shape[-1]],
-    "every other column": lambda t: torch.stack([t, t], -1)[..., 0],
-    "transposed": lambda t: t.transpose(0, -1).contiguous().transpose(0, -1),
-    "expanded rows": lambda t: t[:1].expand_as(t) if t.shape[0] else t,
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """An entry of the table.
-
-    sizes: the sizes and options of variant j, for which kernels are compiled, from (j, draw, interpreted); "row" is
-        the number of elements that a row of the largest tensor has, and bounds the rows.
-    make: the case of those sizes with so many rows, from (make, rows, **sizes).
-    edges: adversarial values, by what is hard about them; each from a Maker.
-    past_2_31: a case of which a tensor has more than 2^31 elements, rows first, from a Maker.
-    ordered: its sums have one order, so that every run gives the same bits.
-    noise: errors that any such op has and its eager formula may lack, from a case and the gradients of its outputs.
-    """
-
-    call: Callable
-    reference: Callable
-    eager: Callable
-    sizes: Callable[[int, random.Random, bool], dict[str, Any]]
-    make: Callable[..., Case]
-    edges: dict[str, Callable[[Maker], Case]]
-    past_2_31: Callable[[Maker], Case] | None
-    ordered: bool = True
-    dtypes: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16, torch.float32)
-    noise: Callable[[Case, list[Tensor]], dict[str, Tensor]] = lambda case, upstream: {}
-
-
-def drawn(name: str, interpreted: bool) -> Iterator[tuple[int, int, dict[str, Any], int, torch.dtype]]:
-    """(variant, seed, sizes, rows, dtype) of all cases of an op: every variant with every number of rows."""
-    op = OPS[name]
-    dtypes = [d for d in op.dtypes if d != torch.bfloat16] if interpreted else [op.dtypes[0], *op.dtypes]
-    budget = 2**11 if interpreted else 2**22
-    for j in range(VARIANTS_INTERPRETED if interpreted else VARIANTS):
-        sizes = op.sizes(j, random.Random(f"{name} {j}"), interpreted)
-        row = sizes.pop("row")
-        for i, rows in enumerate((0, 5) if interpreted else ROWS):
-            rows = rows if rows * row <= budget else max(1, budget // row - i)
-            yield j, 1000 * j + i, sizes, rows, dtypes[j % len(dtypes)]
-
-
-def pick(values: list[int], j: int, interpreted: bool, most: int = 200) -> int:
-    """Another value for each variant; only small ones where Python computes."""
-    values = [n for n in values if n <= most] if interpreted else values
-    return values[(j * 5 + 3) % len(values) if interpreted else j * 7 % len(values)]
+FEW_WIDTHS = [1, 7, 64, 129]
+FEW_VOCABS = [1, 7, 65]
+HALF = torch.bfloat16, torch.float16
 
 
 # Norms. In fp32 a row shares the error of its statistic.
@@ -144,7 +43,9 @@ def eager_rms_norm(x, weight=None, *, eps=1e-6, offset=0.0, cast_before_weight=T
     h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
     if weight is None:
         return h.to(x.dtype)
-    return (offset + weight) * h.to(x.dtype) if cast_before_weight else (h * (offset + weight.float())).to(x.dtype)
+    if cast_before_weight:
+        return (offset + weight) * h.to(x.dtype)
+    return (h * (offset + weight.to(h.dtype))).to(x.dtype)
 
 
 def eager_layer_norm(x, weight=None, bias=None, *, eps=1e-5):
@@ -177,15 +78,7 @@ def row_noise(case: Case, upstream: list[Tensor], *, layer: bool) -> dict[str, T
 def norm(call, reference, eager, *, add: bool, layer: bool) -> Op:
     inputs = ["x", "residual"] if add else ["x"]
 
-    def sizes(j, draw, interpreted):
-        width = pick(WIDTHS, j, interpreted)
-        affine = draw.choice([(), ("weight",), ("weight", "bias")] if layer else [(), ("weight",), ("weight",)])
-        options = {"eps": draw.choice([1e-5, 1e-6, 0.5])}
-        if not layer:
-            options |= {"cast_before_weight": draw.choice([True, False]), "offset": draw.choice([0.0, 1.0])}
-        return {"row": width, "width": width, "affine": affine, "options": options}
-
-    def make(m, rows, *, width, affine=("weight",), options=None, values=None):
+    def make(m, rows, *, width, affine=("weight",), values=None, **options):
         lead = m.lead(rows)
         scale = m.draw.choice([0.1, 1.0, 10.0])
         tensors = {name: m(*lead, width, scale=scale) for name in inputs}
@@ -195,37 +88,42 @@ def norm(call, reference, eager, *, add: bool, layer: bool) -> Op:
                 tensors["residual"] = m.of(torch.zeros_like(values))
         for name in affine:
             tensors[name] = m(width)
-        return Case(tensors, options or {}, width)
+        return Case(tensors, options, width)
 
     def edge(values, width=300, rows=16):
-        return lambda m: make(m, rows, width=width, values=values(rows, width).to(m.device))
+        return lambda m: make(m, rows, width=width, values=values(rows, width))
 
     def outlier(rows, width):
         x = torch.randn(rows, width) * 0.01
         x[:, width // 2] = 1e4
         return x
 
-    edges = {
-        "rows of equal values": edge(lambda r, n: torch.arange(1.0, r + 1)[:, None].expand(r, n)),
-        "rows of zeros": edge(lambda r, n: torch.zeros(r, n)),
-        "rows of 1e4": edge(lambda r, n: torch.randn(r, n) * 1e4),
-        "tiny rows": edge(lambda r, n: torch.randn(r, n) * 1e-4),
-        "one number of 1e4 in each row": edge(outlier),
-        "far from zero": edge(lambda r, n: 100 + 0.25 * torch.randn(r, n)),
-        "wide, and one row": edge(lambda r, n: torch.randn(r, n), width=20001, rows=1),
-    }
-
     def huge(m):
         m.strided, rows, width = False, 2**19 + 9, 4096
-        tensors = {name: m.of(big(m, rows, width)) for name in inputs}
+        tensors = {name: m.big(rows, width) for name in inputs}
         return Case(tensors | {"weight": m(width)} | ({"bias": m(width)} if layer else {}), {})
 
-    return Op(call, reference, eager, sizes, make, edges, huge, noise=functools.partial(row_noise, layer=layer))
-
-
-def big(m: Maker, *shape: int) -> Tensor:
-    """Normal numbers, made in place: there must be no fp32 copy."""
-    return torch.empty(shape, dtype=m.dtype, device=m.device).normal_()
+    affine = [(), ("weight",), ("weight", "bias")] if layer else [(), ("weight",), ("weight",)]
+    choices = {"width": Sizes(WIDTHS, [*FEW_WIDTHS, 1100]), "affine": affine, "eps": [1e-5, 1e-6, 0.5]}
+    return Op(
+        call, reference, eager, make,
+        choices=choices if layer else choices | {"cast_before_weight": [True, False], "offset": [0.0, 1.0]},
+        complete={"width": 8, "affine": ("weight", "bias") if layer else ("weight",)},
+        row=lambda chosen: chosen["width"],
+        more={"affine": [("bias",)]} if layer else {},
+        few_rows=(0, 1, 5, 33),
+        edges={
+            "rows of equal values": edge(lambda r, n: torch.arange(1.0, r + 1)[:, None].expand(r, n)),
+            "rows of zeros": edge(lambda r, n: torch.zeros(r, n)),
+            "rows of 1e4": edge(lambda r, n: torch.randn(r, n) * 1e4),
+            "tiny rows": edge(lambda r, n: torch.randn(r, n) * 1e-4),
+            "one number of 1e4 in each row": edge(outlier),
+            "far from zero": edge(lambda r, n: 100 + 0.25 * torch.randn(r, n)),
+            "wide, and one row": edge(lambda r, n: torch.randn(r, n), width=20001, rows=1),
+        },
+        past_2_31=huge,
+        noise=functools.partial(row_noise, layer=layer),
+    )  # fmt: skip
 
 
 # Rotary embedding.
@@ -257,59 +155,62 @@ def eager_rope(qkv, cos, sin, *, num_heads, num_kv_heads, position_ids=None, sec
 
 
 def rotation(call, reference, eager, *, packed: bool) -> Op:
-    def sizes(j, draw, interpreted):
-        kv_heads = draw.choice([1, 2, 3, 8])
-        heads = kv_heads * draw.choice([1, 2, 3, 5])
-        dim = draw.choice([2, 6, 16, 22] if interpreted else [2, 16, 22, 64, 80, 96, 112, 128, 256])
-        rotary = draw.choice([dim, dim, 2 * draw.randint(1, dim // 2)])
-        row = (heads + 2 * kv_heads) * dim
-        axes = draw.choice([0, 0, 1, 1, 2, 3])
-        return {"row": row, "heads": heads, "kv_heads": kv_heads, "dim": dim, "rotary": rotary,
-                "axes": min(axes, rotary // 2)}  # fmt: skip
+    def rotary_dims(dim, share):
+        return max(2, int(dim * share) // 2 * 2)
 
-    def make(m, rows, *, heads, kv_heads, dim, rotary, axes=0, scale=1.0, positions=None):
+    def make(m, rows, *, kv_heads, groups, dim, share=1.0, axes=0, scale=1.0, positions=None):
         """axes: 0 for tables per token, else positions that the kernel gathers, on so many axes."""
         batch = 2 if rows % 2 == 0 and rows else 1
-        length = rows // batch
+        length, heads, rotary = rows // batch, kv_heads * groups, rotary_dims(dim, share)
         if positions is None:
             positions = m.integers(0, 8192, m.draw.choice([1, batch]), length)
         options: dict[str, Any] = {}
+        tables = {}
         if axes:
             shape = (axes,) * (axes > 1) + positions.shape
-            options["position_ids"] = m.integers(0, 500, *shape, dtype=m.draw.choice([torch.int32, torch.int64]))
+            tables["position_ids"] = m.ids(m.integers(0, 500, *shape))
             positions = torch.arange(500, device=m.device)
             if axes > 1:
                 options["sections"] = [rotary // 2 - axes + 1] + [1] * (axes - 1)
         angles = positions[..., None] * 10000.0 ** (-torch.arange(rotary // 2, device=m.device) * 2 / rotary)
-        tables = {"cos": angles.cos(), "sin": angles.sin()}
-        tables |= {name: options.pop(name) for name in ("position_ids",) if name in options}
+        tables = {"cos": angles.cos(), "sin": angles.sin()} | tables
         if packed:
             qkv = m(batch, length, (heads + 2 * kv_heads) * dim, scale=scale)
             return Case({"qkv": qkv} | tables, {"num_heads": heads, "num_kv_heads": kv_heads} | options)
         q, k = (m(batch, length, n, dim, scale=scale) for n in (heads, kv_heads))
         return Case({"q": q, "k": k} | tables, options)
 
-    usual = dict(heads=6, kv_heads=2, dim=64, rotary=64)
-    edges = {
-        "values of 1e4": lambda m: make(m, 6, scale=1e4, **usual),
-        "position zero": lambda m: make(m, 6, positions=torch.zeros(1, 3, device=m.device), **usual),
-        "far positions": lambda m: make(m, 6, positions=m.integers(10**6, 10**7, 1, 3), **usual),
-        "one token": lambda m: make(m, 1, **usual),
-    }
-
     def huge(m):
         m.strided, batch, length = False, 513, 1024
         half = torch.randn(2, 1, length, 64, device=m.device)
         tables = {"cos": half[0].cos(), "sin": half[1].sin()}
         if packed:
-            return Case({"qkv": m.of(big(m, batch, length, 32 * 128))} | tables, {"num_heads": 24, "num_kv_heads": 4})
-        q, k = m.of(big(m, batch, length, 32, 128)), m.of(big(m, batch, length, 4, 128))
+            return Case({"qkv": m.big(batch, length, 32 * 128)} | tables, {"num_heads": 24, "num_kv_heads": 4})
+        q, k = m.big(batch, length, 32, 128), m.big(batch, length, 4, 128)
         return Case({"q": q, "k": k} | tables, {})
 
-    return Op(call, reference, eager, sizes, make, edges, huge)
+    usual = dict(kv_heads=2, groups=3, dim=64)
+    return Op(
+        call, reference, eager, make,
+        choices={
+            "dim": Sizes([2, 16, 22, 64, 80, 96, 112, 128, 256], [2, 6, 16, 22]),
+            "kv_heads": Sizes([1, 2, 3, 8], [1, 3]), "groups": Sizes([1, 2, 3, 5], [1, 2]),
+            "share": [1.0, 1.0, 0.4, 0.8], "axes": [0, 0, 1, 1, 2, 3],
+        },
+        complete={"kv_heads": 1, "groups": 2, "dim": 8, "axes": 1},
+        row=lambda chosen: chosen["kv_heads"] * (chosen["groups"] + 2) * chosen["dim"],
+        fits=lambda chosen: chosen["axes"] <= rotary_dims(chosen["dim"], chosen["share"]) // 2,
+        edges={
+            "values of 1e4": lambda m: make(m, 6, scale=1e4, **usual),
+            "position zero": lambda m: make(m, 6, positions=torch.zeros(1, 3, device=m.device), **usual),
+            "far positions": lambda m: make(m, 6, positions=m.integers(10**6, 10**7, 1, 3), **usual),
+            "one token": lambda m: make(m, 1, **usual),
+        },
+        past_2_31=huge,
+    )  # fmt: skip
 
 
-# Gated units and activations, alone and with the linear layer that reads them.
+# Activations and gated MLPs, alone and with the linear layer that reads them.
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -324,77 +225,80 @@ PLAIN = ["quick_gelu", "gelu", "gelu_tanh"]
 def eager_glu(gate_up, up=None, *, activation="silu"):
     """The MLP of transformers, every step in the dtype of its input."""
     gate, up = gate_up.chunk(2, -1) if up is None else (gate_up, up)
-    h = ACTIVATIONS[activation](gate) * up
-    return h
+    return ACTIVATIONS[activation](gate) * up
 
 
 def eager_activate(x, *, activation):
     return ACTIVATIONS[activation](x)
 
 
-def linear_after(unit):
+def linear_after(activation):
     def eager(*, weight, bias=None, **rest):
-        return F.linear(unit(**rest), weight, bias)
+        return F.linear(activation(**rest), weight, bias)
 
     return eager
 
 
-def unit(call, reference, eager, *, gated: bool, linear: bool, separate: bool = False) -> Op:
+def activation_op(call, reference, eager, *, gated: bool, with_linear: bool, separate: bool = False) -> Op:
     first, parts = ("gate_up", 2) if gated else ("x", 1)
+    names = GATED if gated else PLAIN
 
-    def sizes(j, draw, interpreted):
-        width = pick(WIDTHS[:-2], j, interpreted)
-        options = {"activation": draw.choice(GATED if gated else PLAIN)}
-        out = draw.choice([1, 7, 64, 300])
-        return {"row": parts * width, "width": width, "options": options, "out": out, "bias": draw.random() < 0.5}
-
-    def make(m, rows, *, width, options, out=64, bias=True, values=None):
+    def make(m, rows, *, width, out=64, bias=True, values=None, **options):
         values = torch.randn(*m.lead(rows), parts * width, device=m.device) * 3 if values is None else values
         tensors = {first: m.of(values)}
         if separate:
             tensors = {first: m.of(values[..., :width]), "up": m.of(values[..., width:])}
-        if linear:
+        if with_linear:
             tensors["weight"] = m(out, width, scale=width**-0.5)
             if bias:
                 tensors["bias"] = m(out)
-        return Case(tensors, options, terms=max(width, out, rows) if linear else 1)
+        return Case(tensors, options, terms=max(width, out, rows) if with_linear else 1)
 
     def edge(values, activation):
         def case(m):
             x = torch.tensor(values)[torch.randint(len(values), (9, 50))] * (1 + 0.02 * torch.randn(9, 50))
             x = torch.cat([x, torch.randn(9, 50)], -1) if gated else x
-            return make(m, 9, width=50, options={"activation": activation}, values=x.to(m.device))
+            return make(m, 9, width=50, activation=activation, values=x.to(m.device))
 
         return case
 
-    edges = {
-        f"{what}, {name}": edge(values, name)
-        for name in (GATED if gated else PLAIN)
-        for what, values in {
-            "zeros": [0.0, -0.0],
-            "far tails": [-200.0, -100.0, -30.0, 30.0, 100.0, 200.0],
-            "near tails": [-13.0, -9.0, -6.0, -5.0, -4.0, -3.0],
-            "1e4": [1e4, -1e4, 1.0],
-            "near zero": [1e-3, -1e-3, 1e-5, 2e-4],
-        }.items()
-    }
-
     def huge(m):
         m.strided, rows, width = False, 2**18 + 9, 8192
-        tensors = {first: m.of(big(m, rows, parts * width))}
+        tensors = {first: m.big(rows, parts * width)}
         if separate:
-            tensors = {first: m.of(big(m, rows, width)), "up": m.of(big(m, rows, width))}
-        if linear:
+            tensors = {first: m.big(rows, width), "up": m.big(rows, width)}
+        if with_linear:
             tensors |= {"weight": m(16, width, scale=width**-0.5), "bias": m(16)}
         return Case(tensors, {"activation": "gelu_tanh"})
 
-    return Op(call, reference, eager, sizes, make, edges, huge)
+    choices: dict[str, Any] = {"width": Sizes(WIDTHS[:-2], [*FEW_WIDTHS, 1030]), "activation": names}
+    if with_linear:
+        choices |= {"out": [1, 7, 64, 300], "bias": [False, True]}
+    return Op(
+        call, reference, eager, make, choices,
+        complete={"width": 8, "activation": names[0]},
+        row=lambda chosen: parts * chosen["width"],
+        more={"activation": [name for name in ACTIVATIONS if name not in names]},
+        edges={
+            f"{what}, {name}": edge(values, name)
+            for name in names
+            for what, values in {
+                "zeros": [0.0, -0.0],
+                "far tails": [-200.0, -100.0, -30.0, 30.0, 100.0, 200.0],
+                "near tails": [-13.0, -9.0, -6.0, -5.0, -4.0, -3.0],
+                "1e4": [1e4, -1e4, 1.0],
+                "near zero": [1e-3, -1e-3, 1e-5, 2e-4],
+            }.items()
+        },
+        past_2_31=huge,
+        matmuls=with_linear,
+    )  # fmt: skip
 
 
-def whole_unit(call, reference, eager_unit, *, gated: bool, separate: bool = False) -> Op:
-    """The unit with the linear layers around it; with recompute, in tiles of 128 tokens. separate: gate and up are two
-    weights, the arguments `gate_weight` and `up_weight`."""
+def mlp_op(call, reference, eager_activation, *, gated: bool, separate: bool = False) -> Op:
+    """An MLP with its linear layers; with recompute, in tiles of 128 tokens. separate: gate and up are two weights."""
     layers = ("gate", "up", "down") if separate else ("gate_up", "down") if gated else ("fc1", "fc2")
+    names = GATED if gated else PLAIN
 
     def plain(op):
         return lambda *, recompute=False, workspace_bytes=0, **rest: op(**rest)
@@ -402,59 +306,62 @@ def whole_unit(call, reference, eager_unit, *, gated: bool, separate: bool = Fal
     def eager(x, *, activation, **weights):
         *first, (w2, b2) = ((weights[f"{name}_weight"], weights.get(f"{name}_bias")) for name in layers)
         h = torch.cat([F.linear(x, w1, b1) for w1, b1 in first], -1)
-        return F.linear(eager_unit(h, activation=activation), w2, b2)
+        return F.linear(eager_activation(h, activation=activation), w2, b2)
 
-    def sizes(j, draw, interpreted):
-        width = pick(WIDTHS[:-6], j, interpreted)
-        inner, out = draw.choice([1, 7, 64] if interpreted else [1, 7, 64, 300, 1000, 4096]), draw.choice([1, 64, 300])
-        options = {"activation": draw.choice(GATED if gated else PLAIN)}
-        if draw.random() < 0.5:
-            options |= {"recompute": True, "workspace_bytes": 1}
-        row = width + out + 3 * inner
-        return {"row": row, "width": width, "inner": inner, "out": out, "options": options, "bias": draw.random() < 0.5}
-
-    def make(m, rows, *, width, inner, options, out=7, bias=True, scale=2.0):
+    def make(m, rows, *, width, inner, activation, out=7, bias=True, tiles=False, scale=2.0):
         tensors = {"x": m(*m.lead(rows), width, scale=scale)}
         first = [(inner, width)] * 2 if separate else [(inner * (1 + gated), width)]
         for name, shape in zip(layers, [*first, (out, inner)], strict=True):
             tensors[f"{name}_weight"] = m(*shape, scale=shape[1] ** -0.5)
-            if bias:
+            if bias and not (bias == "some" and name == layers[0]):
                 tensors[f"{name}_bias"] = m(shape[0], scale=min(scale, 1.0))
         # Errors of z, h and dz, which are rows x inner numbers, are those of all sums over them.
         shared = max(1, width // max(1, min(rows, inner * (1 + gated))), out // max(1, min(rows, inner)))
+        options = {"activation": activation} | ({"recompute": True, "workspace_bytes": 1} if tiles else {})
         return Case(tensors, options, shared, max(width, inner * (1 + gated), out, rows))
 
     def edge(scale, activation):
-        options = {"activation": activation}
-        return lambda m: make(m, 9, width=33, inner=50, options=options, bias=False, scale=scale)
-
-    edges = {
-        f"{what}, {name}": edge(scale, name)
-        for name in (GATED if gated else PLAIN)
-        for what, scale in {"zeros": 0.0, "far tails": 60.0, "near zero": 1e-3}.items()
-    }
+        return lambda m: make(m, 9, width=33, inner=50, activation=activation, bias=False, scale=scale)
 
     def huge(m):
         m.strided, rows, width = False, 2**18 + 9, 8192  # x, and all that is made of it
-        case = make(m, 2, width=width, inner=4096 * (2 - gated), options={"activation": "gelu_tanh"})
-        return Case({**case.tensors, "x": big(m, rows, width).requires_grad_()}, case.options)
+        case = make(m, 2, width=width, inner=4096 * (2 - gated), activation="gelu_tanh")
+        return Case({**case.tensors, "x": m.big(rows, width)}, case.options)
 
-    noise = functools.partial(unit_noise, gated=gated)
-    return Op(call, plain(reference), plain(eager), sizes, make, edges, huge, noise=noise)
+    return Op(
+        call, plain(reference), plain(eager), make,
+        choices={
+            "width": Sizes(WIDTHS[:-6], FEW_WIDTHS), "inner": Sizes([1, 7, 64, 300, 1000, 4096], [1, 7, 64]),
+            "out": [1, 64, 300], "activation": names, "bias": [False, True], "tiles": [False, True],
+        },
+        complete={"width": 8, "inner": 4, "activation": names[0]},
+        row=lambda chosen: chosen["width"] + chosen["out"] + 3 * chosen["inner"],
+        more={"bias": ["some"]},
+        few_rows=(0, 1, 9, 300),
+        edges={
+            f"{what}, {name}": edge(scale, name)
+            for name in names
+            for what, scale in {"zeros": 0.0, "far tails": 60.0, "near zero": 1e-3}.items()
+        },
+        past_2_31=huge,
+        noise=functools.partial(mlp_noise, gated=gated),
+        matmuls=True,
+    )  # fmt: skip
 
 
 def of_two_weights(op):
     """gated_mlp, or its reference, with the two weights and biases as arguments of their own."""
 
     def call(x, *, gate_weight, up_weight, down_weight, gate_bias=None, up_bias=None, down_bias=None, **options):
-        return op(x, (gate_weight, up_weight), down_weight, (gate_bias, up_bias), down_bias, **options)
+        biases = None if gate_bias is None and up_bias is None else (gate_bias, up_bias)
+        return op(x, (gate_weight, up_weight), down_weight, biases, down_bias, **options)
 
     return call
 
 
-def unit_noise(case: Case, upstream: list[Tensor], *, gated: bool) -> dict[str, Tensor]:
-    """What rounding the first product z, h and their gradients dz and dh once costs: of few tokens, or of equal ones,
-    eager's roundings may happen to cancel."""
+def mlp_noise(case: Case, upstream: list[Tensor], *, gated: bool) -> dict[str, Tensor]:
+    """What one rounding of z (the first layer's output), h and their gradients dz and dh costs: of few tokens, or of
+    equal ones, eager's roundings may happen to cancel."""
     first, second = ("gate_up", "down") if gated else ("fc1", "fc2")
     t = {name: x.detach().double() for name, x in case.tensors.items()}
     for kind in ("weight", "bias"):
@@ -485,10 +392,73 @@ def unit_noise(case: Case, upstream: list[Tensor], *, gated: bool) -> dict[str, 
     return {name: n.sqrt().view(shapes.get(name, n.shape)) for name, n in noise.items()}
 
 
-# Attention. On the engines of torch, and on our own.
+# Linear layers: after a norm, whose output is not saved, and several of one input.
 
 
-def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None) -> Tensor:
+def linear_after_norm(op):
+    def call(x, norm, weight, bias=None):
+        return op(kernels.rms_norm(x, norm), weight, bias)
+
+    return call
+
+
+def exact_linear_after_norm(x, norm, weight, bias=None):
+    return F.linear(kernels.rms_norm_reference(x, norm), weight, bias)
+
+
+def three_layers(op):
+    """packed_linear of three weights as arguments of their own."""
+
+    def call(x, **rest):
+        biases = [rest.get(f"bias{i}") for i in range(3)]
+        return op(x, [rest[f"weight{i}"] for i in range(3)], None if biases == [None] * 3 else biases)
+
+    return call
+
+
+def one_by_one(x, weights, biases):
+    return torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases or [None] * len(weights), strict=True)], -1)
+
+
+def linear_op(call, reference, eager, *, packed: bool) -> Op:
+    def make(m, rows, *, width, out, bias=True):
+        tensors = {"x": m(*m.lead(rows), width)}
+        if not packed:
+            tensors["norm"] = m(width)
+        for i, columns in enumerate((out, out + 2, 1) if packed else (out,)):
+            suffix = str(i) if packed else ""
+            tensors[f"weight{suffix}"] = m(columns, width, scale=width**-0.5)
+            if bias and not (bias == "some" and i == 0):
+                tensors[f"bias{suffix}"] = m(columns)
+        return Case(tensors, {}, width if not packed else 1, max(width, rows, 2 * out))
+
+    return Op(
+        call, reference, eager, make,
+        choices={
+            "width": Sizes(WIDTHS[3:-6], FEW_WIDTHS), "out": Sizes([1, 7, 64, 300, 1024], [1, 7, 64]),
+            "bias": [False, True],
+        },
+        complete={"width": 8, "out": 5},
+        row=lambda chosen: chosen["width"] + 2 * chosen["out"],
+        more={"bias": ["some"]} if packed else {},
+        noise=lambda case, upstream: {} if packed else norm_noise(case, upstream),
+        matmuls=True,
+        checks=False,
+    )  # fmt: skip
+
+
+def norm_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
+    """`row_noise` of the gradient of a norm that a linear layer reads."""
+    t = {name: x.detach() for name, x in case.tensors.items()}
+    dy = upstream[0].double() @ t["weight"].double()
+    norm_alone = Case({"x": t["x"], "weight": t["norm"]}, {})
+    return {"d_x": row_noise(norm_alone, [dy], layer=False)["d_x"]}
+
+
+# Attention: as `attention` chooses its engine, and our kernels alone, which it leaves out where torch's are faster.
+
+
+def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None, padding=None) -> Tensor:
     """Which query sees which key, [B or 1, 1, S, K]; one that is left without a key sees its own."""
     length, num_keys = q.shape[1], k.shape[1]
     keys = torch.arange(num_keys, device=q.device)
@@ -501,6 +471,9 @@ def visible(q, k, *, causal=True, window=None, key_mask=None, cu_seqlens=None) -
     seen = seen[None, None]
     if key_mask is not None:
         seen = seen & key_mask[:, None, None]
+    if padding is not None:
+        seen = seen & ~(padding[:, None, :, None] & padding[:, None, None])
+    if key_mask is not None or padding is not None:
         seen = seen | (~seen.any(-1, keepdim=True) & (keys == at))
     return seen
 
@@ -512,14 +485,21 @@ def eager_attention(q, k, v, *, softcap=None, scale=None, causal=True, **masks):
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(groups, 2), v.repeat_interleave(groups, 2)))
     if softcap is None and bool(seen.all()):
         return F.scaled_dot_product_attention(q, k, v, scale=scale).transpose(1, 2)
-    if softcap is None and length == num_keys and not any(x is not None for x in masks.values()):
+    if softcap is None and length == num_keys and causal and not any(x is not None for x in masks.values()):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale).transpose(1, 2)
     if softcap is None:
         mask = seen.expand(q.shape[0], 1, length, num_keys)
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale).transpose(1, 2)
-    scores = softcap * torch.tanh(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5 / softcap)
+    scores = q @ k.transpose(2, 3) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = softcap * torch.tanh(scores / softcap)
     weights = scores.masked_fill(~seen, float("-inf")).softmax(-1, dtype=accumulator(q.dtype)).to(q.dtype)
     return (weights @ v).transpose(1, 2)
+
+
+def our_attention(q, k, v, *, scale=None, **options):
+    """`flash_attention` with the defaults of `attention`, which it has not."""
+    defaults = dict.fromkeys(("window", "softcap", "key_mask", "cu_seqlens", "padding")) | {"causal": True}
+    return flash_attention(q, k, v, scale=q.shape[-1] ** -0.5 if scale is None else scale, **defaults | options)
 
 
 def attention_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
@@ -535,7 +515,7 @@ def attention_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     scores, cap = torch.einsum("bshd,bkhd->bhsk", q, k) * scale, case.options.get("softcap")
     capped = scores if cap is None else cap * torch.tanh(scores / cap)
     named = case.options | case.tensors
-    masks = {name: named[name] for name in ("causal", "window", "key_mask", "cu_seqlens") if name in named}
+    masks = {n: named[n] for n in ("causal", "window", "key_mask", "cu_seqlens", "padding") if n in named}
     p = capped.masked_fill(~visible(q, k, **masks), float("-inf")).softmax(-1)
     out, square = (torch.einsum("bhsk,bkhd->bhsd", p, x) for x in (v, v.square()))
     dout, eps = upstream[0].double().transpose(1, 2), torch.finfo(case.tensors["q"].dtype).eps
@@ -554,6 +534,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "causal": {},
     "whole": {"causal": False},
     "scaled": {"scale": 0.3},
+    "decode": {"cached": 200, "decode": True},
     "window": {"window": 20},
     "softcap": {"softcap": 5.0},
     "softcap and window": {"softcap": 30.0, "window": 40},
@@ -561,41 +542,52 @@ FORMS: dict[str, dict[str, Any]] = {
     "packed": {"packed": True},
     "packed and whole": {"packed": True, "causal": False},
     "cached prompt": {"cached": 37},
-    "decode": {"cached": 200, "decode": True},
+    "padding": {"causal": False, "padding": True},
 }
-OURS = ["window", "softcap", "softcap and window", "key mask", "packed", "packed and whole", "cached prompt"]
-"""Forms that our own kernels compute, in half precision; the others are torch's engines."""
+OF_TORCH = ["causal", "whole", "scaled", "decode"]
+"""Forms that `attention` leaves to torch's engines; of the others our kernels compute half precision."""
+DEAR_FORMS: dict[str, dict[str, Any]] = {
+    "window of one": {"window": 1, "cached": 3},
+    "whole and window": {"causal": False, "window": 20, "cached": 5},
+    "more queries than keys": {"causal": False, "cached": -1},
+    "negative scale": {"scale": -0.3},
+    "scale of zero": {"scale": 0.0},
+    "softcap beyond fp32's exponents": {"softcap": 90.0},
+    "everything": {"key_mask": True, "window": 20, "softcap": 3.0, "cached": 9},
+    "packed and masked": {"packed": True, "key_mask": True, "window": 20, "softcap": 3.0},
+    "packed and padding": {"packed": True, "key_mask": True, "padding": True, "causal": False},
+}
+"""Mixtures that are compared in fp64 alone."""
 
 
-def attention_op(forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: bool) -> Op:
-    def sizes(j, draw, interpreted):
-        kv_heads = draw.choice([1, 2] if interpreted else [1, 2, 4])
-        heads = kv_heads * draw.choice([1, 2, 3])
-        dim = draw.choice([2, 8, 16] if interpreted else [8, 16, 40, 64, 80, 96, 128, 192, 256])
-        row = 128 if interpreted else 2**12 * heads
-        return {"row": row, "heads": heads, "kv_heads": kv_heads, "dim": dim, "form": forms[j % len(forms)]}
-
+def attention_op(call, forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: bool) -> Op:
     def make(m, rows, *, heads, kv_heads, dim, form, scale=1.0, same=False, hidden=False):
-        options = dict(FORMS[form])
-        packed, cached, decode = (options.pop(name, 0) for name in ("packed", "cached", "decode"))
-        masked = options.pop("key_mask", False)
-        batch = 1 if packed or rows > 300 else 2
+        options = (FORMS | DEAR_FORMS)[form].copy()
+        packed, cached, decode, key_mask, padding = (
+            options.pop(name, 0) for name in ("packed", "cached", "decode", "key_mask", "padding")
+        )
+        batch = 1 if packed or rows > 300 else m.draw.choice([1, 2])
         length = min(rows, 1) if decode else rows
-        num_keys = (rows if decode else length) + cached if length else 0
-        q = m(batch, length, heads, dim, scale=scale)
+        num_keys = max(1, (rows if decode else length) + cached) if length else 0
+        q = m(batch, length, heads * kv_heads, dim, scale=scale)
         k, v = (m(batch, num_keys, kv_heads, dim, scale=scale) for _ in range(2))
         if same:
             k = m.of(k.detach()[:, :1].expand_as(k))
         tensors = {"q": q, "k": k, "v": v}
-        if masked:
-            tensors["key_mask"] = torch.rand(batch, num_keys, device=m.device) < (0.0 if hidden else 0.7)
+        if key_mask:
+            mask = torch.rand(batch, num_keys, device=m.device) < (0.0 if hidden else 0.7)
+            tensors["key_mask"] = m.of(mask, train=False, dtype=torch.bool)
+        if padding:  # at the end of a row, as the tiles of an image have it, and some before
+            tensors["padding"] = torch.rand(batch, length, device=m.device) < 0.1
+            tensors["padding"][0, -(length // 3) - 1 :] = True
         if packed:
             ends = [0, num_keys // 3, num_keys // 3, num_keys // 2, num_keys]
             options["cu_seqlens"] = torch.tensor(ends, dtype=torch.int32, device=m.device)
         # What torch's engine for one query does with the keys in fp32 errs by up to twice as much.
         return Case(tensors, options, dim, max(num_keys, dim) * (4 if decode else 1))
 
-    usual = dict(heads=4, kv_heads=2, dim=16)
+    our_form = call is our_attention
+    usual = dict(heads=2, kv_heads=2, dim=16)
     edges: dict[str, Callable[[Maker], Case]] = {}
     for form in forms:
         edges |= {
@@ -608,11 +600,26 @@ def attention_op(forms: list[str], *, dtypes: tuple[torch.dtype, ...], ordered: 
 
     def huge(m):
         m.strided, batch, length = False, 513, 1024
-        q, k, v = m.of(big(m, batch, length, 32, 128)), m(batch, length, 2, 128), m(batch, length, 2, 128)
+        q, k, v = m.big(batch, length, 32, 128), m(batch, length, 2, 128), m(batch, length, 2, 128)
         return Case({"q": q, "k": k, "v": v}, {"window": 256} if ordered else {})
 
-    reference = kernels.attention_reference
-    return Op(kernels.attention, reference, eager_attention, sizes, make, edges, huge, ordered, dtypes, attention_noise)
+    return Op(
+        call, kernels.attention_reference, eager_attention, make,
+        choices={
+            "form": Sizes(forms, forms), "kv_heads": Sizes([1, 2, 4], [1, 2]), "heads": Sizes([1, 2, 3], [1, 2]),
+            "dim": Sizes([8, 16, 40, 64, 80, 96, 128, 192, 256], [3, 8, 24]),
+        },
+        complete={"heads": 2, "kv_heads": 1, "dim": 8, "form": "key mask" if "key mask" in forms else forms[0]},
+        row=lambda chosen: 2**12 * chosen["heads"] * chosen["kv_heads"],
+        more={"form": [form for form in DEAR_FORMS if our_form or "scale" not in form]},
+        few_rows=(0, 70) if our_form else (0, 1, 7, 70),
+        edges=edges,
+        past_2_31=huge,
+        ordered=ordered,
+        dtypes=dtypes,
+        noise=attention_noise,
+        checks=call is kernels.attention,
+    )  # fmt: skip
 
 
 # Cross entropy.
@@ -622,7 +629,7 @@ def eager_cross_entropy(
     logits, labels, *, class_weight=None, label_smoothing=0.0, z_loss=0.0, softcap=None, reduction="mean"
 ):
     """The loss of transformers, logits cast up, with torch's options; the cap and z-loss as models write them."""
-    rows, y = logits.reshape(-1, logits.shape[-1]).to(accumulator(logits.dtype)), labels.reshape(-1)
+    rows, y = logits.reshape(-1, logits.shape[-1]).to(accumulator(logits.dtype)), labels.reshape(-1).long()
     if softcap is not None:
         rows = softcap * torch.tanh(rows / softcap)
     class_weight = None if class_weight is None else class_weight.to(rows.dtype)
@@ -633,13 +640,30 @@ def eager_cross_entropy(
     return loss
 
 
-def loss_options(draw: random.Random) -> dict[str, Any]:
-    return {
-        "reduction": draw.choice(["mean", "sum", "none"]),
-        "label_smoothing": draw.choice([0.0, 0.0, 0.1]),
-        "z_loss": draw.choice([0.0, 0.0, 1e-2]),
-        "softcap": draw.choice([None, None, 30.0]),
-    }
+LOSS_CHOICES = {
+    "reduction": ["mean", "sum", "none"],
+    "label_smoothing": [0.0, 0.0, 0.1],
+    "z_loss": [0.0, 0.0, 1e-2],
+    "softcap": [None, None, 30.0],
+}
+MORE_OF_A_LOSS: dict[str, list] = {
+    "softcap": [4.0],
+    "weighted": [True],
+    "items": [None, None, 7, "tensor"],
+    "token_scaling": [False, True],
+    "metrics": [False, True],
+}
+"""What transformers' loss has not: the number of items in a batch, DFT's scaling, and metrics."""
+
+
+def loss_options(m: Maker, options: dict[str, Any], items, metrics: bool) -> dict[str, Any]:
+    """The arguments of a loss, which has `items` (num_items_in_batch) with reduction="mean" alone."""
+    if items is not None and options.get("reduction", "mean") == "mean":
+        options |= {"num_items_in_batch": torch.tensor(7, device=m.device) if items == "tensor" else items}
+    if metrics:
+        names = ("z_loss", "token_accuracy", "predicted_tokens", "entropy")
+        options |= {f"return_{name}": True for name in names}
+    return options
 
 
 def confident(rows: int, vocab: int, p: float) -> tuple[Tensor, Tensor]:
@@ -647,6 +671,15 @@ def confident(rows: int, vocab: int, p: float) -> tuple[Tensor, Tensor]:
     logits, labels = torch.randn(rows, vocab) / 8, torch.arange(rows) % vocab
     logits[torch.arange(rows), labels] = torch.tensor(p / (1 - p) * (vocab - 1)).log() + torch.randn(rows) / 8
     return logits, labels
+
+
+def sure_head(m: Maker, **options) -> Case:
+    """A head whose logits are those of `confident`."""
+    logits, labels = confident(9, 70, 0.9999)
+    weight = torch.zeros(70, 16)
+    weight[:, :9] = logits.t()
+    tensors = {"x": m.of(torch.eye(9, 16)), "weight": m.of(weight), "labels": labels.to(m.device)}
+    return Case(tensors, options, 70)
 
 
 def probability_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
@@ -670,21 +703,17 @@ def probability_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
 
 
 def loss_op() -> Op:
-    def sizes(j, draw, interpreted):
-        vocab = pick(VOCABS, j, interpreted)
-        return {"row": vocab, "vocab": vocab, "options": loss_options(draw), "weighted": draw.random() < 0.2}
-
-    def make(m, rows, *, vocab, options, weighted=False):
+    def make(m, rows, *, vocab, weighted=False, items=None, metrics=False, **options):
         lead = m.lead(rows)
         tensors = {"logits": m(*lead, vocab, scale=m.draw.choice([1.0, 3.0])), "labels": m.labels(vocab, *lead)}
         if weighted:
             tensors["class_weight"] = torch.rand(vocab, device=m.device) + 0.5
-        return Case(tensors, options, vocab)
+        return Case(tensors, loss_options(m, options, items, metrics), vocab)
 
     def edge(values, **options):
         def case(m):
             logits, labels = values()
-            return Case({"logits": m.of(logits.to(m.device)), "labels": labels.to(m.device)}, options, logits.shape[1])
+            return Case({"logits": m.of(logits), "labels": labels.to(m.device)}, options, logits.shape[1])
 
         return case
 
@@ -692,33 +721,39 @@ def loss_op() -> Op:
         labels = torch.randint(vocab, (rows,))
         return torch.randn(rows, vocab) * scale, labels.masked_fill(torch.rand(rows) < ignored, IGNORE)
 
+    values = {
+        "label at p = 0.9999": lambda: confident(9, 70, 0.9999),
+        "label at p = 0.9999, 50257 classes": lambda: confident(3, 50257, 0.9999),
+        "logits of 1e4": lambda: some(scale=1e4),
+        "rows of equal values": lambda: (torch.arange(9.0)[:, None].expand(9, 70) * 10, torch.arange(9)),
+        "all ignored": lambda: some(ignored=1.1),
+        "one token": lambda: some(rows=1),
+        "one token, ignored": lambda: some(rows=1, ignored=1.1),
+        "no token": lambda: some(rows=0),
+        "one class": lambda: some(vocab=1),
+    }
     edges = {}
     for reduction in ("mean", "none"):
-        edges |= {
-            f"label at p = 0.9999, {reduction}": edge(lambda: confident(9, 70, 0.9999), reduction=reduction),
-            f"label at p = 0.9999, 50257 classes, {reduction}": edge(
-                lambda: confident(3, 50257, 0.9999), reduction=reduction
-            ),
-            f"logits of 1e4, {reduction}": edge(lambda: some(scale=1e4), reduction=reduction),
-            f"rows of equal values, {reduction}": edge(
-                lambda: (torch.arange(9.0)[:, None].expand(9, 70) * 10, torch.arange(9)), reduction=reduction
-            ),
-            f"all ignored, {reduction}": edge(lambda: some(ignored=1.1), reduction=reduction),
-            f"one token, {reduction}": edge(lambda: some(rows=1), reduction=reduction),
-            f"one token, ignored, {reduction}": edge(lambda: some(rows=1, ignored=1.1), reduction=reduction),
-            f"no token, {reduction}": edge(lambda: some(rows=0), reduction=reduction),
-            f"one class, {reduction}": edge(lambda: some(vocab=1), reduction=reduction),
-            f"logits of 1e4, capped, {reduction}": edge(lambda: some(scale=1e4), reduction=reduction, softcap=30.0),
-        }
+        edges |= {f"{what}, {reduction}": edge(make_them, reduction=reduction) for what, make_them in values.items()}
+        edges[f"logits of 1e4, capped, {reduction}"] = edge(values["logits of 1e4"], reduction=reduction, softcap=30.0)
 
     def huge(m):
         m.strided, rows, vocab = False, 16800, 128256
-        return Case(
-            {"logits": m.of(big(m, rows, vocab)), "labels": m.labels(vocab, rows, ignored=0.3)}, {"reduction": "none"}
-        )
+        tensors = {"logits": m.big(rows, vocab), "labels": m.labels(vocab, rows, ignored=0.3)}
+        return Case(tensors, {"reduction": "none"})
 
-    reference = kernels.cross_entropy_reference
-    return Op(kernels.cross_entropy, reference, eager_cross_entropy, sizes, make, edges, huge, noise=probability_noise)
+    return Op(
+        kernels.cross_entropy, kernels.cross_entropy_reference, eager_cross_entropy, make,
+        choices={
+            "vocab": Sizes(VOCABS, [*FEW_VOCABS, 2100]), **LOSS_CHOICES, "weighted": [False, False, False, True]
+        },
+        complete={"vocab": 7, "weighted": True},
+        row=lambda chosen: chosen["vocab"],
+        more=MORE_OF_A_LOSS,
+        edges=edges,
+        past_2_31=huge,
+        noise=probability_noise,
+    )  # fmt: skip
 
 
 def eager_linear_cross_entropy(x, weight, labels, *, bias=None, accum_dtype=None, workspace_bytes=None, **options):
@@ -726,60 +761,65 @@ def eager_linear_cross_entropy(x, weight, labels, *, bias=None, accum_dtype=None
 
 
 def no_chunks(reference):
-    """References hold all logits: they know nothing of chunks and of what sums over them are kept in."""
-    return lambda *args, accum_dtype=None, workspace_bytes=None, **options: reference(*args, **options)
+    """References hold all logits: they know nothing of chunks, of what is left out, and of what sums are kept in."""
+
+    def call(*args, accum_dtype=None, workspace_bytes=None, num_valid=None, **options):
+        return reference(*args, **options)
+
+    return call
 
 
-HIDDEN = [1, 7, 64, 96, 257, 896]
+def head_choices(**options) -> dict[str, Any]:
+    """Sizes of a head, and a workspace that gives several chunks or one."""
+    vocab = Sizes(VOCABS, FEW_VOCABS)
+    return {
+        "vocab": vocab,
+        "hidden": Sizes([1, 7, 64, 96, 257, 896], [1, 12]),
+        "workspace_bytes": [1, 2**29],
+        **options,
+    }
 
 
-def head_sizes(j: int, draw: random.Random, interpreted: bool) -> dict[str, Any]:
-    """Sizes of a head, whose weight stays below 2^25 elements, and a chunk size that gives several chunks or one."""
-    vocab = pick(VOCABS, j, interpreted, 70)
-    hidden = draw.choice([h for h in HIDDEN if h * vocab <= 2**25 and not (interpreted and h > 96)])
-    workspace_bytes = draw.choice([1, 2**29])
-    return {"row": max(vocab, hidden), "vocab": vocab, "hidden": hidden, "workspace_bytes": workspace_bytes}
+MORE_OF_A_HEAD = {"accum_dtype": [None, torch.float32], "known": [False, True]}
+HEAD_ROWS = (0, 1, 5, 131)
+"""More than a chunk, of which 128 tokens are the least."""
+
+
+def head_of_usual_size(chosen: dict[str, Any]) -> bool:
+    return chosen["hidden"] * chosen["vocab"] <= 2**25
+
+
+def widest_of_a_head(chosen: dict[str, Any]) -> int:
+    return max(chosen["vocab"], chosen["hidden"])
+
+
+def known_labels(labels: Tensor, known: bool) -> dict[str, int]:
+    """num_valid where the host knows it, so that ignored tokens are left out."""
+    return {"num_valid": int((labels != IGNORE).sum())} if known else {}
 
 
 def linear_loss_op() -> Op:
-    def sizes(j, draw, interpreted):
-        return head_sizes(j, draw, interpreted) | {"options": loss_options(draw), "bias": draw.random() < 0.3}
-
-    def make(m, rows, *, vocab, hidden, workspace_bytes=2**29, options, bias=False, labels=None, scale=1.0):
+    def make(
+        m, rows, *, vocab, hidden, bias=False, weighted=False, items=None, metrics=False, known=False, ignored=None,
+        scale=1.0, **options,
+    ):  # fmt: skip
         lead = m.lead(rows)
         x, weight = m(*lead, hidden, scale=scale * hidden**-0.5), m(vocab, hidden)
-        tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead) if labels is None else labels(lead)}
+        tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead, ignored=ignored)}
         if bias:
             tensors["bias"] = m(vocab)
-        return Case(tensors, options | {"workspace_bytes": workspace_bytes}, vocab, max(vocab, hidden, rows))
+        if weighted:
+            tensors["class_weight"] = torch.rand(vocab, device=m.device) + 0.5
+        options |= known_labels(tensors["labels"], known)
+        return Case(tensors, loss_options(m, options, items, metrics), vocab, max(vocab, hidden, rows))
 
-    def edge(rows=9, vocab=70, ignored=0.0, scale=1.0, **options):
-        def case(m):
-            def labels(lead):
-                return m.labels(vocab, *lead, ignored=ignored)
+    def edge(rows=9, vocab=70, ignored=0.0, **more):
+        return lambda m: make(m, rows, vocab=vocab, hidden=16, ignored=ignored, **more)
 
-            return make(m, rows, vocab=vocab, hidden=16, options=options, labels=labels, scale=scale)
-
-        return case
-
-    def sure(reduction):
-        def case(m):
-            logits, labels = confident(9, 70, 0.9999)
-            x = torch.eye(9, 16)
-            weight = torch.zeros(70, 16)
-            weight[:, :9] = logits.t()
-            return Case(
-                {"x": m.of(x.to(m.device)), "weight": m.of(weight.to(m.device)), "labels": labels.to(m.device)},
-                {"reduction": reduction},
-                70,
-            )
-
-        return case
-
-    edges = {}
+    edges: dict[str, Any] = {}
     for reduction in ("mean", "none"):
         edges |= {
-            f"label at p = 0.9999, {reduction}": sure(reduction),
+            f"label at p = 0.9999, {reduction}": functools.partial(sure_head, reduction=reduction),
             f"logits of 1e4, {reduction}": edge(scale=1e4, reduction=reduction),
             f"rows of equal values, {reduction}": edge(scale=0.0, reduction=reduction),
             f"all ignored, {reduction}": edge(ignored=1.1, reduction=reduction),
@@ -790,20 +830,24 @@ def linear_loss_op() -> Op:
 
     def huge(m):
         m.strided, rows, hidden, vocab = False, 2**20 + 9, 2048, 512
-        tensors = {"x": m.of(big(m, rows, hidden)), "weight": m(vocab, hidden), "labels": m.labels(vocab, rows)}
+        tensors = {"x": m.big(rows, hidden), "weight": m(vocab, hidden), "labels": m.labels(vocab, rows)}
         return Case(tensors, {"reduction": "none"})
 
-    reference = no_chunks(kernels.linear_cross_entropy_reference)
     return Op(
-        kernels.linear_cross_entropy,
-        reference,
-        eager_linear_cross_entropy,
-        sizes,
+        kernels.linear_cross_entropy, no_chunks(kernels.linear_cross_entropy_reference), eager_linear_cross_entropy,
         make,
-        edges,
-        huge,
+        choices=head_choices(bias=[False, False, True]) | LOSS_CHOICES,
+        complete={"vocab": 7, "hidden": 5, "reduction": "none", "bias": True, "weighted": True},
+        row=widest_of_a_head,
+        more=MORE_OF_A_LOSS | MORE_OF_A_HEAD,
+        few_rows=HEAD_ROWS,
+        fits=head_of_usual_size,
+        edges=edges,
+        past_2_31=huge,
         noise=probability_noise,
-    )
+        matmuls=True,
+        runs_once=True,
+    )  # fmt: skip
 
 
 # Mixture of experts.
@@ -816,7 +860,7 @@ def eager_route(logits, *, top_k):
     return weights / weights.sum(-1, keepdim=True), experts
 
 
-def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activation="silu"):
+def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activation="silu", recompute=False):
     """MixtralExperts of transformers: expert by expert over its own tokens, the sum in the dtype of the weights."""
     y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
     for expert in range(down_proj.shape[0]):
@@ -836,30 +880,33 @@ def route_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
 
 
 def route_op() -> Op:
-    def sizes(j, draw, interpreted):
-        experts = pick(
-            [1, 2, 3, 5, 7, 8, 16, 31, 60, 64, 72, 96, 127, 128, 160, 200, 256, 384, 512], j, interpreted, 64
-        )
-        return {"row": experts, "experts": experts, "top_k": draw.randint(1, min(experts, 8))}
-
     def make(m, rows, *, experts, top_k, values=None):
         return Case({"logits": m(rows, experts, scale=3.0) if values is None else m.of(values)}, {"top_k": top_k})
 
     def edge(values):
-        return lambda m: make(m, 9, experts=16, top_k=3, values=values().to(m.device))
-
-    edges = {
-        "equal logits": edge(lambda: torch.zeros(9, 16)),
-        "logits of 1e4": edge(lambda: torch.randn(9, 16) * 1e4),
-        "one expert takes all": edge(lambda: torch.eye(16)[:9] * 80),
-        "equals among others": edge(lambda: torch.randint(3, (9, 16)).float()),
-    }
+        return lambda m: make(m, 9, experts=16, top_k=3, values=values())
 
     def huge(m):
         m.strided = False
-        return Case({"logits": m.of(big(m, 2**25 + 9, 64))}, {"top_k": 2})
+        return Case({"logits": m.big(2**25 + 9, 64)}, {"top_k": 2})
 
-    return Op(kernels.route, kernels.route_reference, eager_route, sizes, make, edges, huge, noise=route_noise)
+    many = [1, 2, 3, 5, 7, 8, 16, 31, 60, 64, 72, 96, 127, 128, 160, 200, 256, 384, 512]
+    return Op(
+        kernels.route, kernels.route_reference, eager_route, make,
+        choices={"experts": Sizes(many, [1, 3, 8, 70]), "top_k": [1, 2, 3, 4, 6, 8]},
+        complete={"experts": 5, "top_k": 2},
+        row=lambda chosen: chosen["experts"],
+        few_rows=(0, 1, 5, 40),
+        fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
+        edges={
+            "equal logits": edge(lambda: torch.zeros(9, 16)),
+            "logits of 1e4": edge(lambda: torch.randn(9, 16) * 1e4),
+            "one expert takes all": edge(lambda: torch.eye(16)[:9] * 80),
+            "equals among others": edge(lambda: torch.randint(3, (9, 16)).float()),
+        },
+        past_2_31=huge,
+        noise=route_noise,
+    )  # fmt: skip
 
 
 def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
@@ -871,9 +918,10 @@ def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
     t = {name: x.detach().double() for name, x in case.tensors.items()}
     experts, dy = case.tensors["experts"], upstream[0].double()
     noise, rounding = torch.zeros_like(t["weights"]), torch.finfo(case.tensors["x"].dtype).eps ** 2 / 12
+    activation = case.options.get("activation", "silu")
     for expert, (gate_up, down) in enumerate(zip(t["gate_up_proj"], t["down_proj"], strict=True)):
         tokens, choice = (experts == expert).nonzero(as_tuple=True)
-        h = kernels.glu_reference(F.linear(t["x"][tokens], gate_up), activation=case.options["activation"]).square()
+        h = kernels.glu_reference(F.linear(t["x"][tokens], gate_up), activation=activation).square()
         hidden, inner = down.shape
         terms, sums = dy[tokens].square() @ down.square(), (dy[tokens] @ down).square()
         lost = 2.0**-46 / 24 * (hidden * terms + inner * sums) + rounding * sums
@@ -882,45 +930,56 @@ def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
 
 
 def experts_op() -> Op:
-    def sizes(j, draw, interpreted):
-        hidden, inner = (draw.choice([1, 8, 20] if interpreted else [1, 8, 33, 64, 96, 136, 256, 512]) for _ in "ab")
-        experts = draw.choice([1, 3, 4] if interpreted else [1, 3, 8, 16, 60])
-        sizes = {"hidden": hidden, "inner": inner, "experts": experts, "top_k": draw.randint(1, min(4, experts))}
-        return {"row": 256 if interpreted else 2**11, "activation": draw.choice(GATED)} | sizes
-
-    def make(m, rows, *, hidden, inner, experts, top_k, activation="silu", logits=None, scale=1.0):
+    def make(m, rows, *, hidden, inner, experts, top_k, logits=None, scale=1.0, **options):
         logits = torch.randn(rows, experts, device=m.device) if logits is None else logits(rows, experts).to(m.device)
         weights, chosen = kernels.route_reference(logits, top_k=top_k)
         tensors = {
             "x": m(rows, hidden, scale=scale),
-            "weights": weights.detach().requires_grad_(),
-            "experts": chosen,
+            "weights": m.of(weights, dtype=accumulator(m.dtype)),
+            "experts": m.ids(chosen),
             "gate_up_proj": m(experts, 2 * inner, hidden, scale=hidden**-0.5),
             "down_proj": m(experts, hidden, inner, scale=inner**-0.5),
         }
         # Squares of products of two normal numbers scatter 9 to 1: a ninth of the elements make up the rms.
-        return Case(tensors, {"activation": activation}, max(hidden, 2 * inner, 9), 2 * (hidden + 2 * inner) + rows)
-
-    usual = dict(hidden=24, inner=16, experts=5, top_k=2)
-    edges = {
-        "all to the same": lambda m: make(m, 20, logits=lambda r, e: torch.arange(e).expand(r, e) * 9.0, **usual),
-        "equal weights": lambda m: make(m, 20, logits=lambda r, e: torch.zeros(r, e), **usual),
-        "weights of 0 and 1": lambda m: make(m, 20, logits=lambda r, e: torch.randn(r, e) * 1e4, **usual),
-        "tokens of zeros": lambda m: make(m, 20, scale=0.0, **usual),
-        "tokens of 30": lambda m: make(m, 20, scale=30.0, **usual),
-        "one token": lambda m: make(m, 1, **usual),
-    }
+        return Case(tensors, options, max(hidden, 2 * inner, 9), 2 * (hidden + 2 * inner) + rows)
 
     def huge(m):
         m.strided, rows, hidden = False, 2**19 + 9, 4096
-        x = m.of(big(m, rows, hidden))
+        x = m.big(rows, hidden)
         weights = torch.rand(rows, 1, device=m.device).requires_grad_()
         tensors = {"x": x, "weights": weights, "experts": m.integers(0, 2, rows, 1, dtype=torch.int32)}
         projections = {"gate_up_proj": m(2, 32, hidden, scale=hidden**-0.5), "down_proj": m(2, hidden, 16, scale=0.25)}
         return Case(tensors | projections, {})
 
-    reference = kernels.moe_experts_reference
-    return Op(kernels.moe_experts, reference, eager_moe_experts, sizes, make, edges, huge, noise=experts_noise)
+    usual = dict(hidden=24, inner=16, experts=5, top_k=2)
+    widths = [1, 8, 33, 64, 96, 136, 256, 512]
+    return Op(
+        kernels.moe_experts, no_recompute(kernels.moe_experts_reference), eager_moe_experts, make,
+        choices={
+            "hidden": Sizes(widths, [1, 20]), "inner": Sizes(widths, [1, 8]),
+            "experts": Sizes([1, 3, 8, 16, 60], [1, 3, 4]), "top_k": [1, 2, 3, 4], "activation": GATED,
+        },
+        complete={"hidden": 8, "inner": 4, "experts": 5, "top_k": 2},
+        row=lambda chosen: 2**11,
+        more={"recompute": [False, True]},
+        few_rows=(0, 1, 9),
+        fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
+        edges={
+            "all to the same": lambda m: make(m, 20, logits=lambda r, e: torch.arange(e).expand(r, e) * 9.0, **usual),
+            "equal weights": lambda m: make(m, 20, logits=lambda r, e: torch.zeros(r, e), **usual),
+            "weights of 0 and 1": lambda m: make(m, 20, logits=lambda r, e: torch.randn(r, e) * 1e4, **usual),
+            "tokens of zeros": lambda m: make(m, 20, scale=0.0, **usual),
+            "tokens of 30": lambda m: make(m, 20, scale=30.0, **usual),
+            "one token": lambda m: make(m, 1, **usual),
+        },
+        past_2_31=huge,
+        noise=experts_noise,
+        matmuls=True,
+    )  # fmt: skip
+
+
+def no_recompute(reference):
+    return lambda *args, recompute=False, **options: reference(*args, **options)
 
 
 # Divergences.
@@ -955,22 +1014,23 @@ def term_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
 
 
 def kl_op() -> Op:
-    def sizes(j, draw, interpreted):
-        options = {"reduction": draw.choice(["mean", "batchmean", "sum", "none"]), "log_target": draw.random() < 0.5}
-        vocab = pick(VOCABS, j, interpreted)
-        return {"row": vocab, "vocab": vocab, "options": options}
-
-    def make(m, rows, *, vocab, options, scale=2.0, target=None):
-        lead = m.lead(max(rows, 1) if options["reduction"] == "mean" else rows)
+    def make(m, rows, *, vocab, reduction, log_target, scale=2.0, target=None):
+        lead = m.lead(max(rows, 1) if reduction == "mean" else rows)
         x, t = torch.randn(2, *lead, vocab, device=m.device) * scale
-        t = t.log_softmax(-1) if options["log_target"] else t.softmax(-1) if target is None else target(t)
+        t = t.log_softmax(-1) if log_target else t.softmax(-1) if target is None else target(t)
+        options = {"reduction": reduction, "log_target": log_target}
         return Case({"input": m.of(x.log_softmax(-1)), "target": m.of(t)}, options)
 
     def edge(reduction="batchmean", log_target=False, rows=9, **more):
-        options = {"reduction": reduction, "log_target": log_target}
-        return lambda m: make(m, rows, vocab=70, options=options, **more)
+        return lambda m: make(m, rows, vocab=70, reduction=reduction, log_target=log_target, **more)
 
-    edges = {}
+    def zeros_and_ones(t):
+        return (t == t.amax(-1, keepdim=True)).float()
+
+    edges = {
+        "targets of 0 and 1": edge(target=zeros_and_ones),
+        "targets of 0 and 1, none": edge("none", target=zeros_and_ones),
+    }
     for log_target in (False, True):
         edges |= {
             f"no token, log_target={log_target}": edge(rows=0, log_target=log_target),
@@ -978,17 +1038,25 @@ def kl_op() -> Op:
             f"equal probabilities, log_target={log_target}": edge(scale=0.01, log_target=log_target),
             f"log probabilities of -1e4, log_target={log_target}": edge(scale=3e3, log_target=log_target),
         }
-    edges |= {
-        "targets of 0 and 1": edge(target=lambda t: (t == t.amax(-1, keepdim=True)).float()),
-        "targets of 0 and 1, none": edge("none", target=lambda t: (t == t.amax(-1, keepdim=True)).float()),
-    }
 
     def huge(m):
         m.strided, rows, vocab = False, 16800, 128256
-        x, t = big(m, rows, vocab).neg_(), big(m, rows, vocab).abs_()
-        return Case({"input": m.of(x), "target": m.of(t, train=False)}, {"reduction": "none"})
+        tensors = {"input": m.big(rows, vocab, train=False).neg_(), "target": m.big(rows, vocab, train=False).abs_()}
+        tensors["input"].requires_grad_()
+        return Case(tensors, {"reduction": "none"})
 
-    return Op(kl_div, kl_div_reference, eager_kl_div, sizes, make, edges, huge, noise=term_noise)
+    return Op(
+        kernels.kl_div, kernels.kl_div_reference, eager_kl_div, make,
+        choices={
+            "vocab": Sizes(VOCABS, [*FEW_VOCABS, 2100]), "reduction": ["mean", "batchmean", "sum", "none"],
+            "log_target": [False, True],
+        },
+        complete={"vocab": 7, "reduction": "mean", "log_target": False},
+        row=lambda chosen: chosen["vocab"],
+        edges=edges,
+        past_2_31=huge,
+        noise=term_noise,
+    )  # fmt: skip
 
 
 def eager_jsd(input, target, *, labels=None, beta=0.5, reduction="mean"):
@@ -1010,16 +1078,11 @@ def eager_jsd(input, target, *, labels=None, beta=0.5, reduction="mean"):
     return {"none": loss, "sum": loss.sum(), "mean": loss.sum() / valid.sum()}[reduction]
 
 
-def divergence_options(draw: random.Random) -> dict[str, Any]:
-    return {"beta": draw.choice([0.0, 0.1, 0.5, 0.5, 1.0]), "reduction": draw.choice(["mean", "sum", "none"])}
+DIVERGENCE_CHOICES = {"beta": [0.0, 0.1, 0.5, 0.5, 1.0], "reduction": ["mean", "sum", "none"]}
 
 
 def jsd_op() -> Op:
-    def sizes(j, draw, interpreted):
-        vocab = pick(VOCABS, j, interpreted)
-        return {"row": vocab, "vocab": vocab, "options": divergence_options(draw), "labelled": draw.random() < 0.6}
-
-    def make(m, rows, *, vocab, options, labelled=False, scale=2.0, same=False, ignored=None):
+    def make(m, rows, *, vocab, labelled=False, scale=2.0, same=False, ignored=None, **options):
         lead = m.lead(rows)
         x, y = (torch.randn(2, *lead, vocab, device=m.device) * scale).log_softmax(-1)
         tensors = {"input": m.of(x), "target": m.of(x if same else y)}
@@ -1028,8 +1091,7 @@ def jsd_op() -> Op:
         return Case(tensors, options, vocab)
 
     def edge(beta, reduction="mean", rows=9, **more):
-        options = {"beta": beta, "reduction": reduction}
-        return lambda m: make(m, rows, vocab=70, options=options, **more)
+        return lambda m: make(m, rows, vocab=70, beta=beta, reduction=reduction, **more)
 
     edges = {}
     for beta in (0.0, 0.5, 1.0):
@@ -1043,15 +1105,26 @@ def jsd_op() -> Op:
 
     def huge(m):
         m.strided, rows, vocab = False, 16800, 128256
-        x, y = (m.of(big(m, rows, vocab).abs_().neg_(), train=train) for train in (True, False))
-        return Case({"input": x, "target": y}, {"reduction": "none"})
+        x, y = (m.big(rows, vocab, train=False).abs_().neg_() for _ in range(2))
+        return Case({"input": x.requires_grad_(), "target": y}, {"reduction": "none"})
 
-    return Op(jsd, jsd_reference, eager_jsd, sizes, make, edges, huge, noise=term_noise)
+    return Op(
+        kernels.jsd, kernels.jsd_reference, eager_jsd, make,
+        choices={
+            "vocab": Sizes(VOCABS, [*FEW_VOCABS, 2100]), **DIVERGENCE_CHOICES, "labelled": [False, True]
+        },
+        complete={"vocab": 7, "labelled": True},
+        row=lambda chosen: chosen["vocab"],
+        edges=edges,
+        past_2_31=huge,
+        noise=term_noise,
+    )  # fmt: skip
 
 
 def eager_linear_jsd(
     student_x, student_weight, teacher_x, teacher_weight, *, labels=None, student_bias=None, teacher_bias=None,
-    temperature=1.0, weight_hard=0.0, weight_soft=1.0, beta=0.5, reduction="mean", accum_dtype=None, workspace_bytes=None,
+    temperature=1.0, weight_hard=0.0, weight_soft=1.0, beta=0.5, reduction="mean", accum_dtype=None,
+    workspace_bytes=None,
 ):  # fmt: skip
     z = F.linear(student_x, student_weight, student_bias)
     u = F.linear(teacher_x, teacher_weight, teacher_bias)[..., : student_weight.shape[0]]
@@ -1059,19 +1132,16 @@ def eager_linear_jsd(
     log_p, log_q = ((t / temperature).log_softmax(-1) for t in (z, u))
     loss = weight_soft * eager_jsd(log_p, log_q, labels=labels, beta=beta, reduction=reduction)
     if weight_hard:
-        hard = F.cross_entropy(z.flatten(0, -2), labels.flatten(), reduction=reduction)
+        hard = F.cross_entropy(z.flatten(0, -2), labels.flatten().long(), reduction=reduction)
         loss = loss + weight_hard * hard.view(loss.shape)
     return loss
 
 
 def linear_jsd_op() -> Op:
-    def sizes(j, draw, interpreted):
-        options = divergence_options(draw) | {"temperature": draw.choice([1.0, 2.0, 0.7])}
-        if draw.random() < 0.4:
-            options |= {"weight_hard": 0.3, "weight_soft": 0.7}
-        return head_sizes(j, draw, interpreted) | {"options": options, "padded": draw.choice([0, 0, 5])}
-
-    def make(m, rows, *, vocab, hidden, workspace_bytes=2**29, options, padded=0, ignored=None, scale=1.0, same=False):
+    def make(
+        m, rows, *, vocab, hidden, padded=0, bias=False, hard=False, known=False, ignored=None, scale=1.0, same=False,
+        **options,
+    ):  # fmt: skip
         lead, wide = m.lead(rows), hidden if same else hidden + 3
         tensors = {
             "student_x": m(*lead, hidden, scale=scale * hidden**-0.5),
@@ -1081,12 +1151,17 @@ def linear_jsd_op() -> Op:
         }
         if same:
             tensors["teacher_x"], tensors["teacher_weight"] = (tensors[n].detach() for n in list(tensors)[:2])
-        if options.get("weight_hard") or ignored is not None or m.draw.random() < 0.5:
+        if bias:
+            tensors |= {"student_bias": m(vocab), "teacher_bias": m(vocab + padded, train=False)}
+        if hard:
+            options |= {"weight_hard": 0.3, "weight_soft": 0.7}
+        if hard or known or ignored is not None or m.draw.random() < 0.5:
             tensors["labels"] = m.labels(vocab, *lead, ignored=ignored)
-        return Case(tensors, options | {"workspace_bytes": workspace_bytes}, vocab, max(vocab, hidden, rows))
+            options |= known_labels(tensors["labels"], known)
+        return Case(tensors, options, vocab, max(vocab, hidden, rows))
 
     def edge(beta, rows=9, vocab=70, **more):
-        return lambda m: make(m, rows, vocab=vocab, hidden=16, options={"beta": beta}, **more)
+        return lambda m: make(m, rows, vocab=vocab, hidden=16, beta=beta, **more)
 
     edges = {}
     for beta in (0.0, 0.5, 1.0):
@@ -1104,14 +1179,27 @@ def linear_jsd_op() -> Op:
     def huge(m):
         m.strided, rows, hidden, vocab = False, 2**20 + 9, 2048, 512
         teacher = {"teacher_x": m(rows, 16, train=False), "teacher_weight": m(vocab, 16, train=False)}
-        tensors = {"student_x": m.of(big(m, rows, hidden)), "student_weight": m(vocab, hidden, scale=hidden**-0.5)}
+        tensors = {"student_x": m.big(rows, hidden), "student_weight": m(vocab, hidden, scale=hidden**-0.5)}
         return Case(tensors | teacher, {"reduction": "none"})
 
-    reference = no_chunks(linear_jsd_reference)
-    return Op(linear_jsd, reference, eager_linear_jsd, sizes, make, edges, huge, noise=probability_noise)
+    return Op(
+        kernels.linear_jsd, no_chunks(kernels.linear_jsd_reference), eager_linear_jsd, make,
+        choices=head_choices(padded=[0, 0, 5], hard=[False, False, True], temperature=[1.0, 2.0, 0.7])
+        | DIVERGENCE_CHOICES,
+        complete={"vocab": 7, "hidden": 5, "hard": True, "reduction": "none", "bias": True},
+        row=widest_of_a_head,
+        more=MORE_OF_A_HEAD | {"bias": [False, True], "return_soft_hard_loss": [False, True]},
+        few_rows=HEAD_ROWS,
+        fits=head_of_usual_size,
+        edges=edges,
+        past_2_31=huge,
+        noise=probability_noise,
+        matmuls=True,
+        runs_once=True,
+    )  # fmt: skip
 
 
-# Log probabilities, embedding, and products of ternary weights.
+# Log probabilities, embedding, and matmuls of ternary weights.
 
 
 def eager_linear_logprobs(
@@ -1123,7 +1211,7 @@ def eager_linear_logprobs(
     logits = logits.to(accumulator(logits.dtype))
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     valid, log_p = labels != IGNORE, (logits / temperature).log_softmax(-1)
-    logprobs = log_p.gather(-1, labels.where(valid, 0)[..., None])[..., 0].where(valid, 0)
+    logprobs = log_p.gather(-1, labels.where(valid, 0).long()[..., None])[..., 0].where(valid, 0)
     if not (return_entropy or return_logits_mean):
         return logprobs
     entropy = -(log_p.exp() * log_p).sum(-1).where(valid, 0)
@@ -1132,51 +1220,50 @@ def eager_linear_logprobs(
 
 
 def logprobs_op() -> Op:
-    def sizes(j, draw, interpreted):
-        options = {
-            "temperature": draw.choice([1.0, 0.6, 2.0]),
-            "softcap": draw.choice([None, None, 30.0]),
-            "return_entropy": draw.random() < 0.4,
-            "return_logits_mean": draw.random() < 0.3,
-        }
-        return head_sizes(j, draw, interpreted) | {"options": options, "bias": draw.random() < 0.3}
-
-    def make(m, rows, *, vocab, hidden, workspace_bytes=2**29, options, bias=False, ignored=None, scale=1.0):
+    def make(m, rows, *, vocab, hidden, bias=False, known=False, ignored=None, scale=1.0, **options):
         lead = m.lead(rows)
         x, weight = m(*lead, hidden, scale=scale * hidden**-0.5), m(vocab, hidden)
         tensors = {"x": x, "weight": weight, "labels": m.labels(vocab, *lead, ignored=ignored)}
         if bias:
             tensors["bias"] = m(vocab)
-        return Case(tensors, options | {"workspace_bytes": workspace_bytes}, vocab, max(vocab, hidden, rows))
+        options |= known_labels(tensors["labels"], known)
+        return Case(tensors, options, vocab, max(vocab, hidden, rows))
 
-    def edge(rows=9, vocab=70, entropy=False, **more):
-        return lambda m: make(m, rows, vocab=vocab, hidden=16, options={"return_entropy": entropy}, **more)
+    def edge(rows=9, vocab=70, **more):
+        return lambda m: make(m, rows, vocab=vocab, hidden=16, **more)
 
-    def sure(m):
-        logits, labels = confident(9, 70, 0.9999)
-        weight = torch.zeros(70, 16)
-        weight[:, :9] = logits.t()
-        tensors = {"x": m.of(torch.eye(9, 16).to(m.device)), "weight": m.of(weight.to(m.device))}
-        return Case(tensors | {"labels": labels.to(m.device)}, {"return_entropy": True}, 70)
-
-    edges = {"label at p = 0.9999": sure}
+    edges: dict[str, Any] = {"label at p = 0.9999": functools.partial(sure_head, return_entropy=True)}
     for entropy in (False, True):
         edges |= {
-            f"no token, entropy={entropy}": edge(rows=0, entropy=entropy),
-            f"one token, entropy={entropy}": edge(rows=1, entropy=entropy),
-            f"one class, entropy={entropy}": edge(vocab=1, entropy=entropy),
-            f"all ignored, entropy={entropy}": edge(ignored=1.1, entropy=entropy),
-            f"rows of equal values, entropy={entropy}": edge(scale=0.0, entropy=entropy),
-            f"logits of 1e4, entropy={entropy}": edge(scale=1e4, entropy=entropy),
+            f"no token, entropy={entropy}": edge(rows=0, return_entropy=entropy),
+            f"one token, entropy={entropy}": edge(rows=1, return_entropy=entropy),
+            f"one class, entropy={entropy}": edge(vocab=1, return_entropy=entropy),
+            f"all ignored, entropy={entropy}": edge(ignored=1.1, return_entropy=entropy),
+            f"rows of equal values, entropy={entropy}": edge(scale=0.0, return_entropy=entropy),
+            f"logits of 1e4, entropy={entropy}": edge(scale=1e4, return_entropy=entropy),
         }
 
     def huge(m):
         m.strided, rows, hidden, vocab = False, 2**20 + 9, 2048, 512
         weight = m(vocab, hidden, scale=hidden**-0.5)
-        return Case({"x": m.of(big(m, rows, hidden)), "weight": weight, "labels": m.labels(vocab, rows)}, {})
+        return Case({"x": m.big(rows, hidden), "weight": weight, "labels": m.labels(vocab, rows)}, {})
 
-    reference = no_chunks(linear_logprobs_reference)
-    return Op(linear_logprobs, reference, eager_linear_logprobs, sizes, make, edges, huge, noise=probability_noise)
+    return Op(
+        kernels.linear_logprobs, no_chunks(kernels.linear_logprobs_reference), eager_linear_logprobs, make,
+        choices=head_choices(
+            bias=[False, False, True], temperature=[1.0, 0.6, 2.0], softcap=[None, None, 30.0],
+            return_entropy=[False, False, True], return_logits_mean=[False, False, True],
+        ),
+        complete={"vocab": 7, "hidden": 5, "return_entropy": True, "bias": True},
+        row=widest_of_a_head,
+        more=MORE_OF_A_HEAD | {"softcap": [3.0]},
+        few_rows=HEAD_ROWS,
+        fits=head_of_usual_size,
+        edges=edges,
+        past_2_31=huge,
+        noise=probability_noise,
+        matmuls=True,
+    )  # fmt: skip
 
 
 def eager_embedding(ids, weight, *, padding_idx=None, scale=None):
@@ -1186,84 +1273,96 @@ def eager_embedding(ids, weight, *, padding_idx=None, scale=None):
 
 
 def embedding_op() -> Op:
-    def sizes(j, draw, interpreted):
-        width = pick(WIDTHS[:-2], j, interpreted)
-        vocab = draw.choice([v for v in VOCABS if v * width <= (2**11 if interpreted else 2**24)])
-        options = {"padding_idx": draw.choice([None, 0, -1]), "scale": draw.choice([None, None, 45.25, 0.5])}
-        return {"row": width, "width": width, "vocab": vocab, "options": options, "few": draw.random() < 0.3}
-
-    def make(m, rows, *, width, vocab, options, few=False, ids=None):
+    def make(m, rows, *, width, vocab, few=False, ids=None, **options):
         """few: of the ids of long texts, most are the same few."""
-        ids = m.integers(0, min(vocab, 3) if few else vocab, *m.lead(rows)) if ids is None else ids.to(m.device)
+        ids = m.ids(m.integers(0, min(vocab, 3) if few else vocab, *m.lead(rows)) if ids is None else ids)
         return Case({"ids": ids, "weight": m(vocab, width)}, options)
 
     def edge(ids, vocab=40, **options):
-        return lambda m: make(m, 0, width=33, vocab=vocab, options=options, ids=ids)
-
-    edges = {
-        "no id": edge(torch.zeros(0, dtype=torch.int64)),
-        "one id": edge(torch.tensor([7])),
-        "all the same": edge(torch.full((3000,), 5)),
-        "all padding": edge(torch.full((30,), 5), padding_idx=5),
-        "the first and the last row": edge(torch.tensor([0, 39] * 100)),
-        "one row": edge(torch.zeros(50, dtype=torch.int64), vocab=1),
-        "int32": edge(torch.arange(40, dtype=torch.int32).repeat(9)),
-    }
+        return lambda m: make(m, 0, width=33, vocab=vocab, ids=ids, **options)
 
     def huge(m):
         m.strided = False
         return Case({"ids": m.integers(0, 1000, 2**18 + 9), "weight": m(1000, 8192)}, {})
 
-    # The scales drawn are exact in every dtype.
-    return Op(embedding, embedding_reference, eager_embedding, sizes, make, edges, huge)
+    return Op(
+        kernels.embedding, kernels.embedding_reference, eager_embedding, make,
+        choices={
+            "width": Sizes(WIDTHS[:-2], FEW_WIDTHS), "vocab": Sizes(VOCABS, [1, 2, 7, 33]),
+            "padding_idx": [None, 0, -1], "scale": [None, None, 45.25, 0.5],  # exact in every dtype
+            "few": [False, False, True],
+        },
+        complete={"width": 8, "vocab": 7},
+        row=lambda chosen: chosen["width"],
+        few_rows=(0, 1, 5, 65),
+        fits=lambda chosen: chosen["vocab"] * chosen["width"] <= 2**24,
+        edges={
+            "no id": edge(torch.zeros(0, dtype=torch.int64)),
+            "one id": edge(torch.tensor([7])),
+            "all the same": edge(torch.full((3000,), 5)),
+            "all padding": edge(torch.full((30,), 5), padding_idx=5),
+            "the first and the last row": edge(torch.tensor([0, 39] * 100)),
+            "one row": edge(torch.zeros(50, dtype=torch.int64), vocab=1),
+            "every row nine times": edge(torch.arange(40).repeat(9)),
+        },
+        past_2_31=huge,
+    )  # fmt: skip
 
 
 def exact_int2_matmul(a, packed, *, scale_a=None, scale_w=None, bias=None, out_features=None, out_dtype=None):
-    out = a.double() @ unpack_int2(packed, out_features).double().t()
+    out = a.double() @ bitnet.unpack_int2(packed, out_features).double().t()
     out = out if scale_a is None else out * scale_a.double()[..., None]
     out = out if scale_w is None else out * scale_w.double()
     return out if bias is None else out + bias.double()
 
 
 def eager_int2_matmul(a, packed, *, scale_a=None, scale_w=None, bias=None, out_features=None, out_dtype=torch.bfloat16):
-    """BitLinear of transformers: the weight unpacked, a product in the dtype of the output, then the scales."""
-    out = F.linear(a.to(out_dtype), unpack_int2(packed, out_features).to(out_dtype))
+    """BitLinear of transformers: the weight unpacked, a matmul in the dtype of the output, then the scales."""
+    out = F.linear(a.to(out_dtype), bitnet.unpack_int2(packed, out_features).to(out_dtype))
     out = out if scale_a is None else out * scale_a[..., None]
     out = out if scale_w is None else out * scale_w
     return (out if bias is None else out + bias).to(out_dtype)
 
 
 def int2_op() -> Op:
-    def sizes(j, draw, interpreted):
-        k = draw.choice([1, 7, 64] if interpreted else [1, 7, 33, 64, 130, 256, 1000, 2560, 4096, 6912])
-        n = draw.choice([1, 4, 30] if interpreted else [1, 4, 30, 100, 256, 640, 2560, 4099])
-        scales = [draw.random() < 0.6 for _ in "awb"]
-        return {"row": max(k, n), "k": k, "n": n, "scales": scales}
-
-    def make(m, rows, *, k, n, scales=(True, True, True), low=-128, weight=None):
+    def make(m, rows, *, k, n, scales="awb", low=-128, weight=None, dtype=None):
         lead = m.lead(rows)
         weight = m.integers(-1, 2, n, k, dtype=torch.int8) if weight is None else weight.to(m.device)
-        tensors = {"a": m.integers(low, 128, *lead, k, dtype=torch.int8), "packed": pack_int2(weight)}
-        for name, shape, wanted in zip(("scale_a", "scale_w", "bias"), (lead, (n,), (n,)), scales, strict=True):
-            if wanted:
-                tensors[name] = torch.rand(shape, device=m.device) * 0.1 + 0.01
-        return Case(tensors, {"out_features": n, "out_dtype": m.dtype})
-
-    edges = {
-        "the largest sums": lambda m: make(m, 5, k=700, n=9, low=127, weight=torch.ones(9, 700, dtype=torch.int8),
-                                           scales=(False, True, False)),
-        "zero weights": lambda m: make(m, 5, k=70, n=9, weight=torch.zeros(9, 70, dtype=torch.int8)),
-        "one row": lambda m: make(m, 1, k=70, n=9),
-        "no row": lambda m: make(m, 0, k=70, n=9),
-    }  # fmt: skip
+        a = m.of(m.integers(low, 128, *lead, k, dtype=torch.int8), train=False, dtype=torch.int8)
+        tensors = {"a": a, "packed": bitnet.pack_int2(weight)}
+        shapes = {"scale_a": lead, "scale_w": () if "1" in scales else (n,), "bias": (n,)}
+        for name, letter in zip(shapes, "awb", strict=True):
+            if letter in scales:
+                tensors[name] = torch.rand(shapes[name], device=m.device) * 0.1 + 0.01
+        return Case(tensors, {"out_features": n, "out_dtype": m.dtype if dtype is None else dtype})
 
     def huge(m):
         rows, k, n = 2**17 + 9, 64, 16388
         tensors = {"a": m.integers(-128, 128, rows, k, dtype=torch.int8)}
         weight = m.integers(-1, 2, n, k, dtype=torch.int8)
-        return Case(tensors | {"packed": pack_int2(weight)}, {"out_features": n, "out_dtype": torch.bfloat16})
+        return Case(tensors | {"packed": bitnet.pack_int2(weight)}, {"out_features": n, "out_dtype": torch.bfloat16})
 
-    return Op(int2_matmul, exact_int2_matmul, eager_int2_matmul, sizes, make, edges, huge)
+    return Op(
+        bitnet.int2_matmul, exact_int2_matmul, eager_int2_matmul, make,
+        choices={
+            "k": Sizes([1, 7, 33, 64, 130, 256, 1000, 2560, 4096, 6912], [1, 7, 64, 330]),
+            "n": Sizes([1, 4, 30, 100, 256, 640, 2560, 4099], [1, 4, 30, 130]),
+            "scales": ["", "a", "w", "b", "aw", "awb"],
+        },
+        complete={"k": 8, "n": 5},
+        row=lambda chosen: max(chosen["k"], chosen["n"]),
+        more={"scales": ["w1", "aw1b"]},
+        few_rows=(0, 1, 3, 17, 70),
+        edges={
+            "the largest sums": lambda m: make(m, 5, k=700, n=9, low=127, scales="w",
+                                               weight=torch.ones(9, 700, dtype=torch.int8)),
+            "zero weights": lambda m: make(m, 5, k=70, n=9, weight=torch.zeros(9, 70, dtype=torch.int8)),
+            "one row": lambda m: make(m, 1, k=70, n=9),
+            "no row": lambda m: make(m, 0, k=70, n=9),
+        },
+        past_2_31=huge,
+        widest=torch.float32,
+    )  # fmt: skip
 
 
 def eager_quantize_int8(x):
@@ -1280,27 +1379,28 @@ def exact_quantize_int8(x):
 
 
 def quantize_op() -> Op:
-    def sizes(j, draw, interpreted):
-        width = pick(WIDTHS, j, interpreted)
-        return {"row": width, "width": width}
-
     def make(m, rows, *, width, scale=1.0):
         return Case({"x": m(*m.lead(rows), width, scale=scale, train=False)}, {}, width)
 
-    edges = {
-        "zeros": lambda m: make(m, 9, width=300, scale=0.0),
-        "1e4": lambda m: make(m, 9, width=300, scale=1e4),
-        "tiny": lambda m: make(m, 9, width=300, scale=1e-5),
-    }
-
     def huge(m):
         m.strided = False
-        return Case({"x": m.of(big(m, 2**19 + 9, 4096), train=False)}, {})
+        return Case({"x": m.big(2**19 + 9, 4096, train=False)}, {})
 
-    return Op(quantize_int8, exact_quantize_int8, eager_quantize_int8, sizes, make, edges, huge)
+    return Op(
+        bitnet.quantize_int8, exact_quantize_int8, eager_quantize_int8, make,
+        choices={"width": Sizes(WIDTHS, [*FEW_WIDTHS, 9000])},
+        complete={"width": 8},
+        row=lambda chosen: chosen["width"],
+        edges={
+            "zeros": lambda m: make(m, 9, width=300, scale=0.0),
+            "1e4": lambda m: make(m, 9, width=300, scale=1e4),
+            "tiny": lambda m: make(m, 9, width=300, scale=1e-5),
+        },
+        past_2_31=huge,
+    )  # fmt: skip
 
 
-HALF = torch.bfloat16, torch.float16
+OURS = [form for form in FORMS if form not in OF_TORCH]
 OPS: dict[str, Op] = {
     "rms_norm": norm(kernels.rms_norm, kernels.rms_norm_reference, eager_rms_norm, add=False, layer=False),
     "add_rms_norm": norm(
@@ -1312,31 +1412,39 @@ OPS: dict[str, Op] = {
     ),
     "rope": rotation(kernels.rope, kernels.rope_reference, eager_rope, packed=True),
     "rope_qk": rotation(kernels.rope_qk, kernels.rope_qk_reference, eager_rope_qk, packed=False),
-    "glu": unit(kernels.glu, kernels.glu_reference, eager_glu, gated=True, linear=False),
-    "glu of two tensors": unit(
-        kernels.glu, kernels.glu_reference, eager_glu, gated=True, linear=False, separate=True
+    "glu": activation_op(kernels.glu, kernels.glu_reference, eager_glu, gated=True, with_linear=False),
+    "glu of two tensors": activation_op(
+        kernels.glu, kernels.glu_reference, eager_glu, gated=True, with_linear=False, separate=True
     ),
-    "glu_linear": unit(
-        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, linear=True
+    "glu_linear": activation_op(
+        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, with_linear=True
     ),
-    "glu_linear of two tensors": unit(
-        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, linear=True,
+    "glu_linear of two tensors": activation_op(
+        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, with_linear=True,
         separate=True,
     ),
-    "activate": unit(kernels.activate, kernels.activate_reference, eager_activate, gated=False, linear=False),
-    "activation_linear": unit(
+    "activate": activation_op(
+        kernels.activate, kernels.activate_reference, eager_activate, gated=False, with_linear=False
+    ),
+    "activation_linear": activation_op(
         kernels.activation_linear, kernels.activation_linear_reference, linear_after(eager_activate),
-        gated=False, linear=True,
+        gated=False, with_linear=True,
     ),
-    "gated_mlp": whole_unit(gated_mlp, gated_mlp_reference, eager_glu, gated=True),
-    "gated_mlp of two weights": whole_unit(
-        of_two_weights(gated_mlp), of_two_weights(gated_mlp_reference), eager_glu, gated=True, separate=True
+    "gated_mlp": mlp_op(kernels.gated_mlp, kernels.gated_mlp_reference, eager_glu, gated=True),
+    "gated_mlp of two weights": mlp_op(
+        of_two_weights(kernels.gated_mlp), of_two_weights(kernels.gated_mlp_reference), eager_glu, gated=True,
+        separate=True,
     ),
-    "mlp": whole_unit(mlp, mlp_reference, eager_activate, gated=False),
-    "attention": attention_op(OURS, dtypes=HALF, ordered=True),
-    "attention of torch": attention_op(
-        [form for form in FORMS if form not in OURS], dtypes=(*HALF, torch.float32), ordered=False
+    "mlp": mlp_op(kernels.mlp, kernels.mlp_reference, eager_activate, gated=False),
+    "linear after a norm": linear_op(
+        linear_after_norm(linear), exact_linear_after_norm, linear_after_norm(F.linear), packed=False
     ),
+    "packed_linear": linear_op(
+        three_layers(packed_linear), three_layers(one_by_one), three_layers(one_by_one), packed=True
+    ),
+    "attention": attention_op(kernels.attention, OURS, dtypes=HALF, ordered=True),
+    "attention of torch": attention_op(kernels.attention, OF_TORCH, dtypes=(*HALF, torch.float32), ordered=False),
+    "flash_attention": attention_op(our_attention, list(FORMS), dtypes=HALF, ordered=True),
     "cross_entropy": loss_op(),
     "linear_cross_entropy": linear_loss_op(),
     "linear_logprobs": logprobs_op(),
@@ -1350,47 +1458,26 @@ OPS: dict[str, Op] = {
     "moe_experts": experts_op(),
 }  # fmt: skip
 
-
-COMPLETE: dict[str, dict[str, Any]] = {
-    **{name: {"width": 8, "affine": ("weight",)} for name in ("rms_norm", "add_rms_norm")},
-    **{name: {"width": 8, "affine": ("weight", "bias")} for name in ("layer_norm", "add_layer_norm")},
-    **{name: {"heads": 2, "kv_heads": 1, "dim": 8, "rotary": 8, "axes": 1} for name in ("rope", "rope_qk")},
-    **{
-        name + of: {"width": 8, "options": {"activation": "silu"}}
-        for name in ("glu", "glu_linear")
-        for of in ("", " of two tensors")
-    },
-    **{name: {"width": 8, "options": {"activation": "gelu"}} for name in ("activate", "activation_linear")},
-    **{
-        name: {"width": 8, "inner": 4, "options": {"activation": "silu"}}
-        for name in ("gated_mlp", "gated_mlp of two weights")
-    },
-    "mlp": {"width": 8, "inner": 4, "options": {"activation": "gelu"}},
-    "attention": {"heads": 2, "kv_heads": 1, "dim": 8, "form": "key mask"},
-    "attention of torch": {"heads": 2, "kv_heads": 1, "dim": 8, "form": "causal"},
-    "cross_entropy": {"vocab": 7, "options": {}, "weighted": True},
-    "linear_cross_entropy": {"vocab": 7, "hidden": 5, "options": {"reduction": "none"}, "bias": True},
-    "linear_logprobs": {"vocab": 7, "hidden": 5, "options": {"return_entropy": True}, "bias": True},
-    "kl_div": {"vocab": 7, "options": {"reduction": "mean", "log_target": False}},
-    "jsd": {"vocab": 7, "options": {}, "labelled": True},
-    "linear_jsd": {"vocab": 7, "hidden": 5, "options": {"weight_hard": 0.5, "reduction": "none"}},
-    "embedding": {"width": 8, "vocab": 7, "options": {}},
-    "int2_matmul": {"k": 8, "n": 5},
-    "quantize_int8": {"width": 8},
-    "route": {"experts": 5, "top_k": 2},
-    "moe_experts": {"hidden": 8, "inner": 4, "experts": 5, "top_k": 2},
-}
-"""Sizes of a small case of each op that has every tensor argument there is."""
+HELPERS = {"pack_int2", "unpack_int2"}
+"""Public, and tested with the op that they serve."""
 
 
-def complete(name: str, m: Maker) -> Case:
+def complete(name: str, m: Maker, rows: int = 6) -> Case:
+    """A small case with every tensor argument there is, contiguous."""
     m.strided = False
     m.lead = lambda rows: (rows,)  # type: ignore[method-assign]
-    return OPS[name].make(m, 6, **COMPLETE[name])
+    return OPS[name].make(m, rows, **OPS[name].complete)
 
 
-def every(*, of: Callable[[Op], bool] = lambda op: True) -> list[str]:
-    return [name for name, op in OPS.items() if of(op)]
+def medium(name: str, m: Maker, choice: int = 0) -> Case:
+    """A case of usual size, contiguous, for what is not about shapes."""
+    m.strided = False
+    cases = [case for case in drawn(name, OPS[name], interpreted=m.device == "cpu") if case[3] > 3]
+    variants = sorted({case[0] for case in cases})
+    cases = [case for case in cases if case[0] == variants[(3 + 2 * choice) % len(variants)]]
+    _, seed, chosen, rows, _ = cases[len(cases) // 2]
+    torch.manual_seed(seed)
+    return OPS[name].make(m, rows, **chosen)
 
 
 def public_ops() -> set[str]:
@@ -1400,13 +1487,3 @@ def public_ops() -> set[str]:
         for name in kernels.__all__
         if not name.endswith("_reference") and not isinstance(getattr(kernels, name), type)
     }
-
-
-def medium(name: str, m: Maker, choice: int = 0) -> Case:
-    """A case of usual size, contiguous, for what is not about shapes."""
-    m.strided = False
-    cases = [case for case in drawn(name, interpreted=m.device == "cpu") if case[3] > 3]
-    cases = [case for case in cases if case[0] == (3 + 2 * choice) % (1 + max(case[0] for case in cases))]
-    _, seed, sizes, rows, _ = cases[len(cases) // 2]
-    torch.manual_seed(seed)
-    return OPS[name].make(m, rows, **sizes)

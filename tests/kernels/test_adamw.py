@@ -1,3 +1,5 @@
+"""AdamW: against torch, its reference bit for bit, stochastic rounding, remainders of bf16 weights."""
+
 import math
 
 import pytest

@@ -1,3 +1,5 @@
+"""What all kernels share: sizes, rows of any strides, backwards that run once."""
+
 import pytest
 import torch
 import triton

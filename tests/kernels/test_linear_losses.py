@@ -1,0 +1,420 @@
+"""What is special to losses over a linear head: chunks of tokens, what is not computed, and what is never in memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.kernels import (
+    linear_cross_entropy,
+    linear_cross_entropy_reference,
+    linear_jsd,
+    linear_jsd_reference,
+    linear_logprobs,
+    linear_logprobs_reference,
+)
+from tests.kernels.cases import IGNORE
+from tests.kernels.oracle import assert_as_exact
+from tests.kernels.seen import Seen, adding_in_place
+
+METRICS = {
+    "cross entropy": ("return_z_loss", "return_token_accuracy", "return_predicted_tokens", "return_entropy"),
+    "logprobs": ("return_logits_mean",),
+    "jsd": ("return_soft_hard_loss",),
+}
+OPS = {
+    "cross entropy": (linear_cross_entropy, linear_cross_entropy_reference),
+    "logprobs": (linear_logprobs, linear_logprobs_reference),
+    "jsd": (linear_jsd, linear_jsd_reference),
+}
+LOGITS = {"cross entropy": 1, "logprobs": 1, "jsd": 2}
+"""How many matmuls make logits."""
+each_op = pytest.mark.parametrize("name", OPS)
+
+
+def problem(name, tokens, vocab, device, dtype=torch.float64, hidden=8, ignored=0.3, scale=1.0, bias=True):
+    """The tensors of a call, of which x, weight and bias (the student's) have gradients."""
+
+    def random(*shape, train=True):
+        return (scale * torch.randn(shape, dtype=torch.float64)).to(device, dtype).requires_grad_(train)
+
+    who = "student_" if name == "jsd" else ""
+    call = {f"{who}x": random(tokens, hidden), f"{who}weight": random(vocab, hidden)}
+    if bias:
+        call[f"{who}bias"] = random(vocab)
+    if name == "jsd":
+        call |= {"teacher_x": random(tokens, 4, train=False), "teacher_weight": random(vocab, 4, train=False)}
+    labels = torch.randint(0, vocab, (tokens,), device=device)
+    return call | {"labels": labels.masked_fill(torch.rand(tokens, device=device) < ignored, IGNORE)}
+
+
+def results(op, call: dict, **options) -> dict[str, Tensor]:
+    """All outputs, and the gradients of the weighted sum of the first one."""
+    out = op(**call, **options)
+    outputs = out if isinstance(out, tuple) else (out,)
+    found = {f"output {i}": t for i, t in enumerate(outputs) if t is not None}
+    weights = torch.cos(torch.arange(outputs[0].numel(), device=outputs[0].device)).view(outputs[0].shape) + 1.5
+    trained = {name: t for name, t in call.items() if t.requires_grad}
+    gradients = torch.autograd.grad((outputs[0] * weights.to(outputs[0].dtype)).sum(), list(trained.values()))
+    return found | dict(zip(trained, gradients, strict=True))
+
+
+def metrics(name):
+    hard = {"weight_hard": 0.5} if name == "jsd" else {}
+    return dict.fromkeys(METRICS[name], True) | hard
+
+
+def wide(call):
+    return {
+        n: t.detach().double().requires_grad_(t.requires_grad) if t.is_floating_point() else t for n, t in call.items()
+    }
+
+
+def assert_same(actual, expected, rtol, atol):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            actual[name], value.to(actual[name].device), rtol=rtol, atol=atol, check_dtype=False, equal_nan=True,
+            msg=lambda m, name=name: f"{name}: {m}",
+        )  # fmt: skip
+
+
+# Chunks.
+
+
+@each_op
+def test_chunks_change_nothing(device, name):
+    """1 and 2 chunks of 200 tokens; log-probabilities compute the logits of a chunk again in the backward."""
+    call, runs = problem(name, 200, 30, device, torch.float32, ignored=0.85), []
+    row = 64 * 4 * LOGITS[name]
+    for count, workspace_bytes in ((1, 2**30), (2, 128 * row)):
+        with Seen() as seen:
+            runs.append(results(OPS[name][0], call, workspace_bytes=workspace_bytes, num_valid=200, **metrics(name)))
+        again = 1 if name == "logprobs" and count > 1 else 0
+        assert len(seen.matmuls) == (LOGITS[name] + 2 + again) * count
+    assert_same(runs[1], runs[0], 2e-5, 2e-6)  # fp32 sums of 200 terms in another order
+
+
+@each_op
+@pytest.mark.parametrize("grad", [False, True])
+def test_logits_are_never_whole(device, name, grad):
+    """All results of 300 tokens from 128 rows of logits at a time; rows start on multiples of 64 elements."""
+    call = problem(name, 300, 300, device, torch.float32, ignored=0.9, bias=False)
+    options = metrics(name) | {"workspace_bytes": 1, "num_valid": 300}
+    with Seen() as seen, torch.set_grad_enabled(grad):
+        found = results(OPS[name][0], call, **options) if grad else {"output 0": OPS[name][0](**call, **options)}
+    assert seen.largest == 128 * 320 * 4
+    if grad:
+        expected = results(OPS[name][1], call, **metrics(name))
+        assert_same(found, expected, 2e-5, 2e-5)  # fp32 sums of 300 terms in another order
+
+
+@pytest.mark.parametrize("hidden, parts", [pytest.param(16, 1, marks=pytest.mark.slow), (256, 2)])
+def test_fp32_accumulation_is_as_exact_as_one_chunk(device, hidden, parts):
+    """Over 3 chunks; half precision is not. Where dweight is larger than the workspace, of 131 rows 128 and 3 are
+    summed apart, and rounded into the memory of the 128."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    call = problem("cross entropy", 384, 131, device, dtype, hidden, 0.0, (4 / hidden) ** 0.25, bias=False)
+    exact = results(linear_cross_entropy_reference, wide(call), reduction="sum")["weight"]
+
+    def error(**options):
+        found = results(linear_cross_entropy, call, reduction="sum", **options)["weight"]
+        return (found.double() - exact).square().mean().sqrt()
+
+    once = error(accum_dtype=torch.float32, workspace_bytes=2**30)
+    with Seen() as seen:
+        # 2 % for the order of summation inside the matmuls.
+        assert error(accum_dtype=torch.float32, workspace_bytes=1) <= 1.02 * once
+    assert len(seen.matmuls) == 3 * (2 + parts)  # logits, dx, and dweight in its parts
+    assert error(accum_dtype=None, workspace_bytes=1) > 1.02 * once
+
+
+@pytest.mark.parametrize("dtype, accum_dtype, trained, count", [
+    (torch.float16, torch.float32, True, 3),
+    (torch.float16, None, True, 2 * 4),  # no sum is wider than dweight
+    (torch.float32, torch.float32, True, 2 * 4),
+    (torch.float16, torch.float32, False, 2 * 3),  # no dweight
+])  # fmt: skip
+def test_logits_in_the_memory_of_a_sum(device, dtype, accum_dtype, trained, count):
+    """200 rows of 128 bytes: what an fp32 sum of dweight, 30 x 512, would take beyond dweight, holds all logits."""
+    call = problem("logprobs", 200, 30, device, dtype, 512, ignored=0.9, bias=False)
+    call["weight"].requires_grad_(trained)
+    with Seen() as seen:
+        linear_logprobs(**call, num_valid=200, accum_dtype=accum_dtype, workspace_bytes=1).sum().backward()
+    assert len(seen.matmuls) == count
+
+
+# What is not computed.
+
+
+@each_op
+def test_ignored_rows_are_not_multiplied(device, poison, name):
+    """24 of 200 rows are valid: 128 rows enter the matmuls, and NaN in the others reaches nothing."""
+    call, (op, reference) = problem(name, 200, 30, device, ignored=0.0), OPS[name]
+    valid = torch.zeros(200, dtype=torch.bool, device=device)
+    valid[torch.randperm(200, device=device)[:24]] = True
+    call["labels"] = call["labels"].where(valid, IGNORE)
+    per_token = [n for n in call if n.endswith("x")]
+    kept = call | {n: call[n].detach()[valid].requires_grad_(call[n].requires_grad) for n in (*per_token, "labels")}
+    expected = results(reference, kept, **({} if name == "logprobs" else {"reduction": "mean"}), **metrics(name))
+    for n in per_token:
+        call[n] = call[n].detach().masked_fill(~valid[:, None], torch.nan).requires_grad_(call[n].requires_grad)
+    for num_valid, labels in ((29, call["labels"]), (None, call["labels"].cpu())):
+        with Seen() as seen:
+            actual = op(**call | {"labels": labels}, num_valid=num_valid, **metrics(name))
+            first = actual[0] if isinstance(actual, tuple) else actual
+            dx, *rest = torch.autograd.grad(
+                first[valid].dot((torch.cos(torch.arange(24, device=device)) + 1.5).double()) if first.dim()
+                else first * 2.5,
+                [t for t in call.values() if t.requires_grad],
+            )  # fmt: skip
+        assert all(128 in shape[:2] and 200 not in shape for shape in seen.matmuls)
+        assert not dx[~valid].any()
+        names = [n for n, t in call.items() if t.requires_grad]
+        for n, grad in zip(names, [dx[valid], *rest], strict=True):
+            torch.testing.assert_close(grad, expected[n], rtol=1e-10, atol=1e-12)
+
+
+@each_op
+def test_more_valid_labels_than_announced(device, name):
+    call = problem(name, 144, 30, device, ignored=0.0)
+    assert OPS[name][0](**call, num_valid=128).isnan().any()
+    # 100 announces anything up to the next multiple of 128.
+    call["labels"] = call["labels"].masked_fill(torch.arange(144, device=device) >= 128, IGNORE)
+    torch.testing.assert_close(OPS[name][0](**call, num_valid=100), OPS[name][1](**call))
+
+
+@each_op
+def test_all_ignored_and_none_at_all(device, poison, name):
+    for tokens in (0, 144):
+        call = problem(name, tokens, 30, device, ignored=1.1)
+        for num_valid in (0, tokens):
+            found = results(OPS[name][0], call, num_valid=num_valid)
+            assert not any(value.any() for value in found.values())
+
+
+@each_op
+def test_frozen_inputs_cost_nothing(device, name):
+    call, op = problem(name, 40, 30, device, bias=False), OPS[name][0]
+    x, weight = (n for n, t in call.items() if t.requires_grad)
+    for needs in ((True, True), (True, False), (False, True), (False, False)):
+        call[x].requires_grad_(needs[0])
+        call[weight].requires_grad_(needs[1])
+        with Seen() as seen:
+            out = op(**call, num_valid=40)
+            if out.requires_grad:
+                out.sum().backward()
+        assert len(seen.matmuls) == LOGITS[name] + sum(needs)
+    call[x].requires_grad_()
+    with Seen() as seen, torch.no_grad():
+        quiet = op(**call, num_valid=40)
+    assert len(seen.matmuls) == LOGITS[name] and not quiet.requires_grad
+
+
+def test_a_second_backward_of_logprobs_computes_the_logits_again(device):
+    call = problem("logprobs", 40, 30, device, bias=False)
+    out = linear_logprobs(**call, num_valid=40).sum()
+    leaves = [call["x"], call["weight"]]
+    first = torch.autograd.grad(out, leaves, retain_graph=True)
+    with Seen() as seen:
+        second = torch.autograd.grad(out, leaves)
+    assert len(seen.matmuls) == 3 and all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+# The gradient of the weight.
+
+
+@each_op
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
+def test_weight_grad_in_place(device, poison, name, dtype):
+    """Micro-batches of 2 chunks add to one .grad, as exactly as autograd."""
+    call = problem(name, 130, 30, device, dtype, ignored=0.95, bias=False)
+    call["labels"][-1] = 3  # in the second chunk
+    weight = next(n for n in call if n in ("weight", "student_weight"))
+    (marked,) = adding_in_place(call[weight])
+    options = {"workspace_bytes": 1, "num_valid": 130}
+    inputs = wide(call)
+    once = torch.autograd.grad(3 * OPS[name][1](**inputs).sum(), inputs[weight])[0]
+    for w in (call[weight], marked, marked):
+        (3 * OPS[name][0](**call | {weight: w}, **options).sum()).backward()
+    # Autograd rounds more often: the sum, 3 times it, and that added to itself.
+    assert_as_exact(marked.grad, call[weight].grad * 2, 2 * once, terms=130)
+    before = marked.grad.clone()
+    (grad,) = torch.autograd.grad(3 * OPS[name][0](**call | {weight: marked}, **options).sum(), marked)
+    assert_as_exact(grad, call[weight].grad, once, terms=130)
+    assert torch.equal(marked.grad, before)
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "jsd"])
+def test_fp16_gradients_do_not_underflow(device, name):
+    """One of 2e6 tokens: p / 2e6 is below fp16, but not times a loss scaler's 65536."""
+    call = problem(name, 96, 20, device, torch.float16, ignored=0.0, scale=0.3)
+    small = {"num_items_in_batch": 2_000_000} if name == "cross entropy" else {"weight_soft": 1e-3, "weight_hard": 1e-4}
+    trained = [n for n, t in call.items() if t.requires_grad]
+    inputs = wide(call)
+    (op, reference), scale = OPS[name], 2.0**16
+    actual = torch.autograd.grad(op(**call, **small) * scale, [call[n] for n in trained])
+    exact = torch.autograd.grad(reference(**inputs, **small) * scale, [inputs[n] for n in trained])
+    for a, b in zip(actual, exact, strict=True):
+        # fp16 logits near 4 are off by 2^-10; gradients of logits near 1e-5, in fp16's subnormals, by 2^-25.
+        assert a.dtype == torch.float16 and (a.double() - b).norm() < 2e-2 * b.norm()
+
+
+@pytest.mark.parametrize("tokens, vocab, options", [
+    (20, 300, {}), (20, 300, {"beta": 0.0}), (20, 300, {"beta": 1.0}),
+    pytest.param(150, 300, {"reduction": "none"}, marks=pytest.mark.slow),
+    (6, 7000, {"weight_hard": 0.1, "beta": 0.0, "reduction": "none"}),  # rows of several tiles
+], ids=str)  # fmt: skip
+def test_a_teacher_nearer_than_rounded_logits_can_tell(device, poison, tokens, vocab, options):
+    """Logits near 16, a tenth apart from the teacher's: in 16 bits they come in steps of 2^-7 (fp16) or 2^-4 (bf16)."""
+    dtype = torch.bfloat16 if device == "cuda" else torch.float16
+    call = problem("jsd", tokens, vocab, device, dtype, hidden=64, bias=False)
+    call["teacher_x"] = call["student_x"].detach().clone()
+    weight = call["student_weight"].detach()
+    call["teacher_weight"] = weight + 0.01 * torch.randn_like(weight)
+    options = options | {"weight_soft": 256.0}  # so that no gradient of a logit is a subnormal of fp16
+    actual = results(linear_jsd, call, workspace_bytes=1, **options)
+    expected = results(linear_jsd_reference, wide(call), **options)
+    errors = {name: ((actual[name].double() - t).norm() / t.norm()).item() for name, t in expected.items()}
+    # The loss is of second order in differences of 0.1 between fp32 logits near 16, off by some 1e-6. The gradients of
+    # the logits are rounded to the dtype, and so are those made of them, each by eps / 2 at most.
+    assert errors.pop("output 0") < 1e-4, errors
+    assert max(errors.values()) < torch.finfo(dtype).eps, errors
+
+
+def test_minus_infinity(device):
+    """Classes masked out through the bias: they have no probability and no gradient, and NaN does not appear."""
+    call = problem("logprobs", 5, 9, device, torch.float32, ignored=0.0)
+    masked = torch.zeros(9, dtype=torch.bool, device=device)
+    masked[[0, 4, 8]] = True
+    call["bias"] = call["bias"].detach().masked_fill(masked, -torch.inf).requires_grad_()
+    call["labels"] = torch.tensor([1, 2, 3, 5, 6], device=device)
+    some = call | {n: call[n].detach()[~masked].requires_grad_() for n in ("weight", "bias")}
+    some["labels"] = call["labels"] - 1 - (call["labels"] > 4).long()
+    actual, expected = results(linear_logprobs, call), results(linear_logprobs_reference, some)
+    for n in ("weight", "bias"):
+        assert not actual[n][masked].any()
+        actual[n] = actual[n][~masked]
+    assert_same(actual, expected, 1e-5, 1e-6)
+
+
+@each_op
+def test_only_autocast_mixes_dtypes(device, name):
+    call = problem(name, 4, 5, device, torch.float32, bias=False)
+    x = next(iter(call))
+    with pytest.raises(InputError, match="autocast"):
+        OPS[name][0](**call | {x: call[x].detach().half()})
+
+
+@each_op
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
+def test_compiled(device, name, dtype):
+    """One graph, gradients included, with the fused op opaque in it; fp16 hands one more tensor to the backward."""
+    call = problem(name, 20, 20, device, dtype, scale=0.5)
+    options = metrics(name)
+    torch.compiler.reset()
+    backend = "inductor" if device == "cuda" else "aot_eager"
+    compiled = torch.compile(lambda **call: OPS[name][0](**call, **options), fullgraph=True, backend=backend)
+    # Upstream is multiplied in at another place, which rounds to the dtype once more.
+    tolerance = 2**-10 if dtype == torch.float16 else 1e-4 if device == "cuda" else 1e-5
+    actual = results(compiled, call)
+    assert_same(actual, results(OPS[name][0], call, **options), tolerance, tolerance)
+
+
+# Of a GPU alone.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name, tokens, accum_dtype, in_place, peak, held", [
+    # workspace 501 MiB, dx 64, dweight 1002
+    ("cross entropy", 8192, None, False, 1.6, 1.1),
+    # one chunk: workspace 1503, dx 48, dweight in bf16 1002, which is what more tokens take beside dx
+    ("cross entropy", 6144, torch.float32, False, 2.52, 1.05),
+    # dx 64, dweight in fp32 2004, workspace 501
+    ("cross entropy", 8192, torch.float32, False, 2.54, 1.05),
+    # dx 128, dweight in fp32 until it is added to the gradient that is there, and in forward the workspace
+    ("cross entropy", 16384, torch.float32, True, 2.6, 2.1),
+    # both workspaces 501 MiB, dx 32, dweight 1002
+    ("jsd", 4096, None, False, 1.6, 1.1),
+    # dx 32, dweight in fp32 2004, beside it both workspaces, 501, and, at the end, half of dweight in bf16
+    ("jsd", 4096, torch.float32, False, 2.5, 1.1),
+])  # fmt: skip
+def test_peak_memory(name, tokens, accum_dtype, in_place, peak, held):
+    """T x 4096 x 128256 in bf16, GiB beyond the inputs (and the .grad that is added to), gradients included."""
+    x, y = (torch.randn(tokens, 4096, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    weights = [torch.randn(128256, 4096, dtype=torch.bfloat16, device="cuda").mul_(0.02) for _ in range(2)]
+    weight = adding_in_place(weights[0])[0] if in_place else torch.nn.Parameter(weights[0])
+    labels = torch.randint(0, 128256, (tokens,), device="cuda")
+    x.requires_grad_()
+
+    def loss(count):
+        if name == "jsd":
+            return linear_jsd(x[:count], weight, y[:count], weights[1], accum_dtype=accum_dtype)
+        return linear_cross_entropy(x[:count], weight, labels[:count], accum_dtype=accum_dtype)
+
+    loss(128).backward()  # cuBLAS keeps a workspace from here on
+    x.grad = None
+    weight.grad = weight.grad if in_place else None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    out = loss(tokens)
+    assert torch.cuda.memory_allocated() - before <= held * 2**30
+    forward = torch.cuda.max_memory_allocated()
+    (2 * out).backward()
+    assert torch.cuda.max_memory_allocated() - before <= peak * 2**30
+    assert not in_place or torch.cuda.max_memory_allocated() == forward
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["cross entropy", "logprobs"])
+def test_evaluation_takes_the_workspace_alone(name):
+    """8192 x 1024 x 128256 in bf16: without gradients [V, H] and [T, H] buffers do not appear."""
+    call = problem(name, 8192, 128256, "cuda", torch.bfloat16, 1024, bias=False)
+    torch.mm(call["x"].detach()[:128], call["weight"].detach()[:128].t())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with torch.no_grad():
+        OPS[name][0](**call, **metrics(name))
+    assert torch.cuda.max_memory_allocated() - before <= 514 * 2**20
+
+
+@pytest.mark.gpu
+@each_op
+def test_logits_beyond_int32(name):
+    """A workspace of 2.2e9 logits in one chunk: the last rows are right."""
+    call = problem(name, 17152, 128256, "cuda", torch.bfloat16, 64, 0.0, 0.3, bias=False)
+    tail = {n: t.detach()[-8:].requires_grad_(t.requires_grad) if n[-1] in "xs" else t for n, t in call.items()}
+    options = {} if name == "logprobs" else {"reduction": "none"}
+    op, reference = OPS[name]
+    out, expected = op(**call, workspace_bytes=2**34, **options), reference(**tail, **options)
+    torch.testing.assert_close(out[-8:], expected, rtol=1e-2, atol=1e-2)
+    x = next(iter(call))
+    (grad,), (other,) = torch.autograd.grad(out[-8:].sum(), call[x]), torch.autograd.grad(expected.sum(), tail[x])
+    # dx is a sum of 128256 terms of bf16.
+    assert (grad[-8:].float() - other.float()).norm() <= 2e-2 * other.float().norm()
+
+
+@pytest.mark.gpu
+def test_a_weight_beyond_int32():
+    call = problem("cross entropy", 128, 129280, "cuda", torch.bfloat16, 16640, 0.0, 0.01, bias=False)
+    assert call["weight"].numel() > 2**31
+    tripled, once = (
+        torch.autograd.grad(n * linear_cross_entropy(**call, reduction="sum", accum_dtype=None), call["weight"])[0][-4:]
+        for n in (3, 1)
+    )
+    # 3 x, rounded to bf16, is within half an ulp.
+    torch.testing.assert_close(tripled.float(), 3 * once.float(), rtol=2**-8, atol=0)
+
+
+@pytest.mark.gpu
+def test_wide_vocabulary():
+    """262144 classes and an odd number of them, against eager on the same bf16 logits."""
+    for vocab in (262144, 262147):
+        call = problem("cross entropy", 700, vocab, "cuda", torch.bfloat16, 64, scale=0.5, bias=False)
+        exact = results(linear_cross_entropy_reference, wide(call))
+        actual = results(linear_cross_entropy, call, workspace_bytes=2**27)
+        eager = results(lambda x, weight, labels: F.cross_entropy(F.linear(x, weight), labels), call)
+        for name in ("x", "weight"):
+            assert_as_exact(actual[name], eager[name], exact[name], name)

@@ -1,0 +1,328 @@
+"""What is special to MLPs and activations: what they save and recompute, in how many matmuls, and in which memory."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from ligermodels.kernels import (
+    activate,
+    activate_reference,
+    activation_linear,
+    gated_mlp,
+    gated_mlp_reference,
+    glu_linear,
+    mlp,
+    mlp_reference,
+)
+from ligermodels.kernels.linear import joint, lay_together
+from ligermodels.kernels.rms_norm import add_rms_norm
+from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
+from tests.kernels.seen import Seen, adding_in_place, saved_by
+
+HIDDEN, INNER, OUT = 6, 20, 5
+MODES = {"saved": {}, "recomputed": {"recompute": True}, "tiles": {"recompute": True, "workspace_bytes": 1}}
+"""The last: 128 tokens at a time, which is the least."""
+FP32_SUMS = dict(rtol=1e-5, atol=5e-5)
+"""Of 130 terms, added in another order: 130 roundings of either sign by half an ulp of numbers below 32, four times."""
+each_mode = pytest.mark.parametrize("mode", MODES)
+each_mlp = pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
+each_laid = pytest.mark.parametrize("laid", ["joint", "apart"])
+
+
+def op_of(gated, mode="saved"):
+    op, activation = (gated_mlp, "silu") if gated else (mlp, "quick_gelu")
+    return functools.partial(op, activation=activation, **MODES[mode])
+
+
+def make(device, gated, *lead, dtype=torch.float32, hidden=HIDDEN, inner=INNER, out=OUT):
+    """x, both weights and both biases, and dy; values as a trained model's, so that nothing overflows in fp16."""
+    width = (1 + gated) * inner
+    inputs = [
+        torch.randn(*lead, hidden), torch.randn(width, hidden) * hidden**-0.5, torch.randn(out, inner) * inner**-0.5,
+        torch.randn(width), torch.randn(out),
+    ]  # fmt: skip
+    return [t.to(device, dtype).requires_grad_() for t in inputs], torch.randn(*lead, out).to(device, dtype)
+
+
+def run(op, inputs, dy):
+    y = op(*inputs)
+    return [y.detach(), *torch.autograd.grad(y, [t for t in inputs if t.requires_grad], dy)]
+
+
+def two_weights(device, laid, *lead, **sizes):
+    """x, gate, up, down and their biases, of which gate and up are slices of one tensor or not; and dy."""
+    (x, w1, w2, b1, b2), dy = make(device, True, *lead, **sizes)
+    parameters = [torch.nn.Parameter(t.detach().clone()) for t in (*w1.chunk(2), w2, *b1.chunk(2), b2)]
+    if laid == "joint":
+        lay_together(parameters[:2])
+        lay_together(parameters[3:5])
+    return [x, *parameters], dy
+
+
+def of_two(x, gate, up, down, gate_bias, up_bias, down_bias, **options):
+    return gated_mlp(x, (gate, up), down, (gate_bias, up_bias), down_bias, **options)
+
+
+# Saved, and recomputed.
+
+
+def test_linear_after_an_activation_saves_its_input_alone(device):
+    x, weight = torch.randn(9, 60, device=device).requires_grad_(), torch.randn(4, 30, device=device).requires_grad_()
+    for op in (
+        lambda: glu_linear(x, weight),
+        lambda: glu_linear(x[:, :30], weight, up=x[:, 30:]),
+        lambda: activation_linear(x[:, :30], weight, activation="gelu"),
+    ):
+        _, saved = saved_by(op, weight)
+        assert {t.untyped_storage().data_ptr() for t in saved} == {x.data_ptr()}
+
+
+@each_mlp
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_what_is_saved(device, gated, normed, mode):
+    """x, or what the norm saves anyway; and z, unless it is recomputed. Never h. After a norm: the same bits."""
+    (x, *parameters), dy = make(device, gated, 3, 47)
+    norm, residual = torch.randn(HIDDEN, device=device).requires_grad_(), torch.randn(3, 47, HIDDEN, device=device)
+    op = op_of(gated, mode)
+    y, total = add_rms_norm(x, residual, norm) if normed else (x, x)
+    out, saved = saved_by(lambda: op(y, *parameters), *parameters, norm)
+    activations = [t for t in saved if t.dim() > 1]
+    assert sum(t.data_ptr() == total.data_ptr() for t in activations) == 1
+    others = [tuple(t.shape) for t in activations if t.data_ptr() != total.data_ptr()]
+    assert others == ([(3, 47, (1 + gated) * INNER)] if mode == "saved" else [])
+    copied = op(y.view_as(y), *parameters)
+    leaves = [x, *parameters]
+    for a, b in zip(*(torch.autograd.grad(t, leaves, dy, retain_graph=True) for t in (out, copied)), strict=True):
+        assert torch.equal(a, b)
+
+
+TRAINED = {
+    (0,): (2, ["z"]), (1,): (2, ["x", "z"]), (2,): (1, ["z"]), (3,): (1, ["z"]), (4,): (0, []), (0, 4): (2, ["z"]),
+    (0, 2): (3, ["z"]), (1, 2): (3, ["x", "z"]), (0, 1): (3, ["x", "z"]), (3, 4): (1, ["z"]),
+    (0, 1, 2, 3, 4): (4, ["x", "z"]),
+}  # fmt: skip
+"""By which of x, w1, w2, b1, b2 are trained: the matmuls of the backward, and what is saved beside parameters."""
+
+
+@each_mode
+@pytest.mark.parametrize("trained", TRAINED, ids=str)
+def test_what_is_frozen_costs_nothing(device, poison, mode, trained):
+    inputs, dy = make(device, True, 130)
+    whole = run(op_of(True, mode), inputs, dy)
+    inputs = [t.detach().requires_grad_(i in trained) for i, t in enumerate(inputs)]
+    y, saved = saved_by(lambda: op_of(True, mode)(*inputs))
+    with Seen() as backward:
+        grads = torch.autograd.grad(y, [inputs[i] for i in trained], dy)
+    for i, grad in zip(trained, grads, strict=True):
+        torch.testing.assert_close(grad, whole[1 + i], **FP32_SUMS)
+    matmuls, kept = TRAINED[trained]
+    if mode != "saved":
+        matmuls, kept = (matmuls + 1 if kept else 0), (["x"] if kept else [])
+    assert len(backward.matmuls) == matmuls * (2 if mode == "tiles" else 1)
+    kinds = {(130, HIDDEN): "x", (130, 2 * INNER): "z"}
+    assert sorted(kinds[tuple(t.shape)] for t in saved if tuple(t.shape) in kinds) == kept
+
+
+FROZEN = [
+    ("gate",),
+    ("up",),
+    ("down",),
+    ("x",),
+    ("gate", "up"),
+    ("x", "up"),
+    ("gate_bias",),
+    ("x", "gate", "up", "down"),
+]
+
+
+@each_mode
+@each_laid
+@pytest.mark.parametrize("trained", FROZEN, ids="+".join)
+def test_matmuls_of_two_weights(device, poison, laid, mode, trained):
+    """One for z and for dx where they are joint, two where not; one for the gradients of both, or of one."""
+    inputs, dy = two_weights(device, laid, 130)
+    names = ["x", "gate", "up", "down", "gate_bias", "up_bias", "down_bias"]
+    for name, leaf in zip(names, inputs, strict=True):
+        leaf.requires_grad_(name in trained)
+    with Seen() as forward:
+        y = of_two(*inputs, **MODES[mode])
+    with Seen() as backward:
+        torch.autograd.grad(y, [t for t in inputs if t.requires_grad], dy)
+    each, tiles = 1 if laid == "joint" else 2, 2 if mode == "tiles" else 1
+    need_z = any(n != "down" for n in trained)
+    count = need_z + ("down" in trained) + each * ("x" in trained) + ("gate" in trained or "up" in trained)
+    assert len(forward.matmuls) == (each + 1) * tiles
+    assert len(backward.matmuls) == (count + (each if mode != "saved" else 0)) * tiles
+
+
+def test_tiles_bound_what_exists_at_once(device):
+    """With recompute no tensor of all tokens is as wide as z or h; one tile where they fit twice."""
+    inputs, dy = make(device, True, 768, inner=100)
+    workspace = 256 * 2 * 100 * 4
+    with Seen() as seen:
+        torch.autograd.grad(gated_mlp(*inputs, recompute=True, workspace_bytes=workspace), inputs, dy)
+    assert seen.largest == workspace and len(seen.matmuls) == 3 * (2 + 5)
+    inputs, _ = make(device, True, 300)
+    for workspace in (1, 150 * 160 - 1, 150 * 160, 10**9):  # a row of z takes 160 bytes
+        with Seen() as seen, torch.no_grad():
+            gated_mlp(*inputs, recompute=True, workspace_bytes=workspace)
+        assert len(seen.matmuls) == 2 * (3 if workspace < 150 * 160 else 1)
+
+
+@each_mlp
+@pytest.mark.parametrize("mode", ["saved", "recomputed"])
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_checkpointed(device, poison, gated, mode, early_stop):
+    """The second run ends with what the MLP saves, of which the down matmul is not, unless it is told to go on."""
+    inputs, dy = make(device, gated, 2, 9)
+    inputs.append(torch.randn(HIDDEN, HIDDEN, device=device).requires_grad_())
+    op = op_of(gated, mode)
+
+    def block(x, *parameters):
+        return op(F.linear(x, parameters[-1]), *parameters[:-1])
+
+    expected = run(block, inputs, dy)
+    with Seen() as forward, set_checkpoint_early_stop(early_stop):
+        y = checkpoint(block, *inputs, use_reentrant=False)
+    with Seen() as backward:
+        grads = torch.autograd.grad(y, inputs, dy)
+    for a, b in zip([y, *grads], expected, strict=True):
+        assert torch.equal(a, b)
+    # Each of the three layers has two matmuls in the backward. To them, again: the first layer and, once, z.
+    again = 2 if early_stop else 3 + (mode != "saved")
+    assert (len(forward.matmuls), len(backward.matmuls)) == (3, 6 + again)
+
+
+@each_mode
+def test_the_last_backward_alone_writes_over_what_is_saved(device, poison, mode):
+    inputs, dy = make(device, True, 2, 70)
+    y, saved = saved_by(lambda: op_of(True, mode)(*inputs))
+    copies = [t.detach().clone() for t in saved]
+    first, second = (torch.autograd.grad(y, inputs, dy, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(saved, copies, strict=True))
+    for a, b, c in zip(first, second, torch.autograd.grad(y, inputs, dy), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    changed = [tuple(a.shape) for a, b in zip(saved, copies, strict=True) if not torch.equal(a, b)]
+    assert changed == ([(2, 70, 2 * INNER)] if mode == "saved" else [])
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(y, inputs, dy)
+
+
+@each_mode
+@each_laid
+def test_adds_to_the_gradient_in_place(device, poison, laid, mode):
+    """Of weights that ask for it; several micro-batches give their sum in one place."""
+    (x, *parameters), dy = two_weights(device, "apart", 130)
+    expected = run(of_two, [x, *parameters], dy)[2:]
+    parameters = adding_in_place(*parameters)
+    if laid == "joint":
+        lay_together(parameters[:2])
+    memory = []
+    for times in (1, 2, 3):
+        of_two(x, *parameters, **MODES[mode]).backward(dy)
+        for t, grad in zip(parameters, expected, strict=True):
+            torch.testing.assert_close(t.grad, times * grad, **FP32_SUMS)
+        memory.append([t.grad.data_ptr() for t in parameters[:3]])
+    assert memory[0] == memory[1] == memory[2]
+    assert joint([t.grad for t in parameters[:2]]) is not None
+
+
+def test_weights_that_move_before_the_backward(device):
+    """As FSDP moves them: the memory in which they were one is gone."""
+    for options in MODES.values():
+        inputs, dy = two_weights(device, "joint", 130)
+        expected = run(functools.partial(of_two, **options), inputs, dy)[1]
+        y, old = of_two(*inputs, **options), joint(inputs[1:3]).data
+        for t in inputs[1:3]:
+            t.data = t.data.clone()
+        old.fill_(torch.nan)
+        torch.testing.assert_close(torch.autograd.grad(y, inputs[0], dy)[0], expected, **FP32_SUMS)
+
+
+def test_without_triton_z_is_recomputed_too(without_triton):
+    inputs, dy = make("cpu", True, 3, 7)
+    results = []
+    for mode in ("saved", "recomputed"):
+        y, saved = saved_by(lambda m=mode: op_of(True, m)(*inputs))
+        results.append([y, *torch.autograd.grad(y, inputs, dy)])
+        assert any(t.shape[-1] == INNER for t in saved if t.dim() == 3) is (mode == "saved")
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+# Activations.
+
+
+def test_far_tails(device):
+    """Where exp overflows, nothing else may: the ends are 0 and the identity, as in torch."""
+    x = torch.tensor([-1e10, -1e4, -200.0, -100.0, -30.0, 0.0, 30.0, 100.0, 200.0, 1e4], device=device)
+    for name in ("silu", "gelu", "gelu_tanh", "quick_gelu"):
+        y = activate(x.requires_grad_(), activation=name)
+        torch.testing.assert_close(y.double(), activate_reference(x.double(), activation=name), rtol=1e-6, atol=1e-12)
+        slope = (x > 0) + 0.5 * (x == 0)
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), x)[0], slope, rtol=1e-6, atol=1e-10)
+
+
+@pytest.mark.parametrize("ours, theirs", [
+    ("quick_gelu", "quick_gelu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("silu", "silu"),
+])  # fmt: skip
+def test_references_are_those_of_transformers(ours, theirs):
+    """By the name that a config.json gives them."""
+    functions = pytest.importorskip("transformers.activations").ACT2FN
+    x = torch.randn(5, 64) * 3
+    torch.testing.assert_close(activate_reference(x, activation=ours), functions[theirs](x), rtol=0, atol=0)
+
+
+# Of a GPU alone. `test_every_op.py` has tiles of 128 tokens, and weights that lie apart.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("check", [assert_captures, assert_never_waits, assert_compiles])
+def test_joint_weights_on_a_gpu(check, mode):
+    small = dict(dtype=torch.float32) if check is assert_compiles else dict(dtype=torch.bfloat16)
+    inputs, dy = two_weights("cuda", "joint", 300, hidden=512, inner=1536, out=512, **small)
+    check(functools.partial(of_two, **MODES[mode]), inputs, [dy])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("inner", [1000, 1001, 1500])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_is_written_over_was_read_before(dtype, inner):
+    """Rows that are no multiple of 16 apart: a thread loads more neighbours than it stores at a time, so that what it
+    writes over is read by others. Without a barrier they may read what was written (seen where there is no gate)."""
+    for gated in (True, False):
+        inputs, dy = make("cuda", gated, 4096, dtype=dtype, hidden=64, inner=inner, out=64)
+        first = run(op_of(gated), inputs, dy)
+        reference = gated_mlp_reference if gated else functools.partial(mlp_reference, activation="quick_gelu")
+        wide = [t.detach().double().requires_grad_() for t in inputs]
+        for a, b in zip(first, run(reference, wide, dy.double()), strict=True):
+            assert (a.double() - b).norm() <= 4 * torch.finfo(dtype).eps * b.norm()
+        for _ in range(20):
+            assert all(map(torch.equal, run(op_of(gated), inputs, dy), first))
+
+
+@pytest.mark.gpu
+def test_peak_memory():
+    """saved: z, dh, and no second z; tiles: neither z nor h of all tokens, and the sums of one weight are rounded after
+    those of the other. Without biases, for whose gradients torch.sum takes 128 MiB of its own."""
+    tokens, hidden, inner = 8192, 1024, 8192
+    inputs, dy = make("cuda", True, tokens, dtype=torch.bfloat16, hidden=hidden, inner=inner, out=hidden)
+    x, w1, w2 = inputs = inputs[:3]
+    z, y, dx = tokens * 2 * inner * 2, dy.nbytes, x.nbytes
+    # The most is there while h, in the place of dh and half of z, becomes a part of the second weight's gradient. The
+    # first weight's gradient and dx come later; of several tiles both are begun, and the weights' sums are in fp32.
+    for options, most in (
+        ({}, y + z + z // 2 + w2.nbytes),
+        ({"recompute": True, "workspace_bytes": z // 8}, y + dx + z // 8 + z // 16 + 2 * (w1.nbytes + w2.nbytes)),
+    ):
+        for _ in range(2):  # the first compiles, and makes the workspace of cuBLAS
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            grads = torch.autograd.grad(gated_mlp(*inputs, **options), inputs, dy)
+            peak = torch.cuda.max_memory_allocated() - before
+            del grads
+        assert peak <= most + 2**23  # the allocator may give each of these up to 1 MiB more, six at most

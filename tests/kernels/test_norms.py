@@ -1,0 +1,96 @@
+"""What is special to rms_norm and layer_norm: castings, mixed dtypes, rows wider than registers, cancelling numbers."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels.kernels import (
+    add_layer_norm,
+    add_layer_norm_reference,
+    add_rms_norm,
+    add_rms_norm_reference,
+    layer_norm,
+    layer_norm_reference,
+    rms_norm,
+    rms_norm_reference,
+)
+
+ADDS = {"rms": (add_rms_norm, add_rms_norm_reference, 1), "layer": (add_layer_norm, add_layer_norm_reference, 2)}
+each_norm = pytest.mark.parametrize("name", ADDS)
+
+
+def run(op, inputs, grads):
+    leaves = [t.detach().requires_grad_() for t in inputs]
+    outputs = op(*leaves)
+    return [*(t.detach() for t in outputs), *torch.autograd.grad(outputs, leaves, grads)]
+
+
+@pytest.mark.parametrize("width", [9000, 17001])
+@each_norm
+def test_rows_wider_than_registers(device, poison, name, width):
+    """The forward above 16384 columns and the backward above 8192 take several tiles a row."""
+    op, reference, count = ADDS[name]
+    dtype = torch.float32 if device == "cuda" else torch.float64
+    x, residual, dy, dtotal = torch.randn(4, 5, width, dtype=dtype, device=device)
+    inputs = [x + 1, residual, *torch.randn(count, width, dtype=dtype, device=device)]
+    expected = run(reference, [t.double() for t in inputs], [dy.double(), dtotal.double()])
+    eps = torch.finfo(dtype).eps
+    for a, b in zip(run(op, inputs, [dy, dtotal]), expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=256 * eps, atol=256 * eps)
+
+
+def test_castings_differ(device):
+    """Negative control: in half precision the two castings are two functions, and each is its reference's."""
+    x, weight = torch.randn(64, 512, device=device).half(), torch.randn(512, device=device).half()
+    llama, gemma = rms_norm(x, weight), rms_norm(x, weight, cast_before_weight=False)
+    assert not torch.equal(llama, gemma)
+    for before, y in ((True, llama), (False, gemma)):
+        # Sums in another order move rstd by an fp32 ulp, which flips few of the half precision roundings.
+        assert (y != rms_norm_reference(x, weight, cast_before_weight=before)).float().mean() < 0.01
+
+
+def test_norm_reads_the_rounded_sum(device):
+    x, residual = torch.randn(2, 64, 512, device=device).half()
+    for add, norm in ((add_rms_norm, rms_norm), (add_layer_norm, layer_norm)):
+        y, total = add(x, residual)
+        assert torch.equal(total, x + residual)
+        assert (y != norm(total)).float().mean() < 0.01  # of the unrounded sum, a fifth differs
+
+
+@each_norm
+def test_mixed_dtypes(device, poison, name):
+    """Autocast's mixtures: fp32 weights, and an fp32 residual stream, with half precision x."""
+    op, reference, count = ADDS[name]
+    x, weights = torch.randn(9, 60, device=device).half(), torch.randn(count, 60, device=device)
+    residual, dy, dtotal = torch.randn(3, 9, 60, device=device)
+    single = torch.float32
+    for inputs, grads, expected in (
+        ([x, residual, *weights], [dy, dtotal], [single, single, torch.float16, single] + [single] * count),
+        ([x, x, *weights], [dy.half(), dtotal.half()], [torch.float16] * 4 + [single] * count),
+    ):
+        actual = run(op, inputs, grads)
+        assert [t.dtype for t in actual] == expected
+        exact = run(reference, [t.double() for t in inputs], [g.double() for g in grads])
+        for a, b in zip(actual, exact, strict=True):
+            half = a.dtype == torch.float16 or grads[0].dtype == torch.float16
+            torch.testing.assert_close(a.double(), b, rtol=2e-3 if half else 1e-5, atol=4e-3 if half else 1e-5)
+
+
+def test_layer_norm_far_from_zero(device, poison):
+    """Around 1000 with a deviation of 1, where mean(x^2) - mean(x)^2 has three digits left in fp32."""
+    for width in (60, 20000):
+        x = 1000 + torch.randn(3, width, device=device)
+        # The row's mean is known to half an ulp of 1000, 3e-5, which is what x itself is rounded to.
+        torch.testing.assert_close(layer_norm(x).double(), layer_norm_reference(x.double()), rtol=1e-4, atol=1e-3)
+
+
+def test_references_are_those_of_transformers_and_torch():
+    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma").GemmaRMSNorm(64, eps=1e-5)
+    llama = pytest.importorskip("transformers.models.llama.modeling_llama").LlamaRMSNorm(64, eps=1e-5)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight, bias = torch.randn(7, 64, dtype=dtype), *torch.randn(2, 64, dtype=dtype)
+        for norm, options in ((llama, {}), (gemma, dict(cast_before_weight=False, offset=1.0))):
+            torch.nn.init.normal_(norm.weight)
+            norm.to(dtype)
+            assert torch.equal(rms_norm_reference(x, norm.weight, eps=1e-5, **options), norm(x))
+        assert torch.equal(layer_norm_reference(x, weight, bias), F.layer_norm(x, (64,), weight, bias))
