@@ -60,8 +60,8 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
     "rope": [
         ("num_heads", {"num_heads": 7}),
         ("tables \\[P, R/2\\]", lambda cos, sin, **rest: {"cos": cos[None], "sin": sin[None]}),
-        ("with position_ids, cos \\(0, 4\\)", lambda cos, sin, **rest: {"cos": cos[:0], "sin": sin[:0]}),
-        ("pass position_ids", lambda cos, sin, **rest: {
+        ("cos has shape \\(0, 4\\)", lambda cos, sin, **rest: {"cos": cos[:0], "sin": sin[:0]}),
+        ("need position_ids", lambda cos, sin, **rest: {
             "cos": cos[None, :3], "sin": sin[None, :3], "position_ids": None, "sections": (1, 1, 2),
         }),
         ("sections=\\[1, 1\\] .* add up to the 4", lambda position_ids, **rest: {
@@ -82,18 +82,18 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
         ("expanded", lambda qkv, **rest: {"qkv": qkv[:1].expand(2, -1, -1), "inplace": True}),
     ],
     "rope_qk": [
-        ("one floating dtype", lambda k, **rest: {"k": k.double()}),
+        ("of the same B, S, D, floating dtype", lambda k, **rest: {"k": k.double()}),
         ("\\[B, S, heads, D\\]", lambda q, **rest: {"q": q.transpose(1, 2)}),
     ],
     "glu": [
         *NO_ACTIVATION,
         ("expected floating point \\[..., 2F\\]", lambda gate_up: {"gate_up": gate_up[:, :7]}),
-        ("gate_up is the gate alone", lambda gate_up: {"up": gate_up[:, :4]}),
-        ("up \\(6, 16\\), torch.float64", lambda gate_up: {"up": gate_up.double()}),
+        ("gate_up is the gate, of its shape", lambda gate_up: {"up": gate_up[:, :4]}),
+        ("up has shape \\(6, 16\\) and dtype torch.float64", lambda gate_up: {"up": gate_up.double()}),
     ],
     "glu_linear": [
         *NO_ACTIVATION,
-        ("glu_linear: .*gate_up is the gate alone", lambda gate_up, **rest: {"up": gate_up[:, :7]}),
+        ("glu_linear: .*gate_up is the gate, of its shape", lambda gate_up, **rest: {"up": gate_up[:, :7]}),
         ("expected \\[N, 16\\]", lambda gate_up, **rest: {"up": gate_up}),
         ("one dtype", lambda weight, **rest: {"weight": weight.double()}),
     ],
@@ -112,33 +112,33 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
     "gated_mlp of two weights": [
         *OF_AN_MLP,
         ("\\[\\(4, 8\\), \\(3, 8\\)\\]", lambda up_weight, **rest: {"up_weight": up_weight[:3]}),
-        ("gate_bias \\(3,\\)", lambda gate_bias, **rest: {"gate_bias": gate_bias[:3]}),
+        ("gate_bias has shape \\(3,\\)", lambda gate_bias, **rest: {"gate_bias": gate_bias[:3]}),
         ("up_weight torch.float64", lambda up_weight, **rest: {"up_weight": up_weight.double()}),
     ],
     "mlp": [*OF_AN_MLP, ("fc1_weight has 0 rows", lambda fc1_weight, **rest: {
         "fc1_weight": fc1_weight[:0], "fc1_bias": None,
     })],
     "attention": [
-        ("do not fit together", attention((2, 4, 8), K)),
-        ("do not fit together", attention(Q, (1, 4, 2, 8))),
-        ("do not fit together", attention(Q, (2, 4, 2, 16))),
-        ("4 query heads cannot share 3 key heads", attention(Q, (2, 4, 3, 8))),
-        ("4 query heads cannot share 0 key heads", attention(Q, (2, 4, 0, 8))),
-        ("4 causal queries but only 3 keys", attention(Q, (2, 3, 2, 8))),
-        ("4 queries but no key", attention(Q, (2, 0, 2, 8), causal=False)),
+        ("expected q \\[B, S, HQ, D\\] and k, v", attention((2, 4, 8), K)),
+        ("expected q \\[B, S, HQ, D\\] and k, v", attention(Q, (1, 4, 2, 8))),
+        ("expected q \\[B, S, HQ, D\\] and k, v", attention(Q, (2, 4, 2, 16))),
+        ("4 query heads must be a multiple of the 3 key", attention(Q, (2, 4, 3, 8))),
+        ("4 query heads must be a multiple of the 0 key", attention(Q, (2, 4, 0, 8))),
+        ("4 queries but only 3 keys", attention(Q, (2, 3, 2, 8))),
+        ("4 queries but only 0 keys", attention(Q, (2, 0, 2, 8), causal=False)),
         ("window=0", attention(Q, K, window=0)),
         ("softcap=0.0", attention(Q, K, softcap=0.0)),
-        ("\\[2, 5\\]; expected", attention(Q, K, key_mask=torch.ones(2, 5) > 0)),
+        ("key_mask has shape \\(2, 5\\)", attention(Q, K, key_mask=torch.ones(2, 5) > 0)),
         ("end to end in one row", attention(Q, K, cu_seqlens=torch.tensor([0, 4]).int())),
-        ("padding is torch.float32 \\[2, 4\\]", attention(Q, K, padding=torch.ones(2, 4))),
+        ("padding has shape \\(2, 4\\) and dtype torch.float32", attention(Q, K, padding=torch.ones(2, 4))),
         ("expected torch.bool \\[2, 4\\]", attention(Q, K, padding=torch.ones(1, 4) > 0)),
         ("4 queries and 5 keys", attention(Q, (2, 5, 2, 8), padding=torch.ones(2, 4) > 0)),
-        ("padding is on meta, q on cpu", attention(Q, K, padding=torch.ones(2, 4, device="meta") > 0)),
+        ("padding has shape .* on meta", attention(Q, K, padding=torch.ones(2, 4, device="meta") > 0)),
         ("expected torch.int32", attention(*ONE, cu_seqlens=torch.tensor([0, 4]))),
         ("runs from 0 to 3", attention(*ONE, cu_seqlens=torch.tensor([0, 3]).int())),
         ("must ascend", attention(*ONE, cu_seqlens=torch.tensor([0, 3, 2, 4]).int())),
-        ("cu_seqlens is on meta", attention(*ONE, cu_seqlens=torch.tensor([0, 4]).int().to("meta"))),
-        ("q is torch.float16 on cpu, k torch.float64", lambda q, k, v, key_mask: {
+        ("cu_seqlens has shape .* on meta", attention(*ONE, cu_seqlens=torch.tensor([0, 4]).int().to("meta"))),
+        ("dtype torch.float16 on cpu, k shape .* dtype torch.float64", lambda q, k, v, key_mask: {
             "q": q.cpu().half(), "k": k.cpu().double(), "v": v.cpu().double(),
         }),
     ],
@@ -155,7 +155,7 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
     ],
     "kl_div": [
         ("reduction='avg'", {"reduction": "avg"}),
-        ("not of one shape", lambda input, target: {"target": target[:, :-1]}),
+        ("do not broadcast to one shape", lambda input, target: {"target": target[:, :-1]}),
     ],
     "jsd": [
         ("reduction='batchmean'", {"reduction": "batchmean"}),

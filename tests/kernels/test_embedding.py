@@ -1,4 +1,4 @@
-"""What is special to embedding: runs of equal ids and their cuts, ids without a row, gradients that are added in place."""
+"""What is special to embedding: runs of equal ids, ids without a row, gradients that are added in place."""
 
 import importlib
 
@@ -11,6 +11,7 @@ from ligermodels.kernels.embedding import embedding, embedding_reference
 from tests.kernels.oracle import assert_as_exact
 
 module = importlib.import_module("ligermodels.kernels.embedding")
+
 
 def run(op, ids, weight, dy, **options):
     weight = weight.detach().clone().requires_grad_()
