@@ -4,27 +4,29 @@ BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest -q -n $(shell nproc 2>/dev/null || echo 2)
 
-.PHONY: demo test test-all check gpu bench clean
+.PHONY: demo test test-all check lint gpu bench clean
 
 demo: .venv/demo
 	$(BIN)/ligermodels demo
 
-# The kernels' own tests run the Triton code, interpreted where there is no GPU; all others run what a user runs.
-# What is marked slow (fuzzing, kills, long sweeps) is left to test-all.
+# The kernels' tests run the Triton code, interpreted where there is no GPU; all others run what a user runs.
+# Tests marked slow (fuzzing, kills, long sweeps) are left to test-all.
 test: .venv/test
 	TRITON_INTERPRET=1 $(PYTEST) -m "not slow" tests/kernels
 	$(PYTEST) -m "not slow" tests --ignore tests/kernels --ignore tests/tools
 
-# All of it, and inside the tools that people use: Trainer, TRL, PEFT, accelerate, Lightning, lm-eval, torchao, bitsandbytes.
-test-all: .venv/tools
-	TRITON_INTERPRET=1 $(PYTEST) tests/kernels
-	$(PYTEST) tests --ignore tests/kernels
+# `make test`, the slow tests, and those inside Trainer, TRL, PEFT, accelerate, Lightning, lm-eval, torchao, bitsandbytes.
+test-all: test .venv/tools
+	TRITON_INTERPRET=1 $(PYTEST) -m slow tests/kernels
+	$(PYTEST) -m slow tests --ignore tests/kernels --ignore tests/tools
+	$(PYTEST) tests/tools
 
-check: .venv/dev
+check: lint test
+
+lint: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(MAKE) test
 
 # On a machine with a GPU whose python3 already holds torch: the same tests on the real kernels.
 gpu:
