@@ -547,8 +547,6 @@ REFUSED = {
     "twice": (lambda: call(ref_x=torch.randn(6, 7, 16), ref_weight=torch.randn(29, 16), ref_logps=two), "give either"),
     "ref shape": (lambda: call(ref_x=torch.randn(6, 5, 16), ref_weight=torch.randn(29, 16)), "shape of x"),
     "ref logps": (lambda: call(ref_logps=two[:PAIRS]), r"ref_logps \[3\] must be \[6\]"),
-    "bounds": (lambda: call(cu_seqlens=torch.randn(3)), "cu_seqlens is torch.float32"),
-    "two bounds": (lambda: call(cu_seqlens=torch.ones(2, 2).int()), "cu_seqlens"),
 }  # fmt: skip
 
 
