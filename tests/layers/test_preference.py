@@ -1,4 +1,4 @@
-"""Preference losses against their formulas, written anew here in fp64 from log_softmax of whole logits."""
+"""Preference losses against their formulas in fp64, from log_softmax of whole logits."""
 
 import math
 
@@ -222,18 +222,12 @@ def test_cpo_is_its_formula(device, loss_type, e, average):
     assert_loss(output.loss, CPO[loss_type](chosen - rejected, e).mean() + nll, batch.trained)
     torch.testing.assert_close(output.rejected_logps, rejected.detach())
     torch.testing.assert_close(output.rejected_rewards, BETA * rejected.detach())
-
-
-@pytest.mark.parametrize("e", [0.0, 0.2])
-def test_simpo_is_its_formula(e):
-    batch = Batch()
-    module = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)
-    output = module(batch.x, batch.weight, batch.labels, bias=batch.bias)
-    chosen, rejected = averages(batch)
-    assert_loss(output.loss, CPO["simpo"](chosen - rejected, e).mean(), batch.trained)
-    torch.testing.assert_close(
-        simpo_loss(chosen, rejected, beta=BETA, gamma=0.4, label_smoothing=e).mean(), output.loss
-    )
+    if loss_type == "simpo":  # the module of this name has no NLL by default
+        simpo = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)
+        expected = simpo_loss(chosen, rejected, beta=BETA, gamma=0.4, label_smoothing=e).mean()
+        torch.testing.assert_close(
+            simpo(batch.x, batch.weight, batch.labels, bias=batch.bias).loss.detach(), expected.detach()
+        )
 
 
 DESIRABLE = [True, False, True, True, False, False]
@@ -305,6 +299,13 @@ def test_apo_zero_unpaired_has_no_reference_point():
         module(batch.x, batch.weight, batch.labels, desirable, kl=torch.tensor(0.1))
 
 
+def test_the_reference_point_of_kto_is_not_negative():
+    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
+    assert kto_kl(logps, torch.tensor([-3.0, -1.0])) == 0.5 and kto_kl(logps, torch.zeros(2)) == 0
+    kl = kto_kl(logps).requires_grad_()
+    assert not torch.autograd.grad(kto_loss(logps, logps < -1, kl=kl).sum(), kl, allow_unused=True)[0]
+
+
 def test_a_batch_with_one_kind_only():
     batch = Batch()
     output = LinearKTOLoss()(batch.x, batch.weight, batch.labels, torch.ones(2 * PAIRS, dtype=torch.bool))
@@ -312,19 +313,8 @@ def test_a_batch_with_one_kind_only():
     assert all(value.isfinite().all() for value in output)
 
 
-def test_the_reference_point_is_not_below_zero_and_has_no_gradient():
-    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
-    assert kto_kl(logps, torch.tensor([-3.0, -1.0])) == 0.5
-    assert kto_kl(logps, torch.zeros(2)) == 0
-    assert not kto_kl(logps).requires_grad
-    kl = torch.tensor(0.5, requires_grad=True)
-    assert torch.autograd.grad(kto_loss(logps, torch.tensor([True, False]), kl=kl).sum(), kl, allow_unused=True) == (
-        None,
-    )
-
-
 @pytest.mark.parametrize("loss_type, e", CASES)
-@pytest.mark.parametrize("size", [1.0, 60.0, 300.0, 1000.0])
+@pytest.mark.parametrize("size", [1.0, 1000.0])
 def test_extreme_values_in_fp32(loss_type, e, size):
     """Log ratios of up to 1000 either way: the naive formula in fp64 still holds there, naive fp32 would not.
 
@@ -390,7 +380,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("rows", [[0], [PAIRS], [0, PAIRS], [0, 1, 2], list(range(2 * PAIRS))], ids=str)
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2], list(range(2 * PAIRS))], ids=str)
 def test_sequences_without_a_label(device, name, rows):
     """Their log probability is 0, nothing is NaN, and their states get no gradient."""
     batch = Batch(device, torch.float32)
@@ -404,10 +394,9 @@ def test_sequences_without_a_label(device, name, rows):
     assert (dx[rows] == 0).all()
 
 
-@pytest.mark.parametrize("leading", [(), (1,)], ids=["[T, H]", "[1, T, H]"])
 @pytest.mark.parametrize("name", [*SMALL, "kto"])
-def test_packed_equals_padded(device, name, leading):
-    """Sequences end to end, of any length, one of none at all, and tokens behind the last that belong to none."""
+def test_packed_equals_padded(device, name):
+    """Sequences of any length end to end, one of them empty, and tokens after the last that belong to none."""
     batch = Batch(device)
     lengths = [7, 4, 0, 6, 1, 5]
     batch.labels = batch.labels.where(
@@ -417,7 +406,9 @@ def test_packed_equals_padded(device, name, leading):
 
     def packed(values, fill):
         rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
-        return torch.cat([*rows, torch.full_like(values[0, :behind], fill)]).reshape(*leading, -1, *values.shape[2:])
+        return torch.cat([*rows, torch.full_like(values[0, :behind], fill)]).reshape(
+            *[1] * (name == "orpo"), -1, *values.shape[2:]
+        )
 
     bounds = F.pad(torch.tensor(lengths, device=device).cumsum(0), (1, 0)).int()
     nll_labels = batch.labels.where(torch.rand(batch.labels.shape, device=device) < 0.5, IGNORED)
@@ -459,20 +450,6 @@ def test_sequence_logps_are_what_ref_logps_wants(device):
     torch.testing.assert_close(mean * (batch.labels != IGNORED).sum(1), sums)
 
 
-@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_frozen_inputs(device, frozen):
-    batch = Batch(device)
-    call = {"x": batch.x, "weight": batch.weight, "labels": batch.labels, "bias": batch.bias}
-    trained = [name for name in ("x", "weight", "bias") if name != frozen]
-    every = torch.autograd.grad(LinearORPOLoss()(**call).loss, [call[name] for name in trained])
-    call[frozen] = call[frozen].detach()
-    some = torch.autograd.grad(LinearORPOLoss()(**call).loss, [call[name] for name in trained])
-    for one, other in zip(every, some, strict=True):
-        torch.testing.assert_close(one, other)
-    with torch.no_grad():
-        assert not LinearORPOLoss()(**call).loss.requires_grad
-
-
 def test_softcap_and_ignore_index():
     batch = Batch()
     labels = batch.labels.where(batch.labels != IGNORED, -7)
@@ -488,33 +465,6 @@ def test_softcap_and_ignore_index():
     assert_loss(output.loss, expected, [batch.x, batch.weight])
 
 
-def test_half_precision_states_give_fp32(device):
-    batch = Batch(device, torch.float16)
-    output = LinearDPOLoss()(batch.x, batch.weight, batch.labels, ref_x=batch.ref_x, ref_weight=batch.ref_weight)
-    assert all(value is None or value.dtype == torch.float32 for value in output)
-    dx, dweight = torch.autograd.grad(output.loss, (batch.x, batch.weight))
-    assert dx.dtype == dweight.dtype == torch.float16 and dx.isfinite().all()
-    assert dpo_loss(*torch.randn(2, 3).half()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("workspace_bytes", [None, 128 * 64 * 2])
-def test_chunking_changes_no_result(device, workspace_bytes):
-    """Nor does leaving tokens out: 640 of 1120 tokens, all in one chunk, or in chunks of 128."""
-    x, weight = torch.randn(160, TOKENS, WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
-    inputs = [t.to(torch.float16).requires_grad_() for t in (x, weight)]
-    labels = torch.randint(VOCAB, x.shape[:2], device=device)
-    labels[:, :3] = IGNORED
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    wide = LinearSimPOLoss(beta=2.0)(*exact, labels).loss
-    loss = LinearSimPOLoss(beta=2.0, workspace_bytes=workspace_bytes)(
-        *inputs, labels, num_valid=160 * (TOKENS - 3)
-    ).loss
-    torch.testing.assert_close(loss.double(), wide, rtol=1e-3, atol=1e-3)  # logits of up to 10 are rounded to fp16
-    for found, expected in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wide, exact), strict=True):
-        error = (found.double() - expected).norm() / expected.norm()
-        assert error < 5e-3  # ten roundings of 2^-11, of the logits, their gradients and the result
-
-
 def call(**changes):
     """A call of LinearDPOLoss, with `changes`."""
     batch = Batch()
@@ -522,31 +472,39 @@ def call(**changes):
     return LinearDPOLoss()(given.pop("x"), given.pop("weight"), given.pop("labels"), **given)
 
 
-two = torch.zeros(2 * PAIRS, dtype=torch.float64)
+def call_kto(**changes):
+    batch = Batch()
+    given = {"desirable": torch.tensor(DESIRABLE)} | changes
+    return LinearKTOLoss()(batch.x, batch.weight, batch.labels, **given)
+
+
+two, ids, x = torch.zeros(2 * PAIRS, dtype=torch.float64), torch.ones(6, 7).long(), torch.randn(6, 7, 16).double()
 REFUSED = {
     "loss type": (lambda: LinearDPOLoss(loss_type="dpo"), "loss_type='dpo'.*sigmoid, "),
     "renamed": (lambda: dpo_loss(two, two, loss_type="aot_pair"), "aot_unpaired"),
     "kto loss type": (lambda: LinearKTOLoss(loss_type="bco"), "supported: kto"),
     "cpo loss type": (lambda: LinearCPOLoss(loss_type="robust"), "supported: sigmoid, hinge"),
-    "beta": (lambda: LinearDPOLoss(beta=0.0), "beta=0.0 must be greater"),
-    "beta of orpo": (lambda: LinearORPOLoss(beta=-1.0), "beta"),
-    "beta of kto": (lambda: LinearKTOLoss(beta=0.0), "beta"),
-    "tau": (lambda: LinearDPOLoss(loss_type="discopop", discopop_tau=0.0), "discopop_tau"),
+    "beta": (lambda: LinearORPOLoss(beta=0.0), "beta=0.0 must be greater"),
     "half": (lambda: LinearDPOLoss(loss_type="robust", label_smoothing=0.5), r"\[0, 0.5\)"),
-    "negative": (lambda: dpo_loss(two, two, label_smoothing=-0.1), r"\[0, 0.5\)"),
     "exo": (lambda: LinearDPOLoss(loss_type="exo_pair"), "label_smoothing=0.0 must be greater"),
+    "dpo smoothing": (lambda: LinearDPOLoss(loss_type="ipo", label_smoothing=0.1), "not defined for .*ipo"),
     "cpo smoothing": (lambda: LinearCPOLoss(loss_type="hinge", label_smoothing=0.1), "not defined for .*hinge"),
-    "no batch": (lambda: call(x=torch.randn(6, 16), labels=torch.ones(6).long()), "need cu_seqlens"),
-    "labels": (lambda: call(labels=torch.ones(2 * PAIRS, TOKENS - 1).long()), "shifted already"),
-    "nll labels": (lambda: call(nll_labels=torch.ones(PAIRS, TOKENS).long()), r"nll_labels \[3, 7\]"),
-    "nll of another text": (lambda: call(nll_labels=torch.full((2 * PAIRS, TOKENS), 3)), "differ at a position"),
-    "odd": (lambda: call(x=torch.randn(3, 4, 16).double(), labels=torch.ones(3, 4).long()), "are not pairs"),
-    "states alone": (lambda: call(ref_x=torch.randn(6, 7, 16)), "go together"),
+    "no batch": (lambda: call(x=x[0], labels=ids[0]), "need cu_seqlens"),
+    "labels": (lambda: call(labels=ids[:, 1:]), "shifted already"),
+    "nll labels": (lambda: call(nll_labels=ids[:3]), r"nll_labels \[3, 7\]"),
+    "nll of another text": (lambda: call(nll_labels=3 * ids), "differ at a position"),
+    "odd": (lambda: call(x=x[:3], labels=ids[:3]), "are not pairs"),
+    "states alone": (lambda: call(ref_x=x), "go together"),
     "head alone": (lambda: call(ref_weight=torch.randn(29, 16)), "go together"),
-    "bias alone": (lambda: call(ref_bias=torch.randn(29)), "go together"),
-    "twice": (lambda: call(ref_x=torch.randn(6, 7, 16), ref_weight=torch.randn(29, 16), ref_logps=two), "give either"),
-    "ref shape": (lambda: call(ref_x=torch.randn(6, 5, 16), ref_weight=torch.randn(29, 16)), "shape of x"),
+    "twice": (lambda: call(ref_x=x, ref_weight=torch.randn(29, 16), ref_logps=two), "give either"),
+    "ref shape": (lambda: call(ref_x=x[:, 1:], ref_weight=torch.randn(29, 16).double()), "shape of x"),
     "ref logps": (lambda: call(ref_logps=two[:PAIRS]), r"ref_logps \[3\] must be \[6\]"),
+    "kl without labels": (lambda: call_kto(kl_x=x), "kl_x and kl_labels"),
+    "kl reference alone": (lambda: call_kto(ref_kl_logps=two), "kl_x and kl_labels"),
+    "kl twice": (lambda: call_kto(kl_x=x, kl_labels=ids, kl=two[0]), "takes the place"),
+    "kl without head": (lambda: call_kto(kl_x=x, kl_labels=ids, ref_kl_x=x), "needs ref_weight"),
+    "kl of others": (lambda: call_kto(kl_x=x, kl_labels=ids, ref_kl_logps=two[:1]), "ref_logps"),
+    "few desirable": (lambda: call_kto(desirable=torch.tensor(DESIRABLE)[:2]), r"must be torch.bool \[6\]"),
 }  # fmt: skip
 
 
@@ -569,36 +527,6 @@ def test_refused(name):
         attempt()
 
 
-@pytest.mark.parametrize("loss_type", [t for t in EVERY if t not in SMOOTHED])
-def test_label_smoothing_is_refused_where_it_is_not_defined(loss_type):
-    with pytest.raises(InputError, match=f"not defined for loss_type='{loss_type}'"):
-        LinearDPOLoss(loss_type=loss_type, label_smoothing=0.1)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"kl_x": True}, "kl_x and kl_labels"),
-        ({"ref_kl_logps": True}, "kl_x and kl_labels"),
-        ({"kl_x": True, "kl_labels": True, "kl": True}, "takes the place"),
-        ({"kl_x": True, "kl_labels": True, "ref_kl_x": True}, "needs ref_weight"),
-        ({"kl_x": True, "kl_labels": True, "ref_kl_logps": True, "short": True}, "ref_logps"),
-    ],
-)
-def test_refused_by_kto(changes, message):
-    batch = Batch()
-    given = {"kl_x": batch.x, "kl_labels": batch.labels, "kl": torch.tensor(0.1), "ref_kl_x": batch.x,
-             "ref_kl_logps": two[:1] if "short" in changes else two}  # fmt: skip
-    desirable = torch.tensor(DESIRABLE)
-    with pytest.raises(InputError, match=message):
-        LinearKTOLoss()(
-            batch.x, batch.weight, batch.labels, desirable, **{name: given[name] for name in changes if name in given}
-        )
-    for wrong in (desirable[:2], desirable.long()):
-        with pytest.raises(InputError, match=r"must be torch.bool \[6\]"):
-            LinearKTOLoss()(batch.x, batch.weight, batch.labels, wrong)
-
-
 def every_loss(batch, number=None):
     """(name, function of x, weight, bias) of every module and loss type."""
     desirable = torch.tensor(DESIRABLE, device=batch.x.device)
@@ -616,24 +544,11 @@ def every_loss(batch, number=None):
     yield "kto", kto
 
 
-@pytest.mark.parametrize("name", ["sigmoid 0.1", "ipo 0.0", "LinearORPOLoss", "LinearCPOLoss", "kto"])
+@pytest.mark.parametrize("name", ["ipo 0.0", "kto"])
 def test_dynamo_traces_modules_whole(name):
     batch = Batch()
     op = next(op for found, op in every_loss(batch) if found.startswith(name))
     assert_compiles(op, batch.trained, [torch.ones((), dtype=torch.float64)], backend="eager")
-
-
-def test_dynamo_traces_packed_sequences_and_metrics():
-    batch = Batch()
-    bounds = torch.arange(0, 2 * PAIRS * TOKENS + 1, TOKENS)
-    module = LinearORPOLoss()
-
-    def metrics(x, weight):
-        return tuple(module(x.flatten(0, 1), weight, batch.labels.flatten(), cu_seqlens=bounds))
-
-    compiled = torch.compile(metrics, fullgraph=True, backend="eager")(batch.x, batch.weight)
-    for found, expected in zip(compiled, metrics(batch.x, batch.weight), strict=True):
-        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.gpu
@@ -647,22 +562,3 @@ def test_on_a_gpu(number):
         assert_captures(op, batch.trained, [one.clone()])
     for op in (LinearDPOLoss(beta=BETA), LinearORPOLoss()):
         assert_compiles(lambda x, w, b, m=op: m(x, w, batch.labels, bias=b).loss, batch.trained, [one])
-
-
-@pytest.mark.gpu
-def test_memory_of_forward_and_backward():
-    """The logits and both gradients, once each, in bf16."""
-    x, weight = (torch.randn(size, 2048, device="cuda").bfloat16().requires_grad_() for size in (2048, 160000))
-    labels = torch.randint(160000, (4, 512), device="cuda")
-
-    def peak(module):
-        for measured in (False, True):  # the first call compiles kernels and gives cuBLAS its workspace
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            torch.autograd.grad(module(x.view(4, 512, 2048), weight, labels).loss, (x, weight))
-            if measured:
-                return torch.cuda.max_memory_allocated() - before
-
-    most = 2 * 2048 * 160000 + 2 * (x.numel() + weight.numel()) + 64 * 2**20  # what is per token is small
-    assert peak(LinearORPOLoss()) < most

