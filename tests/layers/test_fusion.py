@@ -314,22 +314,6 @@ def warned(run):
     return [str(warning.message) for warning in caught if "FSDP" not in str(warning.message)]
 
 
-def test_scores_in_memory_are_told_once(nothing_told, monkeypatch):
-    reference = []
-    monkeypatch.setattr(attention_op, "attention_reference", lambda *_, **options: reference.append(options))
-
-    def run(device="cuda", length=4, size=512):
-        with FakeTensorMode():
-            q, k, v = (torch.empty(1, length, 2, size, dtype=torch.bfloat16, device=device) for _ in range(3))
-            attention_op.attention(q, k, v, softcap=5.0)
-
-    assert not warned(lambda: run(device="cpu"))
-    assert not warned(lambda: run(length=1))  # decode: one row of scores
-    (message,) = warned(lambda: [run(), run()])
-    assert "keeps all scores in memory, because head_dim 512 is above 256" in message
-    assert len(reference) == 4
-
-
 # ---- the warning ----
 
 

@@ -10,7 +10,8 @@ from torch import nn
 
 import ligermodels.layers as L
 from ligermodels.errors import InputError
-from ligermodels.layers import mlp
+from ligermodels.kernels._recompute import attach, handle_of
+from ligermodels.layers import mlp, norm
 from ligermodels.layers.linear import is_fusable
 from tests.layers.test_attention import assert_same, batch_of
 
@@ -18,23 +19,23 @@ from tests.layers.test_attention import assert_same, batch_of
 @pytest.mark.parametrize("offset, cast_before_weight", [(0.0, True), (1.0, False)])
 @pytest.mark.parametrize("affine", [True, False])
 def test_rms_norm_adds_and_normalises(offset, cast_before_weight, affine):
-    norm = L.RMSNorm(6, eps=1e-3, offset=offset, cast_before_weight=cast_before_weight, elementwise_affine=affine)
+    layer = L.RMSNorm(6, eps=1e-3, offset=offset, cast_before_weight=cast_before_weight, elementwise_affine=affine)
     x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
     if affine:
-        assert (norm.weight + offset == 1).all()
-        nn.init.normal_(norm.weight)
-    weight = norm.weight + offset if affine else 1.0
+        assert (layer.weight + offset == 1).all()
+        nn.init.normal_(layer.weight)
+    weight = layer.weight + offset if affine else 1.0
 
     def plain(x):
         return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
 
-    first, stream = norm(x)
+    first, stream = layer(x)
     assert stream is x
     torch.testing.assert_close(first, plain(x))
-    second, stream = norm(x, residual)
+    second, stream = layer(x, residual)
     torch.testing.assert_close(stream, x + residual)
     torch.testing.assert_close(second, plain(x + residual))
-    assert len(list(norm.parameters())) == affine
+    assert len(list(layer.parameters())) == affine
 
 
 @pytest.mark.parametrize("options", [{}, {"eps": 0.1}, {"bias": False}, {"elementwise_affine": False}], ids=str)
@@ -60,17 +61,26 @@ def test_layer_norm_is_that_of_torch(options):
 def test_layer_norm_of_a_stream_has_every_gradient():
     """Three layers on one stream, as a block chains them, against additions written out."""
     norms = [L.LayerNorm(6).double() for _ in range(3)]
-    for parameter in [p for norm in norms for p in norm.parameters()]:
+    for parameter in [p for layer in norms for p in layer.parameters()]:
         nn.init.normal_(parameter)
     x = torch.randn(2, 3, 6, dtype=torch.float64, requires_grad=True)
     y, residual = norms[0](x)
-    for norm in norms[1:]:
-        y, residual = norm(y.sin(), residual)
+    for layer in norms[1:]:
+        y, residual = layer(y.sin(), residual)
     plain, stream = F.layer_norm(x, (6,), norms[0].weight, norms[0].bias), x
-    for norm in norms[1:]:
+    for layer in norms[1:]:
         stream = stream + plain.sin()
-        plain = F.layer_norm(stream, (6,), norm.weight, norm.bias)
+        plain = F.layer_norm(stream, (6,), layer.weight, layer.bias)
     assert_same(nn.ModuleList(norms), y + residual, plain + stream, x)
+
+
+def test_only_an_untouched_norm_lets_its_output_be_recomputed(monkeypatch):
+    """Of a norm that FSDP or ZeRO-3 has wrapped, the weight may be gone when the next layer's backward runs."""
+    monkeypatch.setattr(norm, "rms_norm", lambda x, weight, **_: attach(x * weight, torch.mul, x, weight))
+    layer, x = L.RMSNorm(6), torch.randn(2, 6)
+    assert handle_of(layer(x)[0]) is not None
+    layer.register_forward_hook(lambda *_: None)
+    assert handle_of(layer(x)[0]) is None
 
 
 ACTIVATIONS = {

@@ -18,6 +18,7 @@ class Reference(NamedTuple):
     logps: Tensor | None = None
 
     def check(self) -> None:
+        """Raises InputError for arguments that do not go together."""
         if (self.x is None) != (self.weight is None) or (self.x is None and self.bias is not None):
             raise InputError(
                 "ref_x and ref_weight (and ref_bias) go together: the hidden states and the head of the reference"

@@ -118,6 +118,7 @@ class LinearKTOLoss(LinearLoss):
         The reference point: kl, a number from `kto_kl`; or kl_x [M, S', H] and kl_labels [M, S'], completions under
         the prompts of others, whose reference is ref_kl_x [M, S', H'] or ref_kl_logps [M], no backward; or 0.
         """
+        self._check_kl(kl, kl_x, kl_labels, ref_kl_x, ref_kl_logps, ref_weight)
         reference = Reference(ref_x, ref_weight, ref_bias, ref_logps)
         sequences, ref = self._sums(x, weight, labels, bias, reference, cu_seqlens=cu_seqlens, num_valid=num_valid)
         logps = sequences.logps
@@ -129,7 +130,6 @@ class LinearKTOLoss(LinearLoss):
         desirable = desirable.to(x.device, non_blocking=True)
         if self.average_log_prob:
             logps, ref = sequences.averaged(logps), sequences.averaged(ref)
-        self._check_kl(kl, kl_x, kl_labels, ref_kl_x, ref_kl_logps, ref_weight)
         if kl is not None:
             kl = upcast(kl.detach()).to(weight.device, non_blocking=True)
         elif kl_x is not None and kl_labels is not None:
