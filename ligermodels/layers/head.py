@@ -19,8 +19,8 @@ from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.layers.linear import is_fusable, is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
 
-_LOSS_OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters)
-_LOGPROBS_OPTIONS = frozenset(inspect.signature(linear_logprobs).parameters)
+_LOSS_OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"bias"}
+_LOGPROBS_OPTIONS = frozenset(inspect.signature(linear_logprobs).parameters) - {"bias"}
 
 
 class LMHead(nn.Module):
@@ -103,23 +103,21 @@ class LMHead(nn.Module):
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
 
         weight: used in place of the head's own, [V, hidden_size]. softcap: logits become softcap * tanh(logits /
-        softcap). return_logprobs: log probabilities [...] of the labels instead of the loss. options, which need
-        labels: those of `ligermodels.kernels.linear_cross_entropy`, or with return_logprobs of
+        softcap). return_logprobs: log probabilities [...] of the labels instead of the loss. options, which count only
+        with labels: those of `ligermodels.kernels.linear_cross_entropy`, or with return_logprobs of
         `ligermodels.kernels.linear_logprobs`.
 
-        Raises InputError for options that do not go together, and where the tied table is sharded apart from the head.
+        Raises InputError for other options, and where the tied table is sharded apart from the head.
         """
-        weight = self._weight_for(x) if weight is None else weight
-        if labels is None:
-            if options:
-                raise InputError(f"lm_head: {', '.join(options)} need labels")
-            return capped(nn.functional.linear(x, weight, self.bias), softcap)
         known = _LOGPROBS_OPTIONS if return_logprobs else _LOSS_OPTIONS
         if unknown := [name for name in options if name not in known]:
             op = "linear_logprobs" if return_logprobs else "linear_cross_entropy"
             raise InputError(
                 f"lm_head: {', '.join(unknown)} are no options of {op}, which return_logprobs={return_logprobs} calls"
             )
+        weight = self._weight_for(x) if weight is None else weight
+        if labels is None:
+            return capped(nn.functional.linear(x, weight, self.bias), softcap)
         options |= {
             "bias": self.bias,
             "softcap": softcap,

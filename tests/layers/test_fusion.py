@@ -1,4 +1,4 @@
-"""Fused ops where modules are plain, the others by themselves; the report that says which, and the warnings."""
+"""Which modules are fused, the report that says so, and the warnings."""
 
 import copy
 import importlib
@@ -123,7 +123,7 @@ def test_what_an_adapter_leaves_of_the_gated_mlp_is_fused(monkeypatch, adapted, 
     assert {name for name in calls if calls[name]} == ops
 
 
-# ---- why a module is not plain ----
+# ---- why a module is not fusable ----
 
 
 def hooked(module, register, *options):
@@ -173,7 +173,7 @@ OBSTACLES = {
 
 
 @pytest.mark.parametrize("case", OBSTACLES)
-def test_the_obstacle_is_named_where_a_module_is_not_plain(case):
+def test_the_obstacle_of_a_module_that_is_not_fusable_is_named(case):
     make, kind, text = OBSTACLES[case]
     module = make()
     found = obstacle(module)
@@ -303,7 +303,7 @@ def test_engine_is_the_one_that_runs():
 
 
 @pytest.fixture
-def nothing_told(monkeypatch):
+def no_warnings_yet(monkeypatch):
     monkeypatch.setattr(errors, "_warned", set())
 
 
@@ -318,7 +318,7 @@ def warned(run):
 
 
 @pytest.fixture
-def on_a_gpu(monkeypatch, nothing_told):
+def on_a_gpu(monkeypatch, no_warnings_yet):
     """As far as the warning asks."""
     monkeypatch.setattr(linear, "use_triton", lambda x: True)
 
@@ -326,7 +326,7 @@ def on_a_gpu(monkeypatch, nothing_told):
 IDS = torch.arange(12).view(2, 6)
 
 
-def test_an_adapter_is_told_once(on_a_gpu):
+def test_an_adapter_is_warned_of_once(on_a_gpu):
     model = adapt(
         llama(), "model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj", "model.layers.0.mlp.up_proj"
     )
@@ -337,7 +337,7 @@ def test_an_adapter_is_told_once(on_a_gpu):
     assert "model.fusion_report()" in message
 
 
-def test_logits_in_memory_are_told(on_a_gpu):
+def test_logits_in_memory_are_warned_of(on_a_gpu):
     model = llama(tie_word_embeddings=False)
     assert not warned(lambda: model(IDS, labels=IDS, return_logits=True))  # they were asked for
     model.lm_head = Adapter(model.lm_head)
@@ -345,7 +345,7 @@ def test_logits_in_memory_are_told(on_a_gpu):
     assert f"not fused with lm_head, because of {ADAPTER}" in message
 
 
-def test_nothing_is_told_outside_of_training_on_a_gpu(on_a_gpu, monkeypatch):
+def test_there_is_no_warning_outside_of_training_on_a_gpu(on_a_gpu, monkeypatch):
     model = adapt(llama(), "model.layers.0.self_attn.q_proj")
     with torch.no_grad():
         assert not warned(lambda: model(IDS))

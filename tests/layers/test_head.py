@@ -161,7 +161,8 @@ def test_head_gives_logprobs(tied):
         ({"return_logprobs": True, "z_loss": 0.1}, "z_loss are no options of linear_logprobs"),
         ({"return_logprobs": True, "num_items_in_batch": 3}, "num_items_in_batch"),
         ({"temperature": 0.5, "return_logits_mean": True}, "temperature, return_logits_mean .*return_logprobs=False"),
-        ({"labels": None, "reduction": "none"}, "reduction need labels"),
+        ({"labels": None, "temperatur": 2.0}, "temperatur are no options"),
+        ({"bias": torch.ones(13)}, "bias are no options"),
         ({"num_items_in_batch": -1}, "num_items_in_batch=-1 must be"),
     ],
 )

@@ -311,7 +311,7 @@ def test_a_graph_never_waits_and_takes_no_more_memory():
 
 @pytest.mark.gpu
 def test_a_step_that_waits_is_named(tmp_path):
-    """In a process of its own: what is left of a capture that failed is not for others."""
+    """In a process of its own: a capture that failed leaves the CUDA context unusable."""
     code = """
 import torch
 from torch import nn

