@@ -115,7 +115,7 @@ def test_cached_steps_are_the_full_forward(options):
     torch.testing.assert_close(torch.cat(steps, 1)[mask], whole[mask])
 
 
-def test_rotation_is_in_place_only_where_nobody_kept_the_buffer(monkeypatch):
+def test_rotation_is_in_place_only_where_no_hook_holds_the_buffer(monkeypatch):
     rope, asked = attention.rope, []
     monkeypatch.setattr(
         attention, "rope", lambda *args, **options: asked.append(options["inplace"]) or rope(*args, **options)

@@ -57,7 +57,7 @@ def test_packed_in_half_precision(device):
     with torch.no_grad():
         y, expected = layer.pack()(x), layer.double()(x.double())
     assert y.dtype == torch.bfloat16
-    # The scale is rounded to bf16 in both; the double layer takes the mean of the bf16 weight anew and does not round.
+    # The scale is rounded to bf16 in both; the double layer recomputes the mean of the bf16 weight and does not round.
     torch.testing.assert_close(y.double(), expected, rtol=2**-6, atol=2**-7)
 
 

@@ -390,11 +390,11 @@ def test_packed_equals_padded(device, name):
     batch.labels = batch.labels.where(
         torch.arange(TOKENS, device=device) < torch.tensor(lengths, device=device)[:, None], -100
     )
-    behind = 3
+    trailing = 3
 
     def packed(values, fill):
         rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
-        return torch.cat([*rows, torch.full_like(values[0, :behind], fill)]).reshape(
+        return torch.cat([*rows, torch.full_like(values[0, :trailing], fill)]).reshape(
             *[1] * (name == "orpo"), -1, *values.shape[2:]
         )
 
@@ -496,8 +496,8 @@ REFUSED = {
 }  # fmt: skip
 
 
-def test_nll_of_another_text_is_nan_where_the_host_must_not_look():
-    """On a GPU, and under torch.compile: nothing waits for a check, and no other loss than the one meant comes out."""
+def test_nll_of_another_text_is_nan_where_a_check_would_synchronise():
+    """On a GPU and under torch.compile nothing synchronises for a check, and no wrong loss comes out."""
     batch = Batch()
     given = dict(x=batch.x, weight=batch.weight, labels=batch.labels)
     other = batch.labels.clone()
@@ -542,7 +542,7 @@ def test_dynamo_traces_modules_whole(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [None, 2 * PAIRS * TOKENS - 8], ids=["every token", "valid tokens"])
 def test_on_a_gpu(number):
-    """Nothing waits for the device, a CUDA graph replays on other values, and the kernels compile whole."""
+    """Nothing synchronises, a CUDA graph replays on other values, and the kernels compile whole."""
     batch = Batch("cuda", torch.float32)
     one = torch.ones((), device="cuda")
     for _, op in every_loss(batch, number):

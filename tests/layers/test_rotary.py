@@ -105,8 +105,8 @@ def test_options_and_partial_rotation_equal_transformers_to_the_bit(name):
 
 
 @pytest.mark.parametrize("name", TYPES)
-def test_switches_where_keys_of_shorter_calls_are_of_no_use(name):
-    """The truth is in the tables: those of a call up to `length`, over the first `past` tokens, are others."""
+def test_needs_recompute_where_the_tables_of_a_longer_call_differ(name):
+    """Compares the tables of the first `past` tokens of a call of `past` tokens and of one of `length`."""
     rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
     for past, length in [(15, 16), (16, 17), (2, 17), (3, 40), (17, 18), (17, 40), (2, 16)]:
         before = torch.arange(past)[None]
@@ -241,7 +241,7 @@ def test_on_a_gpu(name):
 
 @pytest.mark.parametrize("scaling", [None, YARN | {"mscale": 2.0}, DYNAMIC], ids=["default", "yarn", "dynamic"])
 @pytest.mark.parametrize("sections", [(16, 24, 24), (0, 60, 4)])
-def test_each_section_turns_by_its_own_position(scaling, sections):
+def test_each_section_uses_its_own_position(scaling, sections):
     plain = RotaryEmbedding(128, theta=1e6, scaling=scaling, max_position_embeddings=32768)
     rotary = RotaryEmbedding(128, theta=1e6, scaling=scaling, max_position_embeddings=32768, sections=sections)
     positions = torch.randint(30000, (3, 2, 5))
@@ -267,7 +267,7 @@ def test_sections_as_transformers_has_them():
 
 
 @pytest.mark.parametrize("head_dim", [80, 8, 4])
-def test_patches_turn_by_row_and_column(head_dim):
+def test_patches_use_row_and_column(head_dim):
     transformers = pytest.importorskip("transformers")
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
 

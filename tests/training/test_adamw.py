@@ -131,16 +131,16 @@ def test_bf16_weights_follow_small_updates_in_the_mean(device):
 
 def test_master_weights_are_fp32_training(device):
     """The same gradients: masters and moments are those of fp32 weights, to the bit."""
-    narrow, wide = Net(device, torch.bfloat16), Net(device, torch.bfloat16).float()
-    a, b = AdamW(narrow.parameters(), 1e-2, **EXACT), AdamW(wide.parameters(), 1e-2)
+    low, full = Net(device, torch.bfloat16), Net(device, torch.bfloat16).float()
+    a, b = AdamW(low.parameters(), 1e-2, **EXACT), AdamW(full.parameters(), 1e-2)
     for batch in batches(device, 4):
-        narrow(batch).backward()
-        for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+        low(batch).backward()
+        for p, q in zip(low.parameters(), full.parameters(), strict=True):
             q.grad = None if p.grad is None else p.grad.float()
         a.step(), b.step(), a.zero_grad()
-    for p, q in zip(narrow.parameters(), wide.parameters(), strict=True):
+    for p, q in zip(low.parameters(), full.parameters(), strict=True):
         assert torch.equal(a.master(p), q) and torch.equal(p, q.bfloat16())
-        assert p is narrow.idle or not torch.equal(a.master(p), p.float())
+        assert p is low.idle or not torch.equal(a.master(p), p.float())
 
 
 @pytest.mark.parametrize("options", [dict(seed=5), {**EXACT, "max_grad_norm": 0.1}])
