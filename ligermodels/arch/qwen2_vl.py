@@ -293,12 +293,12 @@ class Qwen2VLModel(nn.Module):
         pixels = images.pixels(pixel_values, pixel_values_videos, width=width)
         if use_cache and cache is None:
             cache = self.language_model.new_cache(*x.shape[:2])
-        check = images.count(ids) if ids is not None and (images or cache is None or not cache.length) else None
+        check = images.check_count(ids) if ids is not None and (images or cache is None or not cache.length) else None
         if pixels is not None:
             if ids is None:
                 raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")
             made = self.visual(pixels, images.grids)
-            input_ids, inputs_embeds = None, images.put(self.language_model.embed_tokens(ids), ids, made)
+            input_ids, inputs_embeds = None, images.merge_embeddings(self.language_model.embed_tokens(ids), ids, made)
         output = self.language_model(
             input_ids,
             attention_mask,

@@ -1,4 +1,4 @@
-"""What attention layers need to know about the tokens of a forward pass."""
+"""Positions, masks and packing of the tokens of a forward pass, for attention layers."""
 
 from dataclasses import dataclass
 from typing import Self

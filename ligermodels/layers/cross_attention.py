@@ -1,8 +1,8 @@
 """Cross-attention of text to the states of images, as in Llama-3.2-Vision.
 
-No rotary positions, not causal; queries and keys are normed per head. Which token sees which image differs from token
-to token: prefill and training give torch's attention a boolean mask [B, 1, S, N], which it expands to the inputs'
-dtype. A single query, as in decoding, needs only a key mask.
+It has no rotary positions and is not causal; queries and keys are normed per head. Each token sees images of its own:
+prefill and training give torch's attention a boolean mask [B, 1, S, N], which it expands to the inputs' dtype. A single
+query, as in decoding, needs only a key mask.
 """
 
 import torch.nn.functional as F
@@ -17,13 +17,13 @@ from ligermodels.layers.norm import RMSNorm
 
 
 class CrossAttention(JointProjections):
-    """Attention of x [B, S, hidden_size] to `batch.cross`, which must be there -> [B, S, hidden_size].
+    """Attention of x [B, S, hidden_size] to `batch.cross`, which must not be None -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): keys and values come from the states, and from `cache`, one cross layer of a
     `KVCache`, so that each image is projected once.
 
     states_size: width of the states, default hidden_size. num_kv_heads: num_heads / num_kv_heads query heads share one
-    key head. eps: of the norms over head_dim. Scores are scaled by head_dim ** -0.5.
+    key head. eps: of the norms over head_dim. Scores are multiplied by head_dim ** -0.5.
     """
 
     joint_names = ("k_proj", "v_proj")
@@ -54,7 +54,7 @@ class CrossAttention(JointProjections):
         self.lay_together()
 
     def forward(self, x: Tensor, batch: Batch, cache: CrossCache | None = None) -> Tensor:
-        assert batch.cross is not None, "a block without images has nothing to call this for"
+        assert batch.cross is not None, "a block without images does not call this"
         q, _ = self.q_norm(apply_linear(self.q_proj, x).unflatten(-1, (-1, self.head_dim)))
         k, v = self._keys_and_values(batch.cross.states, cache)
         return apply_linear(self.o_proj, _attend(q, k, v, batch.cross.mask).flatten(2))

@@ -9,8 +9,8 @@ class Embedding(nn.Embedding):
     """A row per token id: [...] integers -> [..., embedding_dim].
 
     embed_scale: multiplies the rows; it is rounded to the table's dtype first, as in Gemma's training. A tied head
-    reads the rows unscaled; PEFT reads the attribute by this name. padding_idx: a row of 0 without gradient.
-    Rows start normal with std 0.02, as a tied head needs them. The gradient is dense and deterministic.
+    reads the rows unscaled; PEFT reads the attribute by this name. padding_idx: a row that starts at 0 and gets no
+    gradient. Rows are drawn with std 0.02, as a tied head needs them. The gradient is dense and deterministic.
 
     Raises InputError for ids that are not int64 or int32, are on another device, or, on the CPU, have no row. On a GPU
     the row of such an id is NaN, since checking would synchronise.

@@ -5,6 +5,7 @@ Head and loss are one module called as a module, so that FSDP, ZeRO and adapters
 
 import copy
 import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,11 +20,14 @@ from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.layers.linear import is_fusable, is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
 
+_LOSS_OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"bias"}
+_LOGPROBS_OPTIONS = frozenset(inspect.signature(linear_logprobs).parameters) - {"bias"}
+
 
 class LMHead(nn.Module):
     """A linear head [vocab_size, hidden_size], with a weight of its own or tied to the table of the embedding.
 
-    It is not an nn.Linear: quantisers and PEFT's "all-linear" take those, and leave the head of a model out.
+    It is not an nn.Linear, which quantisers and PEFT's "all-linear" would take; the head of a model must be left out.
     tied_to: the module whose `embed_tokens` holds the table. A tied head has no parameter of its own: `weight` is read
         from `tied_to.embed_tokens` at each use, so that the table has one name in `state_dict()` and a replaced
         embedding is the head's too. Assigning a Parameter to `weight` unties the head. A copy of the head
@@ -34,10 +38,10 @@ class LMHead(nn.Module):
 
     _tied_to: nn.Module | None
     workspace_bytes: int | None = None
-    """Memory for the logits of a chunk where a call says nothing; None: what `linear_cross_entropy` finds best.
+    """Memory for the logits of a chunk where a call gives none; None: what `linear_cross_entropy` finds best.
 
-    `model.lm_head.workspace_bytes = 256 * 2**20` makes room where the head is a step's peak, for some of its time. Set
-    it on the head itself, before something is wrapped around that.
+    Less memory, such as `model.lm_head.workspace_bytes = 256 * 2**20`, lowers the peak of a step and costs some time.
+    Set it on the head itself, before something is wrapped around it.
     """
 
     def __init__(
@@ -104,92 +108,38 @@ class LMHead(nn.Module):
         *,
         weight: Tensor | None = None,
         softcap: float | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        num_valid: int | None = None,
-        class_weight: Tensor | None = None,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        reduction: str = "mean",
-        token_scaling: bool = False,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        return_entropy: bool = False,
         return_logprobs: bool = False,
-        temperature: float = 1.0,
-        return_logits_mean: bool = False,
-        accum_dtype: torch.dtype | None = torch.float32,
         workspace_bytes: int | None = None,
+        **options: Any,
     ) -> Tensor | CrossEntropyOutput | LogprobsOutput:
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
 
         weight: used in place of the head's own, [V, hidden_size]. softcap: logits become softcap * tanh(logits /
-        softcap). The other options are those of `ligermodels.kernels.linear_cross_entropy`, and count only with labels.
-        return_logprobs: log probabilities [...] of the labels instead, as `ligermodels.kernels.linear_logprobs`
-        gives them, whose options temperature, return_entropy and return_logits_mean are then available, and of the
-        loss's only those that are its own too.
+        softcap). return_logprobs: log probabilities [...] of the labels instead of the loss. options, which count only
+        with labels: those of `ligermodels.kernels.linear_cross_entropy`, or with return_logprobs of
+        `ligermodels.kernels.linear_logprobs`.
 
-        Raises InputError for options that do not go together, and where the tied table is sharded apart from the head.
+        Raises InputError for other options, and where the tied table is sharded apart from the head.
         """
+        known = _LOGPROBS_OPTIONS if return_logprobs else _LOSS_OPTIONS
+        if unknown := [name for name in options if name not in known]:
+            op = "linear_logprobs" if return_logprobs else "linear_cross_entropy"
+            raise InputError(
+                f"lm_head: {', '.join(unknown)} are no options of {op}, which return_logprobs={return_logprobs} calls"
+            )
         weight = self._weight_for(x) if weight is None else weight
-        workspace_bytes = self.workspace_bytes if workspace_bytes is None else workspace_bytes
         if labels is None:
             return capped(nn.functional.linear(x, weight, self.bias), softcap)
+        options |= {
+            "bias": self.bias,
+            "softcap": softcap,
+            "workspace_bytes": self.workspace_bytes if workspace_bytes is None else workspace_bytes,
+        }
         if return_logprobs:
-            of_the_loss = {
-                "num_items_in_batch": num_items_in_batch is not None,
-                "class_weight": class_weight is not None,
-                "label_smoothing": label_smoothing != 0.0,
-                "z_loss": z_loss != 0.0,
-                "reduction": reduction not in ("mean", "none"),
-                "token_scaling": token_scaling,
-                "return_z_loss": return_z_loss,
-                "return_token_accuracy": return_token_accuracy,
-                "return_predicted_tokens": return_predicted_tokens,
-            }
-            if any(of_the_loss.values()):
-                given = ", ".join(name for name, set_ in of_the_loss.items() if set_)
-                raise InputError(f"{given}: options of the loss, which return_logprobs=True does not compute")
-            return linear_logprobs(
-                x,
-                weight,
-                labels,
-                bias=self.bias,
-                softcap=softcap,
-                ignore_index=ignore_index,
-                temperature=temperature,
-                return_entropy=return_entropy,
-                return_logits_mean=return_logits_mean,
-                num_valid=num_valid,
-                accum_dtype=accum_dtype,
-                workspace_bytes=workspace_bytes,
-            )
-        if temperature != 1.0 or return_logits_mean:
-            raise InputError("temperature and return_logits_mean belong to return_logprobs=True")
-        if num_items_in_batch is not None:
-            check_count(num_items_in_batch)
-        return linear_cross_entropy(
-            x,
-            weight,
-            labels,
-            bias=self.bias,
-            softcap=softcap,
-            num_items_in_batch=num_items_in_batch,
-            num_valid=num_valid,
-            class_weight=class_weight,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            reduction=reduction,
-            token_scaling=token_scaling,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-            return_entropy=return_entropy,
-            accum_dtype=accum_dtype,
-            workspace_bytes=workspace_bytes,
-        )
+            return linear_logprobs(x, weight, labels, **options)
+        if options.get("num_items_in_batch") is not None:
+            check_count(options["num_items_in_batch"])
+        return linear_cross_entropy(x, weight, labels, **options)
 
     def _weight_for(self, x: Tensor) -> Tensor:
         """The weight where x is; a tied table that is offloaded is loaded for this use by the hook that offloads it."""
@@ -242,7 +192,7 @@ def keep_table(decoder: nn.Module, embedding: Any) -> None:
 
 
 def unwrapped(head: nn.Module) -> Callable[..., Any]:
-    """What to call in place of `head`: PEFT's wrappers of an LMHead that only give it another weight are looked into.
+    """What to call in place of `head`: the LMHead inside of PEFT's wrappers that only give it another weight.
 
     - trainable_token_indices, and TrainableTokensConfig: PEFT computes the heads it knows, which are nn.Linear. The
       LMHead inside gets the weight with the trained rows in it, the embedding's where the two are tied.

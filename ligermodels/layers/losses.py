@@ -1,9 +1,11 @@
 """Cross entropy and divergences as modules: options at construction, tensors in forward.
 
-The options are those of the functions in `ligermodels.kernels` of the same name.
+The options are those of the functions in `ligermodels.kernels` of the same name, which describe them.
 """
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +35,38 @@ def check_count(num_items_in_batch: Tensor | int) -> None:
         raise InputError(f"num_items_in_batch={count!r} must be the number of labels in the batch, zero or more")
 
 
-class _Loss(nn.Module):
-    """A module of options."""
+class CrossEntropyOptions(TypedDict, total=False):
+    z_loss: float
+    softcap: float | None
+    token_scaling: bool
+    return_z_loss: bool
+    return_token_accuracy: bool
+    return_predicted_tokens: bool
+    return_entropy: bool
 
-    def __init__(self, **options: Any):
+
+class LinearCrossEntropyOptions(CrossEntropyOptions, total=False):
+    accum_dtype: torch.dtype | None
+    workspace_bytes: int | None
+
+
+class LinearJSDOptions(TypedDict, total=False):
+    temperature: float
+    ignore_index: int
+    weight_hard: float
+    weight_soft: float
+    reduction: str
+    return_soft_hard_loss: bool
+    accum_dtype: torch.dtype | None
+    workspace_bytes: int
+
+
+class _Loss(nn.Module):
+    """A module of options of `op`. Raises TypeError for an option that `op` does not have."""
+
+    def __init__(self, op: Callable[..., Any], **options: Any):
         super().__init__()
+        inspect.signature(op).bind_partial(**options)
         self._options = options
 
     def extra_repr(self) -> str:
@@ -59,26 +88,10 @@ class CrossEntropyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        *,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        token_scaling: bool = False,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        return_entropy: bool = False,
+        **options: Unpack[CrossEntropyOptions],
     ):
         super().__init__(
-            ignore_index=ignore_index,
-            reduction=reduction,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            token_scaling=token_scaling,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-            return_entropy=return_entropy,
+            cross_entropy, ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing, **options
         )
         self.register_buffer("weight", weight, persistent=False)
 
@@ -88,20 +101,14 @@ class CrossEntropyLoss(_Loss):
         if num_items_in_batch is not None:
             check_count(num_items_in_batch)
         return cross_entropy(
-            logits,
-            labels,
-            class_weight=self.weight,
-            num_items_in_batch=num_items_in_batch,
-            **self._options,
+            logits, labels, class_weight=self.weight, num_items_in_batch=num_items_in_batch, **self._options
         )
 
 
 class LinearCrossEntropyLoss(_Loss):
     """Cross entropy of x @ weight.T + bias, logits never whole; see `ligermodels.kernels.linear_cross_entropy`.
 
-    class_weight [V] is what CrossEntropyLoss calls weight, which is the head's here. accum_dtype: what the gradient
-    of the weight is summed in; None is the weight's dtype. workspace_bytes: how much memory a chunk of logits may take;
-    None is 512 MiB, or 2048 tokens where those take more.
+    class_weight [V] is what CrossEntropyLoss calls weight, which is the head's here.
     """
 
     class_weight: Tensor | None
@@ -112,30 +119,14 @@ class LinearCrossEntropyLoss(_Loss):
         ignore_index: int = -100,
         reduction: str = "mean",
         label_smoothing: float = 0.0,
-        *,
-        z_loss: float = 0.0,
-        softcap: float | None = None,
-        token_scaling: bool = False,
-        return_z_loss: bool = False,
-        return_token_accuracy: bool = False,
-        return_predicted_tokens: bool = False,
-        return_entropy: bool = False,
-        accum_dtype: torch.dtype | None = torch.float32,
-        workspace_bytes: int | None = None,
+        **options: Unpack[LinearCrossEntropyOptions],
     ):
         super().__init__(
+            linear_cross_entropy,
             ignore_index=ignore_index,
             reduction=reduction,
             label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            softcap=softcap,
-            token_scaling=token_scaling,
-            return_z_loss=return_z_loss,
-            return_token_accuracy=return_token_accuracy,
-            return_predicted_tokens=return_predicted_tokens,
-            return_entropy=return_entropy,
-            accum_dtype=accum_dtype,
-            workspace_bytes=workspace_bytes,
+            **options,
         )
         self.register_buffer("class_weight", class_weight, persistent=False)
 
@@ -171,7 +162,7 @@ class KLDivLoss(_Loss):
     """
 
     def __init__(self, reduction: str = "mean", log_target: bool = False):
-        super().__init__(reduction=reduction, log_target=log_target)
+        super().__init__(kl_div, reduction=reduction, log_target=log_target)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """input, target: of one shape, or broadcast to one."""
@@ -185,7 +176,7 @@ class JSDLoss(_Loss):
     """
 
     def __init__(self, beta: float = 0.5, *, ignore_index: int = -100, reduction: str = "mean"):
-        super().__init__(beta=beta, ignore_index=ignore_index, reduction=reduction)
+        super().__init__(jsd, beta=beta, ignore_index=ignore_index, reduction=reduction)
 
     def forward(self, input: Tensor, target: Tensor, labels: Tensor | None = None) -> Tensor:
         """input, target: [..., V], the student's and the teacher's; labels: [...], shifted already."""
@@ -196,34 +187,11 @@ class LinearJSDLoss(_Loss):
     """Distillation of a linear head from another, logits never whole; see `ligermodels.kernels.linear_jsd`.
 
     weight_soft times the divergence at `temperature` plus weight_hard times the cross entropy at the labels. No power
-    of the temperature multiplies either. accum_dtype: what the gradient of the weight is summed in; None is the
-    weight's dtype. workspace_bytes: how much memory a chunk of the logits of both may take.
+    of the temperature multiplies either.
     """
 
-    def __init__(
-        self,
-        beta: float = 0.5,
-        *,
-        temperature: float = 1.0,
-        ignore_index: int = -100,
-        weight_hard: float = 0.0,
-        weight_soft: float = 1.0,
-        reduction: str = "mean",
-        return_soft_hard_loss: bool = False,
-        accum_dtype: torch.dtype | None = torch.float32,
-        workspace_bytes: int = 512 * 2**20,
-    ):
-        super().__init__(
-            beta=beta,
-            temperature=temperature,
-            ignore_index=ignore_index,
-            weight_hard=weight_hard,
-            weight_soft=weight_soft,
-            reduction=reduction,
-            return_soft_hard_loss=return_soft_hard_loss,
-            accum_dtype=accum_dtype,
-            workspace_bytes=workspace_bytes,
-        )
+    def __init__(self, beta: float = 0.5, **options: Unpack[LinearJSDOptions]):
+        super().__init__(linear_jsd, beta=beta, **options)
 
     def forward(
         self,

@@ -1,4 +1,4 @@
-"""The MLPs: gated, and plain."""
+"""Gated and plain MLPs."""
 
 from collections.abc import Sequence
 
@@ -23,10 +23,11 @@ class GatedMLP(JointProjections):
     """down_proj(activation(gate_proj(x)) * up_proj(x)): [..., hidden_size] -> [..., hidden_size].
 
     Saves its input (unless a norm has just made it) and the outputs of gate_proj and up_proj; the backward recomputes
-    their activation. activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU). projections: names of the linear
-    modules, the output's last; with two names gate and up are the rows of one weight, in this order.
-    The attribute `recompute` (False) makes it save only the input and recompute gate and up in the backward, in chunks
-    of tokens.
+    their activation. With the attribute `recompute` it saves only the input, and the backward recomputes gate and up
+    too, in chunks of tokens.
+
+    activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU). projections: names of the linear modules, the output's
+    last; with two names gate and up are the rows of one weight, in this order.
     """
 
     recompute = False
@@ -81,9 +82,9 @@ class GatedMLP(JointProjections):
 class MLP(nn.Module):
     """fc2(activation(fc1(x))): [..., size] -> [..., out_features], which is `size` unless given.
 
-    Saves its input (unless a norm has just made it) and fc1's output; the backward recomputes the activation.
-    activation: "quick_gelu" (x * sigmoid(1.702 x)), "gelu" (exact, by erf) or "gelu_tanh". projections: names of the
-    two linear modules. `recompute`: as in `GatedMLP`, for fc1's output.
+    Saves its input (unless a norm has just made it) and, without `recompute`, fc1's output; the backward recomputes the
+    activation. activation: "quick_gelu" (x * sigmoid(1.702 x)), "gelu" (exact, by erf) or "gelu_tanh". projections:
+    names of the two linear modules.
     """
 
     recompute = False

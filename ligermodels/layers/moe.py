@@ -1,4 +1,4 @@
-"""Mixture of experts: a router, its experts, and the loss that keeps their load balanced."""
+"""Mixture of experts: router, experts, and the load balancing loss."""
 
 from collections.abc import Sequence
 
@@ -12,10 +12,10 @@ from ligermodels.kernels.moe import moe_experts, route
 
 
 class Experts(nn.Module):
-    """Gated MLPs side by side, stacked: expert e is down_proj[e] @ (activation(gate) * up), [gate | up] of gate_up[e].
+    """Gated MLPs with stacked weights: expert e computes down_proj[e] @ (activation(gate) * up).
 
-    forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: each token's weighted
-    sum over the experts that it names. recompute: see `moe_experts`.
+    forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: for each token the
+    weighted sum over its experts. recompute: see `moe_experts`.
     """
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
@@ -53,14 +53,15 @@ class Router(nn.Module):
 
 
 class MoE(nn.Module):
-    """Each token through the top_k experts that its router scores highest.
+    """Sends each token through the top_k experts with the highest router scores.
 
     forward(x [B, S, hidden_size]) -> (y [B, S, hidden_size], router_logits [B * S, num_experts]).
 
-    The scores of the chosen experts are softmaxed in fp32, to sum 1, and weigh their outputs, which are summed in
-    fp32. jitter_noise: in training, x is multiplied by numbers from [1 - jitter_noise, 1 + jitter_noise] first,
-    for the router (`gate`) and the experts alike. activation: as in GatedMLP. `recompute`, an attribute, False at
-    first: the experts' gate and up, top_k times 2 intermediate_size numbers per token, are not saved, but recomputed.
+    The scores of the chosen experts are softmaxed in fp32, so that they sum to 1; the sum of the experts' outputs,
+    weighted with them, is in fp32. jitter_noise: in training, x is multiplied first by numbers from
+    [1 - jitter_noise, 1 + jitter_noise], for the router (`gate`) and the experts alike. activation: as in GatedMLP.
+    With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
+    per token, which are then not saved.
     """
 
     recompute = False
@@ -94,16 +95,15 @@ class MoE(nn.Module):
 
 
 def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int, attention_mask: Tensor | None = None) -> Tensor:
-    """E * sum over experts e of f_e P_e: least where every expert gets an equal share of the tokens.
+    """E * sum over experts e of f_e P_e: smallest where every expert gets an equal share of the tokens.
 
     f_e is the share of rows that choose expert e, P_e its mean probability, both over the rows of all layers
     together. As f sums to top_k, a perfect balance gives top_k.
 
-    router_logits: each [T, E], a layer's; attention_mask: [B, S] with B * S = T, 0 where a row counts nothing.
-    Returns a scalar, fp32, 0 where no row counts. The softmax is of the logits' dtype, as in transformers'
-    load_balancing_loss_func.
+    router_logits: [T, E] of each layer; attention_mask: [B, S] with B * S = T, 0 for rows that do not count.
+    Returns an fp32 scalar, 0 where no row counts. The softmax is in the logits' dtype, as in transformers'
+    load_balancing_loss_func. Raises InputError if there is no layer, or if the mask has another number of tokens.
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6.
-    Raises InputError if there is no layer, or if the mask is not one of these rows.
     """
     if not router_logits:
         raise InputError("load_balancing_loss: router_logits is empty; pass the logits of at least one MoE layer.")

@@ -1,10 +1,9 @@
-"""VisionInputs among tokens, as Qwen2-VL has them: their sizes, their places in the text, their positions.
+"""Images and videos among text tokens, as in Qwen2-VL: their sizes, their embeddings, their positions.
 
 An image, or a video, of (frames, rows, columns) patches becomes frames * rows * columns / merge^2 tokens, frame by
-frame and row by row. Its patches come in the order of their tokens, and within a token row by row.
+frame and row by row. Its patches are in the order of their tokens, and within a token row by row.
 
-All is a handful of operations on whole tensors, without a loop over tokens and without a wait for the device, once
-the sizes are on the host.
+There is no loop over tokens, and nothing synchronises once the sizes are on the host.
 
 Source: Wang et al. 2024, https://arxiv.org/abs/2409.12191; get_rope_index in modeling_qwen2_vl.py of transformers.
 """
@@ -25,10 +24,10 @@ Grids = list[tuple[int, int, int]]
 
 
 class PatchEmbedding(nn.Module):
-    """Rows of pixels [N, width] -> [N, size], by a weight in the shape of a convolution's, [size, channels, *kernel].
+    """Patches of pixels [N, width] -> [N, size], by a convolution's weight [size, channels, *kernel].
 
-    That is what files hold; on patches that do not overlap it is a matrix. width: channels * product of the kernel.
-    Rows are cast to the weight's dtype. Raises InputError for rows on another device.
+    Checkpoints hold that shape; on patches that do not overlap the convolution is a matmul. width: channels * product
+    of the kernel. Pixels are cast to the weight's dtype. Raises InputError for pixels on another device.
     """
 
     def __init__(self, channels: int, size: int, kernel: tuple[int, ...]):
@@ -46,8 +45,8 @@ class PatchEmbedding(nn.Module):
         return F.linear(pixels.to(self.weight.dtype), self.weight.flatten(1))
 
 
-class Kind(NamedTuple):
-    """The images of a call that share a token: name ("image", "video"), the token's id, sizes."""
+class Modality(NamedTuple):
+    """The images, or the videos, of a call: name ("image", "video"), the id of their token, sizes."""
 
     name: str
     token_id: int
@@ -55,27 +54,27 @@ class Kind(NamedTuple):
 
 
 class VisionInputs:
-    """The images of one call, of all kinds. False where there are none.
+    """The images and videos of one call. False where there are none.
 
-    kinds: (name, token id, integer tensor [images, 3] or None) of each. Reading the sizes waits for the device where
-    the tensor is on one. Raises InputError for another shape, or sizes that `merge` does not divide.
+    modalities: (name, token id, integer tensor [images, 3] or None) of each. Reading sizes that are on a GPU
+    synchronises. Raises InputError for another shape, or sizes that `merge` does not divide.
     """
 
-    def __init__(self, kinds: Sequence[tuple[str, int, Tensor | None]], *, merge: int):
+    def __init__(self, modalities: Sequence[tuple[str, int, Tensor | None]], *, merge: int):
         self.merge = merge
-        self.kinds = [Kind(name, token_id, self._read(name, sizes)) for name, token_id, sizes in kinds]
-        self.grids: Grids = [grid for kind in self.kinds for grid in kind.grids]
+        self.modalities = [Modality(name, token_id, self._read(name, sizes)) for name, token_id, sizes in modalities]
+        self.grids: Grids = [grid for modality in self.modalities for grid in modality.grids]
 
     def __bool__(self) -> bool:
         return bool(self.grids)
 
     def pixels(self, *given: Tensor | None, width: int) -> Tensor | None:
-        """All rows of pixels, [patches, width], from those of each kind; None where there are none.
+        """The pixels of all patches, [patches, width], from those of each modality; None where there are none.
 
-        Raises InputError where they are not what the sizes ask for.
+        Raises InputError where they do not fit the sizes.
         """
-        for kind, rows in zip(self.kinds, given, strict=True):
-            count, found = num_tokens(kind.grids, 1), "none"
+        for (name, _, grids), rows in zip(self.modalities, given, strict=True):
+            count, found = num_tokens(grids, 1), "none"
             if rows is not None and not isinstance(rows, Tensor):
                 found = f"a {type(rows).__name__}"
             elif rows is not None:
@@ -83,43 +82,43 @@ class VisionInputs:
             expected = f"floats [{count}, {width}]" if count else "none"
             if found != expected:
                 raise InputError(
-                    f"{kind.name} pixels are {found}, and the sizes in {kind.name}_grid_thw ask for {expected}, a row "
-                    "for each patch; take both from one call of the processor"
+                    f"{name} pixels are {found}, and the sizes in {name}_grid_thw ask for {expected}, a row for each "
+                    "patch; take both from one call of the processor"
                 )
         parts = [rows for rows in given if rows is not None]
         return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else None
 
-    def put(self, x: Tensor, input_ids: Tensor, made: Tensor) -> Tensor:
-        """x [B, S, H] with `made` [tokens of all images, H] in the places of images, kind by kind, in order.
+    def merge_embeddings(self, x: Tensor, input_ids: Tensor, embeddings: Tensor) -> Tensor:
+        """x [B, S, H] with `embeddings` [tokens of all images, H] at the image tokens, modality by modality, in order.
 
-        Where input_ids [B, S] hold too few of a kind, the result means nothing; `count` finds that out.
+        The result is undefined where input_ids [B, S] hold too few image tokens; `check_count` raises there.
         """
         ids = input_ids.flatten()
-        counts = [(kind.token_id, num_tokens(kind.grids, self.merge)) for kind in self.kinds]
+        counts = [(modality.token_id, num_tokens(modality.grids, self.merge)) for modality in self.modalities]
         places = torch.cat([(ids != token_id).int().argsort(stable=True)[:count] for token_id, count in counts])
-        return x.flatten(0, 1).index_copy(0, places, made.to(x.dtype)).view_as(x)
+        return x.flatten(0, 1).index_copy(0, places, embeddings.to(x.dtype)).view_as(x)
 
-    def count(self, input_ids: Tensor) -> Callable[[], None]:
-        """Compares the tokens that stand for images with what the images make; InputError with both numbers.
+    def check_count(self, input_ids: Tensor) -> Callable[[], None]:
+        """Raises InputError if input_ids hold another number of image tokens than the sizes make.
 
-        On the CPU that is done here. On a GPU the numbers are on their way to the host while the forward runs, and
-        the function that is returned, to be called behind it, looks at them, unless they cannot fit anyway. Not while
-        a graph is made, which cannot wait.
+        On the CPU it checks here. On a GPU the counts are copied to the host while the forward runs, and the returned
+        function, to be called after it, checks them; where they cannot fit at all it checks here. Under torch.compile
+        and CUDA graph capture, which cannot synchronise, there is no check.
         """
         if torch.compiler.is_compiling() or (input_ids.is_cuda and is_capturing()):
             return lambda: None
-        found = torch.stack([(input_ids == kind.token_id).sum() for kind in self.kinds])
+        found = torch.stack([(input_ids == modality.token_id).sum() for modality in self.modalities])
         if not found.is_cuda or num_tokens(self.grids, self.merge) > input_ids.numel():
             self._compare(found.tolist())
             return lambda: None
-        there = torch.empty_like(found, device="cpu", pin_memory=True)
-        there.copy_(found, non_blocking=True)
+        on_host = torch.empty_like(found, device="cpu", pin_memory=True)
+        on_host.copy_(found, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(found.device))  # which may not be the current device
 
         def check() -> None:
             copied.synchronize()
-            self._compare(there.tolist())
+            self._compare(on_host.tolist())
 
         return check
 
@@ -135,14 +134,13 @@ class VisionInputs:
     ) -> Tensor:
         """Positions of all tokens by time, row and column: int64 [3, B, S], on the device of input_ids [B, S].
 
-        Text counts on, the same on all three. An image that begins at position p has its tokens at p + (frame, row,
-        column), and text behind it goes on at p + max(rows, columns) / merge; with `frames_count`, at p + frames if
-        that is more.
+        Text has the same position on all three axes. An image that begins at position p has its tokens at p + (frame,
+        row, column), and the text after it continues at p + max(rows, columns) / merge; with `frames_count`, at
+        p + frames if that is more.
 
-        attention_mask: [B, past + S]; tokens where it is 0 are not counted, and stand where the text begins.
-        cu_seqlens: int32 [N + 1], boundaries of sequences packed into the rows, one row behind the other; each counts
-            from 0.
-        past, deltas: tokens before these (in a cache), and [B, 1], what their positions were more than their number.
+        attention_mask: [B, past + S]; tokens where it is 0 are not counted, and get the position where the text begins.
+        cu_seqlens: int32 [N + 1], boundaries of sequences packed into the flattened rows; each counts from 0.
+        past: the number of tokens in the cache. deltas: [B, 1], their next position less their number.
         """
         rows, length = input_ids.shape[:2]
         if attention_mask is None:
@@ -152,13 +150,13 @@ class VisionInputs:
         real = attention_mask[:, past:].bool()
         cells = torch.zeros(3, rows, length, dtype=torch.int64, device=input_ids.device)
         steps = real.long()  # from a token to the next; within an image 0, and on its last token all of it
-        for _, token_id, grids in self.kinds:
+        for _, token_id, grids in self.modalities:
             if grids:
-                mine = (input_ids == token_id) & real
-                place = (mine.flatten().cumsum(0) - 1).view_as(input_ids)
+                is_image = (input_ids == token_id) & real
+                index = (is_image.flatten().cumsum(0) - 1).view_as(input_ids)
                 table = _cells_and_steps(grids, self.merge, frames_count).to(input_ids.device, non_blocking=True)
-                here = table.index_select(1, place.clamp(0, table.shape[1] - 1).flatten()).view(4, rows, length)
-                cells, steps = torch.where(mine, here[:3], cells), torch.where(mine, here[3], steps)
+                found = table.index_select(1, index.clamp(0, table.shape[1] - 1).flatten()).view(4, rows, length)
+                cells, steps = torch.where(is_image, found[:3], cells), torch.where(is_image, found[3], steps)
         if cu_seqlens is None:
             before = steps.cumsum(1) - steps
         else:
@@ -188,13 +186,13 @@ class VisionInputs:
         return grids
 
     def _compare(self, found: list[int]) -> None:
-        for count, kind in zip(found, self.kinds, strict=True):
-            expected = num_tokens(kind.grids, self.merge)
+        for count, (name, token_id, grids) in zip(found, self.modalities, strict=True):
+            expected = num_tokens(grids, self.merge)
             if count != expected:
                 raise InputError(
-                    f"input_ids hold {count} tokens with the {kind.name}_token_id {kind.token_id}, and the sizes in "
-                    f"{kind.name}_grid_thw make {expected}. Likely the text was cut, placeholders were not expanded, "
-                    f"or a {kind.name} is missing; take ids and pixels from one call of the processor"
+                    f"input_ids hold {count} tokens with the {name}_token_id {token_id}, and the sizes in "
+                    f"{name}_grid_thw make {expected}. Likely the text was cut, placeholders were not expanded, or a "
+                    f"{name} is missing; take ids and pixels from one call of the processor"
                 )
 
 

@@ -9,32 +9,27 @@ from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.linear import is_untouched
 
 
-def _is_plain(norm: nn.Module) -> bool:
-    """True if the norm's weight is there whenever a backward behind the norm runs.
+def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
+    """y, which the next layer may recompute in its backward only if the norm's weight is there then; else it saves y.
 
-    FSDP and ZeRO-3, where they shard a norm by itself, fetch its weight for its own backward, which comes later. They
-    replace its class or its weight, or hang hooks on it.
+    Where FSDP and ZeRO-3 shard a norm by itself, they gather its weight for its own backward, which comes later. They
+    replace its class or its weight, or add hooks.
     """
-    weights = nn.Parameter, type(None)
-    return type(norm) in (RMSNorm, LayerNorm) and type(norm.weight) in weights and is_untouched(norm)
-
-
-def _results(norm: nn.Module, y: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
-    """y and the sum; who reads y keeps y itself, and not the norm's weight, unless the norm is plain."""
-    if handle_of(y) is not None and not _is_plain(norm):
+    weight_stays = type(norm.weight) in (nn.Parameter, type(None))
+    if handle_of(y) is not None and not (type(norm) in (RMSNorm, LayerNorm) and weight_stays and is_untouched(norm)):
         detach_handle(y)
-    return y, total
+    return y
 
 
 class RMSNorm(nn.Module):
     """Normalises the residual stream after adding a layer's output to it; arguments in the order of torch.nn.RMSNorm.
 
-    forward(x [..., hidden_size], residual [..., hidden_size] or None) -> (normed, new residual); the new
-    residual is x + residual, and x itself where there is none yet.
+    forward(x [..., hidden_size], residual [..., hidden_size] or None) -> (normed, new residual); the new residual is
+    x + residual, or x itself where residual is None.
 
-    eps is absolute, inside the root. The weight acts as offset + weight and starts so that this is 1: Gemma
-    stores its weights around 0, with offset=1. cast_before_weight: rounds to the input's dtype before the weight is
-    applied, as Llama does; Gemma rounds after it. elementwise_affine=False: no weight.
+    eps is added inside the root. offset + weight multiplies, and starts at 1: Gemma stores its weights around 0, with
+    offset=1. cast_before_weight: rounds to the input's dtype before the weight is applied, as Llama does; Gemma rounds
+    after it. elementwise_affine=False: no weight.
     """
 
     def __init__(
@@ -61,24 +56,19 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if residual is None:
             y = rms_norm(x, self.weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight)
-            return _results(self, y, x)
-        made = add_rms_norm(
-            x, residual, self.weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight
-        )
-        return _results(self, *made)
+            residual = x
+        else:
+            y, residual = add_rms_norm(
+                x, residual, self.weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight
+            )
+        return _without_stale_handle(self, y), residual
 
     def extra_repr(self) -> str:
         return f"{self.hidden_size}, eps={self.eps}, offset={self.offset}, cast_before_weight={self.cast_before_weight}"
 
 
 class LayerNorm(nn.Module):
-    """Layer normalisation of the residual stream, called as `RMSNorm` is.
-
-    forward(x [..., size], residual [..., size] or None) -> (normed, new residual): the new residual is x + residual,
-    and x itself where there is none yet.
-
-    eps is absolute, inside the root. elementwise_affine=False: no weight and no bias; bias=False: a weight alone.
-    """
+    """Layer normalisation of the residual stream: forward as in `RMSNorm`, arguments those of torch.nn.LayerNorm."""
 
     def __init__(self, size: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True):
         super().__init__()
@@ -96,8 +86,10 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if residual is None:
-            return _results(self, layer_norm(x, self.weight, self.bias, eps=self.eps), x)
-        return _results(self, *add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps))
+            y, residual = layer_norm(x, self.weight, self.bias, eps=self.eps), x
+        else:
+            y, residual = add_layer_norm(x, residual, self.weight, self.bias, eps=self.eps)
+        return _without_stale_handle(self, y), residual
 
     def extra_repr(self) -> str:
         return (

@@ -32,29 +32,18 @@ from torch import Tensor, nn
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.kernels._triton import is_capturing
 
+_LENGTH = "original_max_position_embeddings"
 # Keys of the rope dict: required, optional. The original length may come from max_position_embeddings.
 _KEYS: dict[str, tuple[set[str], set[str]]] = {
     "default": (set(), set()),
     "linear": ({"factor"}, set()),
     "dynamic": ({"factor"}, set()),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {"original_max_position_embeddings"}),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor"}, {_LENGTH}),
     "yarn": (
         set(),
-        {
-            "factor",
-            "original_max_position_embeddings",
-            "attention_factor",
-            "beta_fast",
-            "beta_slow",
-            "mscale",
-            "mscale_all_dim",
-            "truncate",
-        },
+        {"factor", _LENGTH, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"},
     ),
-    "longrope": (
-        {"short_factor", "long_factor"},
-        {"factor", "original_max_position_embeddings", "attention_factor"},
-    ),
+    "longrope": ({"short_factor", "long_factor"}, {"factor", _LENGTH, "attention_factor"}),
 }
 
 
@@ -107,7 +96,7 @@ class RotaryEmbedding(nn.Module):
         self.scaling = _read(scaling or {}, theta, partial_rotary_factor, self.dim // 2)
         self.rope_type = self.scaling["rope_type"]
         self.max_position_embeddings = max_position_embeddings
-        original_length = self.scaling.get("original_max_position_embeddings")
+        original_length = self.scaling.get(_LENGTH)
         self.original_length: Any = original_length or max_position_embeddings
         if self.original_length is None and self.rope_type not in ("default", "linear"):
             instead = ", or original_max_position_embeddings in its dict"

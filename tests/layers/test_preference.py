@@ -1,4 +1,4 @@
-"""Preference losses against their formulas, written anew here in fp64 from log_softmax of whole logits."""
+"""Preference losses against their formulas in fp64, from log_softmax of whole logits."""
 
 import math
 
@@ -222,18 +222,12 @@ def test_cpo_is_its_formula(device, loss_type, e, average):
     assert_loss(output.loss, CPO[loss_type](chosen - rejected, e).mean() + nll, batch.trained)
     torch.testing.assert_close(output.rejected_logps, rejected.detach())
     torch.testing.assert_close(output.rejected_rewards, BETA * rejected.detach())
-
-
-@pytest.mark.parametrize("e", [0.0, 0.2])
-def test_simpo_is_its_formula(e):
-    batch = Batch()
-    module = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)
-    output = module(batch.x, batch.weight, batch.labels, bias=batch.bias)
-    chosen, rejected = averages(batch)
-    assert_loss(output.loss, CPO["simpo"](chosen - rejected, e).mean(), batch.trained)
-    torch.testing.assert_close(
-        simpo_loss(chosen, rejected, beta=BETA, gamma=0.4, label_smoothing=e).mean(), output.loss
-    )
+    if loss_type == "simpo":  # the module of this name has no NLL by default
+        simpo = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)
+        expected = simpo_loss(chosen, rejected, beta=BETA, gamma=0.4, label_smoothing=e).mean()
+        torch.testing.assert_close(
+            simpo(batch.x, batch.weight, batch.labels, bias=batch.bias).loss.detach(), expected.detach()
+        )
 
 
 DESIRABLE = [True, False, True, True, False, False]
@@ -305,6 +299,13 @@ def test_apo_zero_unpaired_has_no_reference_point():
         module(batch.x, batch.weight, batch.labels, desirable, kl=torch.tensor(0.1))
 
 
+def test_the_reference_point_of_kto_is_not_negative():
+    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
+    assert kto_kl(logps, torch.tensor([-3.0, -1.0])) == 0.5 and kto_kl(logps, torch.zeros(2)) == 0
+    kl = kto_kl(logps).requires_grad_()
+    assert not torch.autograd.grad(kto_loss(logps, logps < -1, kl=kl).sum(), kl, allow_unused=True)[0]
+
+
 def test_a_batch_with_one_kind_only():
     batch = Batch()
     output = LinearKTOLoss()(batch.x, batch.weight, batch.labels, torch.ones(2 * PAIRS, dtype=torch.bool))
@@ -312,19 +313,8 @@ def test_a_batch_with_one_kind_only():
     assert all(value.isfinite().all() for value in output)
 
 
-def test_the_reference_point_is_not_below_zero_and_has_no_gradient():
-    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
-    assert kto_kl(logps, torch.tensor([-3.0, -1.0])) == 0.5
-    assert kto_kl(logps, torch.zeros(2)) == 0
-    assert not kto_kl(logps).requires_grad
-    kl = torch.tensor(0.5, requires_grad=True)
-    assert torch.autograd.grad(kto_loss(logps, torch.tensor([True, False]), kl=kl).sum(), kl, allow_unused=True) == (
-        None,
-    )
-
-
 @pytest.mark.parametrize("loss_type, e", CASES)
-@pytest.mark.parametrize("size", [1.0, 60.0, 300.0, 1000.0])
+@pytest.mark.parametrize("size", [1.0, 1000.0])
 def test_extreme_values_in_fp32(loss_type, e, size):
     """Log ratios of up to 1000 either way: the naive formula in fp64 still holds there, naive fp32 would not.
 
@@ -347,35 +337,23 @@ def test_extreme_values_in_fp32(loss_type, e, size):
         torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-7)
 
 
-def test_log_odds_near_one():
-    """Against expm1 and log1p of fp64, from p = 1 - 2^-23 to p = e^-80; the plain formula fails the same check."""
-    x = -torch.logspace(-6.9, 1.9, 400)
-    exact = torch.tensor([v - math.log(-math.expm1(v)) for v in x.double().tolist()], dtype=torch.float64)
-
-    def error(found):
-        # log(1 - p) may cancel x to nothing around p = 1/2: relative to the larger of the two terms.
-        return ((found.double() - exact).abs() / torch.maximum(exact.abs(), x.double().abs()).clamp(min=0.5)).max()
-
-    assert error(log_odds(x)) < 3e-7  # a few roundings of 2^-24
-    assert error(x - torch.log1p(-torch.exp(x))) > 1e-2
-    p = x.clone().requires_grad_()
-    slope = torch.autograd.grad(log_odds(p).sum(), p)[0].double()
-    torch.testing.assert_close(slope, -1 / torch.expm1(x.double()), rtol=2e-6, atol=0)
-
-
-def test_log_odds_at_one_and_above():
-    """No number of fp32 but 0 is nearer to log 1 than eps: value and slope stay finite, up to what rounding adds."""
-    eps = torch.finfo(torch.float32).eps
-    x = torch.tensor([-eps, -eps / 2, -1e-30, 0.0, eps], requires_grad=True)
-    found = log_odds(x)
-    torch.testing.assert_close(found, torch.full_like(x, -math.log(eps)), rtol=1e-6, atol=0)
-    slope = torch.autograd.grad(found.sum(), x)[0]
-    torch.testing.assert_close(slope, torch.tensor([1 / eps, 1, 1, 1, 1]), rtol=1e-6, atol=0)
-    for pair in ([0.0, -1.0], [-1.0, 0.0], [0.0, 0.0], [-1e4, 0.0], [-torch.inf, -1.0]):
+def test_log_odds_near_and_at_one():
+    """Against expm1 of fp64, from p = 1 - 2^-23 to p = e^-80, and finite from there up to what rounding adds."""
+    x = (-torch.logspace(-6.9, 1.9, 400)).requires_grad_()
+    found, wide = log_odds(x), x.detach().double()
+    exact = wide - torch.log(-torch.expm1(wide))
+    # log(1 - p) may cancel x to nothing around p = 1/2: relative to the larger of the two terms.
+    error = (found.double() - exact).abs() / torch.maximum(exact.abs(), wide.abs()).clamp(min=0.5)
+    assert error.max() < 3e-7  # a few roundings of 2^-24
+    (slope,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(slope.double(), -1 / torch.expm1(wide), rtol=2e-6, atol=0)
+    eps = torch.finfo(torch.float32).eps  # no number of fp32 but 0 is closer to log 1
+    at_one = torch.tensor([-eps, -eps / 2, 0.0, eps])
+    torch.testing.assert_close(log_odds(at_one), torch.full_like(at_one, -math.log(eps)), rtol=1e-6, atol=0)
+    for pair in ([0.0, -1.0], [0.0, 0.0], [-1e4, 0.0], [-torch.inf, -1.0]):
         c, r = (torch.tensor([value], requires_grad=True) for value in pair)
         loss = orpo_loss(c, r)
-        slopes = torch.autograd.grad(loss.sum(), (c, r))
-        assert all(g.isfinite() for g in slopes)
+        assert all(g.isfinite() for g in torch.autograd.grad(loss.sum(), (c, r)))
         assert loss.isfinite() or pair[0] == -torch.inf
 
 
@@ -390,7 +368,7 @@ SMALL = {
 
 
 @pytest.mark.parametrize("name", SMALL)
-@pytest.mark.parametrize("rows", [[0], [PAIRS], [0, PAIRS], [0, 1, 2], list(range(2 * PAIRS))], ids=str)
+@pytest.mark.parametrize("rows", [[0], [0, 1, 2], list(range(2 * PAIRS))], ids=str)
 def test_sequences_without_a_label(device, name, rows):
     """Their log probability is 0, nothing is NaN, and their states get no gradient."""
     batch = Batch(device, torch.float32)
@@ -404,20 +382,21 @@ def test_sequences_without_a_label(device, name, rows):
     assert (dx[rows] == 0).all()
 
 
-@pytest.mark.parametrize("leading", [(), (1,)], ids=["[T, H]", "[1, T, H]"])
 @pytest.mark.parametrize("name", [*SMALL, "kto"])
-def test_packed_equals_padded(device, name, leading):
-    """Sequences end to end, of any length, one of none at all, and tokens behind the last that belong to none."""
+def test_packed_equals_padded(device, name):
+    """Sequences of any length end to end, one of them empty, and tokens after the last that belong to none."""
     batch = Batch(device)
     lengths = [7, 4, 0, 6, 1, 5]
     batch.labels = batch.labels.where(
         torch.arange(TOKENS, device=device) < torch.tensor(lengths, device=device)[:, None], -100
     )
-    behind = 3
+    trailing = 3
 
     def packed(values, fill):
         rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
-        return torch.cat([*rows, torch.full_like(values[0, :behind], fill)]).reshape(*leading, -1, *values.shape[2:])
+        return torch.cat([*rows, torch.full_like(values[0, :trailing], fill)]).reshape(
+            *[1] * (name == "orpo"), -1, *values.shape[2:]
+        )
 
     bounds = F.pad(torch.tensor(lengths, device=device).cumsum(0), (1, 0)).int()
     nll_labels = batch.labels.where(torch.rand(batch.labels.shape, device=device) < 0.5, IGNORED)
@@ -459,20 +438,6 @@ def test_sequence_logps_are_what_ref_logps_wants(device):
     torch.testing.assert_close(mean * (batch.labels != IGNORED).sum(1), sums)
 
 
-@pytest.mark.parametrize("frozen", ["x", "weight", "bias"])
-def test_frozen_inputs(device, frozen):
-    batch = Batch(device)
-    call = {"x": batch.x, "weight": batch.weight, "labels": batch.labels, "bias": batch.bias}
-    trained = [name for name in ("x", "weight", "bias") if name != frozen]
-    every = torch.autograd.grad(LinearORPOLoss()(**call).loss, [call[name] for name in trained])
-    call[frozen] = call[frozen].detach()
-    some = torch.autograd.grad(LinearORPOLoss()(**call).loss, [call[name] for name in trained])
-    for one, other in zip(every, some, strict=True):
-        torch.testing.assert_close(one, other)
-    with torch.no_grad():
-        assert not LinearORPOLoss()(**call).loss.requires_grad
-
-
 def test_softcap_and_ignore_index():
     batch = Batch()
     labels = batch.labels.where(batch.labels != IGNORED, -7)
@@ -488,33 +453,6 @@ def test_softcap_and_ignore_index():
     assert_loss(output.loss, expected, [batch.x, batch.weight])
 
 
-def test_half_precision_states_give_fp32(device):
-    batch = Batch(device, torch.float16)
-    output = LinearDPOLoss()(batch.x, batch.weight, batch.labels, ref_x=batch.ref_x, ref_weight=batch.ref_weight)
-    assert all(value is None or value.dtype == torch.float32 for value in output)
-    dx, dweight = torch.autograd.grad(output.loss, (batch.x, batch.weight))
-    assert dx.dtype == dweight.dtype == torch.float16 and dx.isfinite().all()
-    assert dpo_loss(*torch.randn(2, 3).half()).dtype == torch.float32
-
-
-@pytest.mark.parametrize("workspace_bytes", [None, 128 * 64 * 2])
-def test_chunking_changes_no_result(device, workspace_bytes):
-    """Nor does leaving tokens out: 640 of 1120 tokens, all in one chunk, or in chunks of 128."""
-    x, weight = torch.randn(160, TOKENS, WIDTH, device=device), torch.randn(VOCAB, WIDTH, device=device)
-    inputs = [t.to(torch.float16).requires_grad_() for t in (x, weight)]
-    labels = torch.randint(VOCAB, x.shape[:2], device=device)
-    labels[:, :3] = IGNORED
-    exact = [t.detach().double().requires_grad_() for t in inputs]
-    wide = LinearSimPOLoss(beta=2.0)(*exact, labels).loss
-    loss = LinearSimPOLoss(beta=2.0, workspace_bytes=workspace_bytes)(
-        *inputs, labels, num_valid=160 * (TOKENS - 3)
-    ).loss
-    torch.testing.assert_close(loss.double(), wide, rtol=1e-3, atol=1e-3)  # logits of up to 10 are rounded to fp16
-    for found, expected in zip(torch.autograd.grad(loss, inputs), torch.autograd.grad(wide, exact), strict=True):
-        error = (found.double() - expected).norm() / expected.norm()
-        assert error < 5e-3  # ten roundings of 2^-11, of the logits, their gradients and the result
-
-
 def call(**changes):
     """A call of LinearDPOLoss, with `changes`."""
     batch = Batch()
@@ -522,38 +460,44 @@ def call(**changes):
     return LinearDPOLoss()(given.pop("x"), given.pop("weight"), given.pop("labels"), **given)
 
 
-two = torch.zeros(2 * PAIRS, dtype=torch.float64)
+def call_kto(**changes):
+    batch = Batch()
+    given = {"desirable": torch.tensor(DESIRABLE)} | changes
+    return LinearKTOLoss()(batch.x, batch.weight, batch.labels, **given)
+
+
+two, ids, x = torch.zeros(2 * PAIRS, dtype=torch.float64), torch.ones(6, 7).long(), torch.randn(6, 7, 16).double()
 REFUSED = {
     "loss type": (lambda: LinearDPOLoss(loss_type="dpo"), "loss_type='dpo'.*sigmoid, "),
     "renamed": (lambda: dpo_loss(two, two, loss_type="aot_pair"), "aot_unpaired"),
     "kto loss type": (lambda: LinearKTOLoss(loss_type="bco"), "supported: kto"),
     "cpo loss type": (lambda: LinearCPOLoss(loss_type="robust"), "supported: sigmoid, hinge"),
-    "beta": (lambda: LinearDPOLoss(beta=0.0), "beta=0.0 must be greater"),
-    "beta of orpo": (lambda: LinearORPOLoss(beta=-1.0), "beta"),
-    "beta of kto": (lambda: LinearKTOLoss(beta=0.0), "beta"),
-    "tau": (lambda: LinearDPOLoss(loss_type="discopop", discopop_tau=0.0), "discopop_tau"),
+    "beta": (lambda: LinearORPOLoss(beta=0.0), "beta=0.0 must be greater"),
     "half": (lambda: LinearDPOLoss(loss_type="robust", label_smoothing=0.5), r"\[0, 0.5\)"),
-    "negative": (lambda: dpo_loss(two, two, label_smoothing=-0.1), r"\[0, 0.5\)"),
     "exo": (lambda: LinearDPOLoss(loss_type="exo_pair"), "label_smoothing=0.0 must be greater"),
+    "dpo smoothing": (lambda: LinearDPOLoss(loss_type="ipo", label_smoothing=0.1), "not defined for .*ipo"),
     "cpo smoothing": (lambda: LinearCPOLoss(loss_type="hinge", label_smoothing=0.1), "not defined for .*hinge"),
-    "no batch": (lambda: call(x=torch.randn(6, 16), labels=torch.ones(6).long()), "need cu_seqlens"),
-    "labels": (lambda: call(labels=torch.ones(2 * PAIRS, TOKENS - 1).long()), "shifted already"),
-    "nll labels": (lambda: call(nll_labels=torch.ones(PAIRS, TOKENS).long()), r"nll_labels \[3, 7\]"),
-    "nll of another text": (lambda: call(nll_labels=torch.full((2 * PAIRS, TOKENS), 3)), "differ at a position"),
-    "odd": (lambda: call(x=torch.randn(3, 4, 16).double(), labels=torch.ones(3, 4).long()), "are not pairs"),
-    "states alone": (lambda: call(ref_x=torch.randn(6, 7, 16)), "go together"),
+    "no batch": (lambda: call(x=x[0], labels=ids[0]), "need cu_seqlens"),
+    "labels": (lambda: call(labels=ids[:, 1:]), "shifted already"),
+    "nll labels": (lambda: call(nll_labels=ids[:3]), r"nll_labels \[3, 7\]"),
+    "nll of another text": (lambda: call(nll_labels=3 * ids), "differ at a position"),
+    "odd": (lambda: call(x=x[:3], labels=ids[:3]), "are not pairs"),
+    "states alone": (lambda: call(ref_x=x), "go together"),
     "head alone": (lambda: call(ref_weight=torch.randn(29, 16)), "go together"),
-    "bias alone": (lambda: call(ref_bias=torch.randn(29)), "go together"),
-    "twice": (lambda: call(ref_x=torch.randn(6, 7, 16), ref_weight=torch.randn(29, 16), ref_logps=two), "give either"),
-    "ref shape": (lambda: call(ref_x=torch.randn(6, 5, 16), ref_weight=torch.randn(29, 16)), "shape of x"),
+    "twice": (lambda: call(ref_x=x, ref_weight=torch.randn(29, 16), ref_logps=two), "give either"),
+    "ref shape": (lambda: call(ref_x=x[:, 1:], ref_weight=torch.randn(29, 16).double()), "shape of x"),
     "ref logps": (lambda: call(ref_logps=two[:PAIRS]), r"ref_logps \[3\] must be \[6\]"),
-    "bounds": (lambda: call(cu_seqlens=torch.randn(3)), "cu_seqlens is torch.float32"),
-    "two bounds": (lambda: call(cu_seqlens=torch.ones(2, 2).int()), "cu_seqlens"),
+    "kl without labels": (lambda: call_kto(kl_x=x), "kl_x and kl_labels"),
+    "kl reference alone": (lambda: call_kto(ref_kl_logps=two), "kl_x and kl_labels"),
+    "kl twice": (lambda: call_kto(kl_x=x, kl_labels=ids, kl=two[0]), "takes the place"),
+    "kl without head": (lambda: call_kto(kl_x=x, kl_labels=ids, ref_kl_x=x), "needs ref_weight"),
+    "kl of others": (lambda: call_kto(kl_x=x, kl_labels=ids, ref_kl_logps=two[:1]), "ref_logps"),
+    "few desirable": (lambda: call_kto(desirable=torch.tensor(DESIRABLE)[:2]), r"must be torch.bool \[6\]"),
 }  # fmt: skip
 
 
-def test_nll_of_another_text_is_nan_where_the_host_must_not_look():
-    """On a GPU, and under torch.compile: nothing waits for a check, and no other loss than the one meant comes out."""
+def test_nll_of_another_text_is_nan_where_a_check_would_synchronise():
+    """On a GPU and under torch.compile nothing synchronises for a check, and no wrong loss comes out."""
     batch = Batch()
     given = dict(x=batch.x, weight=batch.weight, labels=batch.labels)
     other = batch.labels.clone()
@@ -569,36 +513,6 @@ def test_refused(name):
     attempt, message = REFUSED[name]
     with pytest.raises(InputError, match=message):
         attempt()
-
-
-@pytest.mark.parametrize("loss_type", [t for t in EVERY if t not in SMOOTHED])
-def test_label_smoothing_is_refused_where_it_is_not_defined(loss_type):
-    with pytest.raises(InputError, match=f"not defined for loss_type='{loss_type}'"):
-        LinearDPOLoss(loss_type=loss_type, label_smoothing=0.1)
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        ({"kl_x": True}, "kl_x and kl_labels"),
-        ({"ref_kl_logps": True}, "kl_x and kl_labels"),
-        ({"kl_x": True, "kl_labels": True, "kl": True}, "takes the place"),
-        ({"kl_x": True, "kl_labels": True, "ref_kl_x": True}, "needs ref_weight"),
-        ({"kl_x": True, "kl_labels": True, "ref_kl_logps": True, "short": True}, "ref_logps"),
-    ],
-)
-def test_refused_by_kto(changes, message):
-    batch = Batch()
-    given = {"kl_x": batch.x, "kl_labels": batch.labels, "kl": torch.tensor(0.1), "ref_kl_x": batch.x,
-             "ref_kl_logps": two[:1] if "short" in changes else two}  # fmt: skip
-    desirable = torch.tensor(DESIRABLE)
-    with pytest.raises(InputError, match=message):
-        LinearKTOLoss()(
-            batch.x, batch.weight, batch.labels, desirable, **{name: given[name] for name in changes if name in given}
-        )
-    for wrong in (desirable[:2], desirable.long()):
-        with pytest.raises(InputError, match=r"must be torch.bool \[6\]"):
-            LinearKTOLoss()(batch.x, batch.weight, batch.labels, wrong)
 
 
 def every_loss(batch, number=None):
@@ -618,30 +532,17 @@ def every_loss(batch, number=None):
     yield "kto", kto
 
 
-@pytest.mark.parametrize("name", ["sigmoid 0.1", "ipo 0.0", "LinearORPOLoss", "LinearCPOLoss", "kto"])
+@pytest.mark.parametrize("name", ["ipo 0.0", "kto"])
 def test_dynamo_traces_modules_whole(name):
     batch = Batch()
     op = next(op for found, op in every_loss(batch) if found.startswith(name))
     assert_compiles(op, batch.trained, [torch.ones((), dtype=torch.float64)], backend="eager")
 
 
-def test_dynamo_traces_packed_sequences_and_metrics():
-    batch = Batch()
-    bounds = torch.arange(0, 2 * PAIRS * TOKENS + 1, TOKENS)
-    module = LinearORPOLoss()
-
-    def metrics(x, weight):
-        return tuple(module(x.flatten(0, 1), weight, batch.labels.flatten(), cu_seqlens=bounds))
-
-    compiled = torch.compile(metrics, fullgraph=True, backend="eager")(batch.x, batch.weight)
-    for found, expected in zip(compiled, metrics(batch.x, batch.weight), strict=True):
-        torch.testing.assert_close(found, expected)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("number", [None, 2 * PAIRS * TOKENS - 8], ids=["every token", "valid tokens"])
 def test_on_a_gpu(number):
-    """Nothing waits for the device, a CUDA graph replays on other values, and the kernels compile whole."""
+    """Nothing synchronises, a CUDA graph replays on other values, and the kernels compile whole."""
     batch = Batch("cuda", torch.float32)
     one = torch.ones((), device="cuda")
     for _, op in every_loss(batch, number):
@@ -649,22 +550,3 @@ def test_on_a_gpu(number):
         assert_captures(op, batch.trained, [one.clone()])
     for op in (LinearDPOLoss(beta=BETA), LinearORPOLoss()):
         assert_compiles(lambda x, w, b, m=op: m(x, w, batch.labels, bias=b).loss, batch.trained, [one])
-
-
-@pytest.mark.gpu
-def test_memory_of_forward_and_backward():
-    """The logits and both gradients, once each, in bf16."""
-    x, weight = (torch.randn(size, 2048, device="cuda").bfloat16().requires_grad_() for size in (2048, 160000))
-    labels = torch.randint(160000, (4, 512), device="cuda")
-
-    def peak(module):
-        for measured in (False, True):  # the first call compiles kernels and gives cuBLAS its workspace
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            torch.autograd.grad(module(x.view(4, 512, 2048), weight, labels).loss, (x, weight))
-            if measured:
-                return torch.cuda.max_memory_allocated() - before
-
-    most = 2 * 2048 * 160000 + 2 * (x.numel() + weight.numel()) + 64 * 2**20  # what is per token is small
-    assert peak(LinearORPOLoss()) < most

@@ -200,7 +200,7 @@ def test_parameters_that_an_earlier_graph_holds_are_found():
     assert not capture._in_a_graph(weight)
 
 
-# On a card. With a window, attention is a Triton kernel, whose gradients sum in one order, as those of torch's do not.
+# On a GPU. With a window, attention is a Triton kernel, whose gradients sum in one order, as those of torch's do not.
 WINDOWED = {**CONFIG, "model_type": "mistral", "hidden_size": 128, "intermediate_size": 256, "sliding_window": 48}
 
 
@@ -287,25 +287,6 @@ def test_random_numbers_and_buffers_in_a_graph(options):
 
 
 @pytest.mark.gpu
-def test_a_graph_against_the_plain_loop():
-    """Which leaves rows without a label out of the head's products, and so adds in another order."""
-    ids = torch.randint(96, (4, 2, 96), device="cuda")
-    labels = ids.masked_fill(torch.rand(ids.shape, device="cuda") < 0.5, -100)
-    batches = [{"input_ids": a, "labels": b} for a, b in zip(ids, labels, strict=True)]
-    lr = torch.tensor(0.1, device="cuda")
-    begin, expected, model = windowed().float(), windowed().float(), windowed().float()
-    expected_losses = loop(expected, torch.optim.SGD(expected.parameters(), lr, fused=True), batches)
-    optimizer = torch.optim.SGD(model.parameters(), lr, fused=True)
-    optimizer.param_groups[0]["capturable"] = True  # it keeps no state
-    step = CapturedStep(model, optimizer, **batches[0])
-    losses = [step(**batch) for batch in batches]
-    # fp32 sums over up to 256 terms in another order, through two blocks and four steps; a row more or less is 1 %.
-    torch.testing.assert_close(losses, expected_losses, rtol=1e-5, atol=0)
-    for a, b, c in zip(model.parameters(), expected.parameters(), begin.parameters(), strict=True):
-        assert (a - b).norm() <= 1e-4 * (b - c).norm()
-
-
-@pytest.mark.gpu
 def test_a_graph_never_waits_and_takes_no_more_memory():
     model = windowed()
     step = CapturedStep(
@@ -330,7 +311,7 @@ def test_a_graph_never_waits_and_takes_no_more_memory():
 
 @pytest.mark.gpu
 def test_a_step_that_waits_is_named(tmp_path):
-    """In a process of its own: what is left of a capture that failed is not for others."""
+    """In a process of its own: a capture that failed leaves the CUDA context unusable."""
     code = """
 import torch
 from torch import nn

@@ -1,7 +1,6 @@
-"""What training keeps of the blocks, makes again, and sends to the host: always the bits of keeping everything."""
+"""Activation checkpointing and offload: bit for bit the step that saves everything, in less memory."""
 
 import copy
-import gc
 import itertools
 import weakref
 from contextlib import nullcontext
@@ -12,7 +11,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ligermodels.arch import ARCHS, decoder, inputs
+from ligermodels.arch import ARCHS, inputs
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch
 from ligermodels.training import offload, recompute
@@ -72,14 +71,14 @@ def assert_same(found, expected):
 
 
 def buffers(model):
-    """Addresses of all buffers that are free on the host."""
+    """Addresses of all free host buffers."""
     lanes = model.decoder.checkpointing.offload._streams.values()
     return {buffer.data_ptr() for lane in lanes for free in lane.buffers.values() for buffer in free}
 
 
 class TestBits:
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_each_policy_gives_the_bits_of_keeping_everything(self, family, ids):
+    def test_each_policy_gives_the_bits_of_saving_everything(self, family, ids):
         model = make(family)
         expected = step(model, ids)
         for policy, some in itertools.product(POLICIES, [{}, {"blocks": 2}]):
@@ -161,8 +160,8 @@ class TestBits:
 
 @pytest.fixture
 def late(monkeypatch):
-    """Copies run as late as streams allow: when somebody waits for them, in their order. Memory that was given away
-    before is not there for them any more."""
+    """Copies run as late as streams allow: in order, when somebody waits for them. Memory that is freed before that
+    fails them."""
     queue = []
 
     class Stream:
@@ -170,7 +169,7 @@ def late(monkeypatch):
             while queue and queue[0][0] <= event.number:
                 _, *places = queue.pop(0)
                 target, source = (torch.UntypedStorage._new_with_weak_ptr(place.cdata) for place in places)
-                assert target is not None and source is not None, "its memory was given away before the copy"
+                assert target is not None and source is not None, "its memory was freed before the copy"
                 size = min(len(target), len(source))
                 target[:size].copy_(source[:size])
 
@@ -193,7 +192,7 @@ def late(monkeypatch):
 class TestStreams:
     @pytest.mark.parametrize("some", [{}, {"blocks": 2}, {"every_n_layers": 2}], ids=str)
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
-    def test_nothing_is_read_or_given_away_before_its_copy(self, policy, some, ids, late):
+    def test_nothing_is_read_or_freed_before_its_copy(self, policy, some, ids, late):
         model = make(num_hidden_layers=5)
         expected = step(model, ids)
         enable(model, policy, offload=True, **some)
@@ -211,25 +210,15 @@ class TestStreams:
         with pytest.raises(ZeroDivisionError):
             losses.pop().backward()
         failing.clear()
-        assert not late  # what was on its way for the block that was next has been waited for
+        assert not late  # the copies for the next block have been waited for
         while losses:
             model.zero_grad()
             losses.pop().backward()
             assert_same([p.grad for p in model.parameters()], expected[1:])
 
 
-class Adapter:
-    """One trained matrix beside a frozen one."""
-
-    def __init__(self, linear):
-        linear.adapter = nn.Parameter(torch.randn(linear.out_features, linear.in_features) / 10)
-
-    def __call__(self, linear, inputs, output):
-        return output + nn.functional.linear(inputs[0], linear.adapter)
-
-
 def through_blocks(model, x):
-    """x through the blocks alone -> (what comes out, how much of what blocks gave is there when each block begins)."""
+    """x through the blocks alone -> (the output, how many outputs of blocks are alive when each block begins)."""
     given, alive = [], []
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda layer, inputs: alive.append(sum(ref() is not None for ref in given)))
@@ -247,7 +236,7 @@ def through_blocks(model, x):
 
 class TestMemory:
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_block_keeps_one_tensor_of_each_block(self, family):
+    def test_block_saves_one_tensor_of_each_block(self, family):
         model, kept = make(family, activation_checkpointing="block"), []
         with saved_tensors_hooks(lambda t: kept.append(t.shape) or t.detach(), lambda t: t):
             _, alive = through_blocks(model, torch.randn(2, 16, 32))
@@ -255,7 +244,7 @@ class TestMemory:
         assert alive == [0, 0, 0]  # what the block before gave, of which the sum alone is needed
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_mlp_keeps_nothing_of_the_inside_of_units(self, family):
+    def test_mlp_saves_nothing_of_the_inside_of_mlps(self, family):
         inside = []
         for policy in ("none", "mlp"):
             model, kept = make(family, activation_checkpointing=policy), []
@@ -264,16 +253,6 @@ class TestMemory:
             weights = {size for p in model.parameters() for size in (p.shape[-2:], p.shape[-2:][::-1])}
             inside.append([size for size in kept if size[-1] in (44, 88) and size not in weights])
         assert inside[0] and not inside[1]
-
-    @pytest.mark.parametrize("family", ["llama", "gemma2"])
-    def test_a_unit_runs_twice_whether_it_is_the_end_of_its_block_or_not(self, family, ids):
-        """At the end the block's second run stops before it, and it runs again by itself; else it runs within that."""
-        model, calls = make(family, activation_checkpointing="block"), []
-        for layer in model.decoder.layers:
-            layer.mlp.gate_proj.register_forward_hook(lambda layer, inputs, output: calls.append(layer))
-        step(model, ids)
-        assert len(calls) == 6
-        assert [layer.mlp.recompute for layer in model.decoder.layers] == [family == "llama"] * 3
 
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
     def test_what_travels_leaves_with_the_next_block_and_is_back_for_two_blocks_at_a_time(self, policy, monkeypatch):
@@ -302,61 +281,7 @@ class TestMemory:
         assert len(brought) == 4  # a block each; what the last block keeps stays where it is
         assert not any(ref() is not None for refs in brought for ref in refs)
 
-    @pytest.mark.parametrize("policy", ["none", "block"])
-    @pytest.mark.parametrize(
-        ("some", "gone_by", "back_from"),
-        [
-            ({"blocks": 1}, {0: 6}, {0: 5}),
-            ({"blocks": 2}, {0: 3, 1: 6}, {0: 2, 1: 5}),
-            ({"every_n_layers": 3}, {0: 3, 3: 6}, {0: 2, 3: 5}),
-            ({"blocks": 5}, {0: 2, 1: 3, 2: 4, 3: 5, 4: 6}, {0: 1, 1: 2, 2: 3, 3: 4, 4: 5}),
-        ],
-    )
-    def test_the_copies_of_some_blocks_have_the_time_of_all(self, policy, some, gone_by, back_from, monkeypatch):
-        monkeypatch.setattr(offload, "SMALLEST", 512)
-        model, sent, going_back, gone, back = make(num_hidden_layers=7), [], [], {}, {}
-        enable(model, policy, offload=True, **some)
-        failing = model.decoder.layers[5].register_forward_pre_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):  # what that had queued is in nobody's way
-            through_blocks(model, torch.randn(2, 16, 32))
-        failing.remove()
-        call, send, bring = recompute._Pass.__call__, offload.CopyStream.send, offload.CopyStream.fetch
-
-        def calls(run, i, *inputs):
-            begins(i)
-            return call(run, i, *inputs)
-
-        def sends(lane, tensor, memory, *where):
-            sent.append((begun, StorageWeakRef(memory)))
-            return send(lane, tensor, memory, *where)
-
-        def brings(lane, records):
-            bring(lane, records)
-            back.setdefault(going_back[-1], []).append(len(records))
-
-        def begins(i):
-            nonlocal begun
-            for block in {block for block, _ in sent} - gone.keys():
-                if all(memory.expired() for number, memory in sent if number == block):
-                    gone[block] = i - 1
-            begun = i
-
-        begun = -1
-        for i, layer in enumerate(model.decoder.layers):
-            layer.register_forward_hook(
-                lambda layer, inputs, outputs, i=i: outputs[0].register_hook(lambda grad: going_back.append(i)) and None
-            )
-        monkeypatch.setattr(recompute._Pass, "__call__", calls)
-        monkeypatch.setattr(offload.CopyStream, "send", sends)
-        monkeypatch.setattr(offload.CopyStream, "fetch", brings)
-        x, _ = through_blocks(model, torch.randn(2, 16, 32))
-        begins(7)
-        assert gone == gone_by
-        x.sum().backward()
-        counts = {block: sum(number == block for number, _ in sent) for block in gone_by}
-        assert back == {block: [counts[i]] for i, block in back_from.items()}
-
-    def test_pinned_memory_is_used_again(self, ids):
+    def test_pinned_memory_is_reused(self, ids):
         model = make()
         enable(model, "none", offload=True)
         step(model, ids)
@@ -371,25 +296,6 @@ class TestMemory:
         assert there < more and len(more) <= 2 * len(there)
         step(model, ids)
         assert buffers(model) == more
-
-    @pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
-    @pytest.mark.parametrize("part", ["host_buffer", "send"])
-    def test_a_step_for_which_the_host_has_no_room(self, part, ids, monkeypatch):
-        model = make()
-        expected = step(model, ids)
-        enable(model, "none", offload=True)
-        count, whole = itertools.count(), getattr(offload.CopyStream, part)
-
-        def limited(*inputs):
-            if next(count) == 5:
-                raise RuntimeError("out of memory")
-            return whole(*inputs)
-
-        with monkeypatch.context() as some, pytest.raises(RuntimeError, match="out of memory"):
-            some.setattr(offload.CopyStream, part, limited)
-            step(model, ids)
-        gc.collect()
-        assert_same(step(model, ids), expected)
 
     def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
         kept = offload._SavedTensors(Offload(), {}, 1)
@@ -427,14 +333,9 @@ class TestSettings:
     def test_what_is_no_policy(self):
         for settings, message in [
             ("blocks", "'none', 'mlp', 'block'"),
-            (3, "expected 'none'"),
             ({"recompute": "all"}, "'all' is not supported"),
             ({"blocks": 4}, "blocks=4 must be a number of the model's blocks, 0 to 3"),
-            ({"blocks": -1}, "0 to 3"),
-            ({"blocks": True}, "blocks=True"),
-            ({"blocks": 1.0}, "blocks=1.0"),
             ({"every_n_layers": 0}, "every_n_layers=0"),
-            ({"offload": 1}, "offload=1 must be True or False"),
             ({"layers": 2}, "no option 'layers'"),
             ({"recompute": "mlp", "early_stop": False}, "'early_stop' of torch.utils.checkpoint"),
         ]:
@@ -490,10 +391,7 @@ class TestSettings:
         with pytest.raises(InputError, match="offload=True runs neither"):
             model(ids)
         mask = torch.ones_like(ids)
-        monkeypatch.setattr(decoder, "pads_only_after", lambda mask: called.append(1))
         model.gradient_checkpointing_disable()
-        model(ids, attention_mask=mask)
-        assert not called
         monkeypatch.setattr(inputs, "is_captured", lambda x: True)
         positions = torch.arange(16)[None]
         with pytest.raises(InputError, match="give cu_seqlens and max_seqlen"):
@@ -593,16 +491,3 @@ class TestOnAGPU:
         found = [grad.clone() for grad in found]
         run()
         assert_same(found, [parameter.grad for parameter in model.parameters()])
-
-    def test_one_rounding_more(self, model, ids):
-        """Under "block", gradients of the sums are rounded once more: nowhere further from fp32 than twice as far."""
-        exact = copy.deepcopy(model).float()
-        exact(ids, labels=ids).loss.backward()
-        errors = []
-        for policy in ("none", "block"):
-            enable(model, policy)
-            model.zero_grad()
-            model(ids, labels=ids).loss.backward()
-            pairs = zip(model.parameters(), exact.parameters(), strict=True)
-            errors.append([((p.grad - e.grad).norm() / e.grad.norm()).item() for p, e in pairs])
-        assert all(other < 2 * one for one, other in zip(*errors, strict=True))

@@ -1,16 +1,13 @@
 """Contrastive preference optimisation and SimPO: no reference; log probabilities of two answers against each other."""
 
+from typing import Unpack
+
 import torch
 from torch import Tensor
 
+from ligermodels.layers.preference.base import PairedLoss, check_choice, check_positive, check_smoothing
 from ligermodels.layers.preference.dpo import smoothed
-from ligermodels.layers.preference.sequences import (
-    ReferenceFreeLoss,
-    check_choice,
-    check_positive,
-    check_smoothing,
-    upcast,
-)
+from ligermodels.layers.preference.sequences import HeadOptions, upcast
 
 LOSS_TYPES = ("sigmoid", "hinge", "ipo", "simpo")
 SMOOTHED = ("sigmoid", "simpo")
@@ -56,12 +53,11 @@ def simpo_loss(
     )
 
 
-class LinearCPOLoss(ReferenceFreeLoss):
+class LinearCPOLoss(PairedLoss):
     """CPO from hidden states: the mean of `cpo_loss`, plus alpha times the mean NLL of the chosen tokens.
 
     alpha is TRL's cpo_alpha; 0 or compute_nll_loss=False leaves the NLL out. average_log_prob: log probabilities per
-    token instead of per sequence; "ipo" and "simpo" use those anyway. Options of the head:
-    `LinearLoss`.
+    token instead of per sequence; "ipo" and "simpo" use those anyway. head: see `HeadOptions`.
     """
 
     def __init__(
@@ -74,24 +70,21 @@ class LinearCPOLoss(ReferenceFreeLoss):
         average_log_prob: bool = False,
         compute_nll_loss: bool = True,
         alpha: float = 1.0,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        accum_dtype: torch.dtype | None = torch.float32,
-        workspace_bytes: int | None = None,
+        **head: Unpack[HeadOptions],
     ):
         check_options(loss_type, beta, label_smoothing)
         super().__init__(
             beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha,
-            average_log_prob=average_log_prob or loss_type in PER_TOKEN,
-            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
+            average_log_prob=average_log_prob or loss_type in PER_TOKEN, **head,
         )  # fmt: skip
         self.loss_type, self.label_smoothing, self.gamma = loss_type, label_smoothing, gamma
 
-    def _losses(self, chosen_logps: Tensor, rejected_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        return cpo_loss(
+    def _losses(self, chosen_logps: Tensor, rejected_logps: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = cpo_loss(
             chosen_logps, rejected_logps, beta=self.beta, loss_type=self.loss_type,
             label_smoothing=self.label_smoothing, gamma=self.gamma,
-        ), {}  # fmt: skip
+        )  # fmt: skip
+        return losses, {}
 
 
 class LinearSimPOLoss(LinearCPOLoss):
@@ -109,13 +102,9 @@ class LinearSimPOLoss(LinearCPOLoss):
         label_smoothing: float = 0.0,
         compute_nll_loss: bool = False,
         alpha: float = 1.0,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        accum_dtype: torch.dtype | None = torch.float32,
-        workspace_bytes: int | None = None,
+        **head: Unpack[HeadOptions],
     ):
         super().__init__(
             beta=beta, loss_type="simpo", label_smoothing=label_smoothing, gamma=gamma,
-            compute_nll_loss=compute_nll_loss, alpha=alpha, ignore_index=ignore_index, softcap=softcap,
-            accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
+            compute_nll_loss=compute_nll_loss, alpha=alpha, **head,
         )  # fmt: skip

@@ -1,19 +1,21 @@
 """Direct preference optimisation: the policy's log probabilities of two answers against those of a reference."""
 
 import math
+from typing import Unpack
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.layers.preference.sequences import (
+from ligermodels.layers.preference.base import (
     PairedLoss,
     PreferenceOutput,
+    Reference,
     check_choice,
     check_positive,
     check_smoothing,
-    upcast,
 )
+from ligermodels.layers.preference.sequences import HeadOptions, upcast
 
 LOSS_TYPES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
               "aot", "aot_unpaired", "apo_zero", "apo_down", "discopop")  # fmt: skip
@@ -110,7 +112,7 @@ class LinearDPOLoss(PairedLoss):
     average_log_prob: log probabilities per token instead of per sequence, of policy and reference; "ipo" and
     "sigmoid_norm" always use those (the metrics only with average_log_prob). compute_nll_loss: adds alpha times the
     mean negative log probability of the chosen tokens. Raises InputError for a label_smoothing that the loss
-    type does not define. Options of the head: `LinearLoss`.
+    type does not define. head: see `HeadOptions`.
     """
 
     def __init__(
@@ -123,19 +125,16 @@ class LinearDPOLoss(PairedLoss):
         average_log_prob: bool = False,
         compute_nll_loss: bool = False,
         alpha: float = 1.0,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        accum_dtype: torch.dtype | None = torch.float32,
-        workspace_bytes: int | None = None,
+        **head: Unpack[HeadOptions],
     ):
         check_options(loss_type, beta, label_smoothing, discopop_tau)
         super().__init__(
             beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha, average_log_prob=average_log_prob,
-            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
+            losses_per_token=loss_type in PER_TOKEN, **head,
         )  # fmt: skip
         self.loss_type, self.label_smoothing, self.discopop_tau = loss_type, label_smoothing, discopop_tau
 
-    def forward(
+    def forward(  # type: ignore[override]  # the others have no reference
         self,
         x: Tensor,
         weight: Tensor,
@@ -158,16 +157,15 @@ class LinearDPOLoss(PairedLoss):
         sequences: x [T, H] or [1, T, H], labels alike, and cu_seqlens [2B + 1]. num_valid: an upper bound on the number
         of labels (of either kind) that are not ignored; the GEMMs leave out the other rows.
         """
-        sequences = self._measure(x, weight, labels, bias, nll_labels, cu_seqlens, num_valid)
-        ref = self._reference(sequences, x, labels, ref_x, ref_weight, ref_bias, ref_logps, cu_seqlens, num_valid)
-        logps = sequences.logps
-        if self.average_log_prob:
-            logps, ref = sequences.averaged(logps), sequences.averaged(ref)
-        compared, against = logps, ref
-        if self.loss_type in PER_TOKEN and not self.average_log_prob:
-            compared, against = sequences.averaged(logps), sequences.averaged(ref)
-        losses = dpo_loss(
-            *compared.chunk(2), *against.chunk(2), beta=self.beta, loss_type=self.loss_type,
-            label_smoothing=self.label_smoothing, discopop_tau=self.discopop_tau,
+        sequences, ref = self._sums(
+            x, weight, labels, bias, Reference(ref_x, ref_weight, ref_bias, ref_logps), nll_labels=nll_labels,
+            cu_seqlens=cu_seqlens, num_valid=num_valid,
         )  # fmt: skip
-        return self._output(losses, sequences, logps, self.beta * (logps.detach() - ref))
+        return self._output(sequences, ref)
+
+    def _losses(self, *logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        losses = dpo_loss(
+            *logps, beta=self.beta, loss_type=self.loss_type, label_smoothing=self.label_smoothing,
+            discopop_tau=self.discopop_tau,
+        )  # fmt: skip
+        return losses, {}

@@ -1,19 +1,13 @@
 """Kahneman-Tversky optimisation: single answers, each desirable or not, against a reference; no pairs."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
-from ligermodels.layers.preference.sequences import (
-    LinearLoss,
-    check_choice,
-    check_positive,
-    mean,
-    sequence_sums,
-    upcast,
-)
+from ligermodels.layers.preference.base import LinearLoss, Reference, check_choice, check_positive
+from ligermodels.layers.preference.sequences import HeadOptions, mean, upcast
 
 LOSS_TYPES = ("kto", "apo_zero_unpaired")
 
@@ -75,8 +69,7 @@ class LinearKTOLoss(LinearLoss):
     """KTO from hidden states: the mean of `kto_loss` over sequences.
 
     desirable_weight and undesirable_weight balance unequal numbers of the two kinds. average_log_prob: log
-    probabilities per token instead of per sequence, of policy and reference. Options of the head:
-    `LinearLoss`.
+    probabilities per token instead of per sequence, of policy and reference. head: see `HeadOptions`.
     """
 
     def __init__(
@@ -87,17 +80,11 @@ class LinearKTOLoss(LinearLoss):
         desirable_weight: float = 1.0,
         undesirable_weight: float = 1.0,
         average_log_prob: bool = False,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        accum_dtype: torch.dtype | None = torch.float32,
-        workspace_bytes: int | None = None,
+        **head: Unpack[HeadOptions],
     ):
         check_choice("loss_type", loss_type, LOSS_TYPES)
         check_positive(beta=beta)
-        super().__init__(
-            average_log_prob=average_log_prob, ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype,
-            workspace_bytes=workspace_bytes,
-        )  # fmt: skip
+        super().__init__(average_log_prob=average_log_prob, **head)
         self.beta, self.loss_type = beta, loss_type
         self.desirable_weight, self.undesirable_weight = desirable_weight, undesirable_weight
 
@@ -131,8 +118,9 @@ class LinearKTOLoss(LinearLoss):
         The reference point: kl, a number from `kto_kl`; or kl_x [M, S', H] and kl_labels [M, S'], completions under
         the prompts of others, whose reference is ref_kl_x [M, S', H'] or ref_kl_logps [M], no backward; or 0.
         """
-        sequences = sequence_sums(x, weight, labels, bias=bias, cu_seqlens=cu_seqlens, num_valid=num_valid, **self.head)
-        ref = self._reference(sequences, x, labels, ref_x, ref_weight, ref_bias, ref_logps, cu_seqlens, num_valid)
+        self._check_kl(kl, kl_x, kl_labels, ref_kl_x, ref_kl_logps, ref_weight)
+        reference = Reference(ref_x, ref_weight, ref_bias, ref_logps)
+        sequences, ref = self._sums(x, weight, labels, bias, reference, cu_seqlens=cu_seqlens, num_valid=num_valid)
         logps = sequences.logps
         if desirable.shape != logps.shape or desirable.dtype != torch.bool:
             raise InputError(
@@ -142,7 +130,14 @@ class LinearKTOLoss(LinearLoss):
         desirable = desirable.to(x.device, non_blocking=True)
         if self.average_log_prob:
             logps, ref = sequences.averaged(logps), sequences.averaged(ref)
-        kl = self._kl(weight, bias, ref_weight, ref_bias, kl, kl_x, kl_labels, ref_kl_x, ref_kl_logps)
+        if kl is not None:
+            kl = upcast(kl.detach()).to(weight.device, non_blocking=True)
+        elif kl_x is not None and kl_labels is not None:
+            head = (None, None) if ref_kl_x is None else (ref_weight, ref_bias)
+            with torch.no_grad():
+                of_kl, ref_kl = self._sums(kl_x, weight, kl_labels, bias, Reference(ref_kl_x, *head, ref_kl_logps))
+                ratio = of_kl.logps - ref_kl
+                kl = kto_kl(of_kl.averaged(ratio) if self.average_log_prob else ratio)
         losses = kto_loss(
             logps, desirable, ref, kl=kl, beta=self.beta, loss_type=self.loss_type,
             desirable_weight=self.desirable_weight, undesirable_weight=self.undesirable_weight,
@@ -169,29 +164,19 @@ class LinearKTOLoss(LinearLoss):
                 kl=logps.new_zeros(()) if kl is None else kl,
             )
 
-    def _kl(
-        self, weight: Tensor, bias: Tensor | None, ref_weight: Tensor | None, ref_bias: Tensor | None,
-        kl: Tensor | None, kl_x: Tensor | None, kl_labels: Tensor | None, ref_kl_x: Tensor | None,
-        ref_kl_logps: Tensor | None,
-    ) -> Tensor | None:  # fmt: skip
-        lonely = kl_x is None and (ref_kl_x is not None or ref_kl_logps is not None)
-        if (kl_x is None) != (kl_labels is None) or lonely:
+    def _check_kl(
+        self, kl: Tensor | None, kl_x: Tensor | None, kl_labels: Tensor | None, ref_kl_x: Tensor | None,
+        ref_kl_logps: Tensor | None, ref_weight: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Raises InputError for arguments of the reference point that do not go together."""
+        has_reference = ref_kl_x is not None or ref_kl_logps is not None
+        if (kl_x is None) != (kl_labels is None) or (kl_x is None and has_reference):
             raise InputError("kl_x and kl_labels go together, and ref_kl_x or ref_kl_logps with them")
         if kl is not None and (kl_x is not None or kl.dim() > 1):
             raise InputError(
                 f"kl {list(kl.shape)} must be one number, or one of each sequence; it takes the place of kl_x"
             )
-        if self.loss_type == "apo_zero_unpaired":
-            if kl is not None or kl_x is not None:
-                raise InputError("loss_type='apo_zero_unpaired' has no reference point: leave kl and kl_x out")
-            return None
-        if kl_x is None or kl_labels is None:
-            return None if kl is None else upcast(kl.detach()).to(weight.device, non_blocking=True)
+        if self.loss_type == "apo_zero_unpaired" and (kl is not None or kl_x is not None):
+            raise InputError("loss_type='apo_zero_unpaired' has no reference point: leave kl and kl_x out")
         if ref_kl_x is not None and (ref_weight is None or ref_kl_logps is not None):
             raise InputError("ref_kl_x needs ref_weight, and takes the place of ref_kl_logps")
-        with torch.no_grad():
-            own = sequence_sums(kl_x, weight, kl_labels, bias=bias, **self.head)
-            ref = self._reference(own, kl_x, kl_labels, ref_kl_x, None if ref_kl_x is None else ref_weight,
-                                  None if ref_kl_x is None else ref_bias, ref_kl_logps, None, None)  # fmt: skip
-            ratio = own.logps - ref
-            return kto_kl(own.averaged(ratio) if self.average_log_prob else ratio)

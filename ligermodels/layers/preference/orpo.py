@@ -1,10 +1,13 @@
 """Odds ratio preference optimisation: no reference; the odds of the chosen answer against those of the rejected one."""
 
+from typing import Unpack
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.layers.preference.sequences import ReferenceFreeLoss, check_positive, mean, upcast
+from ligermodels.layers.preference.base import PairedLoss, check_positive
+from ligermodels.layers.preference.sequences import HeadOptions, mean, upcast
 
 
 def log_odds(logps: Tensor) -> Tensor:
@@ -30,12 +33,11 @@ def orpo_loss(chosen_logps: Tensor, rejected_logps: Tensor, *, beta: float = 0.1
     return -beta * F.logsigmoid(log_odds(chosen_logps) - log_odds(rejected_logps))
 
 
-class LinearORPOLoss(ReferenceFreeLoss):
+class LinearORPOLoss(PairedLoss):
     """ORPO from hidden states: alpha times the mean NLL of the chosen tokens, plus the mean of `orpo_loss`.
 
     Log probabilities are means per token. TRL takes the NLL over prompt and answer: give the prompt in nll_labels.
-    A sequence without a label that counts has the log probability 0. Options of the head:
-    `LinearLoss`.
+    A sequence without a label that counts has the log probability 0. head: see `HeadOptions`.
     """
 
     def __init__(
@@ -44,17 +46,11 @@ class LinearORPOLoss(ReferenceFreeLoss):
         beta: float = 0.1,
         compute_nll_loss: bool = True,
         alpha: float = 1.0,
-        ignore_index: int = -100,
-        softcap: float | None = None,
-        accum_dtype: torch.dtype | None = torch.float32,
-        workspace_bytes: int | None = None,
+        **head: Unpack[HeadOptions],
     ):
-        super().__init__(
-            beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha, average_log_prob=True,
-            ignore_index=ignore_index, softcap=softcap, accum_dtype=accum_dtype, workspace_bytes=workspace_bytes,
-        )  # fmt: skip
+        super().__init__(beta=beta, compute_nll_loss=compute_nll_loss, alpha=alpha, average_log_prob=True, **head)
 
-    def _losses(self, chosen_logps: Tensor, rejected_logps: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _losses(self, chosen_logps: Tensor, rejected_logps: Tensor, *_: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = log_odds(chosen_logps) - log_odds(rejected_logps)
         log_sigmoid = F.logsigmoid(ratio)
         metrics = {"log_odds_ratio": mean(log_sigmoid.detach()), "log_odds_chosen": mean(ratio.detach())}

@@ -1,0 +1,278 @@
+"""The embedding, the head tied to it or not, and the loss modules: torch's interfaces, every option handed on."""
+
+import copy
+import inspect
+import io
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import ligermodels.layers as L
+from ligermodels.errors import InputError
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.jsd import jsd
+from ligermodels.kernels.kl_div import kl_div
+from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
+from ligermodels.kernels.linear_jsd import linear_jsd
+from ligermodels.layers import head, losses
+
+IDS = torch.tensor([[1, 3, 1], [0, 10, 1]])
+
+
+@pytest.mark.parametrize("scale", [None, 48**0.5])
+@pytest.mark.parametrize("padding_idx", [None, 3])
+def test_embedding_is_that_of_torch_times_the_scale(device, scale, padding_idx):
+    table = L.Embedding(11, 48, embed_scale=scale, padding_idx=padding_idx).to(device)
+    ids, weights = IDS.to(device), torch.randn(*IDS.shape, 48, device=device)
+    y = table(ids)
+    (grad,) = torch.autograd.grad((y * weights).sum(), table.weight)
+    plain = table.weight.detach().clone().requires_grad_()
+    expected = F.embedding(ids, plain, padding_idx) * (1 if scale is None else scale)
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(grad, torch.autograd.grad((expected * weights).sum(), plain)[0])
+    assert isinstance(table, nn.Embedding) and (padding_idx is None or (table.weight[3] == 0).all())
+    assert 0.01 < table.weight.std() < 0.03
+
+
+def test_ids_without_a_row():
+    with pytest.raises(InputError, match="from -100 to 2"):
+        L.Embedding(11, 4)(torch.tensor([-100, 2]))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = L.Embedding(13, 6, embed_scale=3.0)
+        self.lm_head = L.LMHead(6, 13, tied_to=self)
+
+    def forward(self, ids, labels=None):
+        return self.lm_head(self.embed_tokens(ids), labels)
+
+
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def with_another_table(model):
+    """As FSDP and loading do: the parameter becomes another, on the module that owns it."""
+    model.embed_tokens.weight = nn.Parameter(torch.randn(13, 6))
+    return model
+
+
+@pytest.mark.parametrize("change", [
+    lambda model: model,
+    copy.deepcopy,
+    through_a_file,
+    lambda model: model.to(torch.float64),
+    lambda model: model.to("meta").to_empty(device="cpu"),
+    with_another_table,
+], ids=["as built", "deepcopy", "pickle", "cast", "to_empty", "replaced"])  # fmt: skip
+def test_a_tie_holds(change):
+    model = change(Tied())
+    assert list(model.state_dict()) == ["embed_tokens.weight"] == [name for name, _ in model.named_parameters()]
+    assert [name for name, _ in model.named_modules()] == ["", "embed_tokens", "lm_head"]
+    assert model.lm_head.weight is model.embed_tokens.weight and model.lm_head.bias is None
+    nn.init.normal_(model.embed_tokens.weight)
+    ids = torch.randint(13, (2, 3))
+    table = model.embed_tokens.weight.detach().clone().requires_grad_()
+    model(ids).square().sum().backward()
+    F.linear(F.embedding(ids, table) * 3.0, table).square().sum().backward()
+    torch.testing.assert_close(model.embed_tokens.weight.grad, table.grad)
+
+
+def test_a_copy_of_a_tied_head_alone_has_a_weight_of_its_own():
+    model = Tied()
+    copied = copy.deepcopy(model.lm_head)
+    assert not copied.is_tied and torch.equal(copied.weight, model.embed_tokens.weight)
+    assert copied.weight is not model.embed_tokens.weight and model.lm_head.is_tied
+
+
+def test_heads_compile_to_one_graph():
+    torch._dynamo.reset()
+    model, ids, labels = Tied(), torch.randint(13, (2, 3)), torch.randint(13, (2, 3))
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(ids), model(ids))
+    torch.testing.assert_close(compiled(ids, labels), model(ids, labels))
+
+
+def make_head(kind):
+    return Tied().lm_head if kind == "tied" else L.LMHead(6, 13, bias=kind == "bias")
+
+
+@pytest.mark.parametrize("kind", ["plain", "bias", "tied"])
+@pytest.mark.parametrize("softcap", [None, 0.5])
+@pytest.mark.parametrize("given", [False, True])
+def test_head_gives_logits_or_the_loss(kind, softcap, given):
+    """given: with another weight than its own."""
+    lm_head = make_head(kind)
+    nn.init.normal_(lm_head.weight)
+    weight = torch.randn(13, 6, requires_grad=True) if given else lm_head.weight
+    settings = {"softcap": softcap, "weight": weight if given else None}
+    x = torch.randn(2, 5, 6, requires_grad=True)
+    labels = torch.randint(13, (2, 5))
+    labels[0, 1] = -100
+    logits = F.linear(x, weight, lm_head.bias)
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    torch.testing.assert_close(lm_head(x, **settings), logits)
+
+    total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+    leaves = [x, weight] if lm_head.bias is None else [x, weight, lm_head.bias]
+    for options, expected in [
+        ({}, total / 9),
+        ({"num_items_in_batch": 20}, total / 20),
+        ({"num_valid": 9}, total / 9),
+    ]:
+        loss = lm_head(x, labels=labels, **settings, **options)
+        torch.testing.assert_close(loss, expected)
+        grads = [torch.autograd.grad(y, leaves, retain_graph=True) for y in (loss, expected)]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_head_gives_logprobs(tied):
+    """Through the module itself, so that hooks on it see the weight being used; -nll is the same number."""
+    lm_head = make_head("tied" if tied else "bias")
+    x, labels = torch.randn(2, 5, 6, requires_grad=True), torch.randint(13, (2, 5))
+    labels[0, 1] = -100
+    seen = []
+    lm_head.register_forward_pre_hook(lambda module, args: seen.append(module))
+    wanted = dict(return_logprobs=True, return_entropy=True, return_logits_mean=True)
+    out = lm_head(x, labels, softcap=2.0, temperature=0.5, **wanted)
+    logits = lm_head(x, softcap=2.0)
+    assert seen == [lm_head] * 2
+    p = torch.distributions.Categorical(logits=logits / 0.5)
+    valid = labels != -100
+    torch.testing.assert_close(out.logprobs, p.log_prob(labels.clamp(min=0)).where(valid, 0))
+    torch.testing.assert_close(out.entropy, p.entropy().where(valid, 0))
+    torch.testing.assert_close(out.logits_mean, logits.mean(-1).where(valid, 0))
+    plain = lm_head(x, labels, softcap=2.0, return_logprobs=True)
+    torch.testing.assert_close(plain, -lm_head(x, labels, softcap=2.0, reduction="none").view(2, 5))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"return_logprobs": True, "z_loss": 0.1}, "z_loss are no options of linear_logprobs"),
+        ({"return_logprobs": True, "num_items_in_batch": 3}, "num_items_in_batch"),
+        ({"temperature": 0.5, "return_logits_mean": True}, "temperature, return_logits_mean .*return_logprobs=False"),
+        ({"labels": None, "temperatur": 2.0}, "temperatur are no options"),
+        ({"bias": torch.ones(13)}, "bias are no options"),
+        ({"num_items_in_batch": -1}, "num_items_in_batch=-1 must be"),
+    ],
+)
+def test_options_that_do_not_go_together(options, message):
+    with pytest.raises(InputError, match=message):
+        L.LMHead(6, 13)(torch.randn(2, 6), **{"labels": torch.tensor([0, 1]), **options})
+
+
+OPTIONS = {
+    "ignore_index": 7,
+    "label_smoothing": 0.1,
+    "z_loss": 0.01,
+    "reduction": "sum",
+    "token_scaling": True,
+    "return_z_loss": True,
+    "return_token_accuracy": True,
+    "return_predicted_tokens": True,
+    "return_entropy": True,
+    "softcap": 5.0,
+}
+FUSED_OPTIONS = {"accum_dtype": None, "workspace_bytes": 4096}
+PER_CALL = {"num_items_in_batch": 3, "num_valid": 4}
+
+
+def recorder(monkeypatch, module, name):
+    calls = []
+    monkeypatch.setattr(module, name, lambda *args, **options: calls.append(options))
+    return calls
+
+
+def test_every_option_reaches_the_op(monkeypatch):
+    """And there is none that the head and the losses do not know."""
+    x, labels, weight = torch.randn(2, 6), torch.zeros(2, dtype=torch.int64), torch.randn(13, 6)
+    everything = OPTIONS | FUSED_OPTIONS | PER_CALL | {"class_weight": torch.rand(13), "bias": None}
+    assert set(inspect.signature(linear_cross_entropy).parameters) == {"x", "weight", "labels", *everything}
+    lm_head, modules = L.LMHead(6, 13), [
+        L.LinearCrossEntropyLoss(everything["class_weight"], **OPTIONS, **FUSED_OPTIONS),
+        L.CrossEntropyLoss(everything["class_weight"], **OPTIONS),
+    ]  # fmt: skip
+    calls = recorder(monkeypatch, head, "linear_cross_entropy")
+    lm_head(x, labels, **{name: value for name, value in everything.items() if name != "bias"})
+    lm_head.workspace_bytes = 128
+    lm_head(x, labels)
+    assert calls[0] == everything and calls[1]["workspace_bytes"] == 128
+    calls = recorder(monkeypatch, losses, "linear_cross_entropy")
+    modules[0](x, weight, labels, **PER_CALL)
+    assert calls.pop() == everything
+    calls = recorder(monkeypatch, losses, "cross_entropy")
+    modules[1](x, labels, num_items_in_batch=3)
+    assert calls.pop() == OPTIONS | {"class_weight": everything["class_weight"], "num_items_in_batch": 3}
+
+
+def test_an_option_that_the_op_lacks():
+    for module, option in (
+        (L.CrossEntropyLoss, "workspace_bytes"), (L.LinearCrossEntropyLoss, "smoothing"), (L.LinearJSDLoss, "softcap"),
+    ):  # fmt: skip
+        with pytest.raises(TypeError, match=option):
+            module(**{option: 1})
+
+
+def test_cross_entropy_loss_takes_the_place_of_torchs():
+    """weight, ignore_index, reduction, label_smoothing by position, as in torch without its two retired arguments."""
+    logits, labels, weight = torch.randn(6, 9), torch.tensor([0, 1, 3, 8, 3, 5]), torch.rand(9)
+    for reduction in ("mean", "sum", "none"):
+        expected = F.cross_entropy(logits, labels, weight, ignore_index=3, reduction=reduction, label_smoothing=0.2)
+        torch.testing.assert_close(L.CrossEntropyLoss(weight, 3, reduction, 0.2)(logits, labels), expected)
+        linear = L.LinearCrossEntropyLoss(weight, 3, reduction, 0.2)
+        torch.testing.assert_close(linear(torch.eye(6), logits.T, labels), expected)
+    names = [n for n in inspect.signature(nn.CrossEntropyLoss).parameters if n not in ("size_average", "reduce")]
+    assert names == list(inspect.signature(L.CrossEntropyLoss).parameters)[:4]
+    module = L.CrossEntropyLoss(weight=weight, return_token_accuracy=True)
+    assert module.state_dict() == {} and module.double().weight.dtype == torch.float64
+    assert isinstance(module.float()(logits, labels), CrossEntropyOutput)
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("reduction", ["none", "mean", "batchmean", "sum"])
+@pytest.mark.parametrize("log_target", [False, True])
+def test_kl_div_loss_takes_the_place_of_torchs(reduction, log_target):
+    x, t = (torch.randn(4, 7).log_softmax(-1) for _ in range(2))
+    t = t if log_target else t.exp()
+    x.requires_grad_()
+    ours, torchs = L.KLDivLoss(reduction, log_target), nn.KLDivLoss(reduction=reduction, log_target=log_target)
+    upstream = torch.rand_like(torchs(x, t))
+    for actual, expected in zip(
+        (ours(x, t), *torch.autograd.grad(ours(x, t), x, upstream)),
+        (torchs(x, t), *torch.autograd.grad(torchs(x, t), x, upstream)),
+        strict=True,
+    ):
+        torch.testing.assert_close(actual, expected)
+
+
+def test_divergences_hand_their_options_on():
+    x, t = (torch.randn(4, 7).log_softmax(-1) for _ in range(2))
+    labels = torch.tensor([1, 2, 6, 2])
+    options = {"beta": 0.2, "ignore_index": 2, "reduction": "none"}
+    loss = L.JSDLoss(**options)(x, t, labels)
+    assert torch.equal(loss, jsd(x, t, labels=labels, **options)) and loss.tolist()[1] == loss.tolist()[3] == 0
+    heads = torch.randn(4, 6), torch.randn(9, 6), torch.randn(4, 3), torch.randn(11, 3)
+    options = {"beta": 0.1, "temperature": 2.0, "weight_hard": 0.3, "weight_soft": 0.7, "reduction": "sum",
+               "ignore_index": 2, "return_soft_hard_loss": True, "accum_dtype": None, "workspace_bytes": 9}  # fmt: skip
+    rest = {"student_bias": torch.randn(9), "teacher_bias": torch.randn(11), "num_valid": 4}
+    actual = L.LinearJSDLoss(**options)(*heads, labels, **rest)
+    assert all(map(torch.equal, actual, linear_jsd(*heads, labels=labels, **rest, **options)))
+    assert not torch.equal(actual[0], L.LinearJSDLoss()(*heads, labels))
+
+
+@pytest.mark.parametrize(
+    ("module", "function"), [(L.KLDivLoss, kl_div), (L.JSDLoss, jsd), (L.LinearJSDLoss, linear_jsd)]
+)
+def test_defaults_are_those_of_the_function(module, function):
+    defaults = {name: p.default for name, p in inspect.signature(function).parameters.items()}
+    assert module()._options.items() <= defaults.items()
