@@ -63,15 +63,6 @@ def test_kl_div_of_other_dtypes_and_shapes(device, poison):
     assert kl_div(torch.tensor(-1.0, device=device), torch.tensor(0.5, device=device)).shape == ()
 
 
-def test_jsd_of_other_dtypes(device, poison):
-    x, y = problem((4, 60), device, torch.float16)
-    y = y.detach().double().requires_grad_()
-    actual = results(jsd, [x, y])
-    assert [z.dtype for z in actual] == [torch.float64, torch.float16, torch.float64]
-    # The gradient of x is rounded to fp16, of which it uses the subnormals.
-    assert_same(actual, results(jsd_reference, [x, y]), 1e-3, 1e-7)
-
-
 def test_jsd_by_hand():
     """beta weighs the teacher: beta = 0 is KL(teacher || student), and the mixture holds beta of the teacher."""
     s, t = torch.tensor([0.2, 0.8], dtype=torch.float64), torch.tensor([0.7, 0.3], dtype=torch.float64)
@@ -142,17 +133,6 @@ def test_ignored_tokens(device, poison):
             assert not any(z.any() for z in nothing)
             assert op(x[:0], y[:0], reduction=reduction).sum() == 0
         assert op(x, y, labels=torch.tensor([3, 3, 3, 5], device=device), ignore_index=3).isfinite()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op, reference, options", [
-    (jsd, jsd_reference, {}), (kl_div, kl_div_reference, {"reduction": "batchmean", "log_target": True}),
-])  # fmt: skip
-def test_wide_rows(device, poison, op, reference, options):
-    inputs = problem((2, 262144), device, torch.float32)
-    wide = [z.detach().double().requires_grad_() for z in inputs]
-    # fp32 sums of many terms of either sign that partly cancel.
-    assert_same(results(op, inputs, **options), results(reference, wide, **options), 2e-5, 1e-9)
 
 
 @pytest.mark.gpu

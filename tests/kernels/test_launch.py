@@ -138,15 +138,6 @@ def addresses(values):
     return [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
 
 
-def test_defaults_and_two_dims(monkeypatch):
-    fake, x = Fake(monkeypatch, plain), torch.zeros(16)
-    launch(fake.kernel, (5, 6), x, 7)
-    launch(fake.kernel, (5, 6), x, 7)
-    ((key, sent),) = fake.direct
-    assert fake.compiled == [key] == [fake.key(x, 7)] and sent[:3] == (5, 6, 1)
-    assert (sent[-1] if _launch._VERSION > (3, 6) else sent[-3:]) == (x.data_ptr(), 7, 16)
-
-
 def hook(*args, **kwargs):
     pass
 
@@ -186,12 +177,6 @@ def test_leaves_kernels_and_grids_to_triton(monkeypatch, what):
     assert len(fake.compiled) == 3 and not fake.direct
 
 
-def test_wrong_arguments_raise(monkeypatch):
-    fake = Fake(monkeypatch, plain)
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'n'"):
-        launch(fake.kernel, (1,), torch.zeros(16))
-
-
 def filled(run, dtype, x, y, *rest, at=0, **options):
     """`mix_kernel` into fresh memory, as bytes."""
     out = torch.full((1200,), 3, device=x.device).to(dtype)
@@ -227,43 +212,10 @@ def test_same_bits(device):
             assert torch.equal(filled(as_launch, dtype, x, y, *rest, **options), expected)
 
 
-@pytest.mark.gpu
-def test_wide_strides():
-    x = torch.zeros(2**31 + 2**12, dtype=torch.int8, device="cuda")
-    x[::7919] = 5
-    for stride in (2**31 - 1, 2**31, 2**31 + 16, 2**31 + 3, 48, 2**31):
-        rest = 900, stride, 2, "same", 128, 1
-        for run in (as_launch, as_launch):
-            assert torch.equal(
-                filled(run, torch.float32, x, None, *rest), filled(as_kernel_grid, torch.float32, x, None, *rest)
-            )
-
-
 def op(x):
     out = torch.empty_like(x)
     launch(mix_kernel, (8,), out, x, x, x.numel(), 512, 2, "double", 128, SHIFT=1, num_warps=4)
     return out
-
-
-@pytest.mark.gpu
-def test_captured_in_a_graph():
-    x = torch.randn(1024, device="cuda")
-    op(x)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = op(x)
-    x.normal_()
-    graph.replay()
-    assert torch.equal(out, op(x))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_compiled(dynamic):
-    x = torch.randn(1024, device="cuda")
-    torch.compiler.reset()
-    assert torch.equal(torch.compile(op, fullgraph=True, dynamic=dynamic)(x), op(x))
 
 
 @pytest.mark.gpu
@@ -287,20 +239,3 @@ def test_on_the_device_of_its_tensors():
     for _ in range(3):
         assert torch.equal(op(x).cpu(), op(x.to("cuda:0")).cpu())
     assert torch.cuda.current_device() == 0
-
-
-@pytest.mark.gpu
-def test_hooks_see_launches_and_mistakes_raise():
-    x, seen = torch.randn(1024, device="cuda"), []
-    op(x)
-    hooks = triton.knobs.runtime.launch_enter_hook
-    note = lambda metadata: seen.append(metadata.get()["name"])  # noqa: E731
-    hooks.add(note)
-    try:
-        op(x)
-    finally:
-        hooks.remove(note)
-    op(x)
-    assert seen == ["mix"]
-    with pytest.raises(ValueError, match="cannot be accessed from Triton"):
-        launch(mix_kernel, (8,), x, x.cpu(), x, 1024, 512, 2, "double", 128, SHIFT=1, num_warps=4)

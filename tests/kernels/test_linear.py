@@ -89,16 +89,6 @@ def test_what_happened_to_the_norms_output_counts(device):
             torch.testing.assert_close(a, b)
 
 
-def test_a_sum_changed_in_place_is_torchs_own_error(device):
-    (x, norm, weight, _), dy = after_norm(device)
-    y, total = add_rms_norm(x, x.detach(), norm)
-    z = linear(y, weight)
-    with torch.no_grad():
-        total.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        torch.autograd.grad(z, weight, dy)
-
-
 @pytest.mark.parametrize("early_stop", [True, False])
 def test_checkpointed_and_saved_on_the_host(device, early_stop):
     leaves, dy = after_norm(device)
@@ -143,15 +133,6 @@ def test_left_to_torch(device):
     assert packed_linear(x.to("meta"), [w.to("meta") for w in weights]).shape == (5, sum(COLUMNS))
     for some in (None, biases[:1]):
         assert torch.equal(packed_linear(x, weights[:1], some), F.linear(x, weights[0], some and some[0]))
-
-
-@each_laid
-def test_compiled(laid):
-    case = several("cpu", laid, (2, 3))
-    torch.compiler.reset()
-    compiled = torch.compile(packed_linear, backend="aot_eager", fullgraph=True)
-    for a, b in zip(gradients(compiled, *case), gradients(one_by_one, *case), strict=True):
-        torch.testing.assert_close(a, b)
 
 
 def test_errors(device):
@@ -269,17 +250,6 @@ def test_how_many_matmuls(device, laid):
 
 
 @each_laid
-def test_gradients_are_views_of_one_buffer(device, laid):
-    """autograd takes them over as they are: no weight's gradient is copied, and a next one is added to them."""
-    x, weights, biases, dy = several(device, laid)
-    for times in (1, 2):
-        packed_linear(x, weights, biases).backward(dy)
-        whole = joint([w.grad for w in weights])
-        assert whole is not None and joint([b.grad for b in biases]) is not None
-        torch.testing.assert_close(whole, times * dy.t() @ x.detach())
-
-
-@each_laid
 @pytest.mark.parametrize("some", [(0, 1, 2), (0, 2)], ids=str)
 def test_adds_in_place(device, poison, laid, some):
     """Micro-batch after micro-batch into the same memory, by one matmul where each .grad follows the one before."""
@@ -313,20 +283,6 @@ def test_one_weight_twice(device):
 
 
 # What lies together.
-
-
-def test_joint_is_the_same_memory(device):
-    whole = torch.randn(12, 7, device=device, requires_grad=True)
-    parts = whole.split([5, 3, 4])
-    found = joint(parts)
-    assert torch.equal(found, whole) and found.data_ptr() == whole.data_ptr() and not found.requires_grad
-    assert torch.equal(joint(parts[1:]), whole[5:])
-    bias = torch.randn(9, device=device)
-    assert torch.equal(joint(bias.split([1, 5, 3])), bias)
-    # A dim of one has any stride, and is contiguous.
-    numbers = torch.arange(24.0, device=device)
-    one, more = numbers.as_strided((1, 4), (9, 1)), numbers.as_strided((2, 4), (4, 1), 4)
-    assert torch.equal(joint([one, more]), numbers[:12].view(3, 4))
 
 
 def apart_tensors():
@@ -370,22 +326,6 @@ def test_laid_together_the_parameters_stay_what_they_are(device):
     before = [w.data_ptr() for w in weights]
     lay_together(weights)
     assert [w.data_ptr() for w in weights] == before
-
-
-def test_laid_together_an_optimizer_goes_on(device):
-    x, weights, biases, dy = several(device, "apart")
-    copies = [nn.Parameter(w.detach().clone()) for w in weights]
-    optimizers = [torch.optim.AdamW(ws, lr=0.1) for ws in (weights, copies)]
-    for step in range(3):
-        for ws, optimizer in zip((weights, copies), optimizers, strict=True):
-            optimizer.zero_grad()
-            packed_linear(x, ws, biases).backward(dy)
-            optimizer.step()
-        if step == 0:
-            lay_together(weights)
-    for w, c in zip(weights, copies, strict=True):
-        torch.testing.assert_close(w, c)
-    assert joint(weights) is not None
 
 
 def test_laid_together_or_moved_between_forward_and_backward(device):
@@ -462,17 +402,3 @@ def test_peak_memory(laid):
         del y
     assert forward == dy.nbytes
     assert whole == dy.nbytes + x.nbytes + sum(w.nbytes for w in weights)
-
-
-@pytest.mark.gpu
-def test_what_a_gpu_holds_after_a_norm():
-    """After the forward, the norm's output is not there."""
-    leaves, dy = after_norm("cuda", (8, 2048, 1024), 384, torch.bfloat16)
-    held = []
-    for op in (F.linear, linear, F.linear):  # the first also makes the workspace of cuBLAS
-        before = torch.cuda.memory_allocated()
-        y = normed(*leaves, op=op)
-        held.append(torch.cuda.memory_allocated() - before)
-        torch.autograd.grad(y, leaves, dy)
-        del y
-    assert held[2] - held[1] == leaves[0].nbytes
