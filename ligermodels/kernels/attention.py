@@ -102,7 +102,7 @@ def attention(
     causal: aligned to the last key: query i sees key j only if j <= i + K - S. Needs K >= S.
     window: tokens, counting itself: j > i + K - S - window.
     softcap: scores become softcap * tanh(scores / softcap) before masking.
-    scale: multiplies q k^T; default D ** -0.5.
+    scale: multiplies q k^T; positive, default D ** -0.5.
     key_mask: bool [B, K], False where a key is padding that nobody sees. A query left without a key sees its
         own, so that the output of padding is finite; nothing else may be read into it.
     cu_seqlens: int32 [N + 1], 0 = first, ascending, S = last, with B = 1 and K = S: boundaries of N packed
@@ -116,7 +116,7 @@ def attention(
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
-    _check(q, k, v, causal, window, softcap, key_mask, cu_seqlens, padding)
+    _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens, padding)
     length, num_keys = q.shape[1], k.shape[1]
     if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # one sequence, which is all there is
         cu_seqlens = None
@@ -277,8 +277,8 @@ def _has_flash(index: int) -> bool:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softcap: float | None, key_mask: Tensor | None,
-    cu_seqlens: Tensor | None, padding: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softcap: float | None, scale: float | None,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None,
 ) -> None:  # fmt: skip
     of_q, of_k = q.shape, k.shape
     if (
@@ -297,6 +297,8 @@ def _check(
         raise InputError(f"attention: window={window} hides even the query's own key; give 1 or more tokens, or None")
     if softcap is not None and not softcap > 0:
         raise InputError(f"attention: softcap={softcap} must be positive; None turns it off")
+    if scale is not None and not scale > 0:  # torch's engines return NaN for it on the CPU
+        raise InputError(f"attention: scale={scale} must be positive; None is head_dim ** -0.5")
     for name, mask, tokens in (("key_mask", key_mask, k), ("padding", padding, q)):
         if mask is not None and (
             mask.shape != tokens.shape[:2] or mask.dtype != torch.bool or mask.device != q.device

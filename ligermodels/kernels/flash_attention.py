@@ -505,8 +505,6 @@ def flash_attention(
     key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`ligermodels.kernels.attention.attention`, which says what the arguments are and checks them; D <= 256."""
-    if scale <= 0:  # the kernels take the largest score before they scale
-        q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if q.shape[1] == 1 and key_mask is None and padding is None and not trained:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))

@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from ligermodels.kernels import attention, attention_reference
-from tests.kernels.ops import our_attention
+from ligermodels.kernels._recompute import attach_to_view, handle_of
+from ligermodels.kernels.linear import linear
+from tests.kernels.ops.attention import our_attention
 
 LENGTHS = [
     ([12], [(1, 12)]),
@@ -163,6 +165,22 @@ def test_decode_is_the_last_row_of_prefill(device):
 # Engines.
 
 
+def test_head_chunks_change_nothing(device, monkeypatch):
+    """Heads of a long text in chunks; `linear` saves the chunks instead of the output that they are joined to."""
+    module = importlib.import_module("ligermodels.kernels.attention")
+    packed, q, k, v = inputs(9, 9, heads=(8, 4), device=device)
+    weight = torch.randn(6, 64, dtype=q.dtype, device=device, requires_grad=True)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", q.numel() // 3)
+    results = []
+    for head_chunks in (False, True):
+        out = attention(q, k, v, head_chunks=head_chunks)
+        assert (handle_of(out) is not None) is head_chunks
+        y = linear(attach_to_view(out, out.flatten(2)), weight)
+        results.append((out, y, *torch.autograd.grad(y.square().sum(), [packed, weight])))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole)
+
+
 @pytest.mark.parametrize("options, length, own", [
     ({}, 9, False), ({"causal": False}, 5, False), ({}, 1, False), ({}, 5, True), ({"window": 3}, 9, True),
     ({"window": 9}, 9, False), ({"softcap": 2.0}, 9, True), ({"softcap": 2.0}, 1, True), ({"window": 3}, 1, False),
@@ -176,16 +194,6 @@ def test_which_engine(options, length, own, device, monkeypatch):
         attention(q, k, v, **options), attention_reference(q, k, v, **options), rtol=1e-2, atol=1e-2
     )
     assert len(calls) == own
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 0), (2, 0, 3)])
-def test_empty(shape, device):
-    batch_size, length, num_keys = shape
-    q = torch.randn(batch_size, length, 4, 8, device=device, requires_grad=True)
-    k = torch.randn(batch_size, num_keys, 2, 8, device=device)
-    out = attention(q, k, k)
-    out.sum().backward()
-    assert out.shape == q.shape and q.grad.shape == q.shape
 
 
 def test_one_compiled_decode_serves_growing_caches(device):

@@ -4,7 +4,6 @@ import importlib
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from ligermodels.kernels._gradients import MARK
 from ligermodels.kernels.embedding import embedding, embedding_reference
@@ -56,15 +55,6 @@ def test_scale_is_rounded_before_it_multiplies(device, monkeypatch, triton_path)
             assert result.item() == expected
 
 
-def test_nothing_to_do(device):
-    for ids, weight in ((0, (5, 4)), ((2, 0), (5, 4)), (3, (5, 0)), (0, (0, 4))):
-        ids, weight = torch.zeros(ids, dtype=torch.int64, device=device), torch.randn(weight, device=device)
-        y, grad = run(embedding, ids, weight, torch.zeros(*ids.shape, weight.shape[1], device=device))
-        assert y.shape == (*ids.shape, weight.shape[1])
-        assert torch.equal(grad, torch.zeros_like(weight))
-    assert embedding(torch.tensor(2, device=device), torch.randn(3, 4, device=device)).shape == (4,)
-
-
 def marked(*shape, **options):
     weight = torch.nn.Parameter(torch.randn(*shape, **options))
     setattr(weight, MARK, True)
@@ -98,26 +88,3 @@ def test_adds_to_the_gradient_that_is_there(device, poison, monkeypatch, options
     kept = weight.grad.clone()
     grad = torch.autograd.grad(embedding(ids, weight, **options), weight, dy)[0]
     assert torch.equal(grad, once) and torch.equal(weight.grad, kept)
-
-
-def on_gpu(tokens, vocab, width, dtype=torch.bfloat16, kind="zipf"):
-    """zipf: the n-th id comes up 1 / n as often as the first, as words do."""
-    if kind == "same":
-        ids = torch.full((tokens,), vocab // 2, device="cuda")
-    else:
-        often = torch.ones(vocab, device="cuda") / (torch.arange(1, vocab + 1, device="cuda") if kind == "zipf" else 1)
-        ids = often.multinomial(tokens, replacement=True)
-    weight = torch.randn(vocab, width, dtype=dtype, device="cuda", requires_grad=True)
-    return ids, weight, torch.randn(tokens, width, dtype=dtype, device="cuda")
-
-
-@pytest.mark.gpu
-def test_more_than_2_31_elements():
-    ids, weight, dy = on_gpu(2**20 + 7, 2**20 + 5, 2056, kind="uniform")  # dy and the table have more than 2^31 each
-    y, grad = run(embedding, ids, weight, dy)
-    last = slice(-9, None)
-    assert torch.equal(y[last], F.embedding(ids[last], weight))
-    del y
-    for row in (*ids[last].tolist(), 2**20 + 4):
-        expected = dy[ids == row].double().sum(0)
-        torch.testing.assert_close(grad[row].double(), expected, rtol=2**-8, atol=1e-6)  # one rounding to bf16

@@ -6,6 +6,7 @@ from transformers.integrations import bitnet
 
 from ligermodels.errors import InputError
 from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
+from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 
 SHAPES = [
     (1, 1, 1), (1, 8, 64), (2, 37, 101), (3, 70, 1100), (4, 5, 100),
@@ -58,21 +59,6 @@ def test_sums_are_exact(device, poison, shape):
         assert torch.equal(out.long(), expected)
 
 
-def test_every_value_of_a_byte(device):
-    """The ends of the range at every place of a word and of a vector, alone in their row."""
-    for m in (1, 16):
-        a = torch.zeros(64, m, 64, dtype=torch.int8, device=device)
-        w = torch.ones(8, 64, dtype=torch.int8, device=device)
-        w[1::2] = -1
-        for value in (-128, -1, 1, 127):
-            a.zero_()
-            a[torch.arange(64), m - 1, torch.arange(64)] = value
-            for at in (0, 1, 2, 3, 17, 63):
-                out = int2_matmul(a[at], pack_int2(w), out_dtype=torch.int32)
-                assert out[m - 1].tolist() == [value, -value] * 4
-                assert not out[: m - 1].any()
-
-
 def test_leading_dims_and_layouts(device, poison):
     w = ternary(12, 20, device=device)
     a = int8(20, 2, 3, device=device).permute(1, 2, 0)
@@ -86,6 +72,40 @@ def test_leading_dims_and_layouts(device, poison):
     assert torch.equal(narrow.long(), exact(odd[0, :, 3:9], w[:, :6]))
     out = int2_matmul(a, wide, scale_a=scale, out_dtype=torch.float32)
     torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None])
+
+
+@pytest.mark.parametrize("m", [3, 40])
+def test_scales_and_bias(device, poison, m):
+    """In low precision too they are applied in fp32, and the result is rounded once."""
+    a, packed = int8(m, 65, device=device), pack_int2(ternary(13, 65, device=device))
+    scale_a, scale_w, bias = (torch.rand(n, device=device).half() + 0.1 for n in (m, 13, 13))
+    for options in (
+        {},
+        {"scale_a": scale_a},
+        {"scale_w": scale_w[:1]},
+        dict(scale_a=scale_a, scale_w=scale_w, bias=bias),
+    ):
+        for out_dtype in (torch.float32, torch.float16):
+            out = int2_matmul(a, packed, out_features=13, out_dtype=out_dtype, **options)
+            expected = int2_matmul_reference(a, packed, out_features=13, out_dtype=out_dtype, **options)
+            torch.testing.assert_close(out, expected, rtol=torch.finfo(out_dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"out_features": 13}, "out_features=13"), ({"out_dtype": torch.int64}, "out_dtype=torch.int64"),
+    ({"scale_w": torch.ones(3)}, "scale_w"),
+], ids=["out_features", "out_dtype", "scale_w"])  # fmt: skip
+def test_errors(change, message):
+    a, packed = int8(6, 8), pack_int2(ternary(5, 8))
+    with pytest.raises(InputError, match=message):
+        int2_matmul(a, packed, **{"out_features": 5} | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [assert_captures, assert_never_waits, assert_compiles])
+def test_on_a_gpu(check):
+    a, packed = int8(40, 256, device="cuda"), pack_int2(ternary(64, 256, device="cuda"))
+    check(int2_matmul, [a, packed], [])
 
 
 @pytest.mark.gpu

@@ -128,21 +128,6 @@ def test_fp32_accumulation_is_as_exact_as_one_chunk(device, hidden, parts):
     assert error(accum_dtype=None, workspace_bytes=1) > 1.02 * once
 
 
-@pytest.mark.parametrize("dtype, accum_dtype, trained, count", [
-    (torch.float16, torch.float32, True, 3),
-    (torch.float16, None, True, 2 * 4),  # no sum is wider than dweight
-    (torch.float32, torch.float32, True, 2 * 4),
-    (torch.float16, torch.float32, False, 2 * 3),  # no dweight
-])  # fmt: skip
-def test_logits_in_the_memory_of_a_sum(device, dtype, accum_dtype, trained, count):
-    """200 rows of 128 bytes: what an fp32 sum of dweight, 30 x 512, would take beyond dweight, holds all logits."""
-    call = problem("logprobs", 200, 30, device, dtype, 512, ignored=0.9, bias=False)
-    call["weight"].requires_grad_(trained)
-    with Seen() as seen:
-        linear_logprobs(**call, num_valid=200, accum_dtype=accum_dtype, workspace_bytes=1).sum().backward()
-    assert len(seen.matmuls) == count
-
-
 # What is not computed.
 
 
@@ -181,15 +166,6 @@ def test_more_valid_labels_than_announced(device, name):
     # 100 announces anything up to the next multiple of 128.
     call["labels"] = call["labels"].masked_fill(torch.arange(144, device=device) >= 128, IGNORE)
     torch.testing.assert_close(OPS[name][0](**call, num_valid=100), OPS[name][1](**call))
-
-
-@each_op
-def test_all_ignored_and_none_at_all(device, poison, name):
-    for tokens in (0, 144):
-        call = problem(name, tokens, 30, device, ignored=1.1)
-        for num_valid in (0, tokens):
-            found = results(OPS[name][0], call, num_valid=num_valid)
-            assert not any(value.any() for value in found.values())
 
 
 # The gradient of the weight.

@@ -10,9 +10,7 @@ from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 from ligermodels.kernels import (
     activate_reference,
     gated_mlp,
-    gated_mlp_reference,
     mlp,
-    mlp_reference,
 )
 from ligermodels.kernels.linear import joint, lay_together
 from ligermodels.kernels.rms_norm import add_rms_norm
@@ -87,8 +85,7 @@ def test_what_is_saved(device, gated, normed, mode):
 
 
 TRAINED = {
-    (0,): (2, ["z"]), (1,): (2, ["x", "z"]), (2,): (1, ["z"]), (3,): (1, ["z"]), (4,): (0, []), (0, 4): (2, ["z"]),
-    (0, 2): (3, ["z"]), (1, 2): (3, ["x", "z"]), (0, 1): (3, ["x", "z"]), (3, 4): (1, ["z"]),
+    (0,): (2, ["z"]), (1,): (2, ["x", "z"]), (2,): (1, ["z"]), (3,): (1, ["z"]), (4,): (0, []),
     (0, 1, 2, 3, 4): (4, ["x", "z"]),
 }  # fmt: skip
 """By which of x, w1, w2, b1, b2 are trained: the matmuls of the backward, and what is saved beside parameters."""
@@ -218,23 +215,6 @@ def test_joint_weights_on_a_gpu(check, mode):
     small = dict(dtype=torch.float32) if check is assert_compiles else dict(dtype=torch.bfloat16)
     inputs, dy = two_weights("cuda", "joint", 300, hidden=512, inner=1536, out=512, **small)
     check(functools.partial(of_two, **MODES[mode]), inputs, [dy])
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("inner", [1000, 1001, 1500])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_what_is_written_over_was_read_before(dtype, inner):
-    """Rows that are no multiple of 16 apart: a thread loads more neighbours than it stores at a time, so that what it
-    writes over is read by others. Without a barrier they may read what was written (seen where there is no gate)."""
-    for gated in (True, False):
-        inputs, dy = make("cuda", gated, 4096, dtype=dtype, hidden=64, inner=inner, out=64)
-        first = run(op_of(gated), inputs, dy)
-        reference = gated_mlp_reference if gated else functools.partial(mlp_reference, activation="quick_gelu")
-        wide = [t.detach().double().requires_grad_() for t in inputs]
-        for a, b in zip(first, run(reference, wide, dy.double()), strict=True):
-            assert (a.double() - b).norm() <= 4 * torch.finfo(dtype).eps * b.norm()
-        for _ in range(20):
-            assert all(map(torch.equal, run(op_of(gated), inputs, dy), first))
 
 
 @pytest.mark.gpu
