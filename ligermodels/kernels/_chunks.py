@@ -167,7 +167,7 @@ class Gradients:
             return parts[0][1].to(self.final) if parts else None
         (rows, first), (_, second) = parts
         hidden = first.shape[1]
-        # Not by Tensor.untyped_storage, which would count as a holder: autograd adds to what nobody else holds.
+        # Tensor.untyped_storage would count as a reference, and autograd adds in place only to a tensor without others.
         dweight, memory = first.new_empty(0, dtype=self.final), first.view(self.final)
         dweight.set_(memory, 0, (rows.stop + len(second), hidden), (hidden, 1))  # type: ignore[call-overload]
         step = -(-len(first) // 8)

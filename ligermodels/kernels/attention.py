@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: softmax(scale * q k^T + mask) v, on torch's engines or our own.
+"""Scaled dot-product attention: softmax(scale * q k^T + mask) v, by torch's engines or our own kernels.
 
 Added to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, strided or not; grouped heads;
 causality aligned to the last key; windows; softcaps; padding that cannot make a NaN; packed sequences; the choice of
@@ -10,7 +10,7 @@ engine.
 |                                        | FlashAttention-2 on Ampere and Ada; fp32: memory-efficient kernel |
 | the same past 2^31 elements, where     | bf16, fp16: `flash_attention`, in Triton                          |
 | torch 2.11's gradients are wrong       |                                                                   |
-| one query (decode)                     | FlashAttention-2: cuDNN would plan anew for every length K        |
+| one query (decode)                     | FlashAttention-2: cuDNN would plan again for every length K       |
 | softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
 | padding, S < K causal                  | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
@@ -143,7 +143,7 @@ def attention(
     if softcap is not None or q.numel() == 0:
         if q.device.type != "cpu" and q.numel() and length > 1 and not torch.compiler.is_compiling():
             why = _not_by_triton(q, softcap)
-            warn_once(f"attention: {why}", f"attention with a softcap keeps all scores in memory, because {why}")
+            warn_once(f"attention: {why}", f"attention with a softcap has all scores in memory, because {why}")
         return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
     q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     if length == 1:

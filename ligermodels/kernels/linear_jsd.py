@@ -263,7 +263,7 @@ def linear_jsd(
     student_x [..., H] and student_weight [V, H], teacher_x [..., H'] and teacher_weight [V', H'], each with a bias or
     none, and labels [...], shifted already. A teacher's vocabulary padded beyond the student's is cut off at V, so
     that its distribution is over the student's tokens; one that is smaller raises InputError. The teacher gets no
-    gradient, and its product is not recorded. Student and teacher may differ in dtype.
+    gradient, and its matmul is not recorded. Student and teacher may differ in dtype.
 
     beta, labels, ignore_index and reduction are those of `jsd`; weight_hard needs labels. "mean" divides both losses
     by the number of labels that are not ignored, 0 where there is none. return_soft_hard_loss returns

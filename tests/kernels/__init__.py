@@ -1,5 +1,5 @@
-"""Tests of the kernels. Where Triton is interpreted, the interpreter replaces Triton's language by numpy anew for each
-call of a function inside a kernel, which is half of its time; here it does so once per kernel."""
+"""Tests of the kernels. Where Triton is interpreted, the interpreter patches Triton's language again at each call
+of a function inside a kernel, which takes half of the time; here it does so once per kernel."""
 
 import functools
 import inspect

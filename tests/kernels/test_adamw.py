@@ -1,4 +1,4 @@
-"""AdamW: against torch, its reference bit for bit, stochastic rounding, remainders of bf16 weights."""
+"""AdamW: against torch and its reference, stochastic rounding, remainders of bf16 weights."""
 
 import math
 

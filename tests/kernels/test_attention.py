@@ -1,4 +1,4 @@
-"""What is special to attention: masks by definition, packed sequences, hidden rows, engines, memory."""
+"""Attention: masks by definition, packed sequences, hidden rows, engines, memory."""
 
 import importlib
 import itertools

@@ -1,4 +1,4 @@
-"""What is special to cross_entropy: metrics, divisors, labels, probabilities near 1, and wide vocabularies."""
+"""Cross entropy: metrics, divisors, ignored labels, and probabilities near 1."""
 
 import pytest
 import torch

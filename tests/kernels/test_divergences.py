@@ -1,4 +1,4 @@
-"""What is special to kl_div and jsd: no probability, near equals, broadcasting, mixed dtypes, ignored tokens."""
+"""KL divergence and JSD: no probability, near equals, broadcasting, mixed dtypes, ignored tokens."""
 
 import pytest
 import torch

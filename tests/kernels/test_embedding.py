@@ -1,4 +1,4 @@
-"""What is special to embedding: runs of equal ids, ids without a row, gradients that are added in place."""
+"""Embedding: runs of equal ids, ids without a row, gradients that are added in place."""
 
 import importlib
 
@@ -25,7 +25,7 @@ def whole_numbers(*shape, **options):
 @pytest.mark.parametrize("tokens", [32, 33, 65])
 @pytest.mark.parametrize("vocab", [1, 50])
 def test_runs_of_equal_ids_at_every_cut(device, poison, tokens, vocab):
-    """Runs that end before, at and behind the cuts; whole numbers, so that nothing but the right rows is right."""
+    """Runs that end before, at and after the cuts; whole numbers, so that sums are exact."""
     ids = torch.randint(vocab, (tokens,), device=device, dtype=torch.int32)
     weight, dy = torch.randn(vocab, 5, device=device), whole_numbers(tokens, 5, device=device)
     y, grad = run(embedding, ids, weight, dy)

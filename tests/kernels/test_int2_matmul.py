@@ -1,4 +1,4 @@
-"""What is special to int2_matmul: the layout of packed weights, exact sums, every value of a byte."""
+"""The matmul of ternary weights in 2 bits: their layout, exact sums, scales."""
 
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""`launch` runs the compiled variant that Triton would run, and leaves unusual launches to Triton."""
+
 import functools
 import random
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What is special to losses over a linear head: chunks of tokens, what is not computed, and what is never in memory."""
+"""Losses over a linear head: chunks of tokens, what is not computed, and what is never in memory."""
 
 import pytest
 import torch
@@ -291,7 +291,7 @@ def test_peak_memory(name, tokens, accum_dtype, in_place, peak, held):
             return linear_jsd(x[:count], weight, y[:count], weights[1], accum_dtype=accum_dtype)
         return linear_cross_entropy(x[:count], weight, labels[:count], accum_dtype=accum_dtype)
 
-    loss(128).backward()  # cuBLAS keeps a workspace from here on
+    loss(128).backward()  # cuBLAS has its workspace from here on
     x.grad = None
     weight.grad = weight.grad if in_place else None
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""What is special to MLPs and activations: what they save and recompute, in how many matmuls, and in which memory."""
+"""MLPs and activations: what they save and recompute, in how many matmuls, and in which memory."""
 
 import functools
 

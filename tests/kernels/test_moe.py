@@ -1,4 +1,4 @@
-"""What is special to a mixture of experts: routing of equals and extremes, sorted slots, what is saved and computed."""
+"""Mixture of experts: routing of equals and extremes, sorted slots, what is saved and computed."""
 
 import functools
 import itertools

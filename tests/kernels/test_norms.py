@@ -1,4 +1,4 @@
-"""What is special to rms_norm and layer_norm: castings, mixed dtypes, rows wider than registers, cancelling numbers."""
+"""RMSNorm and LayerNorm: mixed dtypes, rows wider than registers, and the formulas of transformers."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What is special to quantize_int8: ties, edges, and bit for bit the reference."""
+"""Activations in int8: bit for bit the reference, ties to even."""
 
 import pytest
 import torch

@@ -1,3 +1,5 @@
+"""Recompute handles: what they recompute, to the bit, and when a tensor has none."""
+
 import io
 
 import pytest

@@ -1,4 +1,4 @@
-"""What is special to rope: pairs of dims, sections of positions, and rotation in place."""
+"""Rope: pairs of dims, sections of positions, and rotation in place."""
 
 import functools
 

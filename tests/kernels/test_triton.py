@@ -1,4 +1,4 @@
-"""What all kernels share: sizes, rows of any strides, backwards that run once."""
+"""Helpers of all kernels: rows of any strides, backwards that run once."""
 
 import pytest
 import torch
