@@ -1,4 +1,4 @@
-"""How the cases of the table in `ops.py` are made: tensors in many memory layouts, and choices of sizes and options."""
+"""How the cases of the table in `ops` are made: tensors in many memory layouts, and choices of sizes and options."""
 
 import dataclasses
 import itertools

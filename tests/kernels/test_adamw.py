@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.kernels.adamw import adamw, adamw_reference, join_master, philox, split_master
-from tests.kernels.on_gpu import assert_captures
+from tests.kernels.on_gpu import assert_captures, large
 
 BETAS = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
 ODD = 1315  # two blocks, and a last group of three
@@ -188,6 +188,7 @@ def test_a_graph_counts_on(weight):
     assert_captures(op, [w, m, v + 1, torch.randn_like(w), factor, lr, step], ())
 
 
+@large
 @pytest.mark.gpu
 def test_more_than_2_31_elements():
     size = 2**31 + 1003

@@ -27,7 +27,7 @@ from tests.kernels.judge import (
     outputs_of,
     run,
 )
-from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
+from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits, large
 from tests.kernels.ops import OPS, complete, medium, public_ops
 
 BLOCKS, PARTS = 8, 6
@@ -102,7 +102,7 @@ def overwrites(x, **options):
     ],
 )
 def test_what_is_wrong_is_found(monkeypatch, device, broken, why):
-    """Negative control: a result that is off by an ulp, of another row, cut off, infinite, or bought with the input."""
+    """Negative control: results that are off by an ulp, of another row, clamped, infinite, or overwrite the input."""
     monkeypatch.setitem(OPS, "broken", dataclasses.replace(OPS["rms_norm"], call=broken))
     make = functools.partial(OPS["rms_norm"].make, rows=40, width=64)
     judge("rms_norm", make, 0, torch.float16, device)
@@ -290,6 +290,7 @@ def test_repeats_give_the_same_bits(device, name):
 # Of a GPU alone.
 
 
+@large
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.past_2_31 is not None])
 def test_past_2_31_elements(name):

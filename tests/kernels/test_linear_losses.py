@@ -13,6 +13,7 @@ from ligermodels.kernels import (
     linear_logprobs_reference,
 )
 from tests.kernels.cases import IGNORE
+from tests.kernels.on_gpu import large
 from tests.kernels.oracle import assert_as_exact
 from tests.kernels.seen import Seen, adding_in_place
 
@@ -267,14 +268,10 @@ def test_compiled(device, name, dtype):
 @pytest.mark.parametrize("name, tokens, accum_dtype, in_place, peak, held", [
     # workspace 501 MiB, dx 64, dweight 1002
     ("cross entropy", 8192, None, False, 1.6, 1.1),
-    # one chunk: workspace 1503, dx 48, dweight in bf16 1002, which is what more tokens take beside dx
-    ("cross entropy", 6144, torch.float32, False, 2.52, 1.05),
     # dx 64, dweight in fp32 2004, workspace 501
     ("cross entropy", 8192, torch.float32, False, 2.54, 1.05),
     # dx 128, dweight in fp32 until it is added to the gradient that is there, and in forward the workspace
     ("cross entropy", 16384, torch.float32, True, 2.6, 2.1),
-    # both workspaces 501 MiB, dx 32, dweight 1002
-    ("jsd", 4096, None, False, 1.6, 1.1),
     # dx 32, dweight in fp32 2004, beside it both workspaces, 501, and, at the end, half of dweight in bf16
     ("jsd", 4096, torch.float32, False, 2.5, 1.1),
 ])  # fmt: skip
@@ -305,6 +302,7 @@ def test_peak_memory(name, tokens, accum_dtype, in_place, peak, held):
     assert not in_place or torch.cuda.max_memory_allocated() == forward
 
 
+@large
 @pytest.mark.gpu
 @each_op
 def test_logits_beyond_int32(name):
