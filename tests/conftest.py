@@ -2,6 +2,7 @@
 
 import functools
 import os
+import sys
 
 import pytest
 import torch
@@ -57,3 +58,11 @@ def poison(monkeypatch):
         (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided"),
     ]:  # fmt: skip
         monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+@pytest.fixture
+def without_triton(monkeypatch):
+    """Ops run what they run where Triton is not installed."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("ligermodels.kernels") and hasattr(module, "use_triton"):
+            monkeypatch.setattr(module, "use_triton", lambda x: False)

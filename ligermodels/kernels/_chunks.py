@@ -167,7 +167,7 @@ class Gradients:
             return parts[0][1].to(self.final) if parts else None
         (rows, first), (_, second) = parts
         hidden = first.shape[1]
-        # Not by Tensor.untyped_storage, which would count as a holder: autograd adds to what nobody else holds.
+        # Tensor.untyped_storage would count as a reference, and autograd adds in place only to a tensor without others.
         dweight, memory = first.new_empty(0, dtype=self.final), first.view(self.final)
         dweight.set_(memory, 0, (rows.stop + len(second), hidden), (hidden, 1))  # type: ignore[call-overload]
         step = -(-len(first) // 8)
@@ -196,15 +196,16 @@ def stash(ctx: Any, gradients: Sequence[Tensor | None], weight: Tensor | None = 
         ctx.weight = weight if weight is not None and is_marked(weight) else None
 
 
-def release(ctx: Any, upstream: Tensor, op: str, dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
-    """In the backward of `op`: the dx, dweight and dbias of forward, times upstream and factor, once; of `dtypes`.
+def release(ctx: Any, upstream: Tensor, op: str) -> list[Tensor | None]:
+    """In the backward of `op`: the dx, dweight and dbias of forward, times upstream and factor, once.
 
-    dweight is None where it was added to the .grad of the weight given to `stash`.
+    dweight is None where it was added to the .grad of the weight given to `stash`. Autograd casts each to the dtype of
+    its input.
     """
     if torch.compiler.is_compiling():
         *gradients, factor = ctx.saved_tensors
         factor = upstream if factor is None else upstream * factor
-        return [None if t is None else (t * factor).to(d) for t, d in zip(gradients, dtypes, strict=True)]
+        return [None if t is None else t * factor for t in gradients]
     if ctx.gradients is None:
         raise RuntimeError(
             f"{op} computes its gradients in forward and releases them in backward, so a second backward through the "
@@ -216,7 +217,7 @@ def release(ctx: Any, upstream: Tensor, op: str, dtypes: Sequence[torch.dtype | 
     dx, dbias = (None if t is None else scale_(t, factor) for t in (dx, dbias))
     if dweight is not None:
         dweight = scale_(dweight, factor) if ctx.weight is None else accumulate_grad(ctx.weight, dweight, factor)
-    return [None if t is None else t.to(d) for t, d in zip((dx, dweight, dbias), dtypes, strict=True)]
+    return [dx, dweight, dbias]
 
 
 def call_opaque(op: Callable, like: Callable, *args: Any) -> list[Tensor | None]:

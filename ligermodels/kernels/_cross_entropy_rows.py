@@ -160,7 +160,7 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
 
     Row r of `logits` and `out` is token first_row + r of all other tensors. Columns are read and written up to END,
     which is V unless the rows are PADDED, and END the distance between them. Programs walk over the rows. One
-    maximum and one sum are kept per strip of 8 columns, which lie in one thread: threads meet once per row, at
+    maximum and one sum are stored per strip of 8 columns, which lie in one thread: threads meet once per row, at
     its end, and rescaling the sums costs one exp in eight.
     """
     DTYPE: tl.constexpr = tl.float64 if logits.dtype.element_ty == tl.float64 else tl.float32
@@ -354,7 +354,6 @@ def _tiling(
     one stream (class weights beside logits) would not fit the shared memory of most GPUs.
 
     Rows that start on no multiple of 16 elements allow no wide loads: neighbours then go to neighbouring threads.
-
     """
     num_rows, vocab = logits.shape
     size = logits.element_size()

@@ -6,7 +6,7 @@ the row from the one before (at beta = 0 the gradient does not, and comes with t
 one pass, for loss or gradient.
 
 log M is formed from the difference of x and y: with h the larger, log M = h + log(1 + c (exp(-|x - y|) - 1)), c being
-the share of the smaller in M. So equal rows have a loss of 0, near ones keep their digits, and nothing underflows. At
+the share of the smaller in M. So equal rows have a loss of 0, near ones lose no digits, and nothing underflows. At
 2-byte dtypes, arithmetic costs as much time as memory.
 """
 
@@ -233,7 +233,7 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
         if labels is not None:
             label = tl.load(labels + token).to(tl.int64)
             counts = label != IGNORE
-            known = tl.where((label >= 0) & (label < V), known, float("nan"))  # what is no class makes the row NaN
+            known = tl.where((label >= 0) & (label < V), known, float("nan"))  # a label that is not a class gives NaN
         soft, hard = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
         if counts:
             s_max, s_log = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
@@ -286,7 +286,7 @@ def launch_rows(
     d_student: Tensor | None = None, d_teacher: Tensor | None = None, d_stride: int | None = None,
     upstream: Tensor | None = None, first_row: int = 0, undivided: bool = False,
 ) -> None:  # fmt: skip
-    """Fills what is not None from the rows of student and teacher [C, V], the tokens from first_row on.
+    """Writes the losses and gradients that are not None, from student and teacher [C, V], the tokens from first_row on.
 
     losses [T] are the loss, and without their weights its soft and hard part, all with the divisor of the mean.
     Gradients are [C, V] with rows d_stride apart, or contiguous; each row of d_student may begin where that of student

@@ -52,7 +52,7 @@ def is_marked(weight: Tensor) -> bool:
 def target(weight: Tensor) -> Tensor | None:
     """In a backward: the leaf whose .grad this backward may add to, or make where it is None; None where it may not.
 
-    It may where the user marked the leaf, no hook waits for the gradient, and the backward that runs will add to .grad,
+    It may where the user marked the leaf, no hook needs the gradient, and the backward that runs will add to .grad,
     which torch.autograd.grad does not. weight is as ctx.saved_tensors gives it: checkpointing and offloading make
     another tensor of the same leaf. Only torch's private engine function tells what a backward will run.
     """

@@ -1,16 +1,16 @@
 """launch(kernel, grid, ...): kernel[grid](...) in less time of the host.
 
-kernel[grid](*args) works out in Python, at every call, which compiled variant the arguments ask for: their dtypes, the
-alignment of pointers, which integers are 1 or multiples of 16, constants and options. `launch` asks the same questions
+kernel[grid](*args) works out in Python, at every call, which compiled variant the arguments need: their dtypes, the
+alignment of pointers, which integers are 1 or multiples of 16, constants and options. `launch` does the same
 in one function generated for the kernel, and calls the C launcher of a variant that it has seen before. Decoding and
-eager steps of few tokens wait for the host: without this page an eager step of 1 x 1024 tokens takes 45 to 60 % longer,
-and decoding 20 to 40 %.
+eager steps of few tokens are limited by the host: without this file an eager step of 1 x 1024 tokens takes 45 to 60 %
+longer, and decoding 20 to 40 %.
 
 Everything else falls back on kernel[grid](*args): the first call of a variant, torch.compile, the interpreter, devices
 other than CUDA, versions of Triton other than 3.6 to 3.9, whose private names are used here, grids that are functions,
 annotated arguments, tensor descriptors, autotuned kernels, kernels that need scratch memory, and hooks, profilers and
 debug modes, which watch launches.
-Not noticed, where Triton raises an error: a global constant of a kernel that changed after its first launch.
+It does not notice that a global constant of a kernel changed after the first launch, where Triton raises an error.
 """
 
 import re
@@ -59,7 +59,7 @@ def launch(kernel: Any, grid: Any, *args: Any, **options: Any) -> None:
 
 
 def _watched(kernel: Any) -> bool:
-    """True if someone wants to see each launch, or to have it compiled in another way."""
+    """True if a hook, a profiler or a debug mode has to see each launch, or it is compiled in another way."""
     runtime = knobs.runtime
     return (
         type(kernel) is not JITFunction
@@ -122,9 +122,9 @@ def _generate(kernel: Any, args: tuple) -> Callable:
 
 
 def _variant(compiled: Any) -> tuple | None:
-    """The C launcher of a compiled kernel, its arguments before the kernel's own, and the owner that keeps both alive.
+    """The C launcher of a compiled kernel, its arguments before the kernel's own, and their owner, to stay alive.
 
-    None, so that it is missed each time, where a launch takes more than that.
+    None where a launch takes more than that: the variant is then missed each time.
     """
     from triton.backends.nvidia.driver import CudaLauncher
 

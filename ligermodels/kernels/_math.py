@@ -29,7 +29,7 @@ def exp(x):
 
 @triton.jit
 def activation(x, NAME: tl.constexpr, EXACT: tl.constexpr):
-    """act(x) and its derivative. EXACT: all bits of the result are kept, so that exp and division must be right."""
+    """act(x) and its derivative. EXACT: all bits of the result are stored, so exp and division are exact too."""
     if NAME == "gelu":
         cdf = 0.5 + 0.5 * tl.math.erf(x * 0.7071067811865476)
         return x * cdf, cdf + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))

@@ -133,8 +133,8 @@ class Norm(torch.autograd.Function):
         if dy is not None:
             (total, weight, stats), (offset, centred) = ctx.saved_tensors, ctx.options
             dx, dw, db = _backward(dy, dtotal, total, weight, stats, offset, centred, need_dx, w, b)
-        grads = [None if dx is None or t is None else dx if dx.dtype == t else dx.to(t) for t in (x, r)]
-        return *grads, dw, db, None, None, None, None
+        # Autograd casts dx to the dtype of each input.
+        return *(None if t is None else dx for t in (x, r)), dw, db, None, None, None, None
 
 
 def norm(

@@ -90,9 +90,9 @@ def in_transform() -> bool:
 
 
 def may_overwrite(saved: Tensor) -> bool:
-    """In a backward: True if nobody reads `saved`, a tensor of the op's own, after it.
+    """In a backward: True if `saved`, a tensor of the op's own, is not read again afterwards.
 
-    Under retain_graph someone may, and in a CUDA graph, which may be replayed; torch.compile does not say.
+    It may be under retain_graph, in a CUDA graph, which may be replayed, and under torch.compile.
     """
     return (
         not torch.compiler.is_compiling()

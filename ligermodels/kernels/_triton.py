@@ -43,7 +43,7 @@ def use_triton(x: Tensor) -> bool:
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that sums and statistics over `dtype` are kept in: fp64 for fp64, else fp32."""
+    """The dtype of sums and statistics over `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

@@ -59,7 +59,7 @@ def random_bits(x: Tensor, stream: int, *, seed: int, number: int, step: int | T
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 x to bf16, up where its bits below bf16's plus `bits` (16 random ones) attach_to_view; inf and NaN stay."""
+    """fp32 x to bf16: up where the bits below bf16's plus `bits`, 16 random ones, carry; inf and NaN stay."""
     raw = x.view(torch.int32)
     raw = torch.where(x.isfinite(), raw + bits, raw) & -65536
     return raw.view(torch.float32).bfloat16()
@@ -117,7 +117,7 @@ def _store(
             more = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
         else:
             more = 0x7FFF + ((raw >> 16) & 1)
-        raw = tl.where(x == x, raw + more, raw)  # an infinity's bits cannot attach_to_view
+        raw = tl.where(x == x, raw + more, raw)  # adding to an infinity's bits never carries
         tl.store(ptr + at, (raw >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
     else:
         tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)

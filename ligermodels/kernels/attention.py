@@ -1,4 +1,4 @@
-"""Scaled dot-product attention: softmax(scale * q k^T + mask) v, on torch's engines or our own.
+"""Scaled dot-product attention: softmax(scale * q k^T + mask) v, by torch's engines or our own kernels.
 
 Added to `torch.nn.functional.scaled_dot_product_attention`: [B, S, H, D] tensors, strided or not; grouped heads;
 causality aligned to the last key; windows; softcaps; padding that cannot make a NaN; packed sequences; the choice of
@@ -10,7 +10,7 @@ engine.
 |                                        | FlashAttention-2 on Ampere and Ada; fp32: memory-efficient kernel |
 | the same past 2^31 elements, where     | bf16, fp16: `flash_attention`, in Triton                          |
 | torch 2.11's gradients are wrong       |                                                                   |
-| one query (decode)                     | FlashAttention-2: cuDNN would plan anew for every length K        |
+| one query (decode)                     | FlashAttention-2: cuDNN would plan again for every length K       |
 | softcap                                | `flash_attention`, in Triton; fp32 on Hopper and Blackwell only   |
 | window, packed sequences, key_mask,    | bf16, fp16: the same                                              |
 | padding, S < K causal                  | fp32: memory-efficient kernel, boolean mask [1 or B, 1, S, K]     |
@@ -102,7 +102,7 @@ def attention(
     causal: aligned to the last key: query i sees key j only if j <= i + K - S. Needs K >= S.
     window: tokens, counting itself: j > i + K - S - window.
     softcap: scores become softcap * tanh(scores / softcap) before masking.
-    scale: multiplies q k^T; default D ** -0.5.
+    scale: multiplies q k^T; positive, default D ** -0.5.
     key_mask: bool [B, K], False where a key is padding that nobody sees. A query left without a key sees its
         own, so that the output of padding is finite; nothing else may be read into it.
     cu_seqlens: int32 [N + 1], 0 = first, ascending, S = last, with B = 1 and K = S: boundaries of N packed
@@ -116,7 +116,7 @@ def attention(
 
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
-    _check(q, k, v, causal, window, softcap, key_mask, cu_seqlens, padding)
+    _check(q, k, v, causal, window, softcap, scale, key_mask, cu_seqlens, padding)
     length, num_keys = q.shape[1], k.shape[1]
     if cu_seqlens is not None and cu_seqlens.shape[0] == 2:  # one sequence, which is all there is
         cu_seqlens = None
@@ -143,7 +143,7 @@ def attention(
     if softcap is not None or q.numel() == 0:
         if q.device.type != "cpu" and q.numel() and length > 1 and not torch.compiler.is_compiling():
             why = _not_by_triton(q, softcap)
-            warn_once(f"attention: {why}", f"attention with a softcap keeps all scores in memory, because {why}")
+            warn_once(f"attention: {why}", f"attention with a softcap has all scores in memory, because {why}")
         return attention_reference(q, k, v, softcap=softcap, scale=scale, **options)
     q, k, v = (last_dim_contiguous(x) for x in (q, k, v))
     if length == 1:
@@ -277,8 +277,8 @@ def _has_flash(index: int) -> bool:
 
 
 def _check(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softcap: float | None, key_mask: Tensor | None,
-    cu_seqlens: Tensor | None, padding: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, window: int | None, softcap: float | None, scale: float | None,
+    key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None,
 ) -> None:  # fmt: skip
     of_q, of_k = q.shape, k.shape
     if (
@@ -297,6 +297,8 @@ def _check(
         raise InputError(f"attention: window={window} hides even the query's own key; give 1 or more tokens, or None")
     if softcap is not None and not softcap > 0:
         raise InputError(f"attention: softcap={softcap} must be positive; None turns it off")
+    if scale is not None and not scale > 0:  # torch's engines return NaN for it on the CPU
+        raise InputError(f"attention: scale={scale} must be positive; None is head_dim ** -0.5")
     for name, mask, tokens in (("key_mask", key_mask, k), ("padding", padding, q)):
         if mask is not None and (
             mask.shape != tokens.shape[:2] or mask.dtype != torch.bool or mask.device != q.device

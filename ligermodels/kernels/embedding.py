@@ -217,7 +217,7 @@ def embedding(ids: Tensor, weight: Tensor, *, padding_idx: int | None = None, sc
 
     ids: [...] int64 or int32, fewer than 2^31, each in [0, V); weight: [V, H] floating point.
     padding_idx: a row that takes no gradient, counted from the end where negative. scale: rounded to the weight's dtype
-    before it multiplies, and the product once more.
+    before it multiplies, and the result once more.
     Returns [..., H] of the weight's dtype. Its backward gives the dense gradient of the weight, summed in fp32 (or
     fp64) and rounded once; there is no second derivative.
     Raises InputError for dtypes, shapes or devices that do not fit and, on the CPU, for an id without a row. On a GPU

@@ -8,8 +8,8 @@ What differs from a plain flash attention:
   starts and ends where its first and last token do, and a tile is compared with the ends only where they cross it.
 - A mask costs nothing where it hides nothing: counts of hidden tokens, made once, say which tiles have any.
 - A head of 80 or 96 dims is a tile of 64 and one of 16 or 32, not one of 128 that is part zeros.
-- A softcapped score is bounded. Where exp of the bound fits, no maximum is kept and nothing is ever scaled again.
-- The gradients are sums in a fixed order, without atomics: one kernel makes dq, one dk and dv over all the query
+- A softcapped score is bounded. Where exp of the bound fits, there is no running maximum and no rescaling.
+- The gradients are sums in a fixed order, without atomics: one kernel computes dq, one dk and dv over all the query
   heads that share a key head (two for heads wider than 128, whose sums do not fit the registers together). Scores
   are recomputed in each: 7 matmuls of tiles for the backward (8 in wide heads) instead of 5.
 - Tiles that a loop streams come through the bulk copy engine where there is one (NVIDIA Hopper and later).
@@ -505,8 +505,6 @@ def flash_attention(
     key_mask: Tensor | None, cu_seqlens: Tensor | None, padding: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`ligermodels.kernels.attention.attention`, which says what the arguments are and checks them; D <= 256."""
-    if scale <= 0:  # the kernels take the largest score before they scale
-        q, scale = (-q, -scale) if scale < 0 else (0 * q, 1.0)
     trained = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
     if q.shape[1] == 1 and key_mask is None and padding is None and not trained:
         q, k, v = (last_dim_contiguous(x) for x in (q, k, v))

@@ -172,16 +172,17 @@ class GLU(torch.autograd.Function):
 class GLULinear(torch.autograd.Function):
     """x: [..., F], or [..., 2F] if packed; up: [..., F] or None; weight: [N, F]; bias: [N] or None -> [..., N].
 
-    Saves x and up, never h. Run eagerly it leaves its result to `apply_glu_linear`, to write after they are saved:
-    activation checkpointing runs a region again only until its last tensor is saved, before h and its matmul.
+    Saves x and up, never h. Run eagerly, it returns empty memory, into which `apply_glu_linear` writes the result after
+    they are saved: activation checkpointing reruns a region only until its last tensor is saved, before h.
     """
 
     @staticmethod
     def forward(ctx, x, up, weight, bias, packed, activation):
         ctx.save_for_backward(x, up, weight)
         ctx.options = packed, activation
-        y = weight.new_empty((*x.shape[:-1], weight.shape[0]))
-        return _linear(y, x, up, weight, bias, *ctx.options) if torch.compiler.is_compiling() else y
+        if torch.compiler.is_compiling():
+            return F.linear(glu_forward(x, up, packed, activation, dtype=weight.dtype), weight, bias)
+        return weight.new_empty((*x.shape[:-1], weight.shape[0]))
 
     @staticmethod
     @once_differentiable
@@ -211,23 +212,14 @@ def glu_linear_backward(
     return None, None, glu_forward(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1])
 
 
-def _linear(
-    y: Tensor, x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, packed: bool, activation: str
-) -> Tensor:
-    h = glu_forward(x, up, packed, activation, dtype=weight.dtype)
-    if torch.compiler.is_compiling():
-        return F.linear(h, weight, bias)
-    matmul(h.view(-1, weight.shape[1]), [weight], [bias], out=y.view(-1, weight.shape[0]))
-    return y
-
-
 def apply_glu_linear(
     x: Tensor, up: Tensor | None, weight: Tensor, bias: Tensor | None, packed: bool, activation: str
 ) -> Tensor:
     y = GLULinear.apply(x, up, weight, bias, packed, activation)
     if not torch.compiler.is_compiling():
         with torch.no_grad():
-            _linear(y.detach(), x, up, weight, bias, packed, activation)
+            h = glu_forward(x, up, packed, activation, dtype=weight.dtype).view(-1, weight.shape[1])
+            matmul(h, [weight], [bias], out=y.detach().view(-1, weight.shape[0]))
     return y
 
 

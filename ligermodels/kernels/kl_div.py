@@ -106,7 +106,7 @@ def _kernel(x, t, dy, dx, dt, loss, x_stride, t_stride, R, N, count, SUM: tl.con
 
 
 def _block(width: int) -> int:
-    """The power of two that holds a row, 16 to 2048, by comparisons, which torch.compile makes no constant of."""
+    """The power of two that holds a row, 16 to 2048; by comparisons, so that torch.compile does not specialise."""
     block = 16
     while block < min(width, 2048):
         block *= 2
@@ -114,7 +114,7 @@ def _block(width: int) -> int:
 
 
 class _KLDiv(torch.autograd.Function):
-    """x and t of one shape. They are laid out as rows in here, where that makes no node of the graph."""
+    """x and t of one shape. They are laid out as rows here, which adds no node to the graph."""
 
     @staticmethod
     def forward(ctx, x, t, divisor, reduction, log_target):

@@ -4,7 +4,7 @@
 
 What differs from a plain fused LayerNorm is what differs in `rms_norm`, whose kernels it shares (`_norm`): the sum is
 returned and its gradient added in the kernel; the backward is persistent, sums dweight and dbias in a fixed order
-without atomics, and leaves out what nobody asked for. Rows wider than 8192 take the reference.
+without atomics, and skips gradients that nobody needs. Rows wider than 8192 take the reference.
 The variance is that of the centred row, never mean(x^2) - mean(x)^2, which cancels.
 
 Saved for the backward: x (the sum, when there is one) and two fp32 numbers per row.

@@ -33,7 +33,7 @@ def joint(tensors: Sequence[Tensor]) -> Tensor | None:
 
     They do where each begins in the storage at which the one before ends, all are contiguous, of one dtype and of one
     shape but for N_i; never under torch.compile, nor for subclasses and meta tensors. The result has no gradient, and
-    is a view that is not to be kept beyond the call: FSDP frees and refills storages.
+    is a view that must not outlive the call: FSDP frees and refills storages.
     """
     if torch.compiler.is_compiling():
         return None

@@ -155,7 +155,6 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, labels, class_weight, num_items, options, settings, backward_follows):
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         tensors = x, weight, bias, labels, class_weight, num_items
         if torch.compiler.is_compiling():
             out: Any = call_opaque(_run_op, _like, *tensors, *options, *settings, *needs)
@@ -168,7 +167,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss, *_):
-        return *release(ctx, grad_loss, "linear_cross_entropy", ctx.dtypes), *(None,) * 6
+        return *release(ctx, grad_loss, "linear_cross_entropy"), *(None,) * 6
 
 
 def linear_cross_entropy(

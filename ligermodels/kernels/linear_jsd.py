@@ -230,7 +230,6 @@ class _LinearJSD(torch.autograd.Function):
     def forward(ctx, x, weight, bias, *rest):
         *tensors, parts, teacher_dtype, options, settings, backward_follows = rest
         needs = tuple(backward_follows and n for n in ctx.needs_input_grad[:3])
-        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.how = teacher_dtype, options, settings
         later = options.reduction == "none"
         out = _dispatch(x, weight, bias, *tensors, None, parts, *ctx.how, (False,) * 3 if later else needs)
@@ -246,10 +245,9 @@ class _LinearJSD(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream, *_):
         if ctx.how[1].reduction == "none":
-            results = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)
-            gradients = [None if t is None else t.to(d) for t, d in zip(results[3:6], ctx.dtypes, strict=True)]
+            gradients = _dispatch(*ctx.saved_tensors, upstream.contiguous(), False, *ctx.how, ctx.needs)[3:6]
         else:
-            gradients = release(ctx, upstream, "linear_jsd", ctx.dtypes)
+            gradients = release(ctx, upstream, "linear_jsd")
         return *gradients, *(None,) * 9
 
 
@@ -265,7 +263,7 @@ def linear_jsd(
     student_x [..., H] and student_weight [V, H], teacher_x [..., H'] and teacher_weight [V', H'], each with a bias or
     none, and labels [...], shifted already. A teacher's vocabulary padded beyond the student's is cut off at V, so
     that its distribution is over the student's tokens; one that is smaller raises InputError. The teacher gets no
-    gradient, and its product is not recorded. Student and teacher may differ in dtype.
+    gradient, and its matmul is not recorded. Student and teacher may differ in dtype.
 
     beta, labels, ignore_index and reduction are those of `jsd`; weight_hard needs labels. "mean" divides both losses
     by the number of labels that are not ignored, 0 where there is none. return_soft_hard_loss returns

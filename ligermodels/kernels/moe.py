@@ -273,7 +273,7 @@ class _Experts(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """stand_in: [T, H], for the gradient; gate_up: [R, 2I], or None, and then it is made of x -> y [T, H].
+    """stand_in: [T, H], for the gradient; gate_up: [R, 2I], or None, and then it is computed from x -> y [T, H].
 
     Saves nothing: see `_Experts`.
     """

@@ -215,57 +215,41 @@ def _rotate_back(
 
 
 class _Rope(torch.autograd.Function):
-    """qkv: [B, S, (HQ + 2 HK) * D] -> q and k as views of one buffer and v as one of qkv; when compiling, the packed
-    rows of all three."""
+    """q [B, S, HQ, D] and k [B, S, HK, D], rotated: views of one buffer.
+
+    Without k, q is the packed qkv [B, S, (HQ + 2 HK) * D], and a view of its v is the third output. When compiling, the
+    output is the buffer itself, which then holds v as well.
+    """
 
     @staticmethod
-    def forward(ctx, qkv, cos, sin, position_ids, bounds, counts, inplace):
-        compiling = torch.compiler.is_compiling()
+    def forward(ctx, q, k, cos, sin, position_ids, bounds, counts, inplace):
+        compiling, packed = torch.compiler.is_compiling(), k is None
         if not compiling:  # Dynamo cannot trace it, and there no gradient is ever None
             ctx.set_materialize_grads(False)
         ctx.save_for_backward(cos, sin, position_ids)
-        ctx.bounds, ctx.counts = bounds, counts
+        ctx.bounds, ctx.counts, ctx.packed = bounds, counts, packed
+        angles = cos, sin, position_ids, bounds, counts
+        if inplace and not compiling:
+            views = _split(q, counts)
+            _rotate(q, q, q, None, *angles, copy=False)
+            torch.autograd.graph.increment_version(q)
+            return views
+        head_dim = q.shape[2] // sum(counts) if packed else q.shape[3]
+        written = counts if compiling else counts[:2]
+        out = q.new_empty(*q.shape[:2], sum(written) * head_dim)
+        _rotate(out, q, q if packed else k, q if packed and compiling else None, *angles)
         if compiling:
-            out = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device)
-            _rotate(out, qkv, qkv, qkv, cos, sin, position_ids, bounds, counts)
             return out
-        q, k, v = _split(qkv, counts)
-        if inplace:
-            _rotate(qkv, qkv, qkv, None, cos, sin, position_ids, bounds, counts, copy=False)
-            torch.autograd.graph.increment_version(qkv)
-            return q, k, v
-        out = qkv.new_empty(*q.shape[:2], (counts[0] + counts[1]) * q.shape[3])
-        _rotate(out, qkv, qkv, None, cos, sin, position_ids, bounds, counts)
-        return *_split(out, counts[:2]), v
+        return *_split(out, written), *(_split(q, counts)[2:] if packed else ())
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
         cos, sin, position_ids = ctx.saved_tensors
-        grads = grads if len(grads) == 3 else _split(grads[0], ctx.counts)
-        return _rotate_back(grads, cos, sin, position_ids, ctx.bounds, ctx.counts), *[None] * 6
-
-
-class _RopeQK(torch.autograd.Function):
-    """q: [B, S, HQ, D], k: [B, S, HK, D] -> both rotated, as views of one packed buffer, or that when compiling."""
-
-    @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, bounds):
-        if not torch.compiler.is_compiling():
-            ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin, position_ids)
-        ctx.bounds, ctx.counts = bounds, (operator.index(q.shape[2]), operator.index(k.shape[2]))
-        out = q.new_empty(q.shape[0], q.shape[1], sum(ctx.counts) * q.shape[3])
-        _rotate(out, q, k, None, cos, sin, position_ids, bounds, ctx.counts)
-        return out if torch.compiler.is_compiling() else _split(out, ctx.counts)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        cos, sin, position_ids = ctx.saved_tensors
-        grads = grads if len(grads) == 2 else _split(grads[0], ctx.counts)
-        packed = _rotate_back(grads, cos, sin, position_ids, ctx.bounds, ctx.counts)
-        return *((None, None) if packed is None else _split(packed, ctx.counts)), *[None] * 4
+        grads = grads if len(grads) > 1 else _split(grads[0], ctx.counts)
+        d_rows = _rotate_back(grads, cos, sin, position_ids, ctx.bounds, ctx.counts)
+        dq, dk = (d_rows, None) if ctx.packed or d_rows is None else _split(d_rows, ctx.counts)
+        return dq, dk, *[None] * 6
 
 
 def _angles(
@@ -369,7 +353,7 @@ def rope(
         return rope_reference(
             qkv, cos, sin, num_heads=counts[0], num_kv_heads=counts[1], position_ids=position_ids, sections=sections
         )
-    out = _Rope.apply(qkv, *angles, counts, inplace and qkv.stride(2) == 1)
+    out = _Rope.apply(qkv, None, *angles, counts, inplace and qkv.stride(2) == 1)
     q, k, v = _split(out, counts) if compiling else out
     return q, k, v
 
@@ -392,6 +376,7 @@ def rope_qk(
     angles = _angles("rope_qk", q, operator.index(q.shape[3]), cos, sin, position_ids, sections)
     if not use_triton(q):
         return rope_qk_reference(q, k, cos, sin, position_ids=position_ids, sections=sections)
-    out = _RopeQK.apply(q, k, *angles)
-    q, k = _split(out, (q.shape[2], k.shape[2])) if torch.compiler.is_compiling() else out
+    counts = operator.index(q.shape[2]), operator.index(k.shape[2])
+    out = _Rope.apply(q, k, *angles, counts, False)
+    q, k = _split(out, counts) if torch.compiler.is_compiling() else out
     return q, k

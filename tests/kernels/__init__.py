@@ -1,0 +1,38 @@
+"""Tests of the kernels. Where Triton is interpreted, the interpreter patches Triton's language again at each call
+of a function inside a kernel, which takes half of the time; here it does so once per kernel."""
+
+import functools
+import inspect
+
+from ligermodels.kernels._triton import INTERPRET, tl
+
+
+@functools.cache
+def _languages(fn) -> list:
+    """The modules of Triton's language among the globals of `fn`."""
+    return [m for m in fn.__globals__.values() if inspect.ismodule(m) and m in (tl, tl.core)]
+
+
+def _patched_once(patch):
+    done: list = []
+
+    @functools.wraps(patch)
+    def wrapper(fn):
+        missing = [m for m in _languages(fn) if m not in done]
+        if not missing:
+            return None  # inside a kernel, where nobody uses the result
+        scope, of_kernel = patch(fn), not done
+        done.extend(missing)
+        if of_kernel:
+            restore = scope.restore
+            scope.restore = lambda: (done.clear(), restore())
+        return scope
+
+    return wrapper
+
+
+if INTERPRET:
+    from triton.runtime import interpreter
+
+    if hasattr(interpreter, "_LangPatchScope"):  # in other versions of Triton the tests only take longer
+        interpreter._patch_lang = _patched_once(interpreter._patch_lang)

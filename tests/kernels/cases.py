@@ -1,4 +1,4 @@
-"""How the cases of the table in `ops.py` are made: tensors in many memory layouts, and choices of sizes and options."""
+"""How the cases of the table in `ops` are made: tensors in many memory layouts, and choices of sizes and options."""
 
 import dataclasses
 import itertools
@@ -9,6 +9,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+WIDTHS = [
+    1, 2, 3, 7, 16, 31, 64, 97, 127, 128, 129, 257, 512, 769, 896, 1023, 1025, 1536, 2048, 2304, 3072, 3584, 4096,
+    5120, 8191, 8192, 11008, 14336, 16384, 18944, 65537, 131072,
+]  # fmt: skip
+VOCABS = [
+    1, 2, 3, 7, 8, 33, 63, 97, 127, 129, 256, 511, 513, 1000, 1023, 2049, 4099, 8191, 16384, 30522, 32000, 32064,
+    50257, 65537, 128256, 151936, 152064, 256000, 262144,
+]  # fmt: skip
+FEW_WIDTHS = [1, 7, 64, 129]
+FEW_VOCABS = [1, 7, 65]
+HALF = torch.bfloat16, torch.float16
 IGNORE = -100
 ROWS = [0, 1, 2, 3, 17, 64, 100, 255, 300, 1000, 1023, 4096]
 VARIANTS, VARIANTS_INTERPRETED = 20, 8

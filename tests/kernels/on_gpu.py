@@ -1,17 +1,15 @@
-"""What only hardware can show of an op: that it compiles whole, is captured in a CUDA graph, and never waits."""
+"""What only a GPU can show of an op: it compiles whole, is captured in a CUDA graph, and never synchronises."""
 
-import contextlib
-import fcntl
-import os
-import sys
-import tempfile
-import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
+
+large = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).total_memory < 70 * 2**30,
+    reason="needs a GPU of 80 GB",
+)
 
 
 def forward_backward(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> list[Tensor]:
@@ -36,7 +34,7 @@ def assert_compiles(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tens
 
 
 def _spoil_free_memory() -> None:
-    """What is never written must not be right because an earlier run left it there."""
+    """Fills free GPU memory with NaN: what a kernel never writes must not be right because of an earlier run."""
     if torch.cuda.is_available():
         spoiled = [torch.full((size,), float("nan"), device="cuda") for size in [2**16] * 64 + [2**23] * 8]
         del spoiled
@@ -68,41 +66,10 @@ def assert_captures(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tens
 
 
 def assert_never_waits(op: Callable, inputs: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Neither direction of op makes the host wait for the device."""
-    forward_backward(op, inputs, grads)  # compiles the kernels, which may wait
+    """Neither the forward nor the backward of op synchronises."""
+    forward_backward(op, inputs, grads)  # compiles the kernels, which may synchronise
     torch.cuda.set_sync_debug_mode("error")
     try:
         forward_backward(op, inputs, grads)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-@contextlib.contextmanager
-def alone(free: int = 62 * 2**30) -> Iterator[None]:
-    """One process at a time, once others have given back `free` bytes: a case past 2^31 elements takes up to 60 GiB."""
-    if torch.cuda.get_device_properties(0).total_memory < 70 * 2**30:
-        pytest.skip("needs a GPU of 80 GB")
-    with open(os.path.join(tempfile.gettempdir(), "ligermodels_past_2_31.lock"), "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        for _ in range(60):
-            if torch.cuda.mem_get_info()[0] > free:
-                break
-            time.sleep(1)
-        try:
-            yield
-        finally:
-            give_back()
-
-
-def give_back() -> None:
-    """Memory that this process does not need goes back to the device, which others have tests on, too.
-
-    That includes what the last failure holds, by the variables of its frames, of which pytest has made its report.
-    """
-    error = getattr(sys, "last_value", None)
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            _ = frame.f_locals  # a copy, which is as it was until it is asked for
-        error = error.__context__
-    torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What is special to attention: masks by definition, packed sequences, hidden rows, engines, memory."""
+"""Attention: masks by definition, packed sequences, hidden rows, engines, memory."""
 
 import importlib
 import itertools
@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from ligermodels.kernels import attention, attention_reference
-from tests.kernels.ops import our_attention
+from ligermodels.kernels._recompute import attach_to_view, handle_of
+from ligermodels.kernels.linear import linear
+from tests.kernels.ops.attention import our_attention
 
 LENGTHS = [
     ([12], [(1, 12)]),
@@ -99,17 +101,6 @@ def test_packed_by_lengths_that_the_host_knows(lengths, runs, options, masked, d
         torch.testing.assert_close(torch.autograd.grad(actual, leaf, weights.to(device))[0].cpu(), grad)
 
 
-def test_packed_in_half_precision_equals_separate(device):
-    """Known lengths or not; of half precision our kernels take the latter."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    _, q, k, v = inputs(12, 12, batch_size=1, dtype=dtype, device=device)
-    ends = torch.tensor([0, 4, 5, 5, 12], dtype=torch.int32)
-    parts = zip(*(x.split([4, 1, 7], dim=1) for x in (q, k, v)), strict=True)
-    expected = torch.cat([attention_reference(*part, window=2) for part in parts], 1)
-    for bounds in (ends, ends.to(device)):
-        torch.testing.assert_close(attention(q, k, v, window=2, cu_seqlens=bounds), expected, rtol=1e-2, atol=1e-2)
-
-
 # Rows and keys that are hidden.
 
 
@@ -174,6 +165,22 @@ def test_decode_is_the_last_row_of_prefill(device):
 # Engines.
 
 
+def test_head_chunks_change_nothing(device, monkeypatch):
+    """Heads of a long text in chunks; `linear` saves the chunks instead of the output that they are joined to."""
+    module = importlib.import_module("ligermodels.kernels.attention")
+    packed, q, k, v = inputs(9, 9, heads=(8, 4), device=device)
+    weight = torch.randn(6, 64, dtype=q.dtype, device=device, requires_grad=True)
+    monkeypatch.setattr(module, "_CHUNK_ELEMENTS", q.numel() // 3)
+    results = []
+    for head_chunks in (False, True):
+        out = attention(q, k, v, head_chunks=head_chunks)
+        assert (handle_of(out) is not None) is head_chunks
+        y = linear(attach_to_view(out, out.flatten(2)), weight)
+        results.append((out, y, *torch.autograd.grad(y.square().sum(), [packed, weight])))
+    for whole, chunked in zip(*results, strict=True):
+        torch.testing.assert_close(chunked, whole)
+
+
 @pytest.mark.parametrize("options, length, own", [
     ({}, 9, False), ({"causal": False}, 5, False), ({}, 1, False), ({}, 5, True), ({"window": 3}, 9, True),
     ({"window": 9}, 9, False), ({"softcap": 2.0}, 9, True), ({"softcap": 2.0}, 1, True), ({"window": 3}, 1, False),
@@ -187,25 +194,6 @@ def test_which_engine(options, length, own, device, monkeypatch):
         attention(q, k, v, **options), attention_reference(q, k, v, **options), rtol=1e-2, atol=1e-2
     )
     assert len(calls) == own
-
-
-def test_inputs_are_never_copied(device):
-    """Views of one buffer go in, and what comes out is the next projection's input."""
-    _, q, k, v = inputs(5, 5, device=device)
-    if device == "cuda":  # only the half-precision engines of a GPU read strided heads
-        q, k, v = q.bfloat16(), k.bfloat16(), v.bfloat16()
-    out = attention(q, k, v)
-    assert out.flatten(2).data_ptr() == out.data_ptr() and out.flatten(2).is_contiguous()
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 4), (2, 0, 0), (2, 0, 3)])
-def test_empty(shape, device):
-    batch_size, length, num_keys = shape
-    q = torch.randn(batch_size, length, 4, 8, device=device, requires_grad=True)
-    k = torch.randn(batch_size, num_keys, 2, 8, device=device)
-    out = attention(q, k, k)
-    out.sum().backward()
-    assert out.shape == q.shape and q.grad.shape == q.shape
 
 
 def test_one_compiled_decode_serves_growing_caches(device):
@@ -244,35 +232,3 @@ def test_scores_are_never_in_memory(options):
     spent = torch.cuda.max_memory_allocated() - before
     # The output; dq, dk, dv, each with all query heads at most; dq again in fp32; and their packed sum.
     assert spent < 12 * batch * length * 8 * 128 * 2
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", [64, 80, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 5.0}, {"causal": False}], ids=str)
-def test_large_inputs(size, options):
-    """Which take the copy engine of a Hopper, unless their addresses are odd."""
-    _, q, k, v = inputs(4096, 4096, (8, 2), size, 1, torch.bfloat16, "cuda")
-    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-    weights = torch.randn_like(leaves[0])
-    wide = [x.detach().double().requires_grad_() for x in leaves]
-    exact = attention_reference(*wide, **options)
-    exact = (exact.detach(), *torch.autograd.grad(exact, wide, weights.double()))
-    odd = [x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x.detach()).requires_grad_() for x in leaves]
-    for some in (leaves, odd):
-        out = our_attention(*some, **options)
-        for a, b in zip((out, *torch.autograd.grad(out, some, weights)), exact, strict=True):
-            assert (a.double() - b).norm() <= 8e-3 * b.norm()
-
-
-@pytest.mark.gpu
-def test_strides_past_int32_offsets():
-    far = torch.empty(2**31 + 2**20, dtype=torch.bfloat16, device="cuda")
-    leaves = [torch.as_strided(far, (2, 70, 2, 64), (2**31, 384, 64, 1), at).normal_() for at in (0, 128, 256)]
-    weights = torch.randn(2, 70, 2, 64, dtype=torch.bfloat16, device="cuda")
-    results = []
-    for some in (leaves, [x.contiguous() for x in leaves]):
-        some = [x.detach().requires_grad_() for x in some]
-        out = our_attention(*some, softcap=3.0)
-        results.append((out, *torch.autograd.grad(out, some, weights)))
-    for actual, expected in zip(*results, strict=True):
-        assert torch.equal(actual, expected)

@@ -1,4 +1,4 @@
-"""What is special to kl_div and jsd: no probability, near equals, broadcasting, mixed dtypes, ignored tokens."""
+"""KL divergence and JSD: no probability, near equals, broadcasting, mixed dtypes, ignored tokens."""
 
 import pytest
 import torch
@@ -61,15 +61,6 @@ def test_kl_div_of_other_dtypes_and_shapes(device, poison):
             assert_same(actual, expected, 1e-3, 2e-3)
     assert kl_div(x, x).dtype == torch.float32 and kl_div(x, x, reduction="none").dtype == torch.float16
     assert kl_div(torch.tensor(-1.0, device=device), torch.tensor(0.5, device=device)).shape == ()
-
-
-def test_jsd_of_other_dtypes(device, poison):
-    x, y = problem((4, 60), device, torch.float16)
-    y = y.detach().double().requires_grad_()
-    actual = results(jsd, [x, y])
-    assert [z.dtype for z in actual] == [torch.float64, torch.float16, torch.float64]
-    # The gradient of x is rounded to fp16, of which it uses the subnormals.
-    assert_same(actual, results(jsd_reference, [x, y]), 1e-3, 1e-7)
 
 
 def test_jsd_by_hand():
@@ -142,26 +133,3 @@ def test_ignored_tokens(device, poison):
             assert not any(z.any() for z in nothing)
             assert op(x[:0], y[:0], reduction=reduction).sum() == 0
         assert op(x, y, labels=torch.tensor([3, 3, 3, 5], device=device), ignore_index=3).isfinite()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("op, reference, options", [
-    (jsd, jsd_reference, {}), (kl_div, kl_div_reference, {"reduction": "batchmean", "log_target": True}),
-])  # fmt: skip
-def test_wide_rows(device, poison, op, reference, options):
-    inputs = problem((2, 262144), device, torch.float32)
-    wide = [z.detach().double().requires_grad_() for z in inputs]
-    # fp32 sums of many terms of either sign that partly cancel.
-    assert_same(results(op, inputs, **options), results(reference, wide, **options), 2e-5, 1e-9)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("op", [jsd, kl_div])
-def test_no_buffer_but_the_gradient_is_of_the_size_of_the_input(op):
-    x = torch.empty(16800, 128256, dtype=torch.bfloat16, device="cuda").uniform_(-14, -10).requires_grad_()
-    y = torch.empty_like(x).uniform_(-14, -10)
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    options = {"log_target": True} if op is kl_div else {}
-    torch.autograd.grad(op(x, y, reduction="sum", **options), x)
-    assert torch.cuda.max_memory_allocated() - before <= x.numel() * 2 + 2**24

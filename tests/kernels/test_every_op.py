@@ -1,4 +1,4 @@
-"""What holds for every op: one place to look. The table is in `ops.py`; what is special to an op is in its own file.
+"""Tests of every op in the table of `ops`: exactness, autograd, autocast, compilation, CUDA graphs.
 
 On a GPU over 240 shapes per op; interpreted over a few, without bf16, which the interpreter truncates.
 """
@@ -8,27 +8,29 @@ import dataclasses
 import functools
 import itertools
 import random
-import re
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 
-from ligermodels.errors import InputError
-from tests.kernels.bad_calls import BAD_CALLS, IDS, TAKEN
 from tests.kernels.cases import LAYOUTS, Case, Maker, drawn, pairwise
-from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
-from tests.kernels.ops import HELPERS, OPS, complete, medium, public_ops
-from tests.kernels.oracle import assert_as_exact
+from tests.kernels.judge import (
+    DTYPES,
+    ON_GPU,
+    as_dtype,
+    assert_equal_but_for_rounding,
+    failures,
+    inputs_stay,
+    judge,
+    judge_again,
+    leaves_of,
+    outputs_of,
+    run,
+)
+from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits, large
+from tests.kernels.ops import OPS, complete, medium, public_ops
 
-ON_GPU = torch.cuda.is_available()
 BLOCKS, PARTS = 8, 6
-DRAWS, ENOUGH = (32, 256) if ON_GPU else (2, 8)
-DTYPES = [torch.bfloat16, torch.float16, torch.float32] if ON_GPU else [torch.float16, torch.float32]
-FP32_INTERPRETED = 4.0
-"""Of eager's error in fp32 when interpreted: numpy's exp is good to 2 ulp where torch's is to a half, and sums one by
-one where torch adds in parts, whose roundings grow less. A GPU is asked for 1.0, and half precision hides it."""
 each_op = pytest.mark.parametrize("name", OPS)
 
 
@@ -53,136 +55,12 @@ def sums_of_matmuls():
         setattr(settings, name, value)
 
 
-def as_dtype(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
-
-
-def leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The same memory, as new leaves."""
-    return {name: t.detach().requires_grad_(t.requires_grad) for name, t in tensors.items()}
-
-
-def outputs_of(call: Callable, tensors: dict[str, Tensor], options: dict) -> dict[str, Tensor]:
-    outputs = call(**tensors, **options)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return {f"output {i}": y for i, y in enumerate(outputs) if y is not None}
-
-
-def run(call: Callable, case: Case, upstream: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """All outputs, and the gradients of the tensors that require grad, by name.
-
-    upstream: the gradient of each output that is used; filled with random numbers where it is empty. That of a loss is
-    1 or, as where losses are weighed, no power of two.
-    """
-    tensors = {n: t.detach() if dtype is None else as_dtype({n: t.detach()}, dtype)[n] for n, t in case.tensors.items()}
-    tensors = {n: t.requires_grad_(case.tensors[n].requires_grad) for n, t in tensors.items()}
-    results = outputs_of(call, tensors, case.options)
-    judged = {name: y for name, y in results.items() if y.requires_grad}
-    trained = {name: t for name, t in tensors.items() if t.requires_grad}
-    if not upstream:
-        weight = 1.0 if torch.rand(()) < 0.5 else 0.37
-        upstream |= {n: torch.full_like(y, weight) if y.dim() == 0 else torch.randn_like(y) for n, y in judged.items()}
-    used = [(y, upstream[name].to(y.dtype)) for name, y in judged.items() if name in upstream]
-    if used:
-        wanted, grads = zip(*used, strict=True)
-        found = torch.autograd.grad(wanted, list(trained.values()), grads, allow_unused=True)
-        results |= {
-            f"d_{n}": torch.zeros_like(t) if g is None else g for (n, t), g in zip(trained.items(), found, strict=True)
-        }
-    return {name: t.detach() for name, t in results.items()}
-
-
 # As exact as eager.
-
-
-def judge(
-    name: str, make: Callable[[Maker], Case], seed: int, dtype: torch.dtype, device: str, *, strided: bool = True
-) -> None:
-    """The op is as exact as eager on this case, writes over none of its inputs, and has the dtypes of its inputs.
-
-    A case of few numbers is drawn several times and judged as one: from a few errors no rms can be told.
-    """
-    draws = []
-    torch.manual_seed(seed)
-    for _ in range(DRAWS):
-        case = make(Maker(random.Random(seed), dtype, device, strided=strided))
-        draws.append(run_all(name, case))
-        shared = {what: case.shared if t.dim() > 1 else 1 for what, t in draws[0][0].items()}
-        if len(draws) * max(t.numel() for t in draws[0][0].values()) >= 2**21:
-            break  # what is held of the draws before it is 80 bytes for each of these
-        if all(t.numel() == 0 or t.numel() * len(draws) >= ENOUGH * shared[n] for n, t in draws[0][0].items()):
-            break
-    for what in draws[0][0]:
-        actual, allowed, exact = (torch.stack([one[i][what] for one in draws]) for i in range(3))
-        if exact.is_floating_point() and not actual.is_floating_point():
-            actual, allowed = actual.float(), allowed.float()
-        if actual.is_floating_point():
-            assert_as_exact(actual, allowed, exact, what, shared=shared[what], terms=case.terms)
-        else:
-            assert torch.equal(actual, exact.to(actual.dtype)), f"{what}: other integers than the reference's"
-
-
-def judge_again(name: str, make: Callable[[Maker], Case], seed: int, dtype: torch.dtype, device: str) -> None:
-    """`judge`; what fails once is judged on two other draws, and must pass both: of the ten thousands of comparisons
-    that the shapes make, eager is far luckier than it mostly is in some."""
-    try:
-        judge(name, make, seed, dtype, device)
-    except AssertionError:
-        for other in (1, 2):
-            judge(name, make, seed + other * 10**6, dtype, device)
-
-
-def run_all(name: str, case: Case) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
-    """What the op gives, what eager gives, and the exact results."""
-    op, upstream = OPS[name], {}
-    with inputs_stay(case):
-        actual = run(op.call, case, upstream)
-    for n, t in case.tensors.items():
-        assert f"d_{n}" not in actual or actual[f"d_{n}"].dtype == t.dtype, f"d_{n} is {actual[f'd_{n}'].dtype}"
-    exact, allowed = run(op.reference, case, upstream, torch.float64), run(op.eager, case, upstream)
-    assert actual.keys() == exact.keys() == allowed.keys()
-    for what, value in allowed.items():
-        if value.is_floating_point() and value.dtype == torch.float32 and not ON_GPU:
-            allowed[what] = exact[what] + FP32_INTERPRETED * (value.double() - exact[what])
-    given = list(upstream.values())
-    for what, noise in op.noise(case, given).items() if any(t.numel() for t in given) else ():
-        if what not in allowed:
-            continue
-        error = torch.maximum((allowed[what].double() - exact[what]).abs(), noise.abs())
-        allowed[what] = exact[what] + error
-    return actual, allowed, exact
-
-
-@contextlib.contextmanager
-def inputs_stay(case: Case):
-    before = {n: (t._version, t.detach().clone()) for n, t in case.tensors.items()}
-    yield
-    for n, (version, values) in before.items():
-        t = case.tensors[n]
-        assert t._version == version and (t == values).logical_or(t.isnan()).all(), f"{n} was overwritten"
-
-
-@contextlib.contextmanager
-def failures():
-    """Gathers what fails inside `with failed(what)`, and fails once at the end, naming all."""
-    found = []
-
-    @contextlib.contextmanager
-    def failed(what: str):
-        try:
-            yield
-        except Exception as error:
-            if "CUDA error" in str(error):
-                raise
-            found.append(f"{what}: {type(error).__name__}: {str(error).splitlines()[0]}")
-
-    yield failed
-    assert not found, f"{len(found)} failures:\n" + "\n".join(found[:40])
 
 
 def test_the_table_is_complete():
     """Every public op has an entry."""
-    assert public_ops() <= {getattr(op.call, "__name__", "") for op in OPS.values()} | HELPERS
+    assert public_ops() <= {getattr(op.call, "__name__", "") for op in OPS.values()}
 
 
 @each_op
@@ -224,7 +102,7 @@ def overwrites(x, **options):
     ],
 )
 def test_what_is_wrong_is_found(monkeypatch, device, broken, why):
-    """Negative control: a result that is off by an ulp, of another row, cut off, infinite, or bought with the input."""
+    """Negative control: results that are off by an ulp, of another row, clamped, infinite, or overwrite the input."""
     monkeypatch.setitem(OPS, "broken", dataclasses.replace(OPS["rms_norm"], call=broken))
     make = functools.partial(OPS["rms_norm"].make, rows=40, width=64)
     judge("rms_norm", make, 0, torch.float16, device)
@@ -248,18 +126,6 @@ def unused(upstream: dict[str, Tensor], draw: random.Random) -> dict[str, Tensor
     if len(given) > 1 and draw.random() < 0.3:
         del given[draw.choice(list(given))]
     return given
-
-
-def assert_equal_but_for_rounding(actual: dict[str, Tensor], exact: dict[str, Tensor], eps: float) -> None:
-    assert actual.keys() == exact.keys()
-    for what, value in exact.items():
-        value = value if actual[what].is_floating_point() else value.round()
-        scale = value.abs().max().item() if value.numel() and value.is_floating_point() else 1.0
-        scale = scale if scale < float("inf") else 1.0
-        torch.testing.assert_close(
-            actual[what], value.to(actual[what].dtype), rtol=2**12 * eps, atol=2**10 * eps * max(scale, 1.0),
-            equal_nan=True, msg=lambda m, w=what: f"{w}: {m}",
-        )  # fmt: skip
 
 
 @pytest.mark.skipif(ON_GPU, reason="no GPU multiplies tiles of fp64")
@@ -421,99 +287,10 @@ def test_repeats_give_the_same_bits(device, name):
                     assert torch.equal(value, first[what]), f"{dtype} {what}: other bits"
 
 
-# Arguments that do not fit.
-
-
-def refused(call: Callable, case: Case, change: dict, *shown: str) -> str | None:
-    """Why the InputError that `change` of an argument should raise is not as it should be, if so.
-
-    shown: what it must name: the argument, and what it was in any of these forms.
-    """
-    argument = next(iter(change))
-    tensors = {n: t.detach() for n, t in case.tensors.items()}
-    try:
-        call(**(tensors | case.options | change))
-    except InputError as error:
-        words = rf"\b{argument}\b|\b{argument.replace('_', ': .*')}\b"  # "student: x ..." is student_x
-        if not re.search(words, str(error)):
-            return f"does not name {argument}: {error}"
-        return None if any(form in str(error) for form in shown) else f"does not show {shown[0]}: {error}"
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return "accepted"
-
-
-@pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.checks])
-def test_wrong_tensors_raise(device, name):
-    """Each tensor argument in turn is of another dtype, a narrower shape, or on another device."""
-    op, case = OPS[name], complete(name, Maker(random.Random(0), torch.float32, device))
-    if torch.float32 not in op.dtypes:
-        case.tensors |= as_dtype(case.tensors, torch.float16)
-    op.call(**case.tensors, **case.options)
-    found = []
-    for argument, t in ((n, t.detach()) for n, t in case.tensors.items()):
-        other = t.long() if t.is_floating_point() else t.float()
-        narrow, elsewhere = t[..., :-1], t.to("meta")
-        for kind, wrong, *shown in (
-            ("dtype", other, str(other.dtype)),
-            ("shape", narrow, *(str(f(size)) for f in (tuple, list) for size in (narrow.shape, narrow.shape[-1:]))),
-            ("device", elsewhere, str(elsewhere.device)),
-        ):
-            if (name, argument, kind) not in TAKEN:
-                why = refused(op.call, case, {argument: wrong}, *shown)
-                found += [f"{argument}, {kind}: {why}"] if why else []
-    assert not found, "\n".join(found)
-
-
-@pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_calls_raise(device, name):
-    """InputError that says what is wrong, where."""
-    case = complete(name, Maker(random.Random(0), torch.float32, device))
-    tensors = {n: t.detach() for n, t in case.tensors.items()}
-    with failures() as failed:
-        for message, change in BAD_CALLS[name]:
-            arguments = tensors | case.options | (change(**tensors) if callable(change) else change)
-            with failed(message), pytest.raises(InputError, match=message):
-                OPS[name].call(**{n: value for n, value in arguments.items() if value is not None})
-
-
-@pytest.mark.parametrize("bad", [-7, 5000])
-@pytest.mark.parametrize("name", IDS)
-def test_ids_out_of_range(without_triton, name, bad):
-    """On the CPU they raise InputError, which names them. What a GPU does with them is in each op's docstring."""
-    op, argument = OPS[name], IDS[name]
-    case = complete(name, Maker(random.Random(0), torch.float32, "cpu"))
-    ids = case.tensors[argument].clone()
-    ids.view(-1)[3] = bad
-    assert not refused(op.call, case, {argument: ids}, str(bad))
-
-
-@pytest.mark.parametrize("bad", [-7, 5000])
-@pytest.mark.parametrize("name", [name for name in IDS if ON_GPU or not name.startswith("rope")])
-def test_ids_out_of_range_of_kernels(device, name, bad):
-    """Nothing synchronises: what such an id decides is NaN, and what it does not is as it was."""
-    op, argument = OPS[name], IDS[name]
-    case = complete(name, Maker(random.Random(0), torch.float32, device))
-    right, upstream = case.tensors[argument], {}
-    expected = run(op.call, case, upstream)
-    case.tensors[argument] = right.clone()
-    case.tensors[argument].view(-1)[3] = bad
-    actual = run(op.call, case, upstream)
-    first, other = actual["output 0"], expected["output 0"]
-    if first.dim() == 0:
-        assert first.isnan()
-    else:
-        first, other = (y.flatten(0, len(right.shape) - 1 if name != "moe_experts" else 0) for y in (first, other))
-        at = 3 if name != "moe_experts" else 3 // right.shape[1]
-        rest = torch.arange(len(first), device=device) != at
-        assert first[at].isnan().all()
-        # The rows of an expert may lie at other places of its tiles.
-        torch.testing.assert_close(first[rest], other[rest], rtol=1e-6 if name == "moe_experts" else 0, atol=1e-6)
-
-
 # Of a GPU alone.
 
 
+@large
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name, op in OPS.items() if op.past_2_31 is not None])
 def test_past_2_31_elements(name):

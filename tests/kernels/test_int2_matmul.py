@@ -1,4 +1,4 @@
-"""What is special to int2_matmul: the layout of packed weights, exact sums, every value of a byte."""
+"""The matmul of ternary weights in 2 bits: their layout, exact sums, scales."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from transformers.integrations import bitnet
 
 from ligermodels.errors import InputError
 from ligermodels.experimental.bitnet.int2_matmul import int2_matmul, int2_matmul_reference, pack_int2, unpack_int2
+from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 
 SHAPES = [
     (1, 1, 1), (1, 8, 64), (2, 37, 101), (3, 70, 1100), (4, 5, 100),
@@ -58,38 +59,6 @@ def test_sums_are_exact(device, poison, shape):
         assert torch.equal(out.long(), expected)
 
 
-def test_every_value_of_a_byte(device):
-    """The ends of the range at every place of a word and of a vector, alone in their row."""
-    for m in (1, 16):
-        a = torch.zeros(64, m, 64, dtype=torch.int8, device=device)
-        w = torch.ones(8, 64, dtype=torch.int8, device=device)
-        w[1::2] = -1
-        for value in (-128, -1, 1, 127):
-            a.zero_()
-            a[torch.arange(64), m - 1, torch.arange(64)] = value
-            for at in (0, 1, 2, 3, 17, 63):
-                out = int2_matmul(a[at], pack_int2(w), out_dtype=torch.int32)
-                assert out[m - 1].tolist() == [value, -value] * 4
-                assert not out[: m - 1].any()
-
-
-def check_scaled(a, packed, options):
-    """As the reference in fp32, but for the one rounding that a fused multiply-add leaves out; then rounded once."""
-    out = int2_matmul(a, packed, **options)
-    expected = int2_matmul_reference(a, packed, **options)
-    assert out.dtype == expected.dtype
-    # Adding the bias can cancel digits, so that one rounding of the summands shows as more of the sum.
-    largest = max(t.abs().max().item() for t in (expected, options.get("bias")) if t is not None and t.numel())
-    eps = torch.finfo(out.dtype).eps
-    torch.testing.assert_close(out, expected, rtol=eps, atol=2 * torch.finfo(torch.float32).eps * largest)
-
-
-def test_scales_of_a_narrow_dtype_are_widened(device):
-    a, packed = int8(3, 8, device=device), pack_int2(ternary(4, 8, device=device))
-    scale, bias = torch.full((1,), 1 / 3, device=device).half(), torch.full((4,), 2 / 3, device=device).half()
-    check_scaled(a, packed, dict(scale_w=scale, bias=bias, out_dtype=torch.float32))
-
-
 def test_leading_dims_and_layouts(device, poison):
     w = ternary(12, 20, device=device)
     a = int8(20, 2, 3, device=device).permute(1, 2, 0)
@@ -105,10 +74,38 @@ def test_leading_dims_and_layouts(device, poison):
     torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None])
 
 
-def test_nothing_to_do(device):
-    for m, n, k in ((0, 8, 8), (2, 8, 0), (20, 8, 0), (3, 0, 8)):
-        out = int2_matmul(int8(m, k, device=device), pack_int2(ternary(n, k, device=device)), out_dtype=torch.int32)
-        assert torch.equal(out, torch.zeros(m, n, dtype=torch.int32, device=device))
+@pytest.mark.parametrize("m", [3, 40])
+def test_scales_and_bias(device, poison, m):
+    """In low precision too they are applied in fp32, and the result is rounded once."""
+    a, packed = int8(m, 65, device=device), pack_int2(ternary(13, 65, device=device))
+    scale_a, scale_w, bias = (torch.rand(n, device=device).half() + 0.1 for n in (m, 13, 13))
+    for options in (
+        {},
+        {"scale_a": scale_a},
+        {"scale_w": scale_w[:1]},
+        dict(scale_a=scale_a, scale_w=scale_w, bias=bias),
+    ):
+        for out_dtype in (torch.float32, torch.float16):
+            out = int2_matmul(a, packed, out_features=13, out_dtype=out_dtype, **options)
+            expected = int2_matmul_reference(a, packed, out_features=13, out_dtype=out_dtype, **options)
+            torch.testing.assert_close(out, expected, rtol=torch.finfo(out_dtype).eps, atol=1e-3)
+
+
+@pytest.mark.parametrize("change, message", [
+    ({"out_features": 13}, "out_features=13"), ({"out_dtype": torch.int64}, "out_dtype=torch.int64"),
+    ({"scale_w": torch.ones(3)}, "scale_w"),
+], ids=["out_features", "out_dtype", "scale_w"])  # fmt: skip
+def test_errors(change, message):
+    a, packed = int8(6, 8), pack_int2(ternary(5, 8))
+    with pytest.raises(InputError, match=message):
+        int2_matmul(a, packed, **{"out_features": 5} | change)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", [assert_captures, assert_never_waits, assert_compiles])
+def test_on_a_gpu(check):
+    a, packed = int8(40, 256, device="cuda"), pack_int2(ternary(64, 256, device="cuda"))
+    check(int2_matmul, [a, packed], [])
 
 
 @pytest.mark.gpu
@@ -123,11 +120,3 @@ def test_model_sizes_exact_and_the_same_20_times(m, n, k):
     assert torch.equal(out, int2_matmul_reference(a, packed, **options))
     for _ in range(20):
         assert torch.equal(out, int2_matmul(a, packed, **options))
-
-
-@pytest.mark.gpu
-def test_more_than_2_31_elements():
-    m, n, k = 2**20 + 5, 2100, 2100  # a and out have more than 2^31 each
-    a, w = int8(m, k, device="cuda"), ternary(n, k, device="cuda")
-    out = int2_matmul(a, pack_int2(w), out_dtype=torch.int32)
-    assert torch.equal(out[-7:].long(), exact(a[-7:], w))

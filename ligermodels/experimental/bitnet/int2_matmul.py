@@ -64,7 +64,7 @@ def int2_matmul_reference(
     a: Tensor, packed: Tensor, *, scale_a: Tensor | None = None, scale_w: Tensor | None = None,
     bias: Tensor | None = None, out_features: int | None = None, out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:  # fmt: skip
-    # fp64 holds the integer sums exactly, and unlike int64 has a fast product
+    # fp64 holds the integer sums exactly, and unlike int64 has a fast matmul
     out = a.double() @ unpack_int2(packed, out_features).double().t()
     if out_dtype == torch.int32:
         return out.to(torch.int32)
@@ -106,7 +106,7 @@ def _slots(w, ASM: tl.constexpr):
 
 @triton.jit
 def _dot4(codes, a, acc, ASM: tl.constexpr):
-    """acc plus the product of four codes with four int8, each four in one int32."""
+    """acc plus the dot product of four codes with four int8, each four in one int32."""
     if ASM:
         return tl.inline_asm_elementwise(
             "dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [codes, a, acc], dtype=tl.int32, is_pure=True, pack=1

@@ -2,7 +2,7 @@
 
 - BitLinear trains: it holds the weight in floating point, rounds it and its input at every call, and passes the
   gradient through the rounding as if there were none (the straight-through estimator).
-- PackedBitLinear, which BitLinear.pack() gives, serves: four weights in a byte, int8 products, no floating weight.
+- PackedBitLinear, which BitLinear.pack() gives, serves: four weights in a byte, int8 matmuls, no floating-point weight.
 
 The norm that BitNet puts before the rounding is not in here: pass its output in.
 

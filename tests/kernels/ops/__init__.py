@@ -1,0 +1,124 @@
+"""The table of ops: the choices for each, the eager code that it replaces, where it may be hard.
+
+`OPS` is what `test_every_op.py` goes through. An entry (see `cases.Op`) holds the op, its reference, the eager code of
+the same dtype that it replaces (as transformers or torch.nn.functional have it), what sizes and options may be,
+adversarial values, and a case past 2^31 elements. All calls are by keyword: op, reference and eager take the same
+arguments.
+"""
+
+import torch
+import torch.nn.functional as F
+
+from ligermodels import kernels
+from ligermodels.kernels.linear import linear, packed_linear
+from tests.kernels.cases import HALF, Case, Maker, Op, drawn
+from tests.kernels.ops.attention import FORMS, OF_TORCH, attention_op, our_attention
+from tests.kernels.ops.divergences import jsd_op, kl_op, linear_jsd_op
+from tests.kernels.ops.elementwise import (
+    after_sum,
+    eager_layer_norm,
+    eager_rms_norm,
+    eager_rope,
+    eager_rope_qk,
+    embedding_op,
+    norm,
+    rotation,
+)
+from tests.kernels.ops.losses import linear_loss_op, logprobs_op, loss_op
+from tests.kernels.ops.mlp import (
+    activation_op,
+    eager_activate,
+    eager_glu,
+    exact_linear_after_norm,
+    linear_after,
+    linear_after_norm,
+    linear_op,
+    mlp_op,
+    of_two_weights,
+    one_by_one,
+    three_layers,
+)
+from tests.kernels.ops.moe import experts_op, route_op
+
+OURS = [form for form in FORMS if form not in OF_TORCH]
+OPS: dict[str, Op] = {
+    "rms_norm": norm(kernels.rms_norm, kernels.rms_norm_reference, eager_rms_norm, add=False, layer=False),
+    "add_rms_norm": norm(
+        kernels.add_rms_norm, kernels.add_rms_norm_reference, after_sum(eager_rms_norm), add=True, layer=False
+    ),
+    "layer_norm": norm(kernels.layer_norm, kernels.layer_norm_reference, eager_layer_norm, add=False, layer=True),
+    "add_layer_norm": norm(
+        kernels.add_layer_norm, kernels.add_layer_norm_reference, after_sum(eager_layer_norm), add=True, layer=True
+    ),
+    "rope": rotation(kernels.rope, kernels.rope_reference, eager_rope, packed=True),
+    "rope_qk": rotation(kernels.rope_qk, kernels.rope_qk_reference, eager_rope_qk, packed=False),
+    "glu": activation_op(kernels.glu, kernels.glu_reference, eager_glu, gated=True, with_linear=False),
+    "glu of two tensors": activation_op(
+        kernels.glu, kernels.glu_reference, eager_glu, gated=True, with_linear=False, separate=True
+    ),
+    "glu_linear": activation_op(
+        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, with_linear=True
+    ),
+    "glu_linear of two tensors": activation_op(
+        kernels.glu_linear, kernels.glu_linear_reference, linear_after(eager_glu), gated=True, with_linear=True,
+        separate=True,
+    ),
+    "activate": activation_op(
+        kernels.activate, kernels.activate_reference, eager_activate, gated=False, with_linear=False
+    ),
+    "activation_linear": activation_op(
+        kernels.activation_linear, kernels.activation_linear_reference, linear_after(eager_activate),
+        gated=False, with_linear=True,
+    ),
+    "gated_mlp": mlp_op(kernels.gated_mlp, kernels.gated_mlp_reference, eager_glu, gated=True),
+    "gated_mlp of two weights": mlp_op(
+        of_two_weights(kernels.gated_mlp), of_two_weights(kernels.gated_mlp_reference), eager_glu, gated=True,
+        separate=True,
+    ),
+    "mlp": mlp_op(kernels.mlp, kernels.mlp_reference, eager_activate, gated=False),
+    "linear after a norm": linear_op(
+        linear_after_norm(linear), exact_linear_after_norm, linear_after_norm(F.linear), packed=False
+    ),
+    "packed_linear": linear_op(
+        three_layers(packed_linear), three_layers(one_by_one), three_layers(one_by_one), packed=True
+    ),
+    "attention": attention_op(kernels.attention, OURS, dtypes=HALF, ordered=True),
+    "attention of torch": attention_op(kernels.attention, OF_TORCH, dtypes=(*HALF, torch.float32), ordered=False),
+    "flash_attention": attention_op(our_attention, list(FORMS), dtypes=HALF, ordered=True),
+    "cross_entropy": loss_op(),
+    "linear_cross_entropy": linear_loss_op(),
+    "linear_logprobs": logprobs_op(),
+    "kl_div": kl_op(),
+    "jsd": jsd_op(),
+    "linear_jsd": linear_jsd_op(),
+    "embedding": embedding_op(),
+    "route": route_op(),
+    "moe_experts": experts_op(),
+}  # fmt: skip
+
+
+def complete(name: str, m: Maker, rows: int = 6) -> Case:
+    """A small case with every tensor argument there is, contiguous."""
+    m.strided = False
+    m.lead = lambda rows: (rows,)  # type: ignore[method-assign]
+    return OPS[name].make(m, rows, **OPS[name].complete)
+
+
+def medium(name: str, m: Maker, choice: int = 0) -> Case:
+    """A case of usual size, contiguous, for what is not about shapes."""
+    m.strided = False
+    cases = [case for case in drawn(name, OPS[name], interpreted=m.device == "cpu") if case[3] > 3]
+    variants = sorted({case[0] for case in cases})
+    cases = [case for case in cases if case[0] == variants[(3 + 2 * choice) % len(variants)]]
+    _, seed, chosen, rows, _ = cases[len(cases) // 2]
+    torch.manual_seed(seed)
+    return OPS[name].make(m, rows, **chosen)
+
+
+def public_ops() -> set[str]:
+    """What `ligermodels.kernels` offers that computes: neither references nor the types of results."""
+    return {
+        name
+        for name in kernels.__all__
+        if not name.endswith("_reference") and not isinstance(getattr(kernels, name), type)
+    }

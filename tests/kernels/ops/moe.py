@@ -1,0 +1,138 @@
+"""Entries of the table of ops: routing and the experts of a mixture."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels import kernels
+from ligermodels.kernels._triton import accumulator
+from tests.kernels.cases import Case, Op, Sizes
+from tests.kernels.ops.mlp import ACTIVATIONS, GATED
+
+
+def eager_route(logits, *, top_k):
+    """MixtralTopKRouter of transformers, less the choice among equals, which torch.topk leaves open."""
+    experts = kernels.route_reference(logits, top_k=top_k)[1]
+    weights = logits.softmax(-1, dtype=accumulator(logits.dtype)).gather(1, experts.long())
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+def eager_moe_experts(x, weights, experts, gate_up_proj, down_proj, *, activation="silu", recompute=False):
+    """MixtralExperts of transformers: expert by expert over its own tokens, the sum in the dtype of the weights."""
+    y = torch.zeros(x.shape, dtype=weights.dtype, device=x.device)
+    for expert in range(down_proj.shape[0]):
+        tokens, choice = (experts == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens], gate_up_proj[expert]).chunk(2, -1)
+        out = F.linear(ACTIVATIONS[activation](gate) * up, down_proj[expert])
+        y = y.index_add(0, tokens, out * weights[tokens, choice, None])
+    return y.to(x.dtype)
+
+
+def route_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
+    """What half an ulp of fp32 of each term costs w (dw - sum(w dw)), which cancels where one weight is nearly all."""
+    logits = case.tensors["logits"].detach().double()
+    weights, experts = kernels.route_reference(logits, **case.options)
+    terms = weights * upstream[0].double().abs().amax(-1, keepdim=True) if logits.numel() else weights
+    return {"d_logits": torch.zeros_like(logits).scatter(1, experts.long(), 2.0**-24 * terms)}
+
+
+def route_op() -> Op:
+    def make(m, rows, *, experts, top_k, values=None):
+        return Case({"logits": m(rows, experts, scale=3.0) if values is None else m.of(values)}, {"top_k": top_k})
+
+    def edge(values):
+        return lambda m: make(m, 9, experts=16, top_k=3, values=values())
+
+    def huge(m):
+        m.strided = False
+        return Case({"logits": m.big(2**25 + 9, 64)}, {"top_k": 2})
+
+    many = [1, 2, 3, 5, 7, 8, 16, 31, 60, 64, 72, 96, 127, 128, 160, 200, 256, 384, 512]
+    return Op(
+        kernels.route, kernels.route_reference, eager_route, make,
+        choices={"experts": Sizes(many, [1, 3, 8, 70]), "top_k": [1, 2, 3, 4, 6, 8]},
+        complete={"experts": 5, "top_k": 2},
+        row=lambda chosen: chosen["experts"],
+        few_rows=(0, 1, 5, 40),
+        fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
+        edges={
+            "equal logits": edge(lambda: torch.zeros(9, 16)),
+            "logits of 1e4": edge(lambda: torch.randn(9, 16) * 1e4),
+            "one expert takes all": edge(lambda: torch.eye(16)[:9] * 80),
+            "equals among others": edge(lambda: torch.randint(3, (9, 16)).float()),
+        },
+        past_2_31=huge,
+        noise=route_noise,
+    )  # fmt: skip
+
+
+def experts_noise(case: Case, upstream: list[Tensor]) -> dict[str, Tensor]:
+    """What one rounding of dh = dy @ down, and sums of fp32 one after the other, cost d_weights = sum(dh * h).
+
+    A sum of K terms t errs by eps sqrt(K / 24 * sum(t^2)), however little is left of it. Eager's sum(dy * (down @ h))
+    is added in parts, and of as many rounded terms as the tokens are wide, where there may be one dh.
+    """
+    t = {name: x.detach().double() for name, x in case.tensors.items()}
+    experts, dy = case.tensors["experts"], upstream[0].double()
+    noise, rounding = torch.zeros_like(t["weights"]), torch.finfo(case.tensors["x"].dtype).eps ** 2 / 12
+    activation = case.options.get("activation", "silu")
+    for expert, (gate_up, down) in enumerate(zip(t["gate_up_proj"], t["down_proj"], strict=True)):
+        tokens, choice = (experts == expert).nonzero(as_tuple=True)
+        h = kernels.glu_reference(F.linear(t["x"][tokens], gate_up), activation=activation).square()
+        hidden, inner = down.shape
+        terms, sums = dy[tokens].square() @ down.square(), (dy[tokens] @ down).square()
+        lost = 2.0**-46 / 24 * (hidden * terms + inner * sums) + rounding * sums
+        noise[tokens, choice] = (lost * h).sum(-1).sqrt()
+    return {"d_weights": noise}
+
+
+def experts_op() -> Op:
+    def make(m, rows, *, hidden, inner, experts, top_k, logits=None, scale=1.0, **options):
+        logits = torch.randn(rows, experts, device=m.device) if logits is None else logits(rows, experts).to(m.device)
+        weights, chosen = kernels.route_reference(logits, top_k=top_k)
+        tensors = {
+            "x": m(rows, hidden, scale=scale),
+            "weights": m.of(weights, dtype=accumulator(m.dtype)),
+            "experts": m.ids(chosen),
+            "gate_up_proj": m(experts, 2 * inner, hidden, scale=hidden**-0.5),
+            "down_proj": m(experts, hidden, inner, scale=inner**-0.5),
+        }
+        # Squares of products of two normal numbers scatter 9 to 1: a ninth of the elements make up the rms.
+        return Case(tensors, options, max(hidden, 2 * inner, 9), 2 * (hidden + 2 * inner) + rows)
+
+    def huge(m):
+        m.strided, rows, hidden = False, 2**19 + 9, 4096
+        x = m.big(rows, hidden)
+        weights = torch.rand(rows, 1, device=m.device).requires_grad_()
+        tensors = {"x": x, "weights": weights, "experts": m.integers(0, 2, rows, 1, dtype=torch.int32)}
+        projections = {"gate_up_proj": m(2, 32, hidden, scale=hidden**-0.5), "down_proj": m(2, hidden, 16, scale=0.25)}
+        return Case(tensors | projections, {})
+
+    usual = dict(hidden=24, inner=16, experts=5, top_k=2)
+    widths = [1, 8, 33, 64, 96, 136, 256, 512]
+    return Op(
+        kernels.moe_experts, no_recompute(kernels.moe_experts_reference), eager_moe_experts, make,
+        choices={
+            "hidden": Sizes(widths, [1, 20]), "inner": Sizes(widths, [1, 8]),
+            "experts": Sizes([1, 3, 8, 16, 60], [1, 3, 4]), "top_k": [1, 2, 3, 4], "activation": GATED,
+        },
+        complete={"hidden": 8, "inner": 4, "experts": 5, "top_k": 2},
+        row=lambda chosen: 2**11,
+        more={"recompute": [False, True]},
+        few_rows=(0, 1, 9),
+        fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
+        edges={
+            "all to the same": lambda m: make(m, 20, logits=lambda r, e: torch.arange(e).expand(r, e) * 9.0, **usual),
+            "equal weights": lambda m: make(m, 20, logits=lambda r, e: torch.zeros(r, e), **usual),
+            "weights of 0 and 1": lambda m: make(m, 20, logits=lambda r, e: torch.randn(r, e) * 1e4, **usual),
+            "tokens of zeros": lambda m: make(m, 20, scale=0.0, **usual),
+            "tokens of 30": lambda m: make(m, 20, scale=30.0, **usual),
+        },
+        past_2_31=huge,
+        noise=experts_noise,
+        matmuls=True,
+    )  # fmt: skip
+
+
+def no_recompute(reference):
+    return lambda *args, recompute=False, **options: reference(*args, **options)
