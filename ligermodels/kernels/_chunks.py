@@ -229,8 +229,8 @@ def call_opaque(op: Callable, like: Callable, *args: Any) -> list[Tensor | None]
 
 
 def present(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Those that are not None, as a custom op returns them."""
-    return [t for t in tensors if t is not None]
+    """Those that are not None, as a custom op returns them: in memory of their own, which Inductor takes as aligned."""
+    return [t.clone() if t.storage_offset() else t for t in tensors if t is not None]
 
 
 def check_head(

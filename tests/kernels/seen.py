@@ -23,7 +23,7 @@ class Seen(TorchDispatchMode):
         name = func.overloadpacket.__name__
         self.names.append(name)
         if name in ("mm", "addmm"):
-            a, b = args[-2:]
+            *_, a, b = (t for t in args if isinstance(t, torch.Tensor))
             self.matmuls.append((*a.shape, b.shape[1]))
         out = func(*args, **(kwargs or {}))
         for t in torch.utils._pytree.tree_leaves(out):

@@ -254,3 +254,15 @@ def test_ids_out_of_range_of_kernels(device, name, bad):
         assert first[at].isnan().all()
         # The rows of an expert may lie at other places of its tiles.
         torch.testing.assert_close(first[rest], other[rest], rtol=1e-6 if name == "moe_experts" else 0, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", IDS)
+def test_indices_in_strided_memory(device, name):
+    """Labels that are a column of a larger tensor, as a data loader may give them."""
+    case = complete(name, Maker(random.Random(0), torch.float32, device))
+    ids = case.tensors[IDS[name]]
+    strided = torch.stack([ids, torch.zeros_like(ids)], -1)[..., 0]
+    given = {n: t for n, t in (case.tensors | case.options).items() if t is not None}
+    expected, actual = OPS[name].call(**given), OPS[name].call(**given | {IDS[name]: strided})
+    for one, other in zip(*((x if isinstance(x, tuple) else (x,)) for x in (expected, actual)), strict=True):
+        assert one is other is None or torch.equal(one, other)

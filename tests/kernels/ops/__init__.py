@@ -1,6 +1,8 @@
 """The table of ops: the choices for each, the eager code that it replaces, where it may be hard.
 
-`OPS` is what `test_every_op.py` goes through. An entry (see `cases.Op`) holds the op, its reference, the eager code of
+`OF_TORCH_DTYPES = HALF if torch.cuda.is_available() else (*HALF, torch.float32)
+"""fp32 is judged on the CPU: on a GPU it is an engine of torch's against another."""
+OPS` is what `test_every_op.py` goes through. An entry (see `cases.Op`) holds the op, its reference, the eager code of
 the same dtype that it replaces (as transformers or torch.nn.functional have it), what sizes and options may be,
 adversarial values, and a case past 2^31 elements. All calls are by keyword: op, reference and eager take the same
 arguments.
@@ -83,7 +85,7 @@ OPS: dict[str, Op] = {
         three_layers(packed_linear), three_layers(one_by_one), three_layers(one_by_one), packed=True
     ),
     "attention": attention_op(kernels.attention, OURS, dtypes=HALF, ordered=True),
-    "attention of torch": attention_op(kernels.attention, OF_TORCH, dtypes=(*HALF, torch.float32), ordered=False),
+    "attention of torch": attention_op(kernels.attention, OF_TORCH, dtypes=OF_TORCH_DTYPES, ordered=False),
     "flash_attention": attention_op(our_attention, list(FORMS), dtypes=HALF, ordered=True),
     "cross_entropy": loss_op(),
     "linear_cross_entropy": linear_loss_op(),

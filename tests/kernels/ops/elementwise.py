@@ -65,7 +65,7 @@ def norm(call, reference, eager, *, add: bool, layer: bool) -> Op:
                 tensors["residual"] = m.of(torch.zeros_like(values))
         for name in affine:
             tensors[name] = m(width)
-        return Case(tensors, options, width)
+        return Case(tensors, options, width, terms=rows)  # gradients of weight and bias are sums over rows
 
     def edge(values, width=300, rows=16):
         return lambda m: make(m, rows, width=width, values=values(rows, width))

@@ -172,7 +172,8 @@ HEAD_ROWS = (0, 1, 5, 131)
 
 
 def head_of_usual_size(chosen: dict[str, Any]) -> bool:
-    return chosen["hidden"] * chosen["vocab"] <= 2**25
+    one_number = chosen["hidden"] == 1 and chosen.get("bias")  # a bias beside one number decides each logit
+    return chosen["hidden"] * chosen["vocab"] <= 2**25 and not one_number
 
 
 def widest_of_a_head(chosen: dict[str, Any]) -> int:

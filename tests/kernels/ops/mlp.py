@@ -212,7 +212,7 @@ def three_layers(op):
 
     def call(x, **rest):
         biases = [rest.get(f"bias{i}") for i in range(3)]
-        return op(x, [rest[f"weight{i}"] for i in range(3)], None if biases == [None] * 3 else biases)
+        return op(x, [rest[f"weight{i}"] for i in range(3)], None if all(b is None for b in biases) else biases)
 
     return call
 

@@ -54,7 +54,7 @@ def route_op() -> Op:
         complete={"experts": 5, "top_k": 2},
         row=lambda chosen: chosen["experts"],
         few_rows=(0, 1, 5, 40),
-        fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
+        fits=lambda chosen: chosen["top_k"] <= chosen["experts"] and chosen["hidden"] * chosen["inner"] > 1,
         edges={
             "equal logits": edge(lambda: torch.zeros(9, 16)),
             "logits of 1e4": edge(lambda: torch.randn(9, 16) * 1e4),
