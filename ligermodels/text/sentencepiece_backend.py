@@ -45,6 +45,7 @@ def read_model(path: Path) -> Any:
         model.LoadFromSerializedProto(data)
         if not 0 <= model.unk_id() < model.get_piece_size():
             raise ValueError("it has no pieces or no unknown token")
+        model.id_to_piece(list(range(model.get_piece_size())))  # a damaged piece is not UTF-8
     except Exception as error:
         raise TokenizerError(
             f"{path} is not a SentencePiece model ({error}). Likely cause: a truncated download."
