@@ -447,9 +447,7 @@ FAMILIES = {
         special=("<end_of_turn>", "<h1>", "\n\n"),
     ),
     "qwen 2.5": Family(_qwen_2, stops=(151645, 151643), turn_end=151645, special=("<|im_end|>", "<tool_call>")),
-    "phi 3": Family(
-        _phi_3, stops=(32000, 32001, 32007), turn_end=32007, special=("<|user|>", "<|endoftext|>", "</s>")
-    ),
+    "phi 3": Family(_phi_3, stops=(32000, 32001, 32007), turn_end=32007, special=("<|user|>", "<|endoftext|>", "</s>")),
     "phi 4": Family(_phi_4, stops=(100265,), turn_end=100265, special=("<|im_start|>", "<|im_sep|>")),
 }
 
