@@ -18,7 +18,6 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from ligermodels.checkpoint.reading import check_file, read_json
 from ligermodels.errors import CheckpointError, HubError, TokenizerError
 
 # Classes of transformers that pad on the left where the file does not say, and what stands for no limit there.
@@ -169,6 +168,8 @@ def _existing(folder: Path, name: str) -> Path | None:
     path = folder / name
     if not os.path.lexists(path):
         return None
+    from ligermodels.checkpoint.reading import check_file  # it imports torch
+
     try:
         check_file(path, folder)
     except (CheckpointError, HubError) as error:
@@ -185,6 +186,8 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     path = _existing(folder, name)
     if path is None:
         return {}
+    from ligermodels.checkpoint.reading import read_json
+
     try:
         return read_json(path, lenient=name == "generation_config.json")
     except (CheckpointError, HubError) as error:

@@ -8,9 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import batch, saving
@@ -21,6 +19,9 @@ from ligermodels.text.files import TokenizerFiles, call_settings, read_files
 from ligermodels.text.json_backend import JsonBackend
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 from ligermodels.text.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Tokenizer(Vocabulary):
@@ -159,7 +160,7 @@ class Tokenizer(Vocabulary):
 
     def encode_batch(
         self, texts: Sequence[str], padding_side: str = "left", add_special_tokens: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    ) -> "tuple[Tensor, Tensor]":
         """(input_ids, attention_mask), both int64 [B, S], S the longest; the mask is 1 on real tokens.
 
         It needs no pad token: padding is `padding_id`.
@@ -208,7 +209,7 @@ class Tokenizer(Vocabulary):
 
     def decode(
         self,
-        token_ids: int | Iterable[int] | Tensor,
+        token_ids: "int | Iterable[int] | Tensor",
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
@@ -222,7 +223,7 @@ class Tokenizer(Vocabulary):
         if clean_up_tokenization_spaces:
             raise InputError("clean_up_tokenization_spaces is for WordPiece; here it would remove spaces of the text.")
         try:
-            plain = ids.tolist() if isinstance(ids, Tensor) else ids
+            plain: Any = ids.tolist() if hasattr(ids, "tolist") else ids
             values = list(map(operator.index, plain if isinstance(plain, Iterable) else [plain]))
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
@@ -235,7 +236,7 @@ class Tokenizer(Vocabulary):
 
     def batch_decode(
         self,
-        sequences: Iterable[Iterable[int] | Tensor] | Tensor,
+        sequences: "Iterable[Iterable[int] | Tensor] | Tensor",
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:

@@ -80,13 +80,12 @@ def test_the_environment_is_that_of_transformers(tokenizer, template, text):
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ ''.__class__.__mro__ }}", "line 1: blocked by the sandbox: access to attribute '__class__'"),
+        ("{{ ''.__class__.__mro__ }}", "line 1: SecurityError: access to attribute '__class__'"),
         ("{{ '{0.__class__.x}'.format(1) }}", "'__class__'"),
-        ("{{ messages.append(1) }}", "blocked by the sandbox"),
+        ("{{ messages.append(1) }}", "SecurityError"),
         ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "cannot hold '__html__'"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{% for i in range(9999) %}{{ 'ab' * 5000 }}{% endfor %}", "a template writes at most 67,108,864 characters"),
         ("a\nb\n{{ x }", "line 3: syntax error: "),
         ("{% for m in messages %}\n{{ m.foo.bar }}\n{% endfor %}", "line 2: UndefinedError: .*foo"),
         ("{{ raise_exception('only users here') }}", "refuses these messages: only users here"),
