@@ -37,7 +37,7 @@ BAD_FILES = {
     "MP4": (b"\x00\x00\x00\x20ftypisom\x00\x00\x02\x00", "it is a video: decode it and pass a list of frames"),
     "HEIC": (b"\x00\x00\x00\x20ftypheic\x00\x00\x00\x00", "pillow-heif"),
     "PNG cut off": (PNG[: len(PNG) // 2], NEXT),
-    "32 bits": (encoded(Image.new("I", (4, 4), 2**30), "TIFF"), "has 32-bit pixels, and how"),
+    "32 bits": (encoded(Image.new("I", (4, 4), 2**30), "TIFF"), "has 32-bit pixels, whose"),
 }
 
 
