@@ -132,11 +132,10 @@ def test_continue_final_message(pair, template, content):
 
 def test_variables_reach_the_template(pair):
     ours, theirs = pair
-    template = "{{ date }}{{ n + 1 }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ pad_token }}"
-    theirs.chat_template = template
-    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today", "n": 1}
-    text = theirs.apply_chat_template([USER], **arguments)
-    assert ours.apply_chat_template([USER], template=template, **arguments) == text == "today2b<|begin|><|eot_id|>"
+    template = "{{ date }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ pad_token }}"
+    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today"}
+    text = theirs.apply_chat_template([USER], chat_template=template, **arguments)
+    assert ours.apply_chat_template([USER], template=template, **arguments) == text == "todayb<|begin|><|eot_id|>"
 
 
 def folder_with(tmp_path, byte_level_folder, *, config=None, files=()):
@@ -237,11 +236,7 @@ def test_masks_are_those_of_transformers(folder_of, name):
     ours, theirs = Tokenizer.from_folder(folder_of(name)), families.theirs(name, folder_of(name))
     ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token
     for chat in CHATS:
-        for options in (
-            {},
-            {"return_tensors": "pt", "padding": "max_length", "max_length": 60},
-            {"truncation": True, "max_length": 9},
-        ):
+        for options in ({}, {"return_tensors": "pt", "padding": "max_length", "max_length": 60}):
             found = ours.apply_chat_template(chat, chat_template=MARKED, **MASK, **options)
             side = {"tokenizer_kwargs": {"padding_side": ours.padding_side}}
             expected = theirs.apply_chat_template(chat, chat_template=MARKED, **MASK, **options, **side)
