@@ -11,7 +11,6 @@ from tests.text import families, folders
 from tests.text.families import TOLD
 
 USER = {"role": "user", "content": "  Where is the cat?\n"}
-ASSISTANT = {"role": "assistant", "content": "On the mat 🦊. "}
 TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
 
 
@@ -25,47 +24,13 @@ def tokenizer(byte_level_folder):
     return Tokenizer.from_folder(byte_level_folder)
 
 
-# What released templates are written with, beyond the plain loop.
-CONSTRUCTS = """{%- set ns = namespace(count=0, last=messages|length - 1) %}
-{%- macro show(m, depth=0) -%}{{ m.role }}:{% if depth < 2 %}{{ show(m, depth + 1) }}{% endif %}{%- endmacro %}
-{%- for m in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if m.role == "user" and m.content is string and not m.content.startswith('<tool_response>') %}
-        {%- set ns.last = index %}
-    {%- endif %}
-{%- endfor %}
-{{- messages | selectattr("role", "equalto", "user") | list | length ~ ns.last }}
-{%- for m in messages | rejectattr("tool_calls", "defined") %}
-    {%- if loop.previtem is defined and loop.previtem.role == m.role %}{{ "same" }}{% endif %}
-    {{- (loop.nextitem.role if loop.nextitem else 'end') ~ show(m) ~ loop.length ~ loop.revindex }}
-    {%- if m.role == 'stop' %}{% break %}{% elif m.role == 'skip' %}{% continue %}{% endif %}
-    {%- set ns.count = ns.count + 1 %}
-    {%- generation %}{{ m['content'] | trim | upper | replace('A', 'b') }}{% endgeneration %}
-    {%- for key, value in m.items() if key != 'role' %}{{ key ~ '=' }}{{ value | tojson }}{% endfor %}
-    {%- for key, value in m | items %}{{ key }}{% endfor %}
-{%- endfor %}
-{{- ns.count }}{{ [1, 2] + [3] }}{{ tools | map(attribute='function.name') | join(', ') }}
-{%- if tools is iterable and tools is not mapping %}{{ tools[0].function.parameters | dictsort }}{% endif %}
-{{- "%s-%d" | format("x", 3) }}{{ "a,b".split(",")[-1] }}{{ messages[-1].content.rstrip('\\n') }}{{ 7 // 2 }}
-{{- missing is defined }}{{ dict(a=1).get('b', 'c') }}{{ messages[0].get('x') is none }}"""
-
-
-def test_constructs_of_released_templates(pair):
-    ours, theirs = pair
-    call = {"role": "assistant", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
-    messages = [{"role": "system", "content": "Be brief."}, USER, {"role": "user", "content": "é"}]
-    messages += [{"role": "skip", "content": "x"}, call, {"role": "stop", "content": "ba\n"}, ASSISTANT]
-    theirs.chat_template = CONSTRUCTS
-    text = theirs.apply_chat_template(messages, tools=[TOOL], tokenize=False)
-    assert ours.apply_chat_template(messages, tools=[TOOL], template=CONSTRUCTS, tokenize=False) == text
-
-
 @pytest.mark.parametrize(
     ("template", "text"),
     [
         ("{% for i in range(4) if i %}{{ i }}{{ loop.length }}{% endfor %}", "132333"),
         ("{{ {'é<': [1, '>']}|tojson }}", '{"é<": [1, ">"]}'),
         ("{{ {'é': 1}|tojson(ensure_ascii=True) }}{{ [1]|tojson(indent=1) }}", '{"\\u00e9": 1}[\n 1\n]'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "01345678"),
         ("{{ strftime_now('%Y')|length }}{{ nothing|default(1700000000) }}", "41700000000"),
         ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
         ("{{ namespace(self=1, x=2).x }}{{ cycler('a', 'b').next() }}{{ dict(a=1).a }}", "2a1"),
