@@ -1,4 +1,4 @@
-"""What `Tokenizer` needs of a tokenizer library. Its two implementations: `JsonBackend`, `SentencePieceBackend`."""
+"""The interface of a tokenizer library, which `JsonBackend` and `SentencePieceBackend` implement."""
 
 import re
 from abc import ABC, abstractmethod
@@ -9,17 +9,17 @@ from ligermodels.text.files import AddedToken, TokenizerFiles
 
 
 class Encoded(NamedTuple):
-    """The ids of a text. offsets: the (start, end) of each in the text, (0, 0) for those that are added around it."""
+    """The ids of a text. offsets: the (start, end) of each in the text, (0, 0) for special tokens added around it."""
 
     ids: list[int]
     offsets: list[tuple[int, int]] | None = None
 
 
 class Backend(ABC):
-    """A vocabulary, and text to ids and back.
+    """Converts text to ids and back.
 
     added: {id: token} of the added tokens, special ones included.
-    base_vocab_size: ids of the vocabulary itself, without added tokens.
+    base_vocab_size: the number of ids without added tokens.
     """
 
     added: Mapping[int, AddedToken]
@@ -43,7 +43,7 @@ class Backend(ABC):
 
     @abstractmethod
     def update(self, files: TokenizerFiles) -> None:
-        """Takes over the added and special tokens of `files`."""
+        """Sets the added and special tokens to those of `files`."""
 
     @property
     def special_ids(self) -> frozenset[int]:
@@ -57,5 +57,5 @@ class Backend(ABC):
 
 
 def decode_utf8(data: bytes) -> str:
-    """The text of bytes, U+FFFD for each byte that is in no character, as in SentencePiece."""
+    """Decodes UTF-8, with U+FFFD for each byte that is not part of a character, as in SentencePiece."""
     return re.sub("[\udc80-\udcff]", "\ufffd", data.decode("utf-8", "surrogateescape"))

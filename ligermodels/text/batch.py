@@ -1,22 +1,21 @@
-"""Batches of ids as a model is called with them: truncated, padded, as tensors.
+"""Batches of token ids: truncated, padded, as tensors.
 
-A batch is a dict of columns, {"input_ids": [[1, 5], [1]], "attention_mask": ...}; those that `FILLS` names have an
-entry for each token. Checked against transformers 5.23, `PreTrainedTokenizerBase.pad` and `BatchEncoding`.
+A batch is a dict of columns, {"input_ids": [[1, 5], [1]], "attention_mask": ...}; those in `FILLS` have an entry for
+each token. Checked against transformers 5.23, `PreTrainedTokenizerBase.pad` and `BatchEncoding`. torch is imported only
+where tensors are made.
 """
 
 import warnings
 from collections.abc import Mapping, Sequence
 from reprlib import repr as short
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ligermodels.errors import InputError
 
 if TYPE_CHECKING:
-    from ligermodels.text.tokenizer import Tokenizer
+    import torch
 
-# What padding is in each column; for input_ids it is the pad token.
+# The padding value of each column; for input_ids it is the pad token.
 FILLS: Mapping[str, Any] = {
     "input_ids": None,
     "attention_mask": 0,
@@ -28,7 +27,7 @@ FILLS: Mapping[str, Any] = {
 
 
 class BatchEncoding(dict[str, Any]):
-    """What a tokenizer returns: `model(**batch)`. `batch.input_ids` is `batch["input_ids"]`."""
+    """The result of a tokenizer's call, for `model(**batch)`. `batch.input_ids` is `batch["input_ids"]`."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -36,17 +35,27 @@ class BatchEncoding(dict[str, Any]):
         except KeyError:
             raise AttributeError(f"this batch has no {name}; it has {list(self)}") from None
 
-    def to(self, device: str | torch.device | int, *, non_blocking: bool = False) -> "BatchEncoding":
-        """This batch, its tensors moved to `device`."""
+    def to(self, device: "str | torch.device | int", *, non_blocking: bool = False) -> "BatchEncoding":
+        """Moves its tensors to `device`. Returns this batch."""
         for name, value in self.items():
-            if isinstance(value, torch.Tensor):
+            if hasattr(value, "to"):
                 self[name] = value.to(device, non_blocking=non_blocking)
         return self
 
 
+class Settings(Protocol):
+    """The settings of a tokenizer that apply where a call gives none."""
+
+    padding_side: str
+    truncation_side: str
+    model_max_length: int
+    model_input_names: list[str]
+    pad_token_id: int | None
+
+
 def finish(
     columns: dict[str, list[Any]],
-    tokenizer: "Tokenizer",
+    settings: Settings,
     *,
     flat: bool,
     padding: bool | str,
@@ -58,28 +67,27 @@ def finish(
     return_attention_mask: bool | None = None,
     around: tuple[int, int] = (0, 0),
 ) -> BatchEncoding:
-    """The columns truncated, with an attention mask, padded, as tensors: what a tokenizer's call returns.
+    """Truncates the columns, adds an attention mask, pads, and converts to tensors.
 
-    tokenizer: its sides, lengths and pad token are used where the options do not say. flat: the only row by itself.
-    around: how many special tokens stand before and after each text.
+    flat: returns the only row without a batch dimension. around: the number of special tokens before and after a text.
     Raises InputError.
     """
     truncates, pads = _choice("truncation", truncation, _TRUNCATIONS), _choice("padding", padding, _PADDINGS)
     limit = max_length
-    if limit is None and tokenizer.model_max_length <= _LONGEST:
-        limit = int(tokenizer.model_max_length)
+    if limit is None and settings.model_max_length <= _LONGEST:
+        limit = int(settings.model_max_length)
     if truncates and limit is not None:
-        columns = truncate(columns, limit, tokenizer.truncation_side, around)
+        columns = truncate(columns, limit, settings.truncation_side, around)
     rows = columns["input_ids"]
     if return_attention_mask is None:
-        return_attention_mask = "attention_mask" in tokenizer.model_input_names
+        return_attention_mask = "attention_mask" in settings.model_input_names
     if return_attention_mask and "attention_mask" not in columns:
         columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows], **columns}
     if pads == "longest" and max_length is not None and not truncates:
         warnings.warn("max_length is ignored: padding=True pads to the longest row, nothing truncates.", stacklevel=3)
     width = limit if pads == "max_length" else max(map(len, rows), default=0)
     if pads and width is not None:
-        if tokenizer.pad_token_id is None:
+        if settings.pad_token_id is None:
             raise InputError(
                 "the tokenizer has no pad token. Next step: tokenizer.pad_token = tokenizer.eos_token, or another "
                 "token of the vocabulary."
@@ -87,13 +95,13 @@ def finish(
         multiple = pad_to_multiple_of or 1
         if truncates and limit is not None and limit % multiple:
             raise InputError(f"rows truncated to {limit} tokens cannot be padded to a multiple of {multiple}.")
-        side = tokenizer.padding_side if padding_side is None else padding_side
-        columns = pad(columns, -(-width // multiple) * multiple, side, tokenizer.pad_token_id)
+        side = settings.padding_side if padding_side is None else padding_side
+        columns = pad(columns, -(-width // multiple) * multiple, side, settings.pad_token_id)
     return as_tensors({name: rows[0] for name, rows in columns.items()} if flat else columns, return_tensors)
 
 
 def truncate(columns: Mapping[str, list[Any]], length: int, side: str, around: tuple[int, int]) -> dict[str, list[Any]]:
-    """Rows of at most `length` tokens; the special tokens around a text stay. side: the one that loses tokens."""
+    """Rows of at most `length` tokens; the special tokens around a text stay. side: where tokens are removed."""
     before, after = around
     if length < before + after:
         raise InputError(f"max_length={length} has no room for the {before + after} special tokens around a text.")
@@ -108,7 +116,7 @@ def truncate(columns: Mapping[str, list[Any]], length: int, side: str, around: t
 
 
 def pad(columns: Mapping[str, list[Any]], width: int, side: str, pad_token_id: int | None) -> dict[str, list[Any]]:
-    """Every row of the columns in `FILLS` at least `width` long; the other columns as they are. side: of padding."""
+    """Pads the rows of the columns in `FILLS` to `width`; other columns are unchanged. side: of padding."""
     _check_side("padding_side", side)
     fills = {**FILLS, "input_ids": pad_token_id}
 
@@ -122,7 +130,7 @@ def pad(columns: Mapping[str, list[Any]], width: int, side: str, pad_token_id: i
 
 
 def padded(rows: list[list[int]], side: str, pad_token_id: int) -> BatchEncoding:
-    """input_ids and attention_mask of rows of ids, int64 [B, S], S the longest."""
+    """input_ids and attention_mask of rows of ids, int64 [B, S]; S is the longest row."""
     width = max(map(len, rows), default=0)
     columns = {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
     tensors = as_tensors(pad(columns, width, side, pad_token_id), "pt")
@@ -143,7 +151,7 @@ def mask_of(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]
 
 
 def collect(encoded: Any) -> tuple[dict[str, Any], str | None]:
-    """({column: lists of numbers}, "pt" or "np" if it came as tensors or arrays) of what is handed to be padded.
+    """({column: lists of numbers}, "pt" or "np" if the ids are tensors or arrays) of the argument of `pad`.
 
     encoded: a dict of columns, or a list of dicts, one for each row. Raises InputError.
     """
@@ -156,7 +164,7 @@ def collect(encoded: Any) -> tuple[dict[str, Any], str | None]:
         raise InputError(f"pad takes a dict with input_ids, or a list of such dicts, not {short(given)}.")
     ids = encoded["input_ids"]
     first = ids[0] if isinstance(ids, list | tuple) and ids else ids
-    kind = "pt" if isinstance(first, torch.Tensor) else "np" if hasattr(first, "tolist") else None
+    kind = "pt" if hasattr(first, "numpy") else "np" if hasattr(first, "tolist") else None
     return {name: _plain(value) for name, value in encoded.items()}, kind
 
 
@@ -166,10 +174,12 @@ def as_tensors(columns: Mapping[str, Any], kind: str | None) -> BatchEncoding:
         raise InputError(f"return_tensors can be 'pt' (torch), 'np' (numpy) or None, not {short(kind)}.")
     if kind is None:
         return BatchEncoding(columns)
+    import torch
+
     made = BatchEncoding()
     for name, rows in columns.items():
         try:
-            # [0, S] of no rows at all is int64 too.
+            # Empty rows are int64 too.
             made[name] = torch.tensor(rows, dtype=None if rows and rows != [[]] else torch.int64)
         except (TypeError, ValueError) as error:
             raise InputError(
@@ -181,7 +191,7 @@ def as_tensors(columns: Mapping[str, Any], kind: str | None) -> BatchEncoding:
 
 _PADDINGS = {True: "longest", "longest": "longest", "max_length": "max_length", False: None, "do_not_pad": None}
 _TRUNCATIONS = {True: True, "longest_first": True, "only_first": True, False: False, "do_not_truncate": False}
-# As in transformers: a model_max_length above it says that there is no limit.
+# As in transformers, a larger model_max_length means no limit.
 _LONGEST = 10**20
 
 

@@ -1,8 +1,8 @@
-"""Chat templates: which one is used, what it sees, and errors that say what went wrong and in which line.
+"""Chat templates: their choice, their variables, and errors with the line of the template.
 
-Checked against transformers 5.23, `render_jinja_template`, but for the assistant's spans: the template is rendered a
-second time with marks around {% generation %}, and the text without the marks must be that of the first rendering. A
-place that is counted while the text is written, as in transformers, is wrong inside a macro or a {% set %} block.
+Checked against transformers 5.23, `render_jinja_template`, except for the assistant's spans: the template is rendered a
+second time with marks around {% generation %}, and the text without the marks must equal the first rendering.
+transformers counts characters while the text is written, which is wrong inside a macro or a {% set %} block.
 """
 
 import re
@@ -16,16 +16,14 @@ import jinja2
 from ligermodels.errors import TokenizerError
 from ligermodels.text import sandbox
 
-# Of a template's own message in an error.
-_MAX_MESSAGE = 500
 # Marks the end of a message in the output.
 _MARK = "\ue000continue here\ue000"
-# The same for a message to go on with: whether the space at its end is still there tells if the template trims.
+# The mark of a message to continue; if the template trims messages, the space at its end is gone.
 _CONTINUE = f"{_MARK} "
 
 
 class ChatTemplates:
-    """The templates of one folder, by name, and the variables that all of them see (bos_token and so on)."""
+    """The templates of one folder by name, and the variables that all of them have (bos_token and so on)."""
 
     def __init__(self, templates: Mapping[str, str], variables: Mapping[str, Any], folder: Path) -> None:
         self.templates = dict(templates)
@@ -44,11 +42,11 @@ class ChatTemplates:
         variables: Mapping[str, Any] | None = None,
         with_spans: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """The text, and with `with_spans` the (start, end) of each stretch of it that is the assistant's."""
+        """The text, and with `with_spans` the (start, end) of each part of it that is the assistant's."""
         if continue_final_message and (with_spans or add_generation_prompt):
             raise TokenizerError(
-                "continue_final_message goes on with the last message; it excludes add_generation_prompt, which begins "
-                "a new one, and the assistant mask, which needs its end."
+                "continue_final_message continues the last message; it excludes add_generation_prompt, which begins "
+                "a new one, and the assistant mask, which needs the end of the message."
             )
         for label, items in (("messages", messages), ("tools", tools or ()), ("documents", documents or ())):
             if not isinstance(items, list | tuple) or not all(isinstance(item, Mapping) for item in items):
@@ -65,23 +63,23 @@ class ChatTemplates:
             return text, []
         if not has_generation:
             raise TokenizerError(
-                f"{where} does not say which text is the assistant's: it has no {{% generation %}} ... "
+                f"{where} does not mark the assistant's text: it has no {{% generation %}} ... "
                 "{% endgeneration %}. Next step: put them around the assistant's text, in a template passed as "
                 "chat_template=...; TRL has such variants of the usual templates."
             )
         marked, spans = _spans(_run(source, where, seen, with_marks=True)[0])
         if marked != text:
             raise TokenizerError(
-                f"{where} changes the text inside {{% generation %}}, or leaves the tag without its end, so that its "
-                "place cannot be told. Likely cause: a filter over the tag, such as trim, a break in it, or a message "
-                "that holds the marks. Next step: put the tag around the filter."
+                f"{where} changes the text inside {{% generation %}}, or leaves the tag without its end, so that the "
+                "assistant's tokens are unknown. Likely cause: a filter over the tag, such as trim, or a break in it. "
+                "Next step: put the tag around the filter."
             )
         return text, spans
 
     def turn_end(self) -> str:
-        """What the default template writes after the text of an assistant's turn; "" if it shows none.
+        """The text that the default template writes after an assistant's message.
 
-        A template that is missing or broken, or refuses a user's and an assistant's message, shows none.
+        "" without such a template, or where it refuses a user's and an assistant's message.
         """
         try:
             text, _ = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}])
@@ -90,7 +88,7 @@ class ChatTemplates:
         return text.rpartition(_MARK)[2] if _MARK in text else ""
 
     def _choose(self, template: str | None, has_tools: bool) -> tuple[str, str]:
-        """(text, what an error calls it) of the template asked for by name or as text, or of the usual names."""
+        """(text, name for errors) of the template that is given by name or as text, or of the default one."""
         names = short(list(self.templates))
         if template is not None and template not in self.templates:
             if "{" in template:
@@ -110,35 +108,18 @@ class ChatTemplates:
 
 
 def _run(source: str, where: str, variables: dict[str, Any], with_marks: bool = False) -> tuple[str, bool]:
-    """(the text that a template writes, whether it has {% generation %})."""
+    """(the text of a template, whether it has {% generation %})."""
     try:
         template, has_generation = sandbox.compile_template(source, with_marks)
-        return sandbox.render(template, variables), has_generation
+        return template.render(variables), has_generation
     except sandbox.RaisedByTemplate as error:
-        raise TokenizerError(f"{where} refuses these messages: {_message(error)}") from error
+        raise TokenizerError(f"{where} refuses these messages: {error}") from error
     except Exception as error:
-        raise TokenizerError(f"{where}{_line(error)}: {_reason(error)}") from error
-
-
-def _reason(error: Exception) -> str:
-    """What went wrong in a template, the likely cause and the next step."""
-    other = "Next step: take the template from the checkpoint's repository again, or pass another as chat_template=..."
-    match error:
-        case jinja2.TemplateSyntaxError():
-            return f"syntax error: {_message(error)}. Likely cause: a hand edit, or a damaged file. {other}"
-        case sandbox.SecurityError():
-            return f"blocked by the sandbox: {_message(error)} Likely cause: a template that is out to harm. {other}"
-        case sandbox.TemplateTooLarge() | RecursionError():
-            return f"{type(error).__name__}: {_message(error)}. Likely cause: a template without an end. {other}"
-    return (
-        f"{type(error).__name__}: {_message(error)}. Likely cause: messages or variables of another shape than it "
-        "reads. Next step: compare them with the template at this line."
-    )
-
-
-def _message(error: Exception) -> str:
-    text = str(error.message if isinstance(error, jinja2.TemplateSyntaxError) else error)
-    return text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]}..."
+        kind = "syntax error" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
+        raise TokenizerError(
+            f"{where}{_line(error)}: {kind}: {getattr(error, 'message', error)}. Next step: compare the messages and "
+            "variables with the template at this line, or pass another template as chat_template=..."
+        ) from error
 
 
 def _line(error: BaseException) -> str:
@@ -154,12 +135,12 @@ def _line(error: BaseException) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A copy made of what JSON can hold. Other objects, such as images, become "<TypeName>": a template could call
-    their methods, and some write files."""
+    """A copy of JSON's types only. Other objects, such as images, become "<TypeName>": a template could call their
+    methods, and some write files."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # of an enum the text itself
+        return str.__str__(value)  # the text of an enum
     for kind in (int, float):
         if isinstance(value, kind):
             return kind(value)

@@ -1,6 +1,6 @@
-"""The tokenizer files of a checkpoint folder, read before a tokenizer is built from them.
+"""Reads the tokenizer files of a checkpoint folder, except the vocabulary.
 
-Where two files say the same thing, the order of precedence is:
+The order of precedence where several files hold a value:
 - chat_template.jinja and additional_chat_templates/*.jinja > `chat_template` of tokenizer_config.json >
   chat_template.json (old processors);
 - `added_tokens_decoder` of tokenizer_config.json > added_tokens.json;
@@ -18,14 +18,13 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from ligermodels.checkpoint.reading import check_file, read_json
 from ligermodels.errors import CheckpointError, HubError, TokenizerError
 
-# Classes of transformers that pad on the left where the file does not say, and what stands for no limit there.
+# Classes of transformers that pad on the left by default, and the length that means no limit there.
 _LEFT_PADDED, _NO_LIMIT = ("GemmaTokenizer", "GemmaTokenizerFast"), int(1e30)
 
 MORE_TEMPLATES = "additional_chat_templates"
-"""The folder of the templates with other names than "default"."""
+"""The folder of the templates that are not named "default"."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -44,10 +43,10 @@ TOKENIZER_FILES = (
 
 @dataclass(frozen=True, kw_only=True)
 class AddedToken:
-    """A string that is cut out of the text before the model of the tokenizer sees it.
+    """A string that is split off a text before the tokenizer's model runs.
 
-    lstrip, rstrip: white space on that side belongs to the token. normalized: it is matched in the normalised text.
-    single_word: it is not matched next to a letter or digit. special: `decode` can skip it.
+    lstrip, rstrip: white space on that side belongs to the token. normalized: matched in the normalised text.
+    single_word: not matched next to a letter or digit. special: `decode` can skip it.
     """
 
     id: int
@@ -59,17 +58,17 @@ class AddedToken:
     single_word: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """The content and the flags, as tokenizer_config.json and `tokenizers.AddedToken` have them."""
+        """The content and the flags, for tokenizer_config.json and `tokenizers.AddedToken`."""
         return {name: value for name, value in vars(self).items() if name != "id"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerFiles:
-    """What the files of a folder say beside the vocabulary.
+    """The tokenizer's settings in a folder.
 
-    named: {"bos_token": "<s>", ...}, every *_token that the folder declares.
+    named: {"bos_token": "<s>", ...}, every *_token of the folder.
     eos_token_ids, pad_token_id: those of generation_config.json and config.json.
-    model_vocab_size: rows of the model's embedding as config.json states them; None without config.json.
+    model_vocab_size: vocab_size of config.json; None without it.
     paths: the files that `save_pretrained` copies.
     """
 
@@ -85,12 +84,12 @@ class TokenizerFiles:
     paths: tuple[Path, ...]
 
     def path(self, name: str) -> Path | None:
-        """The path of one of the folder's files; None where it is not there."""
+        """The path of one of the folder's files, or None."""
         return _existing(self.folder, name)
 
 
 def read_files(folder: str | Path) -> TokenizerFiles:
-    """Reads everything but the vocabulary. Raises TokenizerError for a file that is damaged."""
+    """Reads everything but the vocabulary. Raises TokenizerError for a damaged file."""
     folder = Path(folder)
     if not folder.is_dir():
         raise TokenizerError(f"{folder} is not a folder. Next step: pass the folder that holds tokenizer.json.")
@@ -165,10 +164,12 @@ def read_text(path: Path) -> str:
 
 
 def _existing(folder: Path, name: str) -> Path | None:
-    """The path of a regular file that does not lead out of the folder; None where there is nothing."""
+    """The path of a file, or None. Raises TokenizerError for a link that leaves the folder."""
     path = folder / name
     if not os.path.lexists(path):
         return None
+    from ligermodels.checkpoint.reading import check_file  # it imports torch
+
     try:
         check_file(path, folder)
     except (CheckpointError, HubError) as error:
@@ -185,6 +186,8 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     path = _existing(folder, name)
     if path is None:
         return {}
+    from ligermodels.checkpoint.reading import read_json
+
     try:
         return read_json(path, lenient=name == "generation_config.json")
     except (CheckpointError, HubError) as error:
@@ -192,7 +195,7 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _content(value: Any) -> str | None:
-    """A special token is written as a string, or as an object with its flags."""
+    """The text of a special token, which files hold as a string or as an object with flags."""
     value = value.get("content") if isinstance(value, Mapping) else value
     return value if isinstance(value, str) and value else None
 
@@ -205,7 +208,7 @@ def _ids(source: Mapping[str, Any], key: str, folder: Path) -> list[int]:
             f"{folder}: {key} must be an integer or a list of integers, not {short(value)}, in generation_config.json "
             "and config.json. Likely cause: a hand edit."
         )
-    # -1 is how some configs write "none".
+    # Some configs write -1 for none.
     return [item for item in values if item >= 0]
 
 
@@ -223,7 +226,7 @@ def _added_tokens(folder: Path, config: Mapping[str, Any], special: set[str]) ->
                 is_special = content in special
                 tokens.append(AddedToken(id=int(index), content=content, special=is_special, normalized=not is_special))
         if not all(isinstance(token.content, str) and token.content and token.id >= 0 for token in tokens):
-            raise ValueError("a content that is no text, or a negative id")
+            raise ValueError("a content that is not a str, or a negative id")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise TokenizerError(
             f"{folder}: an added token cannot be read ({type(error).__name__}: {str(error)[:80]}). It must have a "

@@ -1,13 +1,13 @@
-"""tokenizer.json through the `tokenizers` library. The file decides everything, its post-processor included.
+"""tokenizer.json through the `tokenizers` library, with the file's own post-processor.
 
 As in transformers 5.23, `add_bos_token` and `add_eos_token` of tokenizer_config.json are not read beside a
 tokenizer.json, padding and truncation stored in the file are switched off, and the added and special tokens
 of tokenizer_config.json are merged into those of the file.
 
 Two classes of transformers 5 take only the vocabulary from the file and rebuild the rest, LlamaTokenizer (Llama 2)
-and GemmaTokenizer. Ours follows the file, as transformers 4 and the models' own code do. The ids differ in Llama 2
-for the dummy prefix after a special token, as in <s>[INST], and before a leading space; in Gemma for added tokens
-that tokenizer_config.json leaves out.
+and GemmaTokenizer. Ours follows the file, as transformers 4 and the models' own code do. The ids differ for
+Llama 2 in the dummy prefix after a special token, as in <s>[INST], and before a leading space; for Gemma in added
+tokens that tokenizer_config.json leaves out.
 """
 
 import contextlib
@@ -55,7 +55,7 @@ class JsonBackend(Backend):
             text = self._native.decode(ids, skip_special_tokens=skip_special_tokens)
             if "\ufffd" not in text or not self._has_byte_fallback:
                 return text
-            # For one bad byte the library gives up a whole run of byte tokens, also characters that a stream has given.
+            # For one bad byte the library drops a whole run of byte tokens, with characters that a stream has returned.
             skipped = self.special_ids if skip_special_tokens else frozenset()
             tokens = (token for index in ids if index not in skipped and (token := self.id_to_token(index)) is not None)
             return self._native.decoder.decode(list(_join_byte_tokens(tokens)))
@@ -70,20 +70,20 @@ class JsonBackend(Backend):
         return self._native.get_vocab(with_added_tokens=True)
 
     def to_json(self) -> str:
-        """tokenizer.json with all tokens that were added."""
+        """The content of tokenizer.json, with all added tokens."""
         return self._native.to_str(pretty=True)
 
     def update(self, files: TokenizerFiles) -> None:
-        """Adds the tokens that are new in `files`, and makes special those that are named there."""
+        """Adds the new tokens of `files` and makes its named tokens special."""
         import tokenizers
 
         present = self._native.get_added_tokens_decoder()
         natives = {token.id: tokenizers.AddedToken(**token.to_dict()) for token in files.added}
-        # All at once: each call rebuilds the search for all of them.
+        # In one call, because each call rebuilds the search for all tokens.
         changed = [native for index, native in natives.items() if repr(present.get(index)) != repr(native)]
         self._native.add_tokens(changed)
         if any(t.id in present and present[t.id].normalized and not t.normalized for t in files.added):
-            # Without a reload the library goes on matching the normalised spelling of the token.
+            # Without a reload the library still matches the normalised spelling of the token.
             self._native = tokenizers.Tokenizer.from_str(self._native.to_str())
         for token in files.added:
             if (found := self._native.token_to_id(token.content)) != token.id:
@@ -105,7 +105,7 @@ class JsonBackend(Backend):
 
 
 def _join_byte_tokens(tokens: Iterable[str]) -> Iterator[str]:
-    """The tokens, each run of byte tokens such as <0x0A> as its text."""
+    """The tokens, with each run of byte tokens such as <0x0A> replaced by its text."""
     run = b""
     for token in tokens:
         if found := re.fullmatch("<0x([0-9A-F]{2})>", token):
@@ -121,7 +121,7 @@ def _join_byte_tokens(tokens: Iterable[str]) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _native_errors(where: str) -> Iterator[None]:
-    """Errors and panics of the Rust library as TokenizerError."""
+    """Raises errors and panics of the Rust library as TokenizerError."""
     try:
         yield
     except BaseException as error:

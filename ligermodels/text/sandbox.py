@@ -1,6 +1,7 @@
-"""Chat templates are programs from the internet. They run in jinja2's ImmutableSandboxedEnvironment, as in
-transformers, which keeps them from Python's internals and from changing what they are given. The size of a template
-and of its output is bounded; the time that a template takes is not.
+"""The environment of chat templates: jinja2's ImmutableSandboxedEnvironment, as in transformers.
+
+Templates are programs from the internet. The sandbox keeps them from Python's internals and from changing their
+variables; it does not limit their time or memory.
 """
 
 import datetime
@@ -13,15 +14,8 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
-MAX_TEMPLATE_CHARS = 2**19
-MAX_OUTPUT_CHARS = 2**26
-
 SPAN_START, SPAN_END = "\ue000assistant\ue000", "\ue000end\ue000"
 """Around the assistant's text in the output of a template that was compiled with marks."""
-
-
-class TemplateTooLarge(Exception):
-    """A template, or what it writes, is larger than its limit."""
 
 
 class RaisedByTemplate(Exception):
@@ -31,8 +25,7 @@ class RaisedByTemplate(Exception):
 class GenerationTag(Extension):
     """{% generation %} ... {% endgeneration %} marks the assistant's text.
 
-    It prints its body, with marks around it if the environment's `with_marks` says so. It sets `has_generation` of
-    the environment.
+    It prints its body, between marks if `with_marks` of the environment is set, and sets `has_generation`.
     """
 
     tags = {"generation"}  # noqa: RUF012
@@ -53,9 +46,7 @@ class GenerationTag(Extension):
 
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str, with_marks: bool = False) -> tuple[jinja2.Template, bool]:
-    """(the template, whether it has {% generation %}). Raises TemplateTooLarge, jinja2.TemplateSyntaxError."""
-    if len(source) > MAX_TEMPLATE_CHARS:
-        raise TemplateTooLarge(f"a template has at most {MAX_TEMPLATE_CHARS:,} characters, this one {len(source):,}")
+    """(the template, whether it has {% generation %}). Raises jinja2.TemplateSyntaxError."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -68,21 +59,10 @@ def compile_template(source: str, with_marks: bool = False) -> tuple[jinja2.Temp
     return environment.from_string(source), environment.has_generation  # type: ignore[attr-defined]
 
 
-def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    """What the template writes. Raises TemplateTooLarge, and whatever happens in the template."""
-    parts, size = [], 0
-    for part in template.generate(variables):
-        parts.append(part)
-        size += len(part)
-        if size > MAX_OUTPUT_CHARS:
-            raise TemplateTooLarge(f"a template writes at most {MAX_OUTPUT_CHARS:,} characters")
-    return "".join(parts)
-
-
 class _Namespace(jinja2.utils.Namespace):
-    """Refuses names with an underscore in front, as in transformers: special methods must not be replaced."""
+    """Refuses names that begin with an underscore, as in transformers: special methods must not be replaced."""
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # also `self` can be a name in a namespace
+    def __init__(*args: Any, **kwargs: Any) -> None:  # a template may use the name `self`
         self, attributes = args[0], dict(*args[1:], **kwargs)
         jinja2.utils.Namespace.__init__(self)
         for name, value in attributes.items():
@@ -95,7 +75,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """dict without the methods of the class."""
+    """The constructor alone, without the methods of the class."""
     return dict(*args, **kwargs)
 
 
@@ -106,7 +86,7 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it: jinja2's own escapes HTML."""
+    """As in transformers; jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

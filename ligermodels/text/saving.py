@@ -1,11 +1,11 @@
-"""A tokenizer's files to save: those it was loaded from, byte for byte, and what was changed since.
+"""Saves a tokenizer: copies the files it was loaded from, and rewrites those whose content has changed.
 
-- Other templates: chat_template.jinja and additional_chat_templates/*.jinja, and no others beside them.
-- Other tokens: tokenizer_config.json names all of them (`added_tokens_decoder`), which replaces
-  special_tokens_map.json and added_tokens.json; with new ones tokenizer.json is rewritten.
-- Other sides of padding and truncation, another model_max_length: tokenizer_config.json.
+- Changed templates: chat_template.jinja and additional_chat_templates/*.jinja replace all other files with templates.
+- Changed tokens: `added_tokens_decoder` of tokenizer_config.json replaces special_tokens_map.json and
+  added_tokens.json; tokenizer.json is rewritten if there are new tokens.
+- Changed sides of padding and truncation or model_max_length: tokenizer_config.json.
 
-Both this package and transformers read the folder so.
+transformers reads the folder in the same way.
 """
 
 import json
@@ -26,7 +26,7 @@ _TOKENS = ("special_tokens_map.json", "added_tokens.json")
 def contents(
     loaded: TokenizerFiles, files: TokenizerFiles, backend: Backend, settings: Mapping[str, Any]
 ) -> dict[str, bytes]:
-    """{name in the folder: its bytes}. settings: those of `call_settings`, as they are now."""
+    """{name in the folder: its bytes}. settings: the present values of `call_settings`."""
     try:
         found = {path.relative_to(files.folder).as_posix(): path.read_bytes() for path in loaded.paths}
     except OSError as error:
@@ -38,7 +38,7 @@ def contents(
         found |= {_template_name(name): text.encode() for name, text in files.templates.items()}
     if (files.named, files.extra_special, files.added) != (loaded.named, loaded.extra_special, loaded.added):
         found = {name: data for name, data in found.items() if name not in _TOKENS}
-        # A name that is None here has no token, also where the class of transformers has one by default.
+        # None removes a token that the class of transformers has by default.
         config |= dict.fromkeys(loaded.named) | dict(files.named)
         if files.extra_special != loaded.extra_special:
             config.pop("extra_special_tokens", None)
@@ -46,7 +46,7 @@ def contents(
         config["added_tokens_decoder"] = {str(index): token.to_dict() for index, token in sorted(backend.added.items())}
     if files.added != loaded.added and isinstance(backend, JsonBackend):
         found["tokenizer.json"] = backend.to_json().encode()
-        # The classes of transformers that rebuild all but the vocabulary split the text around new tokens elsewhere.
+        # Classes of transformers that rebuild all but the vocabulary split texts with new tokens differently.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     stated = call_settings(config, files.folder)
     config |= {name: value for name, value in settings.items() if value != stated[name]}
@@ -56,10 +56,9 @@ def contents(
 
 
 def write(target: Path, files: Mapping[str, bytes]) -> tuple[str, ...]:
-    """Puts the files into the folder, in place of any other tokenizer's there. Returns their paths.
+    """Writes the files and removes those of any other tokenizer in the folder. Returns their paths.
 
-    Each file is replaced at once; files that are the same already are not touched. Raises HubError for a folder that
-    cannot be written.
+    Each file is replaced atomically; files with the same content are not touched. Raises HubError.
     """
     try:
         target.mkdir(parents=True, exist_ok=True)

@@ -1,17 +1,16 @@
 """tokenizer.model through the `sentencepiece` library: Llama 2, Mistral, Mixtral, Gemma, Phi-3.
 
-SentencePiece knows its own pieces only. What Hugging Face adds around it is done here:
-- added and special tokens are cut out of the text first, the longest at each place, and never reach
-  SentencePiece;
-- `legacy: false` (and no `legacy` at all, as in transformers 5): the dummy prefix space stands before the
-  text's first piece only if no added token comes first, and nowhere else. `legacy: true`: before every
-  stretch of text between added tokens. `add_prefix_space: false`: nowhere;
+SentencePiece knows only its own pieces. This module adds what Hugging Face adds:
+- added and special tokens are split off first, the longest at each place, and never reach SentencePiece;
+- `legacy: false` (the default, as in transformers 5): the dummy prefix space stands before the text's first piece,
+  unless an added token comes first. `legacy: true`: before every piece of text between added tokens.
+  `add_prefix_space: false`: nowhere;
 - `add_bos_token` (default true) and `add_eos_token` (default false);
-- decoding is that of transformers' converted tokenizer: pieces joined, U+2581 is a space, runs of byte
-  pieces are UTF-8, the dummy prefix is taken off once. A byte in no character is U+FFFD, as in SentencePiece.
+- decoding is that of transformers' converted tokenizer: pieces are joined, U+2581 is a space, runs of byte
+  pieces are UTF-8, the dummy prefix is removed once. A byte in no character is U+FFFD, as in SentencePiece.
 
 Checked against transformers 5.23: LlamaTokenizer (converted) and SentencePieceBackend (slow). A text that
-begins with a space keeps it beside the dummy prefix, as in SentencePiece; the converted one merges the two.
+begins with a space has both the space and the dummy prefix, as in SentencePiece; the converted one merges the two.
 """
 
 import dataclasses
@@ -45,6 +44,7 @@ def read_model(path: Path) -> Any:
         model.LoadFromSerializedProto(data)
         if not 0 <= model.unk_id() < model.get_piece_size():
             raise ValueError("it has no pieces or no unknown token")
+        model.id_to_piece(list(range(model.get_piece_size())))  # a damaged piece is not UTF-8
     except Exception as error:
         raise TokenizerError(
             f"{path} is not a SentencePiece model ({error}). Likely cause: a truncated download."
@@ -55,7 +55,7 @@ def read_model(path: Path) -> Any:
 
 
 def is_tiktoken(data: bytes) -> bool:
-    """A line of a tiktoken file is a base64 token and its rank."""
+    """Whether a line is a base64 token and its rank."""
     return re.match(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n", data) is not None
 
 
@@ -75,7 +75,7 @@ class SentencePieceBackend(Backend):
         return type(self), (self._path, self._files, self._native.serialized_model_proto())
 
     def update(self, files: TokenizerFiles) -> None:
-        """Takes the added and special tokens from `files`, and what they say about spaces and the edges of a text."""
+        """Sets the added tokens, the dummy prefix and the tokens around a text to those of `files`."""
         import sentencepiece
 
         self._files, config = files, files.config
@@ -102,7 +102,7 @@ class SentencePieceBackend(Backend):
         ]
 
     def encode(self, texts: Sequence[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]:
-        """Raises TokenizerError where SentencePiece changes a text, so that the offsets in it are unknown."""
+        """Raises TokenizerError with offsets for a text that SentencePiece normalises, whose offsets are unknown."""
         before, after = (self._before, self._after) if add_special_tokens else ([], [])
         rows = []
         for text in texts:
@@ -140,7 +140,7 @@ class SentencePieceBackend(Backend):
         return own | {token.content: index for index, token in self.added.items()}
 
     def _find(self, piece: str) -> int | None:
-        """The id of a piece of the SentencePiece model itself, which gives the unknown token's for what it lacks."""
+        """The id of a piece of the SentencePiece model, or None; the model returns the unknown token's id."""
         index = self._native.piece_to_id(piece)
         known = 0 <= index < self.base_vocab_size and self._native.id_to_piece(index) == piece
         return index if known else None
@@ -148,8 +148,7 @@ class SentencePieceBackend(Backend):
     def _encode_stretch(self, text: str, first: bool) -> list[int]:
         if self._prefixes and (first or self._legacy):
             return self._native.encode(text)
-        # A model that squeezes white space would lose the stretch's own leading space; the dummy prefix is
-        # that space.
+        # A model that squeezes white space would drop the leading space of the text; the dummy prefix replaces it.
         if self._squeezes and self._prefixes and text.startswith((" ", SPACE)):
             return self._native.encode(text)
         return self._bare.encode(text)
@@ -182,14 +181,14 @@ class SentencePieceBackend(Backend):
         return found
 
     def _spelled(self, index: int) -> bytes:
-        """The bytes that an id stands for; none for an id without a token."""
+        """The bytes of an id; none for an id without a token."""
         if index not in self.added and index < self.base_vocab_size and self._native.is_byte(index):
             return bytes([int(self._native.id_to_piece(index)[3:5], 16)])
         return (self.id_to_token(index) or "").replace(SPACE, " ").encode()
 
     def _changed(self, text: str) -> TokenizerError:
         return TokenizerError(
-            f"{self._path} changes the text {text[:40]!r} before it cuts it into tokens, so that the offsets of tokens "
+            f"{self._path} changes the text {text[:40]!r} before it splits it into tokens, so that the offsets "
             "are unknown. Next step: take tokenizer.json from the checkpoint's repository."
         )
 

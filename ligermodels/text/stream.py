@@ -1,4 +1,4 @@
-"""Text that appears while ids do: StreamDecoder turns ids into text, StopStrings finds where to stop."""
+"""Streaming: StreamDecoder decodes ids one by one, StopStrings ends a stream of text at a stop string."""
 
 import functools
 import operator
@@ -12,7 +12,7 @@ _BROKEN = "\ufffd"
 
 
 class TextDecoder(Protocol):
-    """What a tokenizer needs to be streamed: `Tokenizer` and transformers' tokenizers have it."""
+    """The method that `StreamDecoder` calls; `Tokenizer` and transformers' tokenizers have it."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool) -> Any: ...
 
@@ -25,24 +25,23 @@ class StreamDecoder:
             print(stream.put(index), end="", flush=True)
         print(stream.flush())
 
-    A part never ends inside a character. The cost of a token does not grow with the text before it: decoded is a
-    window of the last ids, which begins with ids whose text has been given, and which have some. What a decoder strips
-    from the beginning of a text (Llama 2's dummy prefix) is stripped from them.
+    A part never ends inside a character. The cost of a token does not grow with the text before it: only a window of
+    the last ids is decoded. The window begins with ids whose text was returned before, so that a decoder that strips
+    the beginning of a text (Llama 2's dummy prefix) strips nothing new.
 
-    Text that has been given stays, also where more ids would change it: for one bad byte transformers' tokenizers turn
-    a whole run of byte tokens into U+FFFD. (There tokenizers' own DecodeStream raises, and it has no flush.)
+    Text that was returned stays, even where later ids would change it: for one bad byte transformers' tokenizers turn
+    a whole run of byte tokens into U+FFFD. (tokenizers' own DecodeStream raises there, and it has no flush.)
 
     tokenizer: a `Tokenizer`, or any object with `decode(ids, skip_special_tokens=...)`.
-    after: the ids that the ones to come continue, whose own text is not given again: " world" after "Hello". Without
-    them Llama 2's decoder says "world".
-    Raises InputError for another object.
+    after: the ids before the stream, whose text is not returned: "world" after "Hello" becomes " world" for Llama 2.
+    Raises InputError.
     """
 
     def __init__(self, tokenizer: TextDecoder, *, after: Iterable[int] = (), skip_special_tokens: bool = True) -> None:
         if not callable(getattr(tokenizer, "decode", None)):
             raise InputError(f"a {type(tokenizer).__name__} has no decode(ids, skip_special_tokens=...).")
         self._decode = functools.partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        # The window, how many of its ids have given their text, and that text.
+        # The window, the number of its ids whose text was returned, and that text.
         self._ids, self._given, self._text = [_checked(index) for index in after], 0, ""
         # An unfinished character has up to three tokens.
         for given in range(len(self._ids), max(0, len(self._ids) - 4), -1):
@@ -51,17 +50,17 @@ class StreamDecoder:
                 break
 
     def put(self, index: int) -> str:
-        """The text that the token `index` completes; "" while a character is still open."""
+        """The text that the token `index` completes; "" while a character is incomplete."""
         self._ids.append(_checked(index))
         text = self._decode(self._ids)
         return "" if text.endswith(_BROKEN) else self._new(text)
 
     def flush(self) -> str:
-        """The rest, once no more ids come: an unfinished character turns into U+FFFD."""
+        """The rest of the text after the last id; an incomplete character becomes U+FFFD."""
         return self._new(self._decode(self._ids)) if self._ids else ""
 
     def _new(self, text: str) -> str:
-        """What `text`, that of the window, has beyond the text given; moves the window on."""
+        """The part of `text`, the window's text, that was not returned yet. Moves the window."""
         new = text[len(self._text) :]
         if new:
             later = self._ids[self._given :]
@@ -82,10 +81,10 @@ def _checked(index: Any) -> int:
 
 
 class StopStrings:
-    """Passes text on until one of `strings` is complete, and never passes on what may be its beginning.
+    """Returns text until one of `strings` is complete, and holds back text that may be the beginning of one.
 
-    The string that is complete first wins, the longest of those that end together; how the text is cut into
-    parts makes no difference. The stop string and all that follows are dropped.
+    The string that is complete first wins, the longest of those that end together, however the text is split into
+    parts. The stop string and the text after it are dropped.
     """
 
     def __init__(self, strings: str | Sequence[str]) -> None:
@@ -97,7 +96,7 @@ class StopStrings:
         self.stopped = False
 
     def put(self, text: str) -> tuple[str, bool]:
-        """(text to pass on, whether a stop string is complete)."""
+        """(text, whether a stop string is complete)."""
         if self.stopped:
             return "", True
         text = self._held + text
@@ -110,7 +109,7 @@ class StopStrings:
         return text[: len(text) - keep], False
 
     def flush(self) -> str:
-        """What was held back, once no more text comes."""
+        """The text that was held back, after the last part."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""Text to ids and back, from the files of a checkpoint, without transformers."""
+"""The tokenizer of a checkpoint folder, without transformers."""
 
 import functools
 import operator
@@ -8,9 +8,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import batch, saving
@@ -22,6 +20,9 @@ from ligermodels.text.json_backend import JsonBackend
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 from ligermodels.text.vocabulary import Vocabulary
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 class Tokenizer(Vocabulary):
     """The tokenizer, the chat templates and the stop ids of one checkpoint.
@@ -30,13 +31,13 @@ class Tokenizer(Vocabulary):
         ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
         model.generate(torch.tensor([ids]), max_new_tokens=99, eos_token_id=tokenizer.chat_stop_ids)
 
-    Called, it returns what transformers' tokenizer returns, and it has the methods that trainers and data collators
-    call. Tokens and ids: `Vocabulary`.
+    A call returns the same as a call of transformers' tokenizer; the methods that trainers and data collators call
+    are here too. Tokens and ids: `Vocabulary`.
 
-    chat_stop_ids: `eos_token_ids` and the one that ends a turn of the chat template.
-    padding_side, truncation_side, model_max_length: of calls that do not say; may be set.
-    name_or_path: what `from_hub` was given. model_input_names: what a call returns.
-    is_fast: whether the tokenizers library does the work.
+    chat_stop_ids: `eos_token_ids` and the id that ends a turn of the chat template.
+    padding_side, truncation_side, model_max_length: the defaults of calls; may be set.
+    name_or_path: the argument of `from_hub`. model_input_names: the keys that a call returns.
+    is_fast: whether it uses the tokenizers library.
     """
 
     padding_side: str
@@ -105,9 +106,9 @@ class Tokenizer(Vocabulary):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of `text`.
 
-        With add_special_tokens, what the checkpoint puts around a text is added (BOS for most, EOS for few),
-        except a BOS before a text that begins with the BOS token already, as the output of a chat template
-        does. Without it nothing is added. Either way special tokens written out in the text become their ids.
+        add_special_tokens adds the checkpoint's special tokens around a text (BOS for most, EOS for few), but no BOS
+        before a text that begins with BOS, such as the output of a chat template. Special tokens that are written in
+        the text become their ids in any case.
         """
         return self._encode([text], add_special_tokens)[0].ids
 
@@ -127,12 +128,12 @@ class Tokenizer(Vocabulary):
     ) -> BatchEncoding:
         """input_ids and attention_mask of a text or of a list of them, as transformers' tokenizer returns them.
 
-        Lists of ints, [S] of a text and [B][S] of a list; with return_tensors "pt" or "np" int64 [B, S].
-        padding: True or "longest", "max_length", or False. truncation: True, to max_length or, without that, to
-        model_max_length where the folder has one; max_length alone, without padding, truncates too.
+        Lists of ints, [S] for a text and [B][S] for a list; int64 [B, S] with return_tensors "pt" or "np".
+        padding: True or "longest", "max_length", or False. truncation: True truncates to max_length, else to
+        model_max_length if the folder has one; max_length alone, without padding, truncates too.
         return_offsets_mapping: also offset_mapping, the (start, end) in the text of each token.
-        Pairs of texts, texts that are split into words and overflowing tokens are not offered. One difference: a text
-        that begins with the BOS token gets no second one (`encode`).
+        Pairs of texts, texts split into words and overflowing tokens are not supported. One difference: a text that
+        begins with the BOS token gets no second one (`encode`).
         """
         texts = [text] if isinstance(text, str) else text
         if not isinstance(texts, list | tuple):
@@ -159,10 +160,10 @@ class Tokenizer(Vocabulary):
 
     def encode_batch(
         self, texts: Sequence[str], padding_side: str = "left", add_special_tokens: bool = True
-    ) -> tuple[Tensor, Tensor]:
+    ) -> "tuple[Tensor, Tensor]":
         """(input_ids, attention_mask), both int64 [B, S], S the longest; the mask is 1 on real tokens.
 
-        It needs no pad token: padding is `padding_id`.
+        Pads with `padding_id`, which needs no pad token.
         """
         if isinstance(texts, str) or not isinstance(texts, Iterable) or padding_side not in ("left", "right"):
             raise InputError(
@@ -183,9 +184,9 @@ class Tokenizer(Vocabulary):
         return_attention_mask: bool | None = None,
         return_tensors: str | None = None,
     ) -> BatchEncoding:
-        """Rows that are ids already, padded, as data collators ask for it; other columns (labels) stay as they are.
+        """Pads rows of ids, as data collators do; other columns (labels) are unchanged.
 
-        encoded_inputs: a dict of columns, or a list of dicts with a row each. Tensors come back as tensors.
+        encoded_inputs: a dict of columns, or a list of dicts with a row each. Tensors are returned as tensors.
         """
         columns, kind = batch.collect(encoded_inputs)
         alone = not any(isinstance(row, list) for row in columns["input_ids"])
@@ -208,21 +209,21 @@ class Tokenizer(Vocabulary):
 
     def decode(
         self,
-        token_ids: int | Iterable[int] | Tensor,
+        token_ids: "int | Iterable[int] | Tensor",
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> str:
         """The text of an id, or of a list, array or 1-D tensor of ids.
 
-        Ids without a token (a padded vocabulary) add nothing. The spaces of a text are never cleaned up. Bytes that
-        are in no UTF-8 character become U+FFFD; in a run of byte tokens (Llama 2, Gemma) the good characters stay, as
-        in SentencePiece, where the tokenizers library gives up the whole run.
+        Ids without a token (a padded vocabulary) add nothing. Spaces are never cleaned up. Bytes that are not UTF-8
+        become U+FFFD; the valid characters in a run of byte tokens (Llama 2, Gemma) stay, as in SentencePiece, where
+        the tokenizers library replaces the whole run.
         """
         ids = token_ids
         if clean_up_tokenization_spaces:
             raise InputError("clean_up_tokenization_spaces is for WordPiece; here it would remove spaces of the text.")
         try:
-            plain = ids.tolist() if isinstance(ids, Tensor) else ids
+            plain: Any = ids.tolist() if hasattr(ids, "tolist") else ids
             values = list(map(operator.index, plain if isinstance(plain, Iterable) else [plain]))
         except (TypeError, ValueError, RuntimeError) as error:
             raise InputError(
@@ -235,7 +236,7 @@ class Tokenizer(Vocabulary):
 
     def batch_decode(
         self,
-        sequences: Iterable[Iterable[int] | Tensor] | Tensor,
+        sequences: "Iterable[Iterable[int] | Tensor] | Tensor",
         skip_special_tokens: bool = False,
         clean_up_tokenization_spaces: bool | None = None,
     ) -> list[str]:
@@ -248,7 +249,7 @@ class Tokenizer(Vocabulary):
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """The template, or a dict of them by name where there are others than "default"; may be set, also to None."""
+        """The template, or a dict by name if there are others than "default"; may be set, also to None."""
         templates = dict(self.files.templates)
         return templates["default"] if list(templates) == ["default"] else templates or None
 
@@ -278,15 +279,15 @@ class Tokenizer(Vocabulary):
         return_assistant_tokens_mask: bool = False,
         **variables: Any,
     ) -> Any:
-        """The conversation as ids; as text with tokenize=False; as the dict of a call with return_dict=True.
+        """The ids of a conversation; its text with tokenize=False; the dict of a call with return_dict=True.
 
         messages: [{"role": ..., "content": ...}, ...]. tools: JSON schemas. chat_template: the name of one of the
         checkpoint's templates, or a template's text; by default "tool_use" if there are tools and it exists,
-        else "default". template: the same. variables: whatever else the template reads. The ids are those of the
-        text without special tokens around it: the template writes its own BOS.
+        else "default". template: the same. variables: other variables of the template. No special tokens are added
+        around the text, because the template writes its own BOS.
         padding, truncation, max_length, return_tensors: as in a call.
-        return_assistant_tokens_mask: also assistant_masks, 1 for each token with a character that the template has
-        in {% generation %} ... {% endgeneration %}; needs return_dict=True, and a template with that tag.
+        return_assistant_tokens_mask: also assistant_masks, 1 for each token with a character inside
+        {% generation %} ... {% endgeneration %} of the template; needs return_dict=True.
         Raises TokenizerError, with the template's own message where it refuses the conversation.
         """
         if return_assistant_tokens_mask and not (return_dict and tokenize):
@@ -322,12 +323,11 @@ class Tokenizer(Vocabulary):
 
     @functools.cached_property
     def chat_stop_ids(self) -> tuple[int, ...]:
-        """`eos_token_ids`, and the special token with which the chat template closes an assistant's turn.
+        """`eos_token_ids`, and the special token with which the chat template ends an assistant's turn.
 
-        The files of some checkpoints name the end of a text only: Gemma 1 lists <eos>, and its turns end with
-        <end_of_turn>. So the template is asked: a conversation of a user's and an assistant's message is
-        rendered, and the first special token after the assistant's text is the turn's end. Nothing is added
-        where none follows (turns in plain text: use stop strings) or where there is no default template.
+        Some checkpoints list only the end of a text: Gemma 1 lists <eos>, but its turns end with <end_of_turn>. So
+        the default template renders a user's and an assistant's message, and the first special token after the
+        assistant's text ends the turn. Templates that end turns in plain text need stop strings.
         """
         tail = self.backend.encode([self._chat.turn_end()], False)[0].ids
         special = self.backend.special_ids
@@ -335,10 +335,10 @@ class Tokenizer(Vocabulary):
         return tuple(dict.fromkeys((*self.eos_token_ids, *closing)))
 
     def save_pretrained(self, save_directory: str | Path) -> tuple[str, ...]:
-        """Writes the tokenizer's files, with what was changed since they were read, and returns their paths.
+        """Writes the tokenizer's files with all changes since they were read. Returns their paths.
 
-        What was not changed is copied byte for byte; config.json and the like are not copied. Files of another
-        tokenizer in the folder are removed. Raises HubError, TokenizerError.
+        Unchanged files are copied byte for byte; config.json is not among them. Files of another tokenizer in the
+        folder are removed. Raises HubError, TokenizerError.
         """
         settings = {name: getattr(self, name) for name in call_settings(self.files.config, self.files.folder)}
         target = Path(save_directory).expanduser()
@@ -364,13 +364,13 @@ class Tokenizer(Vocabulary):
 
     @functools.cached_property
     def _special_tokens_around(self) -> tuple[int, int]:
-        """How many special tokens stand before a text, and how many after it."""
+        """The number of special tokens before a text, and after it."""
         inner, whole = (self.backend.encode(["a"], flag)[0].ids for flag in (False, True))
         more = len(whole) - len(inner)
         before = next((n for n in range(more + 1) if whole[n : n + len(inner)] == inner), None)
         if before is None:
             raise TokenizerError(
-                f"{self.files.folder}: special tokens do not stand around a text; truncation is not offered."
+                f"{self.files.folder}: special tokens are not only around a text; truncation is not supported."
             )
         return before, more - before
 
@@ -389,12 +389,12 @@ class Tokenizer(Vocabulary):
             if not text.isascii() and (surrogate := re.search("[\ud800-\udfff]", text)):
                 raise TokenizerError(
                     f"the text has a lone surrogate {surrogate[0]!r} at position {surrogate.start()}, which has no "
-                    "UTF-8. Likely cause: half of a pair from JSON or UTF-16; errors='replace' mends it."
+                    "UTF-8. Likely cause: half of a pair from JSON or UTF-16; errors='replace' replaces it."
                 )
         rows = self.backend.encode(texts, add_special_tokens, with_offsets)
         if not (add_special_tokens and self._adds_bos):
             return rows
-        # The text's own BOS is one of the two.
+        # The text has its own BOS.
         doubled = [row.ids[1:2] == [self.bos_token_id] for row in rows]
         return [
             Encoded(ids[1:], offsets and offsets[1:]) if two else Encoded(ids, offsets)

@@ -1,20 +1,21 @@
-"""Tokens and their ids: the special ones by name, those that are added, and all.
+"""Tokens and their ids: the special tokens by name, the added tokens, and the whole vocabulary.
 
-Names and results are those of transformers 5.23, so that trainers find what they ask for:
-`tokenizer.pad_token = tokenizer.eos_token`. What is set here is what `save_pretrained` writes and a later load reads.
+Names and results are those of transformers 5.23, which trainers expect (`tokenizer.pad_token = tokenizer.eos_token`).
+`save_pretrained` writes what is set here.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from reprlib import repr as short
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text.backend import Backend
 from ligermodels.text.files import AddedToken, TokenizerFiles
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -34,7 +35,7 @@ class _Special:
     def __set__(self, instance: "Vocabulary", value: Any) -> None:
         token = getattr(value, "content", value)
         if self._is_id and value is not None:
-            # Of an added token that is matched in the normalised text, id_to_token gives the normalised spelling.
+            # id_to_token gives the normalised spelling of an added token that is matched in normalised text.
             index = value if isinstance(value, int) else -1
             added = instance.backend.added.get(index)
             token = added.content if added else instance.backend.id_to_token(index) if index >= 0 else None
@@ -42,7 +43,7 @@ class _Special:
         if value is not None and not known:
             raise TokenizerError(
                 f"{self._name} cannot be {short(value)}, which is not in the vocabulary. Next step: "
-                f"add_special_tokens({{{self._name!r}: ...}}) adds it, and the model's resize_token_embeddings a row."
+                f"add_special_tokens({{{self._name!r}: ...}}), then resize_token_embeddings of the model."
             )
         named = {**instance.files.named, self._name: token}
         instance._change(named={name: content for name, content in named.items() if content is not None})
@@ -54,11 +55,11 @@ class Vocabulary:
     bos_token, eos_token, unk_token, sep_token, pad_token, cls_token, mask_token, each with its _id: None where the
     folder names none; may be set to a token of the vocabulary. eos_token is the first of `eos_token_ids` where the
     tokenizer names none.
-    padding_id: pad_token_id, or where there is none an id that padding can be: pad_token_id of
-    generation_config.json or config.json, else the first of eos_token_ids, else 0. The mask hides padding.
+    padding_id: pad_token_id, else pad_token_id of generation_config.json or config.json, else the first of
+    eos_token_ids, else 0. The attention mask hides padding.
     eos_token_ids: every id that ends a text: generation_config.json's, config.json's and the tokenizer's.
-    vocab_size: one more than the largest id, added tokens included, as `len(tokenizer)`. In transformers, vocab_size
-    leaves the added tokens out.
+    vocab_size: one more than the largest id, added tokens included, as `len(tokenizer)`. vocab_size of transformers
+    excludes the added tokens.
     """
 
     files: TokenizerFiles
@@ -116,19 +117,19 @@ class Vocabulary:
         return self.backend.token_to_id(token)
 
     def convert_tokens_to_ids(self, tokens: str | Iterable[str]) -> Any:
-        """The id of a token, or those of several; of one that is not there the unknown token's, or None."""
+        """The id of a token, or the ids of several; of an unknown token that of unk_token, or None."""
         if not isinstance(tokens, str):
             return [self.convert_tokens_to_ids(token) for token in tokens]
         index = self.token_to_id(tokens)
         return self.unk_token_id if index is None else index
 
-    def convert_ids_to_tokens(self, ids: int | Iterable[int] | Tensor, skip_special_tokens: bool = False) -> Any:
-        """The token of an id, or those of several, as the vocabulary spells them; None of an id without one.
+    def convert_ids_to_tokens(self, ids: "int | Iterable[int] | Tensor", skip_special_tokens: bool = False) -> Any:
+        """The token of an id, or the tokens of several, as the vocabulary spells them; None for an unknown id.
 
         skip_special_tokens leaves out `all_special_tokens`.
         """
         try:
-            values = ids.tolist() if isinstance(ids, Tensor) else ids
+            values: Any = ids.tolist() if hasattr(ids, "tolist") else ids
             if isinstance(values, int):
                 return self.backend.id_to_token(values)
             tokens = [self.backend.id_to_token(int(index)) for index in values]
@@ -161,10 +162,10 @@ class Vocabulary:
         return [int(int(index) in special) for index in ids]
 
     def add_tokens(self, new_tokens: Any, special_tokens: bool = False) -> int:
-        """How many were added of a token or several, each a str or an object as tokenizers.AddedToken.
+        """Adds a token or several, each a str or an object such as tokenizers.AddedToken. Returns how many were added.
 
-        A token of the vocabulary keeps its id and is cut out of texts first from then on; one that is new gets the
-        next id, and the model's `resize_token_embeddings(len(tokenizer))` a row for it.
+        A token of the vocabulary keeps its id, and from now on is split off before all others. A new token gets the
+        next id; the model's `resize_token_embeddings(len(tokenizer))` adds its row.
         """
         alone = isinstance(new_tokens, str) or hasattr(new_tokens, "content")
         present = {token.content: token for token in self.backend.added.values()}
@@ -195,9 +196,9 @@ class Vocabulary:
     def add_special_tokens(
         self, special_tokens_dict: Mapping[str, Any], replace_extra_special_tokens: bool = True
     ) -> int:
-        """How many were added of {"pad_token": "[PAD]", "additional_special_tokens": [...]}, each of which is set.
+        """Adds and sets {"pad_token": "[PAD]", "additional_special_tokens": [...]}. Returns how many were added.
 
-        replace_extra_special_tokens: those there are give way to those given; otherwise they stay too.
+        replace_extra_special_tokens: whether the given extra tokens replace the present ones or are added to them.
         """
         named, extra = dict(self.files.named), list(self.files.extra_special)
         tokens: list[Any] = []
@@ -216,6 +217,6 @@ class Vocabulary:
         return count
 
     def _change(self, **fields: Any) -> None:
-        """Takes over other tokens or templates, as if the folder had held them when it was read."""
+        """Replaces tokens or templates, as if they had been read from the folder."""
         self.files = dataclasses.replace(self.files, **fields)
         self.backend.update(self.files)

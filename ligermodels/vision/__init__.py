@@ -1,4 +1,4 @@
-"""Images and text into the inputs of a vision-language model. Needs pillow: `pip install 'ligermodels[vision]'`."""
+"""Processors: images and text to the inputs of a model. Needs pillow: `pip install 'ligermodels[vision]'`."""
 
 try:
     import PIL  # noqa: F401

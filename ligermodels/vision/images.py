@@ -1,12 +1,12 @@
-"""An image of any origin as an RGB image of pillow, or an InputError that says why not.
+"""Loads images from files, bytes, PIL images and arrays.
 
-- The orientation that a camera noted (EXIF) is applied, whether the image comes as a file or as a PIL image.
-- Transparent images are laid on white.
-- 16 bits per pixel are reduced to their high 8, where pillow's convert clips to white all that is above 255.
-- Of a file with an animation or many pages the first image is taken, with a warning; of a PIL image the current one.
+- The orientation of the camera (EXIF) is applied to files and PIL images.
+- Transparent images get a white background.
+- 16 bits per channel are reduced to the high 8; pillow's convert would clip values above 255 to white.
+- The first image of an animation or of several pages is used, with a warning; of a PIL image the current frame.
 
-Checked against transformers 5.23, `image_utils.load_image` and `image_transforms.convert_to_rgb`, which apply EXIF to
-files only, lay only PIL images on white, and clip 16 bits.
+Checked against transformers 5.23, `image_utils.load_image` and `image_transforms.convert_to_rgb`, which apply EXIF
+only to files, the white background only to PIL images, and clip 16 bits.
 """
 
 import base64
@@ -68,7 +68,7 @@ def load_image(source: Any) -> Image.Image:
 
 @contextlib.contextmanager
 def named(name: str) -> Iterator[None]:
-    """Puts `name` in front of the errors of what is done inside."""
+    """Adds `name` to the beginning of InputErrors raised inside."""
     try:
         yield
     except InputError as error:
@@ -81,7 +81,7 @@ def _path(source: str | os.PathLike[str]) -> Path:
     if scheme := re.match(r"(?i)([a-z][a-z0-9+.-]+)://", text):
         if scheme[1].lower() != "file":
             raise InputError(
-                f"{text[:200]} is a URL, and nothing is fetched from the network here. Next step: download it (curl "
+                f"{text[:200]} is a URL, and nothing is fetched from the network. Next step: download it (curl "
                 "-O, or urllib.request.urlopen(url).read()) and pass the file or its bytes."
             )
         text = urllib.parse.unquote(urllib.parse.urlsplit(text).path)
@@ -107,7 +107,7 @@ def _data_uri(source: str) -> bytes:
 
 
 def _rewindable(file: Any) -> BinaryIO:
-    """The file, or its bytes where it cannot be rewound, as a response of the network."""
+    """The file, or its bytes if it cannot seek, such as a network response."""
     if getattr(file, "seekable", lambda: False)() and isinstance(file.read(0), bytes):
         return file
     data = file.read()
@@ -134,7 +134,7 @@ def _decode(file: BinaryIO, where: str) -> Image.Image:
 
 
 def _damaged(where: str, error: Exception) -> InputError:
-    """What an error in opening or decoding an image means."""
+    """The InputError for an error of pillow."""
     if isinstance(error, Image.DecompressionBombError):
         return InputError(
             f"{where}: {error} Nothing was decoded. Likely cause: a decompression bomb, or a very large scan. Next "
@@ -180,9 +180,9 @@ def _rgb(image: Image.Image, where: str) -> Image.Image:
                 image = image.convert("RGBA")
                 image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
             return image.convert("RGB")
-    except Exception as error:  # decoders raise whatever the damage leads to
+    except Exception as error:  # decoders raise errors of many kinds
         raise _damaged(where, error) from error
     raise InputError(
-        f"{where} has {'float' if mode == 'F' else '32-bit'} pixels, and how they become red, green and blue from 0 to "
-        "255 is not known. Next step: convert it to uint8 RGB."
+        f"{where} has {'float' if mode == 'F' else '32-bit'} pixels, whose range is unknown. Next "
+        "step: convert it to uint8 RGB."
     )

@@ -1,9 +1,9 @@
-"""Images as the tiles that Llama-3.2-Vision's tower reads, and which token looks at which of them.
+"""Image processor of Llama-3.2-Vision: images to tiles, and the cross-attention mask of tokens and tiles.
 
-- An image is laid on a canvas of up to max_image_tiles square tiles: the one that it fills best, by growing if it
-  can, else by shrinking. It is resized to fit, but never grown beyond a tile; the rest of the canvas is black.
-- Black is black before normalisation. Unused tiles are 0 after it.
-- One token stands for an image, whatever its size; what text sees of it is a mask over tokens, images and tiles.
+- An image is placed on a canvas of up to max_image_tiles square tiles: the one that needs the least upscaling, else
+  the least downscaling. It is resized to fit, but only upscaled to one tile; the rest of the canvas is black.
+- The padding is black before normalisation. Unused tiles are 0 after it.
+- One token stands for an image of any size; the text sees it through a mask over tokens, images and tiles.
 
 Checked against transformers 5.23, models/mllama/image_processing_pil_mllama.py and processing_mllama.py.
 """
@@ -25,13 +25,13 @@ from ligermodels.vision.settings import PixelSettings, read_settings, whole
 
 @functools.cache
 def arrangements(max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """(tiles down, tiles across) of every canvas; the place in this list plus 1 is the aspect ratio's id."""
+    """(tiles down, tiles across) of every canvas; the index plus 1 is the aspect ratio's id."""
     counts = range(1, max_tiles + 1)
     return tuple((down, across) for down in counts for across in counts if down * across <= max_tiles)
 
 
 def choose_canvas(height: int, width: int, max_tiles: int, tile: int) -> tuple[int, int]:
-    """The arrangement for an image: the least growth if it can grow, else the least shrinking; then fewer tiles."""
+    """The canvas of an image: the least upscaling, else the least downscaling; then the fewest tiles."""
     scales = {shape: min(shape[0] * tile / height, shape[1] * tile / width) for shape in arrangements(max_tiles)}
     growing = [scale for scale in scales.values() if scale >= 1]
     best = min(growing) if growing else max(scales.values())
@@ -40,7 +40,7 @@ def choose_canvas(height: int, width: int, max_tiles: int, tile: int) -> tuple[i
 
 def fit(height: int, width: int, canvas: tuple[int, int], tile: int) -> tuple[int, int]:
     """(height, width) of the image on a canvas of (tiles down, tiles across)."""
-    # Its own size, but at least a tile and at most the canvas.
+    # The image's own size, clamped to at least one tile and at most the canvas.
     high, wide = (min(max(side, tile), tiles * tile) for side, tiles in zip((height, width), canvas, strict=True))
     if wide / width < high / height:
         return min(int(height * (wide / width)) or 1, high), wide
@@ -63,21 +63,21 @@ class MllamaImageProcessor(PixelSettings):
         fields = read_settings(config, where, {"size", "max_image_tiles", "do_pad"})
         for key in ("do_resize", "do_pad"):
             if config.get(key) is False:
-                raise ConfigError(f"{where}: {key} is false, and without it an image does not fit its tiles.")
+                raise ConfigError(f"{where}: {key} is false, but tiles need it.")
         if config.get("max_image_tiles") is not None:
             fields["max_image_tiles"] = whole(config, "max_image_tiles", where)
         size = config.get("size")
         if not isinstance(size, Mapping) or not {"height", "width"} <= set(size) or size["height"] != size["width"]:
             raise ConfigError(f"{where}: size must hold a height and a width that are equal, not {size!r}.")
-        # transformers' default of 0.5 fits no released model, so that the file must have them.
+        # Required, because transformers' default of 0.5 fits no released model.
         if missing := [key for key in ("image_mean", "image_std") if config.get(key) is None]:
-            raise ConfigError(f"{where} has no {' and no '.join(missing)}. Is it that of the checkpoint?")
+            raise ConfigError(f"{where} has no {' and no '.join(missing)}. Is it the file of the checkpoint?")
         return cls(**fields, tile_size=whole(size, "height", where))
 
     def __call__(self, samples: Sequence[Sequence[Any]]) -> tuple[dict[str, Tensor], list[list[int]]]:
         """The inputs of the model, and the number of tiles of each image.
 
-        samples: the images of each sample, whatever `load_image` takes; a sample may have none.
+        samples: the images of each sample, as `load_image` takes them; a sample may have none.
         pixel_values fp32 [B, images, tiles, 3, S, S], aspect_ratio_ids int64 [B, images] (0: no image there),
         aspect_ratio_mask int64 [B, images, tiles] (the first tile is 1 even where there is no image).
         Without any image there are no inputs. Raises InputError.
@@ -119,10 +119,10 @@ class MllamaImageProcessor(PixelSettings):
 def cross_attention_mask(
     input_ids: Tensor, image_token_id: int, num_tiles: Sequence[Sequence[int]], max_image_tiles: int
 ) -> Tensor:
-    """int64 [B, S, images, tiles]: 1 where a token looks at a tile.
+    """int64 [B, S, images, tiles]: 1 where a token attends to a tile.
 
-    An image is seen from its own token up to the next image's. Of images whose tokens follow one another all are
-    seen as far as the last. The last one is seen to the end of the row, padding after the text included.
+    Tokens attend to an image from its own token up to the next image's. Images whose tokens are adjacent all end with
+    the last of them. The last image is attended to up to the end of the row, including padding.
     """
     length, most = input_ids.shape[1], max(map(len, num_tiles), default=0)
     mask = input_ids.new_zeros(len(num_tiles), length, most, max_image_tiles)

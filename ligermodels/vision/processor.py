@@ -1,8 +1,7 @@
-"""Text with placeholders and the images for them into the inputs of a model.
+"""Processors: text with placeholders and images to the inputs of a model.
 
-The families treat a placeholder differently: Qwen2-VL's is repeated until there is one for every embedding that
-the tower gives, Llama-3.2-Vision's stays one token, with a mask of who looks at which tile.
-Placeholders are found in the ids, so that a name written in a text counts exactly where the tokenizer takes it for one.
+Qwen2-VL's placeholder is repeated once for every embedding of the tower; Llama-3.2-Vision's stays one token, with a
+cross-attention mask over tokens and tiles. Placeholders are found in the ids, not in the text.
 Checked against transformers 5.23, processing_utils.ProcessorMixin and the processors of the two models.
 """
 
@@ -28,16 +27,16 @@ FAMILIES = {"qwen2_vl": "Qwen2VLImageProcessor", "mllama": "MllamaImageProcessor
 """model_type of config.json -> image_processor_type of preprocessor_config.json, which may end in Fast or Pil."""
 
 _SOURCES = {"image": ("image", "image_url", "url", "path", "base64"), "video": ("video", "url", "path")}
-"""Where a part of a message holds its image or video."""
+"""The keys under which a part of a message holds its image or video."""
 
 
 class ModelInputs(dict[str, Tensor]):
-    """What a model is called with: `model(**inputs)`, `model.generate(**inputs)`. All tensors are on the CPU."""
+    """Inputs for `model(**inputs)` and `model.generate(**inputs)`, on the CPU."""
 
     def to(self, device: str | torch.device | None = None, dtype: torch.dtype | None = None) -> "ModelInputs":
-        """A copy on `device`; `dtype` is for pixels, whole numbers stay what they are.
+        """A copy on `device`; `dtype` applies to floating-point tensors.
 
-        Sizes (`image_grid_thw`, `video_grid_thw`) stay on the CPU, where the model reads them without synchronising.
+        `image_grid_thw` and `video_grid_thw` stay on the CPU, where the model reads them without synchronising.
         """
         moved = {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in self.items()}
         return ModelInputs(moved | {name: x for name, x in self.items() if name.endswith("_grid_thw")})
@@ -53,7 +52,7 @@ class Processor:
 
     tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor` or `MllamaImageProcessor`.
     video_processor: a `Qwen2VLImageProcessor` with the limits for frames, None in a family without videos.
-    image_token, video_token: the placeholders, as they stand in a text.
+    image_token, video_token: the placeholders in a text.
     """
 
     def __init__(
@@ -139,16 +138,16 @@ class Processor:
 
         text: with one placeholder (`image_token`, `video_token`) for each image and video.
         images: for one text an image or a list of them; for several texts a list of lists, one for each text, or one
-        list, shared out by the placeholders. An image is whatever `vision.load_image` takes.
+        list, divided by the number of placeholders. An image is anything that `vision.load_image` takes.
         videos: likewise; a video is a list of frames, or an array [frames, H, W, 3], or a tensor [frames, 3, H, W].
-        padding_side: "left" to generate, "right" as many trainers want it.
-        add_special_tokens: adds what the checkpoint puts around a text (BOS, unless the text has it already; in
+        padding_side: "left" to generate, "right" for most trainers.
+        add_special_tokens: adds the checkpoint's special tokens around a text (BOS, unless the text has it; for
         Llama-3.2-Vision after the placeholders at the start).
         padding, return_tensors: only True and "pt", as transformers' processors are usually called.
 
         input_ids and attention_mask, int64 [B, S]; Qwen2-VL: pixel_values, image_grid_thw, pixel_values_videos,
         video_grid_thw; Llama-3.2-Vision: pixel_values, aspect_ratio_ids, aspect_ratio_mask, cross_attention_mask.
-        What has no image has no entry. Raises InputError.
+        Without images there are no entries for them. Raises InputError.
         """
         if padding_side not in ("left", "right") or not padding or return_tensors != "pt":
             raise InputError(
@@ -161,7 +160,7 @@ class Processor:
         if videos is not None and self.video_processor is None:
             raise InputError("this model takes no videos. Next step: pass some of the frames as images.")
         rows = [self._encode(one, add_special_tokens) for one in texts]
-        images = self._shared_out("image", images, rows)
+        images = self._per_text("image", images, rows)
         if isinstance(self.image_processor, MllamaImageProcessor):
             pixels, tiles = self.image_processor(images)
             inputs = batch.padded(rows, padding_side, self.tokenizer.padding_id)
@@ -170,7 +169,7 @@ class Processor:
                     inputs["input_ids"], self._tokens["image"], tiles, self.image_processor.max_image_tiles
                 )
             return ModelInputs(inputs | pixels)
-        clips = self._shared_out("video", videos, rows)
+        clips = self._per_text("video", videos, rows)
         found: dict[str, Tensor] = {}
         if any(images):
             names = [f"image {place} of text {row}" for row, some in enumerate(images) for place in range(len(some))]
@@ -199,8 +198,8 @@ class Processor:
 
         messages: [{"role": ..., "content": ...}]; a content is a str or a list of parts: {"type": "text", "text":
         ...}, {"type": "image", "image": image} (or url, path, base64, image_url), {"type": "video", "video":
-        frames}. images, videos: those of parts that only say {"type": "image"}, in order; then for all of them.
-        options: those of `Tokenizer.apply_chat_template`, variables of the template among them.
+        frames}. images, videos: for parts without their own, such as {"type": "image"}, in order.
+        options: those of `Tokenizer.apply_chat_template`, including variables of the template.
         Raises TokenizerError where the template refuses the conversation, InputError.
         """
         if return_tensors != "pt" or not return_dict:
@@ -239,7 +238,7 @@ class Processor:
     def batch_decode(
         self, ids: Iterable[Iterable[int] | Tensor] | Tensor, skip_special_tokens: bool = True
     ) -> list[str]:
-        """The texts of a batch of rows, such as `generate` returns."""
+        """The texts of a batch of rows, as `generate` returns them."""
         return self.tokenizer.batch_decode(ids, skip_special_tokens)
 
     def save(self, folder: str | Path) -> None:
@@ -266,8 +265,8 @@ class Processor:
             text = text[:start] + bos + text[start:]
         return self.tokenizer.encode(text, add_special_tokens=False)
 
-    def _shared_out(self, kind: str, given: Any, rows: list[list[int]]) -> list[list[Any]]:
-        """The images (or videos) of each text. Raises InputError where their number is not the placeholders'."""
+    def _per_text(self, kind: str, given: Any, rows: list[list[int]]) -> list[list[Any]]:
+        """The images (or videos) of each text. Raises InputError if their number is not that of the placeholders."""
         token = self._tokens[kind]
         wanted = [row.count(token) for row in rows]
         is_one = _is_image if kind == "image" else _is_video
@@ -304,7 +303,7 @@ class Processor:
         )
 
     def _expanded(self, kind: str, rows: list[list[int]], grids: Tensor) -> list[list[int]]:
-        """Each placeholder as often as its grid has tokens."""
+        """Repeats each placeholder once for each token of its grid."""
         processor = self.image_processor if kind == "image" else self.video_processor
         assert isinstance(processor, Qwen2VLImageProcessor)
         counts = iter([processor.num_tokens(grid) for grid in grids.tolist()])
@@ -316,7 +315,7 @@ _FILM = " Video files are not decoded here: pass a list of frames."
 
 
 def _read_configs(folder: Path) -> tuple[dict[str, Any], dict[str, Any], str]:
-    """(for images, for videos, the file's name). Objects nested in processor_config.json win, as in transformers."""
+    """(image config, video config, the file's name). processor_config.json wins, as in transformers."""
     found = {name: read_json(folder / name) for name in CONFIGS if (folder / name).is_file()}
     nested = found.get("processor_config.json", {})
     image, where = nested.get("image_processor"), folder / "processor_config.json"
@@ -349,7 +348,7 @@ def _family(folder: Path, image: Mapping[str, Any], where: str) -> str:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """chat_template.json, which for a processor wins over tokenizer_config.json; None where there is nothing to win."""
+    """The template of chat_template.json, which for a processor wins over tokenizer_config.json; None without it."""
     if (folder / "chat_template.jinja").is_file() or not (folder / "chat_template.json").is_file():
         return None
     template = read_json(folder / "chat_template.json").get("chat_template")
@@ -367,7 +366,7 @@ def _is_video(value: Any) -> bool:
 
 
 def _split(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
-    """(the messages with images and videos taken out, the images, the videos)."""
+    """(the messages without their images and videos, the images, the videos)."""
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         raise InputError(f"messages must be a list of dicts, or a list of such lists, not {str(chat)[:80]!r}.")
     taken: dict[str, list[Any]] = {"image": [], "video": []}
@@ -381,9 +380,9 @@ def _split(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
 
 
 def _without_source(part: Mapping[str, Any], taken: dict[str, list[Any]]) -> Mapping[str, Any]:
-    """The part as the template is to see it. Its image or video is put into `taken`.
+    """The part for the template. Its image or video is appended to `taken`.
 
-    Keys that hold None, as tables of parts have them, are left out: templates only look whether a key is there.
+    Keys with None, as tables of parts have them, are left out: templates only test whether a key is present.
     """
     part = {name: value for name, value in part.items() if value is not None}
     kind = part.get("type", next((name for name in taken if name in part), None))

@@ -1,11 +1,11 @@
-"""Images and videos as the rows of patches that Qwen2-VL's tower reads.
+"""Image processor of Qwen2-VL: images and videos to rows of patches.
 
-- Every image keeps its own size: both sides become multiples of 28 (patch_size * merge_size), the number of pixels
-  comes between min_pixels and max_pixels, the aspect ratio stays about what it was.
-- A patch covers temporal_patch_size frames; of an image the one frame is repeated.
-- Rows are in the order in which the tower merges them: blocks of merge_size x merge_size patches, row by row of
-  blocks; within a row of numbers: channel, frame, line, column.
-- A frame of a video has limits of its own, see `Qwen2VLImageProcessor.from_config`.
+- Each image is resized to multiples of 28 (patch_size * merge_size) with a number of pixels between min_pixels and
+  max_pixels; the aspect ratio stays about the same.
+- A patch covers temporal_patch_size frames; an image is repeated as so many frames.
+- Patches are in the order in which the tower merges them: blocks of merge_size x merge_size patches, block row by block
+  row. The order inside a patch is channel, frame, line, column.
+- Frames of a video have their own limits, see `Qwen2VLImageProcessor.from_config`.
 
 Checked against transformers 5.23, models/qwen2_vl/image_processing_pil_qwen2_vl.py and
 video_processing_qwen2_vl.py (frames are resized by pillow here, as in transformers up to 4.51, by torchvision there).
@@ -27,7 +27,7 @@ from ligermodels.vision.settings import PixelSettings, read_settings, whole
 
 MAX_RATIO = 200
 IMAGE_LIMITS, VIDEO_LIMITS = (56 * 56, 28 * 28 * 1280), (28 * 28 * 128, 28 * 28 * 768)
-"""(min_pixels, max_pixels) where no file states them: of transformers' image and, from 4.52 on, video processor."""
+"""Default (min_pixels, max_pixels) of transformers' image processor and, from 4.52 on, video processor."""
 
 _SIZES = ("patch_size", "temporal_patch_size", "merge_size", "max_video_tokens")
 _OWN = {*_SIZES, "min_pixels", "max_pixels", "size", "cap_pixels_per_frame"}
@@ -56,10 +56,10 @@ def smart_resize(height: int, width: int, factor: int, min_pixels: int, max_pixe
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen2VLImageProcessor(PixelSettings):
-    """min_pixels, max_pixels: of one image, or of one frame of a video.
+    """min_pixels, max_pixels: limits of one image, or of one frame of a video.
 
-    cap_pixels_per_frame: a video of many frames gets smaller ones, so that all of it takes about 0.9 *
-    max_video_tokens tokens; off unless the file says otherwise, as in transformers 5.23.
+    cap_pixels_per_frame: makes the frames of a long video smaller, so that the video has about 0.9 * max_video_tokens
+    tokens; off by default, as in transformers 5.23.
     """
 
     min_pixels: int = IMAGE_LIMITS[0]
@@ -76,11 +76,10 @@ class Qwen2VLImageProcessor(PixelSettings):
     ) -> "Qwen2VLImageProcessor":
         """From the object in preprocessor_config.json, or in video_preprocessor_config.json with video=True.
 
-        Limits are read from min_pixels and max_pixels (transformers 4), else from size (5: shortest_edge and
-        longest_edge, which are numbers of pixels; 4.45: the same names again). Without any they are transformers'
-        own: for images 3,136 and 1,003,520; for a frame 100,352 and 602,112, where versions before 4.52 took the
-        image's. A checkpoint without a file for videos uses that for images, limits included, in every version
-        and here.
+        Limits are read from min_pixels and max_pixels (transformers 4), else from size (transformers 5: shortest_edge
+        and longest_edge, as numbers of pixels; 4.45: min_pixels and max_pixels). The defaults are transformers': 3,136
+        and 1,003,520 for images, 100,352 and 602,112 for frames (versions before 4.52 used those of images). A
+        checkpoint without a file for videos uses the file for images, with its limits, as in every version.
         Raises ConfigError.
         """
         fields = read_settings(config, where, _OWN)
@@ -96,13 +95,13 @@ class Qwen2VLImageProcessor(PixelSettings):
         return self.patch_size * self.merge_size
 
     def num_tokens(self, grid: Sequence[int] | Tensor) -> int:
-        """Placeholders that an image or video takes, from its row of image_grid_thw or video_grid_thw."""
+        """The number of placeholder tokens of an image or video. grid: its row of image_grid_thw or video_grid_thw."""
         return math.prod(int(side) for side in grid) // self.merge_size**2
 
     def __call__(self, images: Sequence[Any], names: Sequence[str] | None = None) -> dict[str, Tensor]:
         """pixel_values fp32 [patches, C * frames * patch_size^2] and image_grid_thw int64 [images, 3], in patches.
 
-        images: whatever `load_image` takes. names: what errors call them. Raises InputError.
+        images: as `load_image` takes them. names: their names in errors. Raises InputError.
         """
         sized = []
         for index, image in enumerate(images):
@@ -112,9 +111,9 @@ class Qwen2VLImageProcessor(PixelSettings):
         return {"pixel_values": pixels, "image_grid_thw": grids}
 
     def videos(self, videos: Sequence[Sequence[Any]]) -> dict[str, Tensor]:
-        """pixel_values_videos and video_grid_thw, as above. A video is a list of its frames, all of one size.
+        """pixel_values_videos and video_grid_thw, as above. A video is a list of frames of one size.
 
-        If its frames do not fill the last patch in time, the last frame is repeated.
+        The last frame is repeated to fill the last patch.
         """
         sized = []
         for index, video in enumerate(videos):
@@ -135,7 +134,7 @@ class Qwen2VLImageProcessor(PixelSettings):
         return {"pixel_values_videos": pixels, "video_grid_thw": grids}
 
     def _sized(self, frames: list[Image.Image]) -> list[Image.Image]:
-        """The frames of one image or video in the size and number of whole patches."""
+        """The frames of one image or video, resized and padded to whole patches."""
         height, width = frames[0].height, frames[0].width
         if self.do_resize:
             size = self._size(len(frames), height, width)

@@ -1,7 +1,7 @@
-"""What image processors of every family read from preprocessor_config.json, and what they do to pixels with it.
+"""The settings of preprocessor_config.json that all families share, and how they map pixels to floats.
 
-transformers rescales in fp64, rounds to fp32, then normalises in fp32. A pixel has 256 values, so that the same
-arithmetic on a table of 256 rows gives the same bits at the price of a look-up.
+transformers rescales in fp64, rounds to fp32, then normalises in fp32. A pixel has 256 values, so the same arithmetic
+on a table of 256 entries gives the same bits.
 Checked against transformers 5.23, image_processing_backends.PilBackend.
 """
 
@@ -25,7 +25,7 @@ _NO_EFFECT = {
     *("data_format", "input_data_format", "num_frames", "fps", "min_frames", "max_frames", "video_metadata"),
     *("crop_size", "pad_size"),
 }
-"""Written by some version of transformers; without effect on what is computed here, their switches being off."""
+"""Keys that some version of transformers writes and that have no effect here."""
 _MUST_BE_OFF = {
     "do_center_crop": "cropping is not done",
     "do_sample_frames": "frames are taken as they are given: choose them before",
@@ -48,7 +48,7 @@ class PixelSettings:
         return image.resize((width, height), resample=Image.Resampling(self.resample))
 
     def table(self) -> np.ndarray:
-        """fp32 [3, 256]: the number that stands for each value of each channel."""
+        """fp32 [3, 256]: the float for each value of each channel."""
         values = np.arange(256, dtype=np.float64)
         values = (values * self.rescale_factor if self.do_rescale else values).astype(np.float32)
         if not self.do_normalize:
@@ -58,9 +58,9 @@ class PixelSettings:
 
 
 def read_settings(config: Mapping[str, Any], where: str, own: set[str]) -> dict[str, Any]:
-    """The fields of `PixelSettings` that `config` states, checked. own: the keys that the family reads itself.
+    """The fields of `PixelSettings` in `config`. own: the keys that the family reads itself.
 
-    Keys that nobody knows are named in one warning. Raises ConfigError.
+    Unknown keys are named in one warning. Raises ConfigError.
     """
     given = {key: value for key, value in config.items() if value is not None}
     for key, reason in _MUST_BE_OFF.items():
@@ -80,10 +80,10 @@ def read_settings(config: Mapping[str, Any], where: str, own: set[str]) -> dict[
                 raise ConfigError(f"{where}: {key} must be three numbers, for red, green and blue, not {value!r}.")
             found[key] = tuple(_number(number, f"{where}: {key}") for number in value)
     if 0 in found.get("image_std", ()):
-        raise ConfigError(f"{where}: image_std holds 0, by which pixels would be divided.")
+        raise ConfigError(f"{where}: image_std holds 0.")
     known = {*found, *own, *_NO_EFFECT, *_MUST_BE_OFF}
     if unknown := sorted(key for key, value in given.items() if key not in known and value is not False):
-        warnings.warn(f"{where}: keys without a known meaning, not used: {unknown}", stacklevel=4)
+        warnings.warn(f"{where}: unknown keys are ignored: {unknown}", stacklevel=4)
     return found
 
 

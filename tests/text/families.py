@@ -89,12 +89,6 @@ PHI_3 = (
     "{% for m in messages %}{{ '<|' ~ m.role ~ '|>\n' ~ m.content ~ '<|end|>\n' }}{% endfor %}"
     "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}"
 )
-# As first released: the system message is ignored, and the generation prompt is always there.
-PHI_3_FIRST = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "{{ '<|user|>\n' ~ m.content ~ '<|end|>\n<|assistant|>\n' }}{% elif m.role == 'assistant' %}"
-    "{{ m.content ~ '<|end|>\n' }}{% endif %}{% endfor %}"
-)
 PHI_4 = (
     "{% for m in messages %}{{ '<|im_start|>' ~ m.role ~ '<|im_sep|>' ~ m.content ~ '<|im_end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"
@@ -418,15 +412,12 @@ def _phi_4(folder: Path) -> Path:
 class Family:
     """build writes the folder. stops: ids that end a text; turn_end: the one that ends a turn.
 
-    alone, talk: the template's text of `ALONE` and `TALK` with a generation prompt. talk is None where the template
-    refuses a system message. special: tokens to put into texts.
+    special: tokens to put into texts.
     """
 
     build: Callable[[Path], Path]
     stops: tuple[int, ...]
     turn_end: int
-    alone: str
-    talk: str | None
     bos: str | None = None
     special: tuple[str, ...] = ()
 
@@ -435,109 +426,33 @@ ALONE = [{"role": "user", "content": "Hi"}]
 TOLD = [*ALONE, {"role": "assistant", "content": "Yes."}]
 TALK = [{"role": "system", "content": "Be brief."}, *TOLD, {"role": "user", "content": "Why?"}]
 
-_LLAMA_3_DATES = "Cutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
-_LLAMA_3_OPEN = f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\n{_LLAMA_3_DATES}"
-_LLAMA_3_USER = "<|eot_id|><|start_header_id|>user<|end_header_id|>\n\n"
-_LLAMA_3_ANSWER = "<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
-_GEMMA_ALONE = "<bos><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"
-
 FAMILIES = {
-    "llama 2": Family(
-        _llama_2,
-        stops=(2,),
-        turn_end=2,
-        bos="<s>",
-        special=("</s>",),
-        alone="<s>[INST] Hi [/INST]",
-        talk="<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHi [/INST] Yes. </s><s>[INST] Why? [/INST]",
-    ),
+    "llama 2": Family(_llama_2, stops=(2,), turn_end=2, bos="<s>", special=("</s>",)),
     "llama 3.1": Family(
         _llama_3,
         stops=(128001, 128008, 128009),
         turn_end=128009,
         bos="<|begin_of_text|>",
         special=("<|eot_id|>", "<|python_tag|>"),
-        alone=f"{_LLAMA_3_OPEN}{_LLAMA_3_USER}Hi{_LLAMA_3_ANSWER}",
-        talk=f"{_LLAMA_3_OPEN}Be brief.{_LLAMA_3_USER}Hi{_LLAMA_3_ANSWER}Yes.{_LLAMA_3_USER}Why?{_LLAMA_3_ANSWER}",
     ),
-    "mistral 0.3": Family(
-        _mistral_3,
-        stops=(2,),
-        turn_end=2,
-        bos="<s>",
-        special=("</s>", "[INST]"),
-        alone="<s>[INST] Hi[/INST]",
-        talk="<s>[INST] Hi[/INST] Yes.</s>[INST] Be brief.\n\nWhy?[/INST]",
-    ),
-    "nemo": Family(
-        _nemo,
-        stops=(2,),
-        turn_end=2,
-        bos="<s>",
-        special=("</s>", "[INST]"),
-        alone="<s>[INST]Hi[/INST]",
-        talk="<s>[INST]Hi[/INST]Yes.</s>[INST]Be brief.\n\nWhy?[/INST]",
-    ),
-    "mixtral": Family(
-        _mixtral,
-        stops=(2,),
-        turn_end=2,
-        bos="<s>",
-        special=("</s>",),
-        alone="<s>[INST] Hi [/INST]",
-        talk=None,
-    ),
-    "gemma 1": Family(
-        _gemma,
-        stops=(1,),
-        turn_end=107,
-        bos="<bos>",
-        special=("<start_of_turn>", "<eos>"),
-        alone=_GEMMA_ALONE,
-        talk=None,
-    ),
+    "mistral 0.3": Family(_mistral_3, stops=(2,), turn_end=2, bos="<s>", special=("</s>", "[INST]")),
+    "nemo": Family(_nemo, stops=(2,), turn_end=2, bos="<s>", special=("</s>", "[INST]")),
+    "mixtral": Family(_mixtral, stops=(2,), turn_end=2, bos="<s>", special=("</s>",)),
+    "gemma 1": Family(_gemma, stops=(1,), turn_end=107, bos="<bos>", special=("<start_of_turn>", "<eos>")),
     "gemma 2": Family(
         lambda folder: _gemma(folder, 2),
         stops=(1, 107),
         turn_end=107,
         bos="<bos>",
         special=("<end_of_turn>", "<h1>", "\n\n"),
-        alone=_GEMMA_ALONE,
-        talk=None,
     ),
-    "qwen 2.5": Family(
-        _qwen_2,
-        stops=(151645, 151643),
-        turn_end=151645,
-        special=("<|im_end|>", "<tool_call>"),
-        alone="<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
-        "<|im_start|>assistant\n",
-        talk="<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes."
-        "<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n",
-    ),
-    "phi 3": Family(
-        _phi_3,
-        stops=(32000, 32001, 32007),
-        turn_end=32007,
-        special=("<|user|>", "<|endoftext|>", "</s>"),
-        alone="<|user|>\nHi<|end|>\n<|assistant|>\n",
-        talk="<|system|>\nBe brief.<|end|>\n<|user|>\nHi<|end|>\n<|assistant|>\nYes.<|end|>\n"
-        "<|user|>\nWhy?<|end|>\n<|assistant|>\n",
-    ),
-    "phi 4": Family(
-        _phi_4,
-        stops=(100265,),
-        turn_end=100265,
-        special=("<|im_start|>", "<|im_sep|>"),
-        alone="<|im_start|>user<|im_sep|>Hi<|im_end|><|im_start|>assistant<|im_sep|>",
-        talk="<|im_start|>system<|im_sep|>Be brief.<|im_end|><|im_start|>user<|im_sep|>Hi<|im_end|>"
-        "<|im_start|>assistant<|im_sep|>Yes.<|im_end|><|im_start|>user<|im_sep|>Why?<|im_end|>"
-        "<|im_start|>assistant<|im_sep|>",
-    ),
+    "qwen 2.5": Family(_qwen_2, stops=(151645, 151643), turn_end=151645, special=("<|im_end|>", "<tool_call>")),
+    "phi 3": Family(_phi_3, stops=(32000, 32001, 32007), turn_end=32007, special=("<|user|>", "<|endoftext|>", "</s>")),
+    "phi 4": Family(_phi_4, stops=(100265,), turn_end=100265, special=("<|im_start|>", "<|im_sep|>")),
 }
 
-# Of these two AutoTokenizer reads the vocabulary alone out of tokenizer.json and rebuilds the rest, where
-# transformers 4 and PreTrainedTokenizerFast take the file as it is.
+# AutoTokenizer takes only the vocabulary of these two from tokenizer.json and rebuilds the rest; transformers 4 and
+# PreTrainedTokenizerFast take the file as it is.
 REBUILT = ("llama 2", "gemma 1")
 
 

@@ -37,40 +37,15 @@ TEXTS = (
     "\U0001d573\U0001d58a",
 )
 
-CHATML = (
-    "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token ~ '[INST] ' ~ m.content.strip() ~ ' [/INST]' }}"
+    "{% else %}{{ ' ' ~ m.content.strip() ~ ' ' ~ eos_token }}{% endif %}{% endfor %}"
 )
-LLAMA2 = """{% if messages[0]['role'] == 'system' %}
-    {%- set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}
-    {%- set turns = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-    {%- set turns = messages %}
-{%- endif %}
-{%- for turn in turns %}
-    {%- if (turn['role'] == 'user') != (loop.index0 % 2 == 0) %}
-        {{- raise_exception('user and assistant must take turns') }}
-    {%- endif %}
-    {%- if turn['role'] == 'user' %}
-        {{- bos_token + '[INST] ' + (system if loop.first else '') + turn['content'].strip() + ' [/INST]' }}
-    {%- else %}
-        {{- ' ' + turn['content'].strip() + ' ' + eos_token }}
-    {%- endif %}
-{%- endfor %}"""
-LLAMA3 = """{{- bos_token }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {{- message['content'] | trim + '<|eot_id|>' }}
-{%- endfor %}
-{%- if tools is not none %}
-    {{- '<|start_header_id|>tools<|end_header_id|>\\n\\n' + (tools | tojson(indent=2)) + '<|eot_id|>' }}
-{%- endif %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}"""
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' ~ m.role ~ '<|end_header_id|>\n\n' }}"
+    "{{ m.content | trim ~ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
 
 
 def write(folder: Path, name: str, value: Any) -> None:

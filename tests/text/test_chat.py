@@ -1,4 +1,4 @@
-"""Chat templates against transformers: which one is used, what it writes, the assistant's tokens, and the sandbox."""
+"""Chat templates against transformers: which one is used, its text, the assistant's tokens, and the sandbox."""
 
 import pytest
 import torch
@@ -7,12 +7,10 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer, sandbox
-from ligermodels.text.batch import mask_of
 from tests.text import families, folders
 from tests.text.families import TOLD
 
 USER = {"role": "user", "content": "  Where is the cat?\n"}
-ASSISTANT = {"role": "assistant", "content": "On the mat 🦊. "}
 TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>", "parameters": {"type": "object"}}}
 
 
@@ -26,50 +24,13 @@ def tokenizer(byte_level_folder):
     return Tokenizer.from_folder(byte_level_folder)
 
 
-# What released templates are written with, beyond the plain loop.
-CONSTRUCTS = """{%- set ns = namespace(count=0, last=messages|length - 1) %}
-{%- macro show(m, depth=0) -%}{{ m.role }}:{% if depth < 2 %}{{ show(m, depth + 1) }}{% endif %}{%- endmacro %}
-{%- for m in messages[::-1] %}
-    {%- set index = (messages|length - 1) - loop.index0 %}
-    {%- if m.role == "user" and m.content is string and not m.content.startswith('<tool_response>') %}
-        {%- set ns.last = index %}
-    {%- endif %}
-{%- endfor %}
-{{- messages | selectattr("role", "equalto", "user") | list | length ~ ns.last }}
-{%- for m in messages | rejectattr("tool_calls", "defined") %}
-    {%- if loop.previtem is defined and loop.previtem.role == m.role %}{{ "same" }}{% endif %}
-    {{- (loop.nextitem.role if loop.nextitem else 'end') ~ show(m) ~ loop.length ~ loop.revindex }}
-    {%- if m.role == 'stop' %}{% break %}{% elif m.role == 'skip' %}{% continue %}{% endif %}
-    {%- set ns.count = ns.count + 1 %}
-    {%- generation %}{{ m['content'] | trim | upper | replace('A', 'b') }}{% endgeneration %}
-    {%- for key, value in m.items() if key != 'role' %}{{ key ~ '=' }}{{ value | tojson }}{% endfor %}
-    {%- for key, value in m | items %}{{ key }}{% endfor %}
-{%- endfor %}
-{{- ns.count }}{{ [1, 2] + [3] }}{{ tools | map(attribute='function.name') | join(', ') }}
-{%- if tools is iterable and tools is not mapping %}{{ tools[0].function.parameters | dictsort }}{% endif %}
-{{- "%s-%d" | format("x", 3) }}{{ "a,b".split(",")[-1] }}{{ messages[-1].content.rstrip('\\n') }}{{ 7 // 2 }}
-{{- missing is defined }}{{ dict(a=1).get('b', 'c') }}{{ messages[0].get('x') is none }}"""
-
-
-def test_constructs_of_released_templates(pair):
-    ours, theirs = pair
-    call = {"role": "assistant", "content": "A", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
-    messages = [{"role": "system", "content": "Be brief."}, USER, {"role": "user", "content": "é"}]
-    messages += [{"role": "skip", "content": "x"}, call, {"role": "stop", "content": "ba\n"}, ASSISTANT]
-    theirs.chat_template = CONSTRUCTS
-    text = theirs.apply_chat_template(messages, tools=[TOOL], tokenize=False)
-    assert ours.apply_chat_template(messages, tools=[TOOL], template=CONSTRUCTS, tokenize=False) == text
-    assert text.startswith("21user") and "same" in text and "find" in text and text.endswith("3FalsecTrue")
-
-
 @pytest.mark.parametrize(
     ("template", "text"),
     [
         ("{% for i in range(4) if i %}{{ i }}{{ loop.length }}{% endfor %}", "132333"),
-        ("{% for a in nothing %}x{% else %}empty{% endfor %}|{{ nothing }}|", "empty||"),
         ("{{ {'é<': [1, '>']}|tojson }}", '{"é<": [1, ">"]}'),
         ("{{ {'é': 1}|tojson(ensure_ascii=True) }}{{ [1]|tojson(indent=1) }}", '{"\\u00e9": 1}[\n 1\n]'),
-        ("{{ {'b': 1, 'a': 2}|tojson(separators=(',', '='), sort_keys=True) }}", '{"a"=2,"b"=1}'),
+        ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "01345678"),
         ("{{ strftime_now('%Y')|length }}{{ nothing|default(1700000000) }}", "41700000000"),
         ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
         ("{{ namespace(self=1, x=2).x }}{{ cycler('a', 'b').next() }}{{ dict(a=1).a }}", "2a1"),
@@ -82,29 +43,21 @@ def test_the_environment_is_that_of_transformers(tokenizer, template, text):
 
 
 @pytest.mark.parametrize(
-    ("template", "words"),
+    ("template", "message"),
     [
-        ("{{ ''.__class__.__mro__ }}", "line 1: blocked by the sandbox: access to attribute '__class__'"),
-        ("{{ ('a'|attr('__class__')).x }}", "'__class__'"),
-        ("{{ (messages|map(attribute='__class__')|first).x }}", "'__class__'"),
+        ("{{ ''.__class__.__mro__ }}", "line 1: SecurityError: access to attribute '__class__'"),
         ("{{ '{0.__class__.x}'.format(1) }}", "'__class__'"),
-        ("{{ raise_exception.__globals__.x }}", "'__globals__'"),
-        ("{{ messages.append(1) }}", "blocked by the sandbox"),
-        ("{{ dict.mro() }}", "mro"),
+        ("{{ messages.append(1) }}", "SecurityError"),
         ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "cannot hold '__html__'"),
         ("{% include '/etc/passwd' %}", "no loader"),
-        ("{% import 'os' as os %}", "no loader"),
-        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
-        ("{{ x }}" * 200_000, "TemplateTooLarge: a template has at most 524,288 characters"),
-        ("{% for i in range(9999) %}{{ 'ab' * 5000 }}{% endfor %}", "a template writes at most 67,108,864 characters"),
         ("a\nb\n{{ x }", "line 3: syntax error: "),
         ("{% for m in messages %}\n{{ m.foo.bar }}\n{% endfor %}", "line 2: UndefinedError: .*foo"),
         ("{{ raise_exception('only users here') }}", "refuses these messages: only users here"),
     ],
 )
-def test_templates_that_end_in_an_error(tokenizer, template, words):
-    with pytest.raises(TokenizerError, match=words) as caught:
+def test_templates_that_fail(tokenizer, template, message):
+    with pytest.raises(TokenizerError, match=message) as caught:
         tokenizer.apply_chat_template([USER], template=template, tokenize=False)
     assert len(str(caught.value)) < 2000
 
@@ -120,20 +73,17 @@ def test_messages_are_not_changed_and_objects_not_reached(tokenizer):
     assert isinstance(messages[0]["content"][0]["image"], Image)
 
 
-def test_a_long_conversation(tokenizer):
-    messages = [{"role": "user", "content": "x" * 1000}] * 10_000
-    template = "{% for m in messages %}{{ '<' + m.role + '>' ~ m.content|trim }}{% endfor %}"
-    text = tokenizer.apply_chat_template(messages, template=template, tokenize=False)
-    assert text == ("<user>" + "x" * 1000) * 10_000
-
-
 PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
 
 
 @pytest.mark.parametrize(
     ("template", "content"),
-    [(form, text) for form in (folders.LLAMA2, folders.LLAMA3, folders.CHATML) for text in ("On the ", "  On the")]
-    + [(PARTS, [{"type": "text", "text": "On the "}, {"type": "image"}])],
+    [
+        (families.QWEN, "On the "),
+        (folders.LLAMA2, "  On the "),
+        (folders.LLAMA3, "On the "),
+        (PARTS, [{"type": "text", "text": "On the "}, {"type": "image"}]),
+    ],
 )
 def test_continue_final_message(pair, template, content):
     ours, theirs = pair
@@ -147,11 +97,10 @@ def test_continue_final_message(pair, template, content):
 
 def test_variables_reach_the_template(pair):
     ours, theirs = pair
-    template = "{{ date }}{{ n + 1 }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ pad_token }}"
-    theirs.chat_template = template
-    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today", "n": 1}
-    text = theirs.apply_chat_template([USER], **arguments)
-    assert ours.apply_chat_template([USER], template=template, **arguments) == text == "today2b<|begin|><|eot_id|>"
+    template = "{{ date }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ pad_token }}"
+    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today"}
+    text = theirs.apply_chat_template([USER], chat_template=template, **arguments)
+    assert ours.apply_chat_template([USER], template=template, **arguments) == text == "todayb<|begin|><|eot_id|>"
 
 
 def folder_with(tmp_path, byte_level_folder, *, config=None, files=()):
@@ -175,13 +124,11 @@ OLD = ("chat_template.json", {"chat_template": "old"})
     ("config", "files", "call", "said"),
     [
         ("text", [JINJA], {}, "jinja"),
-        ("text", [OLD], {}, "text"),
         ("text", [JINJA, RAG], {"template": "rag"}, "rag"),
         (NAMED, [], {}, "plain"),
         (NAMED, [], {"tools": [TOOL]}, "tools"),
         (NAMED, [], {"tools": [TOOL], "template": "default"}, "plain"),
         (NAMED, [], {"template": "{{ 'own' }}"}, "own"),
-        ({"default": "mapped"}, [], {}, "mapped"),
     ],
 )
 def test_which_template(tmp_path, byte_level_folder, config, files, call, said):
@@ -198,18 +145,17 @@ def test_the_old_processor_file_comes_last(tmp_path, byte_level_folder):
 
 
 @pytest.mark.parametrize(
-    ("config", "call", "words"),
+    ("config", "call", "message"),
     [
         (None, {}, "has no chat template. Likely cause: a base model"),
         (NAMED[1:], {}, r"no default chat template.*tool_use"),
         (NAMED, {"template": "rag"}, r"no chat template 'rag'.*'default', 'tool_use'"),
-        ([{"name": "default"}], None, "chat_template must be a string or a list"),
         (5, None, "chat_template must be a string or a list"),
     ],
 )
-def test_templates_that_are_not_there(tmp_path, byte_level_folder, config, call, words):
+def test_missing_templates(tmp_path, byte_level_folder, config, call, message):
     folder = folder_with(tmp_path, byte_level_folder, config=config)
-    with pytest.raises(TokenizerError, match=words):
+    with pytest.raises(TokenizerError, match=message):
         Tokenizer.from_folder(folder).apply_chat_template([USER], **call)
 
 
@@ -217,27 +163,21 @@ MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         ({"messages": USER}, "messages must be a list of dicts"),
-        ({"messages": [[USER]]}, "messages must be a list of dicts"),
         ({"tools": [print]}, "tools must be a list of dicts"),
-        ({"documents": ["text"]}, "documents must be a list of dicts"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "lone surrogate"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
-        ({"continue_final_message": True, **MASK}, "excludes"),
         ({"continue_final_message": True, "template": "{{ 'nothing' }}"}, "leaves out"),
         ({"continue_final_message": True, "messages": [{"role": "user", "content": None}]}, "last message"),
         ({"template": "a", "chat_template": "b"}, "give one"),
         ({"return_assistant_tokens_mask": True}, "return_dict=True"),
     ],
 )
-def test_wrong_arguments(tokenizer, call, words):
-    with pytest.raises((InputError, TokenizerError), match=words):
+def test_wrong_arguments(tokenizer, call, message):
+    with pytest.raises((InputError, TokenizerError), match=message):
         tokenizer.apply_chat_template(**{"messages": [USER], **call})
 
-
-# ---- which tokens are the assistant's ----
 
 MARKED = """{%- for m in messages %}
     {%- if m.role == 'assistant' %}
@@ -256,16 +196,12 @@ CHATS = [
 ]
 
 
-@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "qwen 2.5", "phi 3", "phi 4"])
+@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "qwen 2.5"])
 def test_masks_are_those_of_transformers(folder_of, name):
     ours, theirs = Tokenizer.from_folder(folder_of(name)), families.theirs(name, folder_of(name))
     ours.pad_token, theirs.pad_token = ours.eos_token, theirs.eos_token
     for chat in CHATS:
-        for options in (
-            {},
-            {"return_tensors": "pt", "padding": "max_length", "max_length": 60},
-            {"truncation": True, "max_length": 9},
-        ):
+        for options in ({}, {"return_tensors": "pt", "padding": "max_length", "max_length": 60}):
             found = ours.apply_chat_template(chat, chat_template=MARKED, **MASK, **options)
             side = {"tokenizer_kwargs": {"padding_side": ours.padding_side}}
             expected = theirs.apply_chat_template(chat, chat_template=MARKED, **MASK, **options, **side)
@@ -301,7 +237,7 @@ def test_masks_of_odd_templates(tokenizer, template, texts, said):
 
 
 @pytest.mark.parametrize(
-    ("template", "content", "words"),
+    ("template", "content", "message"),
     [
         ("{# {% generation %} #}{{ messages[0].content }}", "a", r"has no {% generation %}.*TRL"),
         ("{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}", "a", "changes the text"),
@@ -309,17 +245,8 @@ def test_masks_of_odd_templates(tokenizer, template, texts, said):
         ("{% for m in [1] %}{% generation %}a{% break %}{% endgeneration %}{% endfor %}", "a", "without its end"),
     ],
 )
-def test_where_the_mask_cannot_be_told(tokenizer, template, content, words):
+def test_masks_that_cannot_be_found(tokenizer, template, content, message):
     chat = [{"role": "assistant", "content": content}]
-    with pytest.raises(TokenizerError, match=words):
+    with pytest.raises(TokenizerError, match=message):
         tokenizer.apply_chat_template(chat, chat_template=template, **MASK)
     assert isinstance(tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False), str)
-
-
-def test_tokens_without_characters_and_at_the_borders():
-    """A token of the space that a decoder takes off has none of the text; one across a border has both."""
-    offsets = [(0, 0), (0, 2), (2, 2), (2, 5), (4, 6), (6, 6), (6, 7)]
-    assert mask_of(offsets, [(2, 5), (6, 7)]) == [0, 0, 1, 1, 1, 1, 1]
-    assert mask_of(offsets, [(0, 1)]) == [1, 1, 0, 0, 0, 0, 0]
-    assert mask_of(offsets, [(5, 6)]) == [0, 0, 0, 0, 1, 0, 0]
-    assert mask_of(offsets, []) == [0] * 7 and mask_of([], [(0, 1)]) == []

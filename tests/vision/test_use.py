@@ -1,4 +1,4 @@
-"""What users do with images, as they do it: `ligermodels chat --image`, and examples/images.py."""
+"""`ligermodels chat --image` and examples/images.py on checkpoints that transformers wrote."""
 
 import importlib
 import json
@@ -74,7 +74,7 @@ def built(request, tmp_path):
 
 
 def said(model, inputs, length, stops) -> list[int]:
-    """The ids with which transformers goes on, greedily."""
+    """The ids that transformers generates greedily."""
     inputs = dict(inputs)
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (inputs["input_ids"] == model.config.image_token_id).int()
@@ -106,12 +106,12 @@ def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     assert len(set(answers)) == 2 and all(map(len, answers))
 
 
-@pytest.mark.parametrize("image, words", [("missing.png", "missing.png"), ("model/config.json", "not an image")])
-def test_chat_refuses_what_is_no_image(built, tmp_path, capsys, monkeypatch, image, words):
+@pytest.mark.parametrize("image, message", [("missing.png", "missing.png"), ("model/config.json", "not an image")])
+def test_chat_refuses_files_that_are_no_images(built, tmp_path, capsys, monkeypatch, image, message):
     folder, _ = built
-    monkeypatch.setattr(ligermodels, "load", None)  # not even tried
+    monkeypatch.setattr(ligermodels, "load", None)  # refused before the model loads
     assert main(["chat", str(folder), "--image", str(tmp_path / image)]) == 3
-    assert words in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
