@@ -111,7 +111,7 @@ def _run(source: str, where: str, variables: dict[str, Any], with_marks: bool = 
     """(the text of a template, whether it has {% generation %})."""
     try:
         template, has_generation = sandbox.compile_template(source, with_marks)
-        return template.render(variables), has_generation
+        return sandbox.render(template, variables), has_generation
     except sandbox.RaisedByTemplate as error:
         raise TokenizerError(f"{where} refuses these messages: {error}") from error
     except Exception as error:

@@ -1,7 +1,7 @@
 """The environment of chat templates: jinja2's ImmutableSandboxedEnvironment, as in transformers.
 
 Templates are programs from the internet. The sandbox keeps them from Python's internals and from changing their
-variables; it does not limit their time or memory.
+variables. The size of a template and of its output is limited; its time is not.
 """
 
 import datetime
@@ -16,6 +16,14 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
 SPAN_START, SPAN_END = "\ue000assistant\ue000", "\ue000end\ue000"
 """Around the assistant's text in the output of a template that was compiled with marks."""
+
+
+MAX_TEMPLATE_CHARS = 2**19
+MAX_OUTPUT_CHARS = 2**26
+
+
+class TemplateTooLarge(Exception):
+    """A template, or its output, is larger than the limit."""
 
 
 class RaisedByTemplate(Exception):
@@ -46,7 +54,9 @@ class GenerationTag(Extension):
 
 @functools.lru_cache(maxsize=32)
 def compile_template(source: str, with_marks: bool = False) -> tuple[jinja2.Template, bool]:
-    """(the template, whether it has {% generation %}). Raises jinja2.TemplateSyntaxError."""
+    """(the template, whether it has {% generation %}). Raises TemplateTooLarge, jinja2.TemplateSyntaxError."""
+    if len(source) > MAX_TEMPLATE_CHARS:
+        raise TemplateTooLarge(f"a template has at most {MAX_TEMPLATE_CHARS:,} characters, this one {len(source):,}")
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols]
     )
@@ -57,6 +67,17 @@ def compile_template(source: str, with_marks: bool = False) -> tuple[jinja2.Temp
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source), environment.has_generation  # type: ignore[attr-defined]
+
+
+def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
+    """The output of the template. Raises TemplateTooLarge, and whatever the template raises."""
+    pieces, size = [], 0
+    for piece in template.generate(variables):
+        pieces.append(piece)
+        size += len(piece)
+        if size > MAX_OUTPUT_CHARS:
+            raise TemplateTooLarge(f"the output of a template has at most {MAX_OUTPUT_CHARS:,} characters")
+    return "".join(pieces)
 
 
 class _Namespace(jinja2.utils.Namespace):

@@ -49,6 +49,8 @@ def test_the_environment_is_that_of_transformers(tokenizer, template, text):
         ("{{ '{0.__class__.x}'.format(1) }}", "'__class__'"),
         ("{{ messages.append(1) }}", "SecurityError"),
         ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "cannot hold '__html__'"),
+        ("{{ x }}" * 200_000, "TemplateTooLarge: a template has at most 524,288 characters"),
+        ("{% for i in range(9999) %}{{ 'ab' * 5000 }}{% endfor %}", "output of a template has at most 67,108,864"),
         ("{% include '/etc/passwd' %}", "no loader"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("a\nb\n{{ x }", "line 3: syntax error: "),

@@ -1,8 +1,6 @@
 """The table of ops: the choices for each, the eager code that it replaces, where it may be hard.
 
-`OF_TORCH_DTYPES = HALF if torch.cuda.is_available() else (*HALF, torch.float32)
-"""fp32 is judged on the CPU: on a GPU it is an engine of torch's against another."""
-OPS` is what `test_every_op.py` goes through. An entry (see `cases.Op`) holds the op, its reference, the eager code of
+`OPS` is what `test_every_op.py` goes through. An entry (see `cases.Op`) holds the op, its reference, the eager code of
 the same dtype that it replaces (as transformers or torch.nn.functional have it), what sizes and options may be,
 adversarial values, and a case past 2^31 elements. All calls are by keyword: op, reference and eager take the same
 arguments.
@@ -43,6 +41,8 @@ from tests.kernels.ops.mlp import (
 from tests.kernels.ops.moe import experts_op, route_op
 
 OURS = [form for form in FORMS if form not in OF_TORCH]
+OF_TORCH_DTYPES = HALF if torch.cuda.is_available() else (*HALF, torch.float32)
+"""fp32 is judged on the CPU: on a GPU it is an engine of torch's against another."""
 OPS: dict[str, Op] = {
     "rms_norm": norm(kernels.rms_norm, kernels.rms_norm_reference, eager_rms_norm, add=False, layer=False),
     "add_rms_norm": norm(
