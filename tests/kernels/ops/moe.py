@@ -54,7 +54,7 @@ def route_op() -> Op:
         complete={"experts": 5, "top_k": 2},
         row=lambda chosen: chosen["experts"],
         few_rows=(0, 1, 5, 40),
-        fits=lambda chosen: chosen["top_k"] <= chosen["experts"] and chosen["hidden"] * chosen["inner"] > 1,
+        fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
         edges={
             "equal logits": edge(lambda: torch.zeros(9, 16)),
             "logits of 1e4": edge(lambda: torch.randn(9, 16) * 1e4),
@@ -120,7 +120,7 @@ def experts_op() -> Op:
         row=lambda chosen: 2**11,
         more={"recompute": [False, True]},
         few_rows=(0, 1, 9),
-        fits=lambda chosen: chosen["top_k"] <= chosen["experts"],
+        fits=lambda chosen: chosen["top_k"] <= chosen["experts"] and chosen["hidden"] * chosen["inner"] > 1,
         edges={
             "all to the same": lambda m: make(m, 20, logits=lambda r, e: torch.arange(e).expand(r, e) * 9.0, **usual),
             "equal weights": lambda m: make(m, 20, logits=lambda r, e: torch.zeros(r, e), **usual),
