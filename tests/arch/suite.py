@@ -82,9 +82,9 @@ def theirs(folder):
     return auto_class(transformers.AutoConfig.from_pretrained(folder)).from_pretrained(folder, **options)
 
 
-def theirs_logits(hf, ids, **inputs):
+def theirs_logits(hf, *ids, **inputs):
     with torch.no_grad():
-        return hf(ids, **inputs).logits
+        return hf(*ids, **inputs).logits
 
 
 def edit_config(folder, **changes):
