@@ -389,6 +389,22 @@ class Suite:
         folder = write_checkpoint({**first, "num_hidden_layers": 1}, tmp_path / "hf", norm=self.NORM)
         check_compiled(self.arch.from_hub(folder, progress=False).train(), torch.randint(3, 90, (2, 24)))
 
+    def test_random_weights_follow_the_seed_and_leave_no_memory_as_it_was(self, first):
+        config = self.arch.config_class.from_hf(first)
+        model = self.arch.from_config(config, dtype=torch.float32, device="meta").to_empty(device="cpu")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(float("nan"))
+        model.init_weights(seed=1)
+        same, other = (self.arch.from_config(config, dtype=torch.float32, seed=seed).state_dict() for seed in (1, 2))
+        for name, parameter in model.named_parameters():
+            assert parameter.isfinite().all() and torch.equal(parameter, same[name]), name
+            scale = parameter + model.decoder.norm.offset if "norm" in name and "weight" in name else parameter
+            drawn = parameter.numel() == 1 or 0.01 < parameter.std() < 0.04
+            assert (scale == 1).all() or not parameter.any() or drawn, name
+        head = next(name for name in other if name.endswith("embed_tokens.weight"))
+        assert not torch.equal(other[head], same[head])
+
     def test_defaults_are_those_of_transformers(self, first):
         sizes = ("model_type", "vocab_size", "intermediate_size", "num_hidden_layers")
         given = {**{name: first[name] for name in sizes}, "hidden_size": 64, "num_attention_heads": 32}
