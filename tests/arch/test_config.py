@@ -162,11 +162,8 @@ FILES = {
     "git-lfs pointer": (replaced("version https://git-lfs.github.com/spec/v1\n"), CheckpointError, "git lfs"),
     "an unknown family": (spoiled_config(model_type="falcon"), ConfigError, "the zoo holds"),
     "a model of images": (replaced('{"model_type": "llama", "text_config": {}}'), ConfigError, "text_config"),
-    "an adapter's": (replaced('{"model_type": "llama", "peft_type": "LORA"}'), ConfigError, "adapter or"),
+    "an adapter's": (replaced('{"model_type": "llama", "peft_type": "LORA"}'), ConfigError, "of an adapter"),
     "not there": (lambda folder: (folder / "config.json").unlink(), CheckpointError, "is not there"),
-    "a stop string": (
-        replaced('{"eos_token_id": "</s>"}', "generation_config.json"), ConfigError, "must be a token id"
-    ),
     "a larger vocabulary": (spoiled_config(vocab_size=2**20), CheckpointError, "wrong shape"),
     "more layers": (spoiled_config(num_hidden_layers=9), CheckpointError, "1 layers on disk"),
     "tied, and the index names a head": (spoiled_config(tie_word_embeddings=True), CheckpointError, "config ties"),

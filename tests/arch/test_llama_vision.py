@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from transformers.models.mllama import modeling_mllama
 
+from ligermodels.arch.config import GENERIC
 from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig, cross_mask
-from ligermodels.arch.llama_vision_tower import GENERIC, tower_padding
+from ligermodels.arch.llama_vision_tower import tower_padding
 from ligermodels.errors import ConfigError, InputError
 from tests.arch.llama_vision import images, placements, tiny
 from tests.arch.suite import (

@@ -354,7 +354,6 @@ def test_inputs_that_do_not_fit_together(change, words, model):
     [
         (dict(vision_config=dict(hidden_size=32, embed_dim=36, num_heads=16)), ["embed_dim=36", "num_heads=16"]),
         (dict(vision_config=dict(hidden_size=32, hidden_act="relu")), ["hidden_act='relu'", "quick_gelu"]),
-        (dict(vision_config=dict(hidden_size=32, in_chans=1, in_channels=3)), ["in_chans=1"]),
         (dict(rope_parameters=rope("default", (1, 1, 1))), ["mrope_section is [1, 1, 1]", "together 4"]),
         (dict(video_rule="4.57"), ["video_rule='4.57'", "4.x, 5.x"]),
         (dict(text_config={"model_type": "llama"}), ["text_config", "qwen2_vl_text"]),
