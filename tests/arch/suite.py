@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import load_file
 
 from ligermodels.checkpoint import weights
+from ligermodels.training.recompute import last_mlp
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 # Both sides compute in fp32, a few hundred roundings deep; 1e-5 of the largest value is what that leaves.
@@ -88,9 +89,14 @@ def theirs_logits(hf, *ids, **inputs):
 
 
 def edit_config(folder, **changes):
-    """Changes keys of a folder's config.json; None stays as null, `...` removes the key."""
-    config = {**json.loads((folder / "config.json").read_text()), **changes}
-    config = {key: value for key, value in config.items() if value is not ...}
+    """Changes the text's keys of a folder's config.json; None stays as null, `...` removes the key."""
+    config = json.loads((folder / "config.json").read_text())
+    text = config.get("text_config", config)
+    for key, value in changes.items():
+        if value is ...:
+            text.pop(key, None)
+        else:
+            text[key] = value
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -165,7 +171,7 @@ class Suite:
         return self.arch.from_hub(folder, progress=False)
 
     @pytest.fixture
-    def ids(self, tiny):
+    def ids(self):
         return torch.randint(3, 90, (2, 24))
 
     # For every entry of TINY
@@ -182,7 +188,7 @@ class Suite:
         assert abs(loss - expected) < LOGITS * expected
         expected.backward()
         loss.backward()
-        self.compare_gradients(hf, model)
+        check_gradients(hf, model, self.named_on_disk)
 
     def test_round_trip_is_bit_exact_and_both_generations_of_config_agree(self, folder, model, ids, tmp_path):
         model.save_pretrained(tmp_path / "ours", max_shard_size="20KB")
@@ -213,13 +219,10 @@ class Suite:
         """Tensors by transformers' parameter names in memory -> by the names on disk."""
         return tensors
 
-    def compare_gradients(self, hf, model):
-        check_gradients(hf, model, self.named_on_disk)
-
     # For the first entry of TINY and those in ALSO
 
     def test_the_embedding_leaves_the_row_of_the_pad_token_alone(self, folder, ids):
-        self.edit_text_config(folder, pad_token_id=ids[0, 3].item())
+        edit_config(folder, pad_token_id=ids[0, 3].item())
         hf, model = theirs(folder), self.arch.from_hub(folder, progress=False)
         for count in (100, torch.tensor(100)):  # and the loss over the items of a whole step
             hf.zero_grad()
@@ -229,10 +232,7 @@ class Suite:
             assert abs(loss - expected) < LOGITS * expected
         expected.backward()
         loss.backward()
-        self.compare_gradients(hf, model)
-
-    def edit_text_config(self, folder, **changes):
-        edit_config(folder, **changes)
+        check_gradients(hf, model, self.named_on_disk)
 
     def greedy(self):
         return dict(do_sample=False, eos_token_id=None, pad_token_id=0, **self.GENERATE)
@@ -271,7 +271,7 @@ class Suite:
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         model(ids, mask, positions, labels=labels).loss.backward()
         hf(input_ids=ids, attention_mask=mask, position_ids=positions, labels=labels).loss.backward()
-        self.compare_gradients(hf, model)
+        check_gradients(hf, model, self.named_on_disk)
         expected = hf.generate(ids, attention_mask=mask, max_new_tokens=12, **self.greedy())
         assert torch.equal(model.generate(ids, attention_mask=mask, max_new_tokens=12, eos_token_id=[]), expected)
 
@@ -334,6 +334,18 @@ class Suite:
         assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
         model.gradient_checkpointing_disable()
         assert saved_bytes(lambda: model(ids, labels=ids)) == saved
+
+    def test_last_mlp_names_the_module_that_ends_a_block(self, model, ids):
+        """Else checkpointing would recompute less, or more, than the backward needs."""
+        outputs = {}
+        for module in model.decoder.layers.modules():
+            module.register_forward_hook(
+                lambda module, args, output: outputs.update({module: output[0] if type(output) is tuple else output})
+            )
+        model(ids)
+        for block in model.decoder.layers:
+            if block.mlp in outputs:  # a cross block without images runs nothing
+                assert (last_mlp(block) is block.mlp) == (outputs[block] is outputs[block.mlp])
 
     def test_logits_beside_the_loss_hidden_states_and_the_last_positions(self, hf, model, ids):
         output = model(ids, labels=ids, return_logits=True, output_hidden_states=True)

@@ -5,14 +5,10 @@ import json
 import pytest
 import torch
 import transformers
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.torch import save_file
-from transformers.models.mllama import modeling_mllama
 
 from ligermodels.arch.config import GENERIC
-from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig, cross_mask
-from ligermodels.arch.llama_vision_tower import tower_padding
+from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig
 from ligermodels.errors import ConfigError, InputError
 from tests.arch.llama_vision import images, placements, tiny
 from tests.arch.suite import (
@@ -81,11 +77,6 @@ class TestText(Suite):
         text["torch_dtype"] = vision["torch_dtype"] = "float32"
         root = {key: value for key, value in config.items() if key != "dtype"}
         return {**root, "torch_dtype": config["dtype"], "text_config": text, "vision_config": vision}
-
-    def edit_text_config(self, folder, **changes):
-        config = json.loads((folder / "config.json").read_text())
-        config["text_config"] |= changes
-        (folder / "config.json").write_text(json.dumps(config))
 
     def training_batch(self, tiny, seed=0):
         ids, labels, shown = images(tiny, placements(tiny), seed=seed)
@@ -320,23 +311,6 @@ def test_meta_s_rule_leaves_out_the_attention_of_rows_without_an_image(checkpoin
     assert saved == loaded.config and saved.zero_masked_attention
     loaded.config.zero_masked_attention = False
     assert relative(shown_logits(loaded), expected) > 100 * LOGITS
-
-
-@settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_masks_are_those_of_transformers(data):
-    batch, length, images, tiles, patches = (data.draw(st.integers(1, most)) for most in (3, 6, 3, 4, 9))
-    density = data.draw(st.sampled_from([0.0, 0.1, 0.5, 0.9, 1.0]))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
-    seen = (torch.rand(batch, length, images, tiles, generator=generator) < density).long()
-    mask, rows = cross_mask(seen, patches)
-    expected, their_rows = modeling_mllama._prepare_cross_attention_mask(seen, patches, torch.float32)
-    assert torch.equal(mask, expected[:, 0] == 0) and torch.equal(rows.float(), their_rows[:, 0])
-    there = seen[:, 0, 0]
-    padded = patches + data.draw(st.integers(1, 7))
-    padding = tower_padding(there, patches, padded)
-    expected = modeling_mllama._prepare_aspect_ratio_attention_mask(there, patches, padded, torch.float32)
-    assert torch.equal(padding[:, :, None] & padding[:, None], expected[:, 0] != 0)
 
 
 def test_what_is_not_ours_in_the_file_is_named_and_saved_where_it_was():

@@ -136,14 +136,6 @@ def test_generation_across_the_original_length(tmp_path, ids, prompt, window):
         assert torch.equal(model(generated[:, :length]).logits[:, -1].argmax(-1), generated[:, length])
 
 
-def test_generation_of_padded_rows_across_the_original_length(folder, ids):
-    mask = torch.ones(2, 12, dtype=torch.long)
-    mask[1, :5] = 0
-    expected = greedy(theirs(folder), ids[:, :12], attention_mask=mask)
-    found = load(folder).generate(ids[:, :12], attention_mask=mask, max_new_tokens=14, eos_token_id=[])
-    assert torch.equal(found, expected)
-
-
 def test_the_longest_sequence_of_a_call_chooses_the_table_for_all(folder, ids):
     model, hf = load(folder), theirs(folder)
     mask = torch.ones(2, 24, dtype=torch.long)

@@ -87,11 +87,6 @@ class TestText(Suite):
     def named_on_disk(self, tensors):
         return on_disk(tensors)
 
-    def edit_text_config(self, folder, **changes):
-        config = json.loads((folder / "config.json").read_text())
-        config["text_config"] |= changes
-        (folder / "config.json").write_text(json.dumps(config))
-
     def training_batch(self, tiny, seed=0):
         torch.manual_seed(seed)
         batch = inputs([[3, image(2, 2), 2, video(2, 1, 2), 2]], tiny)
