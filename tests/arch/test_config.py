@@ -205,7 +205,7 @@ def test_unusual_but_sound_configs_load(good):
     """A byte order mark, and token ids that no text will have."""
     for spoil in (
         lambda folder: (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes()),
-        spoiled_config(eos_token_id=[2, 99], pad_token_id=-1, quantization_config={}),
+        spoiled_config(eos_token_id=[2, 99], pad_token_id=-1),
         replaced('{"eos_token_id": -1}', "generation_config.json"),
     ):
         with spoiled(good, spoil) as folder:

@@ -201,5 +201,6 @@ def test_the_router_of_a_bf16_model_weighs_in_fp32_and_sums_to_one(hf, model, id
     assert not torch.equal(found, found.bfloat16().float())
 
 
+@pytest.mark.slow
 def test_the_balancing_loss_compiles_without_a_graph_break(model, ids):
     check_compiled(model, ids, output_router_logits=True)
