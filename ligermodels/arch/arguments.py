@@ -1,10 +1,10 @@
-"""What from_hub and save_pretrained do with the keyword arguments of their namesakes in transformers."""
+"""Keyword arguments of transformers' from_pretrained and save_pretrained: which are ignored, warned of or refused."""
 
 import dataclasses
 import difflib
 import inspect
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from ligermodels.errors import InputError
 
 _NOTHING_TO_DO = {"low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "disable_mmap"}
 _NOTHING_TO_DO |= {"tqdm_class", "resume_download"}
-"""Holds in any case, or is a detail of how transformers reads."""
+"""Always the case here, or a detail of how transformers reads files."""
 
 _WARNED = {
     "attn_implementation": "the attention of ligermodels is its own, whatever the name",
@@ -45,10 +45,19 @@ _REFUSED = {
 }
 """Not supported, with what to do instead. None, False and {} are transformers' defaults, and allowed."""
 
-_SAVING = {
+_REFUSED_SAVING = {
     "distributed_checkpoint": "torch.distributed.checkpoint.save(model.state_dict(), checkpoint_id=folder) writes one",
     "variant": "rename the files afterwards",
 }
+
+_ALWAYS = {
+    "use_safetensors": "allow_pickle=True reads pickles where there is nothing else",
+    "safe_serialization": "weights are written as safetensors only, never as pickles",
+    "save_original_format": "names on disk are always those of the Hub's checkpoints",
+}
+"""Always the case here: False is refused, with this reason."""
+
+_SAVE_PRETRAINED = ("state_dict", "is_main_process", "max_shard_size", "push_to_hub")
 _HUB = ("repo_id", "private", "revision", "create_pr", "commit_message", "token")
 
 
@@ -57,45 +66,44 @@ def config_changes(options: Mapping[str, Any], arch: Any) -> dict[str, Any]:
 
     Raises InputError for options that are not supported and for unknown names; warns of those without effect.
     """
-    fields, changes = [field.name for field in dataclasses.fields(arch.config_class)], {}
-    for name, value in options.items():
-        if name in fields:
-            changes[name] = value
-        elif name == "use_safetensors":
-            if value is False:
-                raise InputError("use_safetensors=False: allow_pickle=True reads pickles where there is nothing else")
-        elif name in _WARNED:
-            if value:
-                warnings.warn(f"{name}={value!r} changes nothing: {_WARNED[name]}", stacklevel=3)
-        elif name in _REFUSED:
-            _refuse(name, value, _REFUSED[name])
-        elif name not in _NOTHING_TO_DO:
-            known = inspect.signature(arch.from_hub).parameters
-            raise _unknown(name, [*known, *fields, *_WARNED, *_REFUSED, *_NOTHING_TO_DO])
-    return changes
+    fields = [field.name for field in dataclasses.fields(arch.config_class)]
+    return _select(options, fields, _REFUSED, _NOTHING_TO_DO, inspect.signature(arch.from_hub).parameters)
 
 
 def hub_options(options: Mapping[str, Any], push_to_hub: bool) -> dict[str, Any]:
     """Those of the further keyword arguments of `save_pretrained` that are for the Hub. Raises InputError."""
+    found = _select(options, _HUB, _REFUSED_SAVING, {"save_function", "save_peft_format"}, _SAVE_PRETRAINED)
+    if push_to_hub:
+        return found
+    if given := sorted(found.keys() - {"token"}):
+        raise InputError(f"{given[0]}= is for the Hub: it goes with push_to_hub=True")
+    return {}
+
+
+def _select(
+    options: Mapping[str, Any],
+    accepted: Collection[str],
+    refused: Mapping[str, str],
+    ignored: Collection[str],
+    explicit: Iterable[str],
+) -> dict[str, Any]:
+    """The accepted ones of `options`. explicit: the function's own parameters, for the hint on an unknown name."""
     found = {}
     for name, value in options.items():
-        if name == "safe_serialization":
-            if not value:
-                raise InputError("safe_serialization=False: weights are written as safetensors only, never as pickles")
-        elif name == "save_original_format":
-            if not value:
-                raise InputError("save_original_format=False: names on disk are always those of the Hub's checkpoints")
-        elif name in _SAVING:
-            _refuse(name, value, _SAVING[name])
-        elif name in _HUB:
+        if name in accepted:
             found[name] = value
-        elif name not in ("save_function", "save_peft_format"):  # how transformers writes; there are no adapters here
-            known = ["safe_serialization", "save_function", *_SAVING, *_HUB]
-            raise _unknown(name, [*known, "state_dict", "is_main_process", "max_shard_size", "push_to_hub"])
-    if not push_to_hub:
-        if given := sorted(found.keys() - {"token"}):
-            raise InputError(f"{given[0]}= is for the Hub: it goes with push_to_hub=True")
-        return {}
+        elif name in refused:
+            if value not in (None, False, {}):
+                raise InputError(f"{name}={value!r} is not supported: {refused[name]}")
+        elif name in _ALWAYS:
+            if value is False:
+                raise InputError(f"{name}=False: {_ALWAYS[name]}")
+        elif name in _WARNED:
+            if value:
+                warnings.warn(f"{name}={value!r} changes nothing: {_WARNED[name]}", stacklevel=4)
+        elif name not in ignored:
+            near = difflib.get_close_matches(name, [*explicit, *accepted, *refused, *_ALWAYS, *_WARNED, *ignored], n=1)
+            raise InputError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     return found
 
 
@@ -105,13 +113,3 @@ def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | 
         raise InputError(f"dtype={dtype} and torch_dtype={torch_dtype} are one argument under two names; pass dtype")
     chosen = torch_dtype if torch_dtype is not None else dtype
     return "auto" if chosen is None else chosen.removeprefix("torch.") if isinstance(chosen, str) else chosen
-
-
-def _refuse(name: str, value: Any, instead: str) -> None:
-    if value is not None and value is not False and value != {}:
-        raise InputError(f"{name}={value!r} is not supported: {instead}")
-
-
-def _unknown(name: str, known: Collection[str]) -> InputError:
-    near = difflib.get_close_matches(name, known, n=1)
-    return InputError(f"unknown argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))

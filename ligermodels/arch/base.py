@@ -27,7 +27,7 @@ __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
 
 class CausalLM(Pretrained, TrainerInterface):
-    """A decoder-only language model. Built empty by a subclass; made by `from_hub` or `from_config`."""
+    """A decoder-only language model. `from_hub` loads one, `from_config` draws random weights."""
 
     block_class: ClassVar[type[nn.Module]]
     """Called with (config, layer); see `Decoder`."""
@@ -53,7 +53,7 @@ class CausalLM(Pretrained, TrainerInterface):
 
     @classmethod
     def make_model(cls, config: Any) -> nn.Module:
-        """All but the head; of models that read images, a module with a `language_model`."""
+        """The model without its head; for models that read images, a module with a `language_model`."""
         return Decoder(config, cls.block_class)
 
     @property
@@ -62,7 +62,7 @@ class CausalLM(Pretrained, TrainerInterface):
         return getattr(self.model, "language_model", self.model)  # type: ignore[return-value, arg-type]
 
     def tie_weights(self, *args: Any, **options: Any) -> None:
-        """Makes the head read the embedding's table where the config says so; what an adapter has wrapped stays."""
+        """Ties the head to the embedding if the config says so; a head that an adapter wraps is left alone."""
         if self.config.tie_word_embeddings and isinstance(self.lm_head, LMHead):
             self.lm_head.tie(self.decoder)
 
@@ -109,7 +109,7 @@ class CausalLM(Pretrained, TrainerInterface):
             there.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
             count of labels over all micro-batches of a step. A device scalar costs no synchronisation.
-        past_key_values, use_cache: a cache to read and extend; `use_cache` makes one where none is given. Where
+        past_key_values, use_cache: a cache to read and extend; `use_cache` creates one where none is given. Where
             `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope), empty it and pass the
             whole text, as `generate` does: the cached keys were rotated by other frequencies.
         logits_to_keep: compute the logits of the last n positions only; 0: of all.
@@ -119,10 +119,10 @@ class CausalLM(Pretrained, TrainerInterface):
             as well, times the config's `router_aux_loss_coef`; default is the config's `output_router_logits`.
         output_attentions, return_dict: for callers that always pass them; attention weights are never built.
         cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: cu_seqlens and max_seqlen as the collators of
-            transformers and TRL name them, queries and keys apart; here they are the same. seq_idx, which comes
-            with them, says nothing more.
-        skip_logits: with labels, `return_logits` the other way round, as Trainer says it.
-        inputs: what the model reads besides text; see its own forward.
+            transformers and TRL name them, for queries and for keys; here they must be equal. seq_idx, which comes
+            with them, is ignored.
+        skip_logits: with labels, the opposite of `return_logits`, as Trainer passes it.
+        inputs: images and their sizes; see the model's own forward.
 
         Raises InputError where arguments do not fit together.
         """
@@ -192,7 +192,7 @@ class CausalLM(Pretrained, TrainerInterface):
         if takes_labels(head) and not with_logits:
             options: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, num_valid=targets.count())
             return {"loss": head(x, labels=targets.labels, softcap=self._softcap, **options)}
-        if not takes_labels(head):  # an adapter around the head, which must be called: its logits are made in full
+        if not takes_labels(head):  # an adapter wraps the head, and computes all logits
             warn_unfused_head(self.lm_head, x)
         logits = capped(head(x), self._softcap)
         loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
@@ -213,13 +213,13 @@ class CausalLM(Pretrained, TrainerInterface):
 
     @property
     def extra_inputs(self) -> set[str]:
-        """What forward takes beyond the arguments of every language model: images. Also for `generate`."""
+        """Names of the arguments that forward has beyond `CausalLM.forward`, such as pixel_values."""
         own, shared = (inspect.signature(cls.forward).parameters for cls in (type(self), CausalLM))
         return {name for name in own.keys() - shared.keys() if own[name].kind is not inspect.Parameter.VAR_KEYWORD}
 
     @property
     def device(self) -> torch.device:
-        """Where ids go: the embedding's, or where accelerate's hook brings it while it is offloaded."""
+        """The device of the embedding, or the one that accelerate moves it to when it is offloaded."""
         table: Any = self.decoder.embed_tokens
         hook = getattr(table, "_hf_hook", None) if table.weight.is_meta else None
         for one in getattr(hook, "hooks", [hook]):

@@ -1,4 +1,4 @@
-"""The block of Llama, which most architectures share, and its modules as a config describes them."""
+"""The block of Llama, which most architectures share, and functions that build its modules from a config."""
 
 from typing import Any, ClassVar
 

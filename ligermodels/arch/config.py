@@ -3,14 +3,15 @@
 transformers 4 spells the rotary base `rope_theta` with `rope_scaling` beside it and the dtype `torch_dtype`;
 transformers 5 spells them `rope_parameters` and `dtype`. Either is read, both are written: a reader that knows
 one spelling only would otherwise use a wrong base without an error.
-A field that is missing, of the wrong type, or asks for something that is not computed raises ConfigError. Unknown
-keys are kept for saving and named in one warning.
+A field that is missing, of the wrong type, or with a value that is not supported raises ConfigError. Unknown keys are
+kept for saving and named in one warning.
 Source: configuration_utils.py and modeling_rope_utils.py of transformers 4.45, 4.57 and 5.23.
 """
 
 import dataclasses
 import json
 import math
+import types
 import typing
 import warnings
 from collections.abc import Iterable, Mapping
@@ -50,12 +51,19 @@ _DROPPED = {
     "auto_map", "model_type", "architectures", "transformers_version", "torch_dtype", "rope_theta", "rope_scaling",
     "partial_rotary_factor", "original_max_position_embeddings", "_name_or_path", "_attn_implementation_autoset",
 }  # fmt: skip
-"""Keys that change nothing in what is computed, or are read under another name; not written back."""
-_KEPT = {
-    "pretraining_tp", "cache_implementation", "return_dict", "output_attentions", "output_hidden_states", "id2label",
-    "label2id", "problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "task_specific_params",
-}  # fmt: skip
-"""Keys of transformers that change nothing in what is computed; written back as found."""
+"""Keys without effect on the model, or read under another name; not written back."""
+GENERIC = frozenset("""
+    _name_or_path add_cross_attention architectures bad_words_ids begin_suppress_tokens cache_implementation
+    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length
+    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p use_bfloat16
+    model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id tie_word_embeddings
+""".split())  # fmt: skip  # noqa: SIM905
+"""Keys that transformers 4 writes into any config, whatever the model."""
 
 
 @dataclass(kw_only=True)
@@ -69,7 +77,7 @@ class CheckedFields:
 
     @classmethod
     def label(cls) -> str:
-        """What messages call the object of config.json."""
+        """The name of the object in error messages."""
         raise NotImplementedError
 
     @classmethod
@@ -96,7 +104,7 @@ class CheckedFields:
         elif float in allowed:
             if not number or not 0 <= value < math.inf:
                 raise self._error(name, "must be a finite number, zero or more")
-        elif not _is_one_of(value, hint):
+        elif not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             names = " or ".join("null" if one is type(None) else one.__name__ for one in allowed)
             raise self._error(name, f"must be {names}")
 
@@ -123,7 +131,7 @@ class ModelConfig(CheckedFields):
     partial_rotary: ClassVar[bool] = False
     """Whether transformers honours `partial_rotary_factor` for this architecture."""
     rope_aliases: ClassVar[Mapping[str, str]] = {}
-    """What this architecture's files call a rope type -> its name."""
+    """Names of rope types in this architecture's files -> ours."""
     unused: ClassVar[frozenset[str]] = frozenset()
     """Keys that this architecture's files carry and no implementation reads."""
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
@@ -131,7 +139,7 @@ class ModelConfig(CheckedFields):
     num_labels: ClassVar[int] = 2
     """transformers' default, for a causal model too; TRL's RewardTrainer refuses a model by it."""
     _name_or_path = ""
-    """What the model was loaded by, a repository or a folder; trainers and adapters write it down. Not saved."""
+    """The repository or folder that the model was loaded from, for trainers and adapters. Not saved."""
 
     vocab_size: int
     hidden_size: int
@@ -161,11 +169,9 @@ class ModelConfig(CheckedFields):
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """A config from the contents of a config.json of either generation.
 
-        Raises ConfigError: another model_type, a missing field, a value of the wrong type, a value that is not
-        computed, the two spellings of a field at odds, or a quantised checkpoint.
+        Raises ConfigError for another model_type, a missing field, a value of the wrong type or not supported, two
+        spellings of a field that disagree, or a quantised checkpoint.
         """
-        if not isinstance(config, Mapping):
-            raise ConfigError(f"{cls.model_type}: config.json holds a {type(config).__name__}, expected an object")
         model_type = config.get("model_type", cls.model_type)
         if model_type != cls.model_type:
             raise ConfigError(
@@ -185,18 +191,15 @@ class ModelConfig(CheckedFields):
             if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
         ]  # fmt: skip
         if missing:
-            nested = isinstance(config.get("text_config"), Mapping)
-            hint = (
-                "It has a text_config: a model of more than text, which is not in the zoo."
-                if nested
-                else "Is it the config.json of the model itself, rather than of an adapter or a tokenizer?"
+            raise ConfigError(
+                f"{cls.model_type}: config.json lacks {', '.join(missing)}. Is it the config.json of an adapter, a "
+                "tokenizer, or a model with a text_config that is not in the zoo?"
             )
-            raise ConfigError(f"{cls.model_type}: config.json lacks {', '.join(missing)}. {hint}")
         values["dtype"] = cls._dtype_from_hf(config)
         values["rope_parameters"] = cls._rope_from_hf(config)
         others = {key: value for key, value in config.items() if key not in known | _DROPPED}
         values["extra"] = {key: value for key, value in others.items() if key not in ("dtype", "rope_parameters")}
-        if unknown := sorted(values["extra"].keys() - _KEPT - cls.unused):
+        if unknown := sorted(values["extra"].keys() - GENERIC - cls.unused):
             warnings.warn(
                 f"{cls.model_type}: config.json has keys that are not used here: {', '.join(unknown)}. They are kept "
                 "for saving. If one of them changes what the model computes, do not trust its output.",
@@ -206,7 +209,7 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def from_pretrained(cls, id_or_folder: str | Path) -> Self:
-        """The config in the config.json of a folder or repository: PEFT compares the vocabulary's size with it.
+        """The config of a folder or repository. PEFT compares the vocabulary's size with it.
 
         Raises ConfigError as `from_hf` does, and HubError.
         """
@@ -250,7 +253,7 @@ class ModelConfig(CheckedFields):
 
     @classmethod
     def _with_rope_type(cls, rope: Mapping[str, Any]) -> dict[str, Any]:
-        """`rope` with its type, where it has one, under the newer key and its own name."""
+        """`rope` with its type under the newer key and our name."""
         rope_type = rope.get("type") if rope.get("rope_type") is None else rope["rope_type"]
         if not isinstance(rope_type, str | None):
             raise ConfigError(f"{cls.model_type}: rope_type is {rope_type!r}, expected a string")
@@ -308,7 +311,7 @@ class ModelConfig(CheckedFields):
         return pad if pad is not None and 0 <= pad < self.vocab_size else None
 
     def to_hf(self) -> dict[str, Any]:
-        """The contents of a config.json that both generations of transformers read alike."""
+        """The contents of a config.json for both generations of transformers."""
         rope = self.rope_parameters
         scaling = {key: value for key, value in rope.items() if key not in ("rope_theta", "partial_rotary_factor")}
         at_the_top = ["rope_theta", "partial_rotary_factor"]
@@ -325,11 +328,11 @@ class ModelConfig(CheckedFields):
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """`to_hf` and what the model was loaded by, for logging a run."""
+        """`to_hf` and the name that the model was loaded from, for logging a run."""
         return {**self.to_hf(), "_name_or_path": self._name_or_path}
 
     def to_json_string(self, use_diff: bool = True) -> str:
-        """`to_dict` as JSON, for Trainer's TensorBoard callback. Every field is in it, whatever `use_diff` says."""
+        """`to_dict` as JSON, for Trainer's TensorBoard callback; always with every field."""
         return json.dumps(self.to_dict(), indent=2, sort_keys=True) + "\n"
 
     def window(self, layer: int) -> int | None:
@@ -338,11 +341,11 @@ class ModelConfig(CheckedFields):
 
     @property
     def per_layer_config(self) -> list[Self]:
-        """This config once a block, by the name under which transformers' caches look for what differs among blocks."""
+        """This config once a block, as transformers' caches read it."""
         return [self] * self.num_hidden_layers
 
     def get_text_config(self, decoder: bool = True) -> Self:
-        """The part that describes the language model: all of it."""
+        """The config of the language model, as transformers names it."""
         return self
 
 
@@ -351,13 +354,13 @@ class VisionConfig(CheckedFields):
     """The vision_config of a config.json."""
 
     dropped: ClassVar[frozenset[str]] = frozenset({"model_type", "dtype", "torch_dtype"})
-    """Keys without a meaning for the vision tower; not written back."""
+    """Keys that the vision tower does not use; not written back."""
     unused: ClassVar[frozenset[str]] = frozenset()
     """Keys that files carry and no implementation reads; written back."""
 
     @classmethod
     def from_hf(cls, config: Any) -> Self:
-        """From the object in either generation of the file, where null means absent. Raises ConfigError."""
+        """A config from the vision_config of either generation, where null means absent. Raises ConfigError."""
         if not isinstance(config, Mapping):
             raise ConfigError(f"{cls.label()} is {config!r}, expected an object")
         known = cls.field_names()
@@ -369,7 +372,7 @@ class VisionConfig(CheckedFields):
         return cls(**values, extra=extra)
 
     def to_hf(self) -> dict[str, Any]:
-        """The object that both generations of transformers read alike."""
+        """The vision_config for both generations of transformers."""
         return self.extra | self.values()
 
     to_dict = to_hf
@@ -433,40 +436,14 @@ class LastLayersWindowConfig(LayerTypesConfig):
 
 @dataclass(kw_only=True)
 class RoutedConfig(ModelConfig):
-    """Adds what every mixture of experts has: the fields that the load-balancing loss reads."""
+    """Adds the fields of mixtures of experts that the load-balancing loss reads."""
 
     num_experts_per_tok: int = 2
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """The annotations that a union is made of; any other annotation alone."""
-    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, type(int | str)) else (hint,)
-
-
 def _classes(hint: Any) -> tuple[type, ...]:
     """The classes of an annotation such as `int | list[int] | None`."""
-    return tuple(typing.get_origin(member) or member for member in _members(hint))
-
-
-def _is_one_of(value: Any, hint: Any) -> bool:
-    """True if `value` is of an annotated type, and its items are where that is a list. A bool is no int."""
-    for member in _members(hint):
-        cls = typing.get_origin(member) or member
-        if isinstance(value, cls) and (cls is bool or not isinstance(value, bool)):
-            items = typing.get_args(member) if cls is list else ()
-            return not items or all(_is_one_of(item, items[0]) for item in value)
-    return False
-
-
-def check_generation_config(where: str, values: Mapping[str, Any]) -> None:
-    """Raises ConfigError where the token ids of a generation_config.json are none. `where`: the file, for messages.
-
-    They may lie outside the vocabulary: some files write -1 for none.
-    """
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = values.get(name)
-        ids = value if isinstance(value, list) and name == "eos_token_id" else [value]
-        if not all(item is None or type(item) is int for item in ids):
-            raise ConfigError(f"{where}: {name}={value!r} must be a token id, for eos a list of them, or null")
+    members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+    return tuple(typing.get_origin(member) or member for member in members)

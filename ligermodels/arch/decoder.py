@@ -214,7 +214,7 @@ class Decoder(nn.Module):
         past_key_values: KVCache | None,
         cross: CrossStates | None,
     ) -> Batch:
-        """What the attention layers need to know besides x: rotary tables and which tokens see which."""
+        """The inputs of the attention layers besides x: rotary tables and masks."""
         batch_size, length = x.shape[:2]
         past = 0 if past_key_values is None else past_key_values.length
         if position_ids is None and cu_seqlens is None and past == 0:

@@ -1,4 +1,4 @@
-"""`model.fusion_report()`: what of a model runs as fused ops, and why the rest does not.
+"""`model.fusion_report()`: which parts of a model run as fused ops, and why the others do not.
 
 Layers decide at each call whether a fused op may replace their modules (layers/linear.py); the report makes the same
 decisions once and prints them.

@@ -1,8 +1,8 @@
-"""What a forward pass checks before it computes, and what it derives from its arguments: packed sequences, targets.
+"""Checks of a forward's arguments, the packed sequences that they mark, and the targets of the loss.
 
-Types, dtypes and shapes are checked everywhere. Values are read where that is free: of tensors on the CPU, outside of
-torch.compile. On a GPU reading them would synchronise: ids and labels outside the vocabulary end in a device-side
-assertion there, and the values of a mask and of cu_seqlens are taken as given.
+Types, dtypes and shapes are always checked. Values are checked for tensors on the CPU, outside of torch.compile. On a
+GPU reading them would synchronise: ids and labels outside the vocabulary end in a device-side assertion there, and the
+values of a mask and of cu_seqlens are trusted.
 """
 
 import itertools

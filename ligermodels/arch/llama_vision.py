@@ -1,14 +1,14 @@
 """Llama-3.2-Vision (mllama): Llama whose cross-attention blocks look at images cut into tiles.
 
 - Text: Llama's blocks, and at `cross_attention_layers` blocks that attend to the images in place of the text; their
-  attention and their MLP enter by tanh of a gate, q and k are normed head by head, nothing rotates. Without any
-  image, here or in the cache, these blocks are passed by. Keys and values of images are made once and cached.
+  attention and their MLP are multiplied by tanh of a gate, q and k are normed head by head, without rotary embedding.
+  Without an image, in the call or in the cache, these blocks are skipped. Keys and values of images are cached.
 - `cross_attention_mask` [B, S, images, tiles] says which token sees which tile. A token that sees none attends to
   all of them, and the block does not add its MLP; Meta's code does not add the attention either, which
   `zero_masked_attention` asks for.
 - The embedding has 8 rows more than the head, the first of them for <|image|>. The head is never tied.
-- Each tile of an image has `num_patches` states, which the tower makes and `projector` turns into the text's width:
-  see llama_vision_tower.py.
+- The tower computes `num_patches` states for each tile of an image (llama_vision_tower.py); the projector maps them
+  to the text's hidden_size.
 
 Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
 Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
@@ -22,19 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
-from ligermodels.arch.config import ACTIVATIONS
+from ligermodels.arch.config import ACTIVATIONS, GENERIC
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.inputs import check_own_cache
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
-from ligermodels.arch.llama_vision_tower import GENERIC, LlamaVisionTowerConfig, VisionTower
+from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTower
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import (
-    Batch,
-    CrossAttention,
-    CrossStates,
-    GatedMLP,
-    RMSNorm,
-)
+from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
 from ligermodels.layers.cache import CrossCache, KVCache
 
 EXTRA_ROWS = 8
@@ -46,8 +40,8 @@ _BIASES = ("attention_bias", "mlp_bias")
 class LlamaVisionConfig(LlamaConfig):
     """config.json of model_type mllama: the fields of its text_config, and vision_config.
 
-    zero_masked_attention, ours: a token that sees no image takes nothing from a cross block's attention, as in Meta's
-    code. `root` holds what config.json has beside the nested objects and is not ours.
+    zero_masked_attention, ours: a token that sees no image gets nothing from a cross block's attention, as in Meta's
+    code. `root` holds the unknown keys beside the nested objects.
     """
 
     model_type: ClassVar[str] = "mllama"
@@ -70,7 +64,7 @@ class LlamaVisionConfig(LlamaConfig):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """A config from the contents of a config.json of either generation. Raises as `ModelConfig.from_hf`."""
-        if not isinstance(config, Mapping) or config.get("model_type", cls.model_type) != cls.model_type:
+        if config.get("model_type", cls.model_type) != cls.model_type:
             return super().from_hf(config)
         text, nested = config.get("text_config") or {}, ("text_config", "vision_config")
         if not all(isinstance(config.get(name) or {}, Mapping) for name in nested):
@@ -208,7 +202,7 @@ class LlamaVisionModel(nn.Module):
         )
 
     def image_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
-        """What the text attends to, [B, images * tiles * P, hidden_size], of `forward`'s arguments."""
+        """The states of the images that the text attends to, [B, images * tiles * P, hidden_size]."""
         vision = self.config.vision_config
         tiles = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
         shapes = [tuple(tensor.shape) for tensor in (pixel_values, aspect_ratio_ids, aspect_ratio_mask)]
@@ -226,7 +220,7 @@ class LlamaVisionModel(nn.Module):
     def _cross(
         self, states: Tensor | None, mask: Tensor | None, tokens: Tensor, cache: KVCache | None
     ) -> CrossStates | None:
-        """What the cross blocks read; None without images. The cache remembers the mask of the last token."""
+        """The states and masks for the cross blocks; None without images. The cache stores the last token's mask."""
         past, state = (0, {}) if cache is None else (cache.length, cache.state)
         if states is None and "images" not in state:
             return None
@@ -278,7 +272,7 @@ class LlamaVision(CausalLM):
         cross_attention_mask: Tensor | None = None,
         **inputs: Any,
     ) -> CausalLMOutput:
-        """`CausalLM.forward`, with images. Without any, in the call and in the cache, it is plain Llama.
+        """`CausalLM.forward`, with images. Without an image, in the call or in the cache, it is plain Llama.
 
         pixel_values: [B, images, tiles, channels, image_size, image_size]; rows with fewer images are filled up.
         aspect_ratio_ids: [B, images], 1 + the index into `supported_aspect_ratios`, 0 where there is no image.

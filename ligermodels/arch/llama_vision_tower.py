@@ -2,12 +2,13 @@
 
 - A class token and the patches of up to 4 tiles are one sequence, with gated embeddings of the positions and, by
   aspect ratio, of the tiles. LayerNorm, exact gelu, no biases in attention; 32 blocks, then 8 gated ones.
-- Tiles that are not there, and what fills each tile up to a multiple of 8 states, hold states as well: they see all
-  others and are seen by them, only among themselves they do not.
-- Beside the last states stand those of `intermediate_layers_indices`, interleaved: feature c of state j at c * n + j.
+- Absent tiles, and the padding of each tile to a multiple of 8 states, are not masked out: they attend to all other
+  states and are attended to, but not among themselves.
+- The states of `intermediate_layers_indices` are appended to the last ones, interleaved: feature c of state j is at
+  c * n + j.
 
-Where implementations disagree: index i of `intermediate_layers_indices` is the state before block i in Meta's code,
-by which the models were trained, and in transformers 4.45, and the state after it in later ones (4.57, 5.23).
+Implementations disagree on index i of `intermediate_layers_indices`: it is the input of block i in Meta's code, with
+which the models were trained, and in transformers 4.45, but its output in later ones (4.57, 5.23).
 `intermediate_states` "after", the default, agrees with today's transformers; "before" with the training.
 
 Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
@@ -22,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ligermodels.arch.config import VisionConfig
+from ligermodels.arch.config import GENERIC, VisionConfig
 from ligermodels.layers import MLP, Attention, Batch, Embedding, LayerNorm
 from ligermodels.layers.multimodal import PatchEmbedding
 from ligermodels.training.recompute import Checkpointing
@@ -30,19 +31,6 @@ from ligermodels.training.recompute import Checkpointing
 ACTIVATIONS = {"gelu": "gelu", "quick_gelu": "quick_gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 RATIOS = ((1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
 """Rows and columns of tiles."""
-
-GENERIC = frozenset("""
-    _name_or_path add_cross_attention architectures bad_words_ids begin_suppress_tokens chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_scores prefix problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p use_bfloat16
-    model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id tie_word_embeddings
-""".split())  # fmt: skip  # noqa: SIM905
-"""What transformers 4 writes into each object of the file, whatever the model; of no consequence for images."""
 
 
 @dataclass(kw_only=True)

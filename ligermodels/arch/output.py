@@ -1,4 +1,4 @@
-"""What a forward pass returns, and generation_config.json as it was read: dicts whose fields are attributes too."""
+"""The output of a forward pass, and the contents of generation_config.json: dicts with attributes."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -9,7 +9,7 @@ from ligermodels.generation.options import Options
 
 
 class Attributes(dict):
-    """A dict whose `fields` are attributes too, None where absent; a number takes the value at that place."""
+    """A dict whose `fields` are attributes too, None where absent; an integer indexes the values by position."""
 
     fields: ClassVar[frozenset[str]] = frozenset()
 
@@ -30,7 +30,7 @@ class Attributes(dict):
 
 
 class CausalLMOutput(Attributes):
-    """What a forward returns. Fields that were not computed are absent as keys and None as attributes.
+    """The output of a forward. Fields that were not computed are absent as keys and None as attributes.
 
     loss: scalar fp32. logits: [B, S, V]. past_key_values: the KVCache. last_hidden_state: [B, S, hidden_size],
     after the final norm. hidden_states: the input of each block and the last hidden state. Of mixtures of experts:
@@ -45,7 +45,7 @@ class CausalLMOutput(Attributes):
 
 
 class GenerationConfig(Attributes):
-    """generation_config.json as it was read; `generate` says what it makes of it."""
+    """The contents of generation_config.json, whose values are the defaults of `generate`."""
 
     fields = frozenset(field.name for field in dataclasses.fields(Options))
 

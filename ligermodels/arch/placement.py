@@ -1,4 +1,4 @@
-"""Where the parts of a model go: one device, or several through accelerate, which is imported on demand."""
+"""Device placement: one device, or several through accelerate, which is imported on demand."""
 
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ Plan = Mapping[str, Device]
 
 
 def one_device(device: Device | None, device_map: Device | Plan | None) -> torch.device | None:
-    """The device that the whole model goes to; None where `device_map` asks for several. Raises InputError."""
+    """The device of the whole model; None where `device_map` asks for several. Raises InputError."""
     if device_map is None:
         return torch.get_default_device() if device is None else torch.device(device)
     if device is not None:
@@ -44,11 +44,10 @@ def plan(
     max_memory: Mapping[Any, int | str] | None = None,
     **sizes: Any,
 ) -> dict[str, Device]:
-    """The device of each part of `model`, which is on meta, as accelerate finds it or as the dict says.
+    """The device of each module of `model`, which is on meta, from accelerate or from the dict.
 
-    max_memory: {device: bytes, or such as "10GB"} that may be used. sizes: `dtype` and `special_dtypes` of accelerate,
-    where weights will take less than they do now.
-    A tied head goes where the table is that it reads. Raises InputError.
+    max_memory: {device: bytes, or a string such as "10GB"}. sizes: `dtype` and `special_dtypes` of accelerate, for
+    weights that will be quantised. A tied head is placed with its table. Raises InputError.
     """
     accelerate = _accelerate(device_map)
     if isinstance(device_map, Mapping):
@@ -70,7 +69,7 @@ def plan(
 
 
 def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:
-    """{name of a module: the device it computes on}. Raises InputError where one is to wait on the disk or the CPU."""
+    """{name of a quantised module: its device}. Raises InputError where that is the disk or an offloading CPU."""
     places = {name: _place(plan, name) for name in names}
     offloaded = {"disk", "cpu"} if set(plan.values()) - {"disk", "cpu"} else {"disk"}
     if away := [name for name, place in places.items() if place in offloaded]:
@@ -82,17 +81,17 @@ def devices(plan: Plan, names: Iterable[str]) -> dict[str, torch.device]:
 
 
 def dispatch(model: nn.Module, plan: Plan, offload_folder: str | Path | None) -> None:
-    """Puts the parts of a loaded model on their devices, with hooks that move what goes from one to the next.
+    """Moves the modules of a loaded model to their devices, with hooks that move activations between them.
 
-    offload_folder: where weights wait that go to the disk, each model's in a folder of its own, which stays.
-    Raises InputError where parts go to the disk and `offload_folder` is None.
+    offload_folder: the parent of a new folder for the weights on the disk, which is not removed.
+    Raises InputError where `plan` has modules on the disk and `offload_folder` is None.
     """
     folder = None
     if on_disk := [name for name, place in plan.items() if place == "disk"]:
         if offload_folder is None:
             raise InputError(f"device_map puts {', '.join(on_disk[:3])} on the disk: pass offload_folder=")
         Path(offload_folder).mkdir(parents=True, exist_ok=True)
-        # One of its own: accelerate takes weights that it finds there for this model's.
+        # A new folder: accelerate would read the weights of another model that it finds there.
         folder = tempfile.mkdtemp(prefix="weights-", dir=offload_folder)
     accelerate = _accelerate(plan)
     accelerate.dispatch_model(model, dict(plan), offload_dir=folder, skip_keys="past_key_values")
@@ -102,7 +101,7 @@ def dispatch(model: nn.Module, plan: Plan, offload_folder: str | Path | None) ->
 
 
 def offloaded_state(model: nn.Module) -> dict[str, Tensor] | None:
-    """The weights of a model that accelerate has offloaded, all in host memory; None where it has not."""
+    """The weights, in host memory, of a model that accelerate has offloaded; None for other models."""
     if not any(hasattr(module, "_hf_hook") for module in model.modules()):
         return None
     return _accelerate("a plan").utils.modeling.get_state_dict_offloaded_model(model)

@@ -1,4 +1,4 @@
-"""How a model is made, loaded from a checkpoint, and saved as one."""
+"""Models from a config or a checkpoint, and checkpoints from models."""
 
 import copy
 import dataclasses
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch import arguments, placement
-from ligermodels.arch.config import DTYPES, ModelConfig, check_generation_config
+from ligermodels.arch.config import DTYPES, ModelConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
@@ -22,15 +22,15 @@ from ligermodels.layers.multimodal import PatchEmbedding
 
 
 class Pretrained(nn.Module):
-    """The part of `CausalLM` that makes, loads and saves models."""
+    """The part of `CausalLM` that creates, loads and saves models."""
 
     config_class: ClassVar[type[ModelConfig]]
     DISK_NAMES: ClassVar[weights.Table] = {}
     """Our parameter names -> the names on disk, where they differ; see weights.py."""
     ALSO_READ: ClassVar[tuple[weights.Table, ...]] = ()
-    """Tables of other layouts that load; `DISK_NAMES` is what is written."""
+    """Tables of other layouts that can be loaded; models are saved by `DISK_NAMES`."""
     IGNORE: ClassVar[tuple[str, ...]] = (r"rotary_emb\.inv_freq$",)
-    """Names on disk that hold nothing to load."""
+    """Patterns of names on disk that are not loaded."""
 
     config: Any
     generation_config: Any
@@ -39,9 +39,9 @@ class Pretrained(nn.Module):
     device: Any
     dtype: Any
     name_or_path: str
-    """What the model was loaded by: a repository or folder."""
+    """The repository or folder that the model was loaded from, as given."""
     source_folder: Path | None = None
-    """Where the model was loaded from."""
+    """The folder that the model was loaded from."""
 
     @classmethod
     def from_config(
@@ -95,19 +95,19 @@ class Pretrained(nn.Module):
 
         config: a config, the contents of a config.json, its path, or the folder or repository that holds it; for a
             folder of weights alone, as Trainer, TRL and accelerate leave it. Default: the folder's own config.json.
-        revision: branch, tag or commit. token: True takes the one that is logged in. A complete copy in the cache
+        revision: branch, tag or commit. token: True is the one of `hf auth login`. A complete copy in the cache
             needs neither network nor token.
         dtype: "auto" is config.json's own, and beside `config` that of the weights. torch_dtype: its older name.
-        device: all goes there, read one tensor at a time.
-        device_map: a device as well, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the
-            model is read into host memory and spread from there by accelerate, within `max_memory`; what goes to
-            "disk" is kept in `offload_folder`.
+        device: the device of the whole model, which is read one tensor at a time.
+        device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
+            read into host memory, and accelerate distributes it within `max_memory`; modules on "disk" are in
+            `offload_folder`.
         quantization_config: bitsandbytes or torchao quantise the linear modules as they are read, see
             `quantization.quantizer_of`; with bitsandbytes the default device is the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
-        options: fields of the config to change, such as use_cache=False. Other arguments of transformers' models are
-            known too: they say something that is so anyway, or raise and say what to do.
+        options: fields of the config to change, such as use_cache=False. Other arguments of transformers are ignored
+            where they make no difference, and otherwise raise and say what to do.
 
         Raises HubError, ConfigError, CheckpointError or InputError.
         """
@@ -127,7 +127,6 @@ class Pretrained(nn.Module):
             model = cls._on_meta(made, dtype, activation_checkpointing)
             if (folder / "generation_config.json").is_file():
                 generation = reading.read_json(folder / "generation_config.json", lenient=True)
-                check_generation_config(str(folder / "generation_config.json"), generation)
                 model.generation_config.update(generation)
         if place is None:
             plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
@@ -163,7 +162,7 @@ class Pretrained(nn.Module):
     def _on_meta(
         cls, config: ModelConfig, dtype: torch.dtype | str, activation_checkpointing: str | Mapping[str, Any]
     ) -> Self:
-        """The model without memory, in its final dtype."""
+        """The model on the meta device, in its final dtype."""
         if isinstance(dtype, str):
             if dtype not in ("auto", *DTYPES):
                 raise ConfigError(f"dtype={dtype!r} is not supported; supported: 'auto', {', '.join(DTYPES)}")
@@ -225,7 +224,7 @@ class Pretrained(nn.Module):
             parallelism): they are gathered one by one, and by default rank 0 writes. The others may return before the
             folder is there. Otherwise the default is True.
         push_to_hub: uploads the folder too, to `repo_id`, by default its name; options are those of `hub.push`.
-        options: what else transformers' save_pretrained takes; what is not done raises.
+        options: further arguments of transformers' save_pretrained; those not supported raise.
 
         Weights that accelerate has offloaded are fetched; a quantised model is saved with its quantization_config.
         Raises CheckpointError for weights that cannot be saved so, HubError where the folder cannot be written,
@@ -255,7 +254,7 @@ class Pretrained(nn.Module):
         config.tie_word_embeddings = bool(tied)
         config.dtype = str(self._saved_dtype(given)).removeprefix("torch.")
         values, metadata = config.to_hf(), None
-        # What config.json says that there is: a model whose weights FSDP1 or ZeRO-3 holds knows of others, or of none.
+        # Shapes by config.json: the parameters of a model in FSDP1 or ZeRO-3 have others.
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
             tensors = weights.export(shapes, self.DISK_NAMES, given, tied=tied)
@@ -315,7 +314,7 @@ class Pretrained(nn.Module):
 
 
 def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:
-    """The config that `config` stands for, see `from_hub`, or the contents of its config.json; by default the folder's.
+    """`config` of `from_hub` as a config or the contents of a config.json; by default those of the folder.
 
     found: token, cache_dir and local_files_only of `hub.resolve`. Raises CheckpointError or HubError.
     """
@@ -336,6 +335,6 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
 
 
 def _dtype_of(headers: Mapping[str, weights.TensorInfo]) -> torch.dtype | None:
-    """The dtype that holds every weight as it is."""
+    """The dtype that represents every weight exactly."""
     floats = {info.dtype for info in headers.values()} & set(weights.FLOATS)
     return functools.reduce(torch.promote_types, floats) if floats else None

@@ -1,11 +1,11 @@
-"""Qwen2-VL: Qwen2 that reads images and videos, each as many tokens as its size asks for.
+"""Qwen2-VL: Qwen2 that reads images and videos, whose number of tokens depends on their size.
 
-- Text: Qwen2's blocks. A token stands at three positions (time, row, column), and each section of the rotary
-  frequencies turns by one of them (`mrope_section`); where no image is, the three are equal: plain Qwen2.
+- Text: Qwen2's blocks. A token has three positions (time, row, column), and each section of the rotary frequencies
+  rotates by one of them (`mrope_section`); for text the three are equal, as in plain Qwen2.
 - Vision tower: patches of 2 frames of 14 x 14 pixels through one matrix; blocks with LayerNorm, biases everywhere and
-  quick_gelu; rotary by row and column; a patch sees the patches of its own frame. The merger makes one token of 2 x 2
-  patches, with exact gelu; patches come in the order of these tokens.
-- Tokens `image_token_id` and `video_token_id` are replaced by what the tower makes, in order.
+  quick_gelu; rotary by row and column; a patch sees the patches of its own frame. The merger maps 2 x 2 patches to
+  one token, with exact gelu; patches are ordered by these tokens.
+- The embeddings of `image_token_id` and `video_token_id` are replaced by the tower's tokens, in order.
 - After a video of more frames than rows and columns, the generations of transformers differ: see `video_rule`.
 
 Paper: Wang et al. 2024, https://arxiv.org/abs/2409.12191.
@@ -61,8 +61,6 @@ class Qwen2VLVisionConfig(VisionConfig):
     def from_hf(cls, config: Any) -> Self:
         if isinstance(config, Mapping) and "in_chans" in config:  # the Hub's name for it
             config = {"in_channels": config["in_chans"], **config}
-            if config["in_channels"] != config["in_chans"]:
-                raise ConfigError(f"{cls.label()} has in_chans={config['in_chans']!r} and another in_channels")
         return super().from_hf(config)
 
     def __post_init__(self) -> None:
@@ -102,7 +100,7 @@ class Qwen2VLConfig(Qwen2Config):
     @classmethod
     def from_hf(cls, config: Mapping[str, Any]) -> Self:
         """A config from the contents of a config.json, flat or with a text_config. Raises as `ModelConfig.from_hf`."""
-        if isinstance(config, Mapping) and "text_config" in config:
+        if "text_config" in config:
             config = dict(config)
             text = config.pop("text_config") or {}
             if not isinstance(text, Mapping) or text.get("model_type", "qwen2_vl") not in ("qwen2_vl", "qwen2_vl_text"):
@@ -182,18 +180,6 @@ class VisionBlock(nn.Module):
         return self.mlp(x), residual
 
 
-class PatchEmbed(nn.Module):
-    """Rows of pixels [N, ...] -> [N, embed_dim]."""
-
-    def __init__(self, config: Qwen2VLVisionConfig):
-        super().__init__()
-        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
-        self.proj = PatchEmbedding(config.in_channels, config.embed_dim, kernel)
-
-    def forward(self, pixels: Tensor) -> Tensor:
-        return self.proj(pixels)
-
-
 class PatchMerger(nn.Module):
     """States of merge x merge neighbours, [..., embed_dim] one after the other, -> one token [N, hidden_size]."""
 
@@ -219,7 +205,9 @@ class VisionTower(nn.Module):
         super().__init__()
         self.checkpointing = Checkpointing()
         self.merge = config.spatial_merge_size
-        self.patch_embed = PatchEmbed(config)
+        kernel = (config.temporal_patch_size, config.patch_size, config.patch_size)
+        embedding = PatchEmbedding(config.in_channels, config.embed_dim, kernel)
+        self.patch_embed, self.patch_width = nn.ModuleDict({"proj": embedding}), embedding.width
         self.rotary_pos_emb = VisionRotary(
             config.embed_dim // config.num_heads, theta=config.rope_parameters["rope_theta"]
         )
@@ -227,7 +215,7 @@ class VisionTower(nn.Module):
         self.merger = PatchMerger(config)
 
     def forward(self, pixels: Tensor, grids: Grids) -> Tensor:
-        x = self.patch_embed(pixels)
+        x = self.patch_embed["proj"](pixels)
         cos, sin = self.rotary_pos_emb(patch_cells(grids, self.merge).to(x.device, non_blocking=True))
         frames = [rows * columns for count, rows, columns in grids for _ in range(count)]
         if len(set(frames)) == 1:  # a batch, for which there are faster kernels than for sequences of all lengths
@@ -289,8 +277,7 @@ class Qwen2VLModel(nn.Module):
         ids, cache, x = input_ids, past_key_values, inputs_embeds if input_ids is None else input_ids
         assert x is not None
         images = self.config.images(image_grid_thw, video_grid_thw)
-        width = self.visual.patch_embed.proj.width
-        pixels = images.pixels(pixel_values, pixel_values_videos, width=width)
+        pixels = images.pixels(pixel_values, pixel_values_videos, width=self.visual.patch_width)
         if use_cache and cache is None:
             cache = self.language_model.new_cache(*x.shape[:2])
         check = images.check_count(ids) if ids is not None and (images or cache is None or not cache.length) else None
@@ -324,8 +311,8 @@ class Qwen2VLModel(nn.Module):
         images: VisionInputs,
         cu_seqlens: Tensor | None,
     ) -> Tensor | None:
-        """The positions for the text model. Into the cache goes rope_deltas [B, 1], by how much positions exceed the
-        number of tokens before."""
+        """The positions for the text model. The cache stores rope_deltas [B, 1], by how much positions exceed the
+        number of tokens."""
         text, threefold = given, None
         if given is not None and given.dim() == 3:
             text, threefold = None, given[-3:]
@@ -379,7 +366,7 @@ class Qwen2VL(CausalLM):
             with `cu_seqlens` for packed sequences. [B, S] are the text's alone, as `CausalLM.forward` has them: they
             mark packed sequences. [4, B, S], as transformers has it: the text's, and the three.
         past_key_values: images may come with any call; the cache stores by how much positions differ from token counts.
-        mm_token_type_ids: comes with transformers' processors, and says nothing that input_ids do not.
+        mm_token_type_ids: ignored; transformers' processors return it.
 
         Raises InputError where images, sizes and ids do not fit together. On a GPU, tokens are counted while the
         forward runs, and the error comes after it.

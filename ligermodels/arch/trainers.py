@@ -1,6 +1,6 @@
-"""What trainers and adapters call a model by: the names of transformers' models, by duck typing.
+"""Attributes and methods of transformers' models that trainers and adapters use, by duck typing.
 
-transformers' Trainer, TRL, PEFT, accelerate and lm-eval ask for these; none of them is imported.
+They are for transformers' Trainer, TRL, PEFT, accelerate and lm-eval, none of which is imported.
 """
 
 from collections.abc import Mapping
@@ -33,8 +33,8 @@ class TrainerInterface(nn.Module):
     _keys_to_ignore_on_save = None
 
     def _get_name(self) -> str:
-        """A name by which Trainer's label smoothing knows that labels are to be shifted: transformers' name of the
-        class. Trainer does not know the models that also read images, so that these borrow one."""
+        """transformers' name of the class, by which Trainer's label smoothing decides to shift the labels. It does
+        not know the models that also read images, which use Llama's name."""
         name = self.config.architecture
         return name if name.endswith("ForCausalLM") else "LlamaForCausalLM"
 
@@ -52,7 +52,7 @@ class TrainerInterface(nn.Module):
 
     @property
     def _tied_weights_keys(self) -> dict[str, str]:
-        """The head's weight -> the table that it reads in the checkpoints whose config ties the two."""
+        """The head's weight -> the embedding that it is tied to if the config says so."""
         decoder = "model" if self.decoder is self.model else "model.language_model"
         return {"lm_head.weight": f"{decoder}.embed_tokens.weight"}
 
@@ -65,8 +65,8 @@ class TrainerInterface(nn.Module):
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         """Makes `embeddings` the token table; a tied head reads it too.
 
-        Where the architecture scales the rows (Gemma), a plain `nn.Embedding` hands its weight to an `Embedding` that
-        does.
+        Where the architecture scales the rows (Gemma), the weight of a plain `nn.Embedding` moves to an `Embedding`
+        with that scale.
         """
         scale = getattr(self.decoder.embed_tokens, "embed_scale", None)
         if scale is not None and type(embeddings) is nn.Embedding:
@@ -81,9 +81,9 @@ class TrainerInterface(nn.Module):
         return self.lm_head
 
     def set_output_embeddings(self, embeddings: nn.Module) -> None:
-        """Makes `embeddings` the head; it is tied if its weight is the table's Parameter, and the config says so then.
+        """Makes `embeddings` the head; it is tied if its weight is the table's Parameter, and the config is updated.
 
-        A plain `nn.Linear` hands its parameters to the head that is there, which keeps the fused loss.
+        The parameters of a plain `nn.Linear` move to the present head, which has the fused loss.
         """
         head, table = self.lm_head, self.decoder.embed_tokens.weight
         tied = getattr(embeddings, "weight", None) is table
@@ -101,15 +101,15 @@ class TrainerInterface(nn.Module):
     def resize_token_embeddings(
         self, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, mean_resizing: bool = True
     ) -> nn.Module:
-        """Gives the token table and the head `new_num_tokens` rows, and the config that vocab_size. Returns the table.
+        """Resizes the token table, the head and the config's vocab_size. Returns the table.
 
         new_num_tokens: rows at the end are added or dropped; None keeps as many. pad_to_multiple_of: rounds up.
         mean_resizing: new rows are drawn around the mean of the old ones, with 1e-9 of their covariance, so that the
-            model hardly sees them; else normal, std `initializer_range`. A head of its own is resized alike.
-        The Parameters stay the objects they are. Make the optimizer afterwards: its state has the old shape.
+            output hardly changes; else normal, std `initializer_range`. An untied head is resized in the same way.
+        The Parameter objects stay the same. Create the optimizer afterwards: its state has the old shape.
 
-        Raises InputError for a number that cannot be meant, for tables that are sharded, quantised or wrapped, and for
-        a table with rows beyond the vocabulary.
+        Raises InputError for a number below 1, for tables that are sharded, quantised or wrapped, and for a table with
+        rows beyond the vocabulary.
         """
         table, head = self.decoder.embed_tokens, cast(Any, self.lm_head)
         if new_num_tokens is None and pad_to_multiple_of is None:
@@ -152,7 +152,7 @@ class TrainerInterface(nn.Module):
         )
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """Saves fewer activations in training and recomputes them in the backward; recompute.py says which.
+        """Saves fewer activations in training and recomputes them in the backward; see recompute.py.
 
         recompute, in the dict: "block", the default, saves only the sum that enters each block. "mlp" saves all but
             what is inside the MLPs or experts: more memory than "block", less to recompute. "none".

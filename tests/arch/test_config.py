@@ -1,4 +1,4 @@
-"""config.json: what is read, what is refused, what is written, in every family."""
+"""config.json: what is read, refused and written, in every family, and files that do not fit the weights."""
 
 import json
 import math
@@ -6,10 +6,11 @@ import warnings
 
 import pytest
 
-from ligermodels import ConfigError
+import ligermodels
+from ligermodels import CheckpointError, ConfigError
 from ligermodels.arch import ARCHS
-from ligermodels.arch.config import check_generation_config
 from ligermodels.arch.llama import LlamaConfig
+from tests.checkpoint.fixtures import make_good, spoiled
 
 GOOD = dict(
     vocab_size=97,
@@ -57,57 +58,39 @@ REFUSED = {
     "llama": [
         (dict(model_type="qwen2"), "qwen2.*ligermodels.load"),
         (dict(quantization_config=dict(quant_method="gptq")), "gptq.*unquantised"),
-        (dict(quantization_config="gptq"), "quantization_config"),
         (dict(hidden_size="32"), "hidden_size='32' must be a positive integer"),
-        (dict(hidden_size=True), "hidden_size=True must be a positive integer"),
-        (dict(num_hidden_layers=0), "num_hidden_layers=0 must be a positive integer"),
         (dict(vocab_size=97.0), "vocab_size=97.0 must be a positive integer"),
-        (dict(vocab_size=None), "vocab_size=None must be a positive integer"),
         (dict(rms_norm_eps=math.nan), "rms_norm_eps=nan must be a finite number"),
-        (dict(rms_norm_eps="1e-5"), "rms_norm_eps='1e-5' must be a finite number"),
         (dict(num_attention_heads=5, head_dim=None), "num_attention_heads=5 must divide hidden_size 32"),
         (dict(num_key_value_heads=3), "num_key_value_heads=3 must divide"),
         (dict(head_dim=7), "head_dim=7 must be even"),
         (dict(hidden_act="relu2"), "hidden_act='relu2' is not supported; supported: silu"),
         (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
         (dict(attention_bias="yes"), "attention_bias='yes' must be bool"),
-        (dict(tie_word_embeddings=None), "tie_word_embeddings=None must be bool"),
         (dict(eos_token_id="</s>"), "eos_token_id='</s>' must be int or list"),
-        (dict(eos_token_id=[1, "2"]), "eos_token_id.*must be int or list"),
         (dict(dtype="float8_e4m3fn"), "float8_e4m3fn.*bfloat16"),
         (dict(dtype="bfloat16", torch_dtype="float16"), "dtype='bfloat16' and torch_dtype='float16'"),
         (dict(rope_scaling=dict(type="sideways")), "sideways.*llama3"),
-        (dict(rope_scaling=[1]), "rope_scaling is .1., expected an object"),
         (dict(rope_theta=-1.0), "rope_theta is -1.0, expected a positive number"),
         (dict(rope_theta=1e4, rope_parameters=dict(rope_theta=5e5)), "rope_theta twice"),
-        (dict(rope_scaling=dict(type="linear", factor=2), rope_parameters=dict(factor=4)), "factor twice"),
         (dict(rope_scaling=dict(type="linear")), "needs factor"),
         (dict(rope_scaling=dict(type="linear", factor=2.0, low_freq_factor=1.0)), "no low_freq_factor"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported"),
     ],
     "mistral": [
         (dict(sliding_window=0), "sliding_window=0 must be a positive integer"),
-        (dict(sliding_window=4.5), "sliding_window=4.5 must be a positive integer"),
-        (dict(sliding_window=True), "sliding_window=True must be a positive integer"),
     ],
     "mixtral": [
         (dict(num_experts_per_tok=9), "num_experts_per_tok=9 must be at most num_local_experts 8"),
-        (dict(num_local_experts=0), "num_local_experts=0 must be a positive integer"),
         (dict(router_jitter_noise=1.0), "router_jitter_noise=1.0 must be below 1"),
-        (dict(output_router_logits="yes"), "output_router_logits='yes' must be bool"),
     ],
     "gemma": [
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True.*causal"),
         (dict(hidden_activation="relu"), "hidden_activation='relu'.*gelu_pytorch_tanh"),
-        (dict(hidden_activation=3), "hidden_activation=3 must be str or null"),
     ],
     "gemma2": [
         (dict(layer_types=[FULL]), "layer_types.*each of 2 blocks"),
-        (dict(layer_types=[FULL, "chunked_attention"]), "chunked_attention.*sliding_attention"),
-        (dict(layer_types=SLIDING), "layer_types='sliding_attention' must be list"),
         (dict(attn_logit_softcapping=0.0), "attn_logit_softcapping=0.0 must be positive"),
-        (dict(final_logit_softcapping=-30.0), "final_logit_softcapping=-30.0 must be a finite number"),
-        (dict(query_pre_attn_scalar=0), "query_pre_attn_scalar=0 must be positive"),
         (dict(sliding_window=None), "there is no window"),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True.*causal"),
         (dict(hidden_activation="relu"), "hidden_activation='relu'.*gelu_pytorch_tanh"),
@@ -115,8 +98,6 @@ REFUSED = {
     "qwen2": [
         (dict(layer_types=[FULL]), "layer_types.*each of 2 blocks"),
         (dict(layer_types=[FULL, SLIDING]), "there is no window"),
-        (dict(use_sliding_window=True, sliding_window=None, layer_types=[FULL, SLIDING]), "there is no window"),
-        (dict(use_sliding_window="yes"), "use_sliding_window='yes' must be bool"),
         (dict(max_window_layers=-1), "max_window_layers=-1 must be an integer, zero or more"),
     ],
     "qwen3": [(dict(layer_types=[FULL, SLIDING]), "there is no window")],
@@ -126,9 +107,7 @@ REFUSED = {
         (dict(rope_scaling=dict(type="longrope", long_factor=LONG)), "lacks|needs short_factor"),
         (dict(rope_scaling={**SU, "long_factor": LONG[:3]}), "long_factor=.* must be a list of 4"),
         (dict(rope_scaling={**SU, "original_max_position_embeddings": 32}), "top level"),
-        (dict(partial_rotary_factor=0.0), "partial_rotary_factor is 0.0"),
         (dict(partial_rotary_factor=1.5), "rotate 12 dims"),
-        (dict(partial_rotary_factor=0.4), "even number"),
     ],
 }
 
@@ -149,11 +128,6 @@ def test_a_missing_field_is_named(field):
         LlamaConfig.from_hf({key: value for key, value in GOOD.items() if key != field})
 
 
-def test_something_other_than_an_object_is_refused():
-    with pytest.raises(ConfigError, match="list"):
-        LlamaConfig.from_hf([GOOD])
-
-
 def test_unknown_keys_are_named_once_kept_and_saved():
     with pytest.warns(UserWarning, match="attention_sink, zebra") as caught:
         config = LlamaConfig.from_hf({**GOOD, "zebra": 1, "attention_sink": True, "pretraining_tp": 1})
@@ -170,8 +144,69 @@ def test_trainers_may_assign():
     assert config.get_text_config().to_dict()["pad_token_id"] == 3
 
 
-@pytest.mark.parametrize("value", ["</s>", 1.5, True, {"id": 1}, [1, "2"], [[1]]], ids=str)
-def test_generation_configs_name_ids(value):
-    with pytest.raises(ConfigError, match=r"eos_token_id=.* must be a token id"):
-        check_generation_config("generation_config", {"eos_token_id": value})
-    check_generation_config("generation_config", {"eos_token_id": [2, -1], "pad_token_id": None})
+def spoiled_config(**changes):
+    def spoil(folder):
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+
+    return spoil
+
+
+def replaced(text, file="config.json"):
+    return lambda folder: (folder / file).write_text(text)
+
+
+FILES = {
+    "cut": (replaced('{"model_type": "lla'), CheckpointError, "not JSON"),
+    "a list": (replaced("[1]"), CheckpointError, "an object"),
+    "git-lfs pointer": (replaced("version https://git-lfs.github.com/spec/v1\n"), CheckpointError, "git lfs"),
+    "an unknown family": (spoiled_config(model_type="falcon"), ConfigError, "the zoo holds"),
+    "a model of images": (replaced('{"model_type": "llama", "text_config": {}}'), ConfigError, "text_config"),
+    "an adapter's": (replaced('{"model_type": "llama", "peft_type": "LORA"}'), ConfigError, "of an adapter"),
+    "not there": (lambda folder: (folder / "config.json").unlink(), CheckpointError, "is not there"),
+    "a larger vocabulary": (spoiled_config(vocab_size=2**20), CheckpointError, "wrong shape"),
+    "more layers": (spoiled_config(num_hidden_layers=9), CheckpointError, "1 layers on disk"),
+    "tied, and the index names a head": (spoiled_config(tie_word_embeddings=True), CheckpointError, "config ties"),
+    "another family's": (spoiled_config(model_type="gemma2", head_dim=8), CheckpointError, "missing"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    return make_good(tmp_path_factory.mktemp("good"))["sharded"]
+
+
+@pytest.mark.parametrize(("spoil", "error", "words"), FILES.values(), ids=FILES)
+def test_files_that_do_not_fit_end_in_a_typed_error(good, spoil, error, words):
+    with spoiled(good, spoil) as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with pytest.raises(error, match=f"(?s){words}"):
+            ligermodels.load(folder, progress=False)
+
+
+def test_no_code_of_a_checkpoint_runs(good, tmp_path, monkeypatch):
+    marker = tmp_path / "ran"
+
+    def spoil(folder):
+        for name in ("modeling_llama", "configuration_llama", "sitecustomize"):
+            (folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(marker)!r}).touch()")
+        calls = {"AutoModelForCausalLM": "evil/repo--modeling_llama.Model"}
+        spoiled_config(auto_map=calls, architectures=["Model"])(folder)
+
+    with spoiled(good, spoil) as folder:
+        monkeypatch.chdir(folder)
+        model = ligermodels.load(folder, progress=False)
+        assert type(model) is ligermodels.Llama and not marker.exists()
+        saved = json.loads((model.save_pretrained(tmp_path / "out") / "config.json").read_text())
+        assert "auto_map" not in saved and saved["architectures"] == ["LlamaForCausalLM"]
+
+
+def test_unusual_but_sound_configs_load(good):
+    """A byte order mark, and token ids that no text will have."""
+    for spoil in (
+        lambda folder: (folder / "config.json").write_bytes(b"\xef\xbb\xbf" + (folder / "config.json").read_bytes()),
+        spoiled_config(eos_token_id=[2, 99], pad_token_id=-1),
+        replaced('{"eos_token_id": -1}', "generation_config.json"),
+    ):
+        with spoiled(good, spoil) as folder:
+            assert ligermodels.load(folder, progress=False).config.hidden_size == 16

@@ -1,6 +1,5 @@
-"""Mistral: windows of every size, heads of their own width, and the released sizes."""
+"""Mistral: windows of every size, a head_dim of its own, and the released sizes."""
 
-import pytest
 import torch
 
 import ligermodels
@@ -8,11 +7,8 @@ from ligermodels.arch.mistral import MistralConfig
 from ligermodels.layers import cache
 from tests.arch.suite import (
     LLAMA3,
-    LOGITS,
     YARN,
     Suite,
-    edit_config,
-    relative,
     theirs,
     tiny_config,
     write_checkpoint,
@@ -60,18 +56,6 @@ class TestMistral(Suite):
         return config
 
 
-def test_a_window_counts_the_token_itself(tmp_path):
-    folder = write_checkpoint(tiny(num_hidden_layers=1, sliding_window=4), tmp_path)
-    model = ligermodels.Mistral.from_hub(folder, progress=False)
-    ids = torch.arange(3, 13)[None]
-    logits = model(ids).logits
-    for position in range(10):
-        changed = ids.clone()
-        changed[0, position] = 90
-        moved = (model(changed).logits != logits).any(-1)[0].nonzero().flatten().tolist()
-        assert moved == list(range(position, min(position + 4, 10)))
-
-
 def test_a_missing_window_is_4096_and_null_is_none():
     config = without(tiny(), "rope_parameters")
     missing, null = without(config, "sliding_window"), {**config, "sliding_window": None}
@@ -82,34 +66,14 @@ def test_a_missing_window_is_4096_and_null_is_none():
         assert [layer.self_attn.window for layer in model.decoder.layers] == [window, window]
 
 
-def test_head_dim_is_not_the_quotient_of_width_and_heads(tmp_path):
-    folder = write_checkpoint(tiny(head_dim=12), tmp_path)
-    model = ligermodels.Mistral.from_hub(folder, progress=False)
-    assert model.decoder.layers[0].self_attn.o_proj.weight.shape == (32, 48)
-    for wrong in (..., None):
-        edit_config(folder, head_dim=wrong)
-        with pytest.raises(ligermodels.CheckpointError, match=r"q_proj\.weight"):
-            ligermodels.Mistral.from_hub(folder, progress=False)
-
-
 def test_a_long_text_through_a_small_cache(tmp_path, monkeypatch):
-    """Room for the window and three tokens: the cache moves every few steps, and padding with it."""
+    """Space for the window and three tokens: the cache moves its rows every few steps, and the padding with them."""
     monkeypatch.setattr(cache, "SLACK", 3)
     folder = write_checkpoint(tiny(sliding_window=6), tmp_path)
     model, hf = ligermodels.Mistral.from_hub(folder, progress=False), theirs(folder)
     assert model.new_cache(2, 1000)[0].keys.shape[1] == 8
-    ids, mask = torch.randint(3, 97, (2, 24)), torch.ones(2, 24, dtype=torch.long)
-    for padding in (0, 4, 9):
-        mask[1, :padding] = 0
-        positions, kept, start, steps = (mask.cumsum(1) - 1).clamp(min=0), model.new_cache(2, 24), 0, []
-        for part in ids.split([2, 1, 9, 1, 1, 6, 1, 1, 2], dim=1):
-            end = start + part.shape[1]
-            steps.append(model(part, mask[:, :end], positions[:, start:end], past_key_values=kept).logits)
-            start = end
-        stepped = torch.cat(steps, dim=1)
-        assert relative(stepped[0], model(ids[:1]).logits[0]) < LOGITS
-        assert relative(stepped[1, padding:], model(ids[1:, padding:]).logits[0]) < LOGITS
-    ids, mask = ids[:, :11], mask[:, :11]
+    ids, mask = torch.randint(3, 97, (2, 11)), torch.ones(2, 11, dtype=torch.long)
+    mask[1, :9] = 0
     expected = hf.generate(
         ids, attention_mask=mask, max_new_tokens=30, do_sample=False, eos_token_id=None, pad_token_id=0
     )

@@ -1,20 +1,14 @@
 """Qwen2: windows of some blocks, biases, long contexts, and the released sizes."""
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.arch.qwen2 import Qwen2Config
 from tests.arch.suite import (
-    LOGITS,
     Suite,
-    relative,
     rope,
-    theirs,
-    theirs_logits,
     tiny_config,
-    write_checkpoint,
 )
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -68,8 +62,8 @@ class TestQwen2(Suite):
     }
 
     @pytest.fixture
-    def folder(self, request, tiny, tmp_path):
-        folder = write_checkpoint(tiny, tmp_path / "hf")
+    def folder(self, request, tiny, written):
+        folder = written(tiny)
         if request.node.callspec.id == "large_biases":
             enlarge_biases(folder)
         return folder
@@ -91,28 +85,6 @@ def enlarge_biases(folder):
         if name.endswith("k_proj.bias"):
             tensor *= 30
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-def test_biases_on_q_k_and_v_and_nowhere_else(tmp_path):
-    folder = write_checkpoint(tiny(), tmp_path)
-    model, ids = ligermodels.Qwen2.from_hub(folder, progress=False), torch.randint(3, 97, (2, 24))
-    biases = {name for name in model.state_dict() if name.endswith(".bias")}
-    assert biases == {f"model.layers.{i}.self_attn.{x}_proj.bias" for i in range(2) for x in "qkv"}
-    expected = theirs_logits(theirs(folder), ids)
-    for part in ("q_proj", "k_proj", "v_proj"):
-        wrong = ligermodels.Qwen2.from_hub(folder, progress=False)
-        with torch.no_grad():
-            getattr(wrong.decoder.layers[0].self_attn, part).bias.zero_()
-        # Those of k move all scores of a query alike but for the rotation: they show least.
-        assert relative(wrong(ids).logits, expected) > 100 * LOGITS
-    tensors = load_file(folder / "model.safetensors")
-    for name in ("k_proj.bias", "o_proj.bias"):  # one too few, then one too many
-        changed = {key: tensor for key, tensor in tensors.items() if not key.endswith(name)}
-        if name == "o_proj.bias":
-            changed["model.layers.0.self_attn.o_proj.bias"] = torch.zeros(32)
-        save_file(changed, folder / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ligermodels.CheckpointError, match=name.replace(".", r"\.")):
-            ligermodels.Qwen2.from_hub(folder, progress=False)
 
 
 def test_the_last_blocks_have_the_window_and_the_first_see_everything():

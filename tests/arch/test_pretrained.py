@@ -1,4 +1,4 @@
-"""`from_pretrained`, `load` and `save_pretrained` in transformers' words, and folders that other tools leave."""
+"""`from_pretrained`, `load` and `save_pretrained` with transformers' arguments, and folders that other tools write."""
 
 import copy
 import json
@@ -69,19 +69,15 @@ class TestArguments:
         "given, dtype",
         [
             (dict(), torch.bfloat16),
-            (dict(dtype=None), torch.bfloat16),
             (dict(torch_dtype="auto"), torch.bfloat16),
             (dict(torch_dtype="float32"), torch.float32),
-            (dict(torch_dtype=torch.float16), torch.float16),
             (dict(dtype="torch.float64"), torch.float64),
-            (dict(dtype=torch.float32, torch_dtype=torch.float32), torch.float32),
         ],
         ids=str,
     )
     def test_dtypes(self, folders, given, dtype):
-        for make in (load, Llama.from_pretrained, Llama.from_hub):
-            assert make(folders["llama"], progress=False, **given).dtype == dtype if make is not load else True
         assert load(folders["llama"], **given).dtype == dtype
+        assert Llama.from_pretrained(folders["llama"], progress=False, **given).dtype == dtype
 
     @pytest.mark.parametrize(
         "place", ["cpu", torch.device("cpu"), {"": "cpu"}, {"model": "cpu", "lm_head": "cpu"}], ids=str
@@ -91,7 +87,7 @@ class TestArguments:
         model = load(folders["llama"], device_map=place)
         assert torch.equal(logits(model), logits(load(folders["llama"], device="cpu")))
 
-    def test_what_lm_eval_and_others_always_pass(self, folders):
+    def test_arguments_that_lm_eval_and_others_always_pass(self, folders):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             load(
@@ -101,15 +97,18 @@ class TestArguments:
                 offload_folder="nowhere", max_memory=None, tp_plan=None, weights_only=True, adapter_kwargs={},
             )  # fmt: skip
 
-    @pytest.mark.parametrize("name", ["sdpa", "eager", "flash_attention_2"])
-    def test_attention_is_our_own_whatever_its_name(self, folders, name):
-        with pytest.warns(UserWarning, match=f"attn_implementation='{name}' changes nothing") as told:
-            model = load(folders["llama"], attn_implementation=name)
-        assert len(told) == 1 and torch.equal(logits(model), logits(load(folders["llama"])))
-
-    def test_no_remote_code_is_run(self, folders):
-        with pytest.warns(UserWarning, match="runs no code from a repository"):
-            load(folders["llama"], trust_remote_code=True)
+    @pytest.mark.parametrize(
+        "given, words",
+        [
+            (dict(attn_implementation="sdpa"), "attn_implementation='sdpa' changes nothing"),
+            (dict(trust_remote_code=True), "runs no code from a repository"),
+        ],
+        ids=str,
+    )
+    def test_arguments_without_effect_are_named(self, folders, given, words):
+        with pytest.warns(UserWarning, match=words) as told:
+            load(folders["llama"], **given)
+        assert len(told) == 1
 
     def test_fields_of_the_config_can_be_changed(self, folders):
         model = load(folders["mixtral"], use_cache=False, router_aux_loss_coef=0.5)
@@ -120,8 +119,6 @@ class TestArguments:
         "given, error, words",
         [
             (dict(devicemap="auto"), InputError, "did you mean 'device_map'"),
-            (dict(torch_dtyp="auto"), InputError, "did you mean 'torch_dtype'"),
-            (dict(attn_implementatio="sdpa"), InputError, "did you mean 'attn_implementation'"),
             (dict(num_hidden_layer=3), InputError, "did you mean 'num_hidden_layers'"),
             (dict(wibble=3), InputError, "unknown argument 'wibble'$"),
             (dict(dtype=torch.bfloat16, torch_dtype=torch.float32), InputError, "one argument under two names"),
@@ -129,12 +126,8 @@ class TestArguments:
             (dict(device="cpu", device_map="cpu"), InputError, "both say where"),
             (dict(device_map="gpu"), InputError, "expected one such as 'cuda:0', 'auto'"),
             (dict(use_safetensors=False), InputError, "allow_pickle=True"),
-            (dict(variant="fp16"), InputError, "rename the files"),
             (dict(gguf_file="x.gguf"), InputError, "ligermodels convert"),
-            (dict(load_in_4bit=True), InputError, "quantization_config="),
-            (dict(state_dict={"a": 1}), InputError, "load_state_dict"),
             (dict(tp_plan="auto"), InputError, "parallelize_module"),
-            (dict(ignore_mismatched_sizes=True), InputError, "every weight must fit"),
             (dict(config="nowhere/../x"), HubError, "x is not there"),
         ],
         ids=str,
@@ -144,9 +137,8 @@ class TestArguments:
             load(folders["llama"], **given)
 
     def test_the_name_is_kept_and_not_saved(self, folders, tmp_path, monkeypatch):
-        for name in (str(folders["llama"]), folders["llama"]):
-            for model in (load(name), Llama.from_pretrained(name, progress=False)):
-                assert vars(model)["name_or_path"] == model.config._name_or_path == str(folders["llama"])
+        model = load(folders["llama"])
+        assert vars(model)["name_or_path"] == model.config._name_or_path == str(folders["llama"])
         model.save_pretrained(tmp_path / "saved")
         assert "_name_or_path" not in json.loads((tmp_path / "saved" / "config.json").read_text())
         monkeypatch.setattr(hub, "resolve", lambda *args, **options: folders["llama"])
@@ -154,22 +146,11 @@ class TestArguments:
 
 
 class TestWeightsAlone:
-    """What Trainer, TRL and accelerate write of a model that is not a transformers one."""
+    """Folders without a config.json, as Trainer, TRL and accelerate write them."""
 
-    @pytest.fixture(params=FAMILIES)
-    def family(self, request):
-        return request.param
-
-    @pytest.fixture
-    def model(self, folders, family):
-        """Trained in fp32, though the config says bf16."""
-        model = load(folders[family], dtype=torch.float32).train()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.add_(1e-3)
-        return model
-
-    def test_every_form_of_config(self, folders, family, model, tmp_path):
+    @pytest.mark.parametrize("family", ["llama", "mixtral"])
+    def test_every_form_of_config(self, folders, family, tmp_path):
+        model = load(folders[family], dtype=torch.float32)  # though the config says bf16
         save_file(model.state_dict(), tmp_path / "model.safetensors", {"format": "pt"})
         with pytest.raises(CheckpointError, match=r"(?s)config\.json is not there.*weights alone.*pass config="):
             load(tmp_path)
@@ -177,54 +158,14 @@ class TestWeightsAlone:
         for config in (
             model.config,
             json.loads((source / "config.json").read_text()),
-            source,
             str(source),
             source / "config.json",
             transformers.AutoConfig.from_pretrained(source),
         ):
-            before = copy.deepcopy(config)
-            for make in (load, type(model).from_pretrained):
-                found = make(tmp_path, config=config, **({} if make is load else {"progress": False}))
-                assert type(found) is type(model) and found.dtype == torch.float32
-                assert same_weights(found.state_dict(), model.state_dict())
-            assert config == before if not hasattr(config, "to_dict") else config.to_dict() == before.to_dict()
-        assert load(tmp_path, config=source, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-    def test_a_trainer_s_folder(self, folders, family, model, tmp_path):
-        pytest.importorskip("accelerate")
-        arguments = transformers.TrainingArguments(
-            tmp_path / "run", max_steps=2, save_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-            disable_tqdm=True,
-        )  # fmt: skip
-        rows = [{"input_ids": row, "labels": row} for row in IDS]
-        trainer = transformers.Trainer(model, arguments, train_dataset=rows)
-        trainer.train()
-        trainer.save_model(tmp_path / "out")
-        for folder in (tmp_path / "out", tmp_path / "run" / "checkpoint-2"):
-            found = load(folder, config=folders[family])
+            found = load(tmp_path, config=config)
+            assert type(found) is type(model) and found.dtype == torch.float32
             assert same_weights(found.state_dict(), model.state_dict())
-            found.save_pretrained(tmp_path / "again")
-            hf = transformers.AutoModelForCausalLM.from_pretrained(
-                tmp_path / "again", dtype=torch.float32, attn_implementation="eager"
-            )
-            torch.testing.assert_close(logits(hf), logits(found), **FP32)
-
-    def test_accelerate_s_folders(self, folders, family, model, tmp_path):
-        accelerate = pytest.importorskip("accelerate")
-        accelerator = accelerate.Accelerator(cpu=True)
-        prepared = accelerator.prepare(model)
-        accelerator.save_model(prepared, tmp_path / "shards", max_shard_size="20KB")
-        accelerator.save_state(tmp_path / "state")
-        assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
-        for folder in (tmp_path / "shards", tmp_path / "state"):
-            assert same_weights(load(folder, config=folders[family]).state_dict(), model.state_dict())
-        accelerator.unwrap_model(prepared).save_pretrained(
-            tmp_path / "saved",
-            is_main_process=accelerator.is_main_process,
-            save_function=accelerator.save,
-            state_dict=accelerator.get_state_dict(prepared),
-        )
-        assert same_weights(load(tmp_path / "saved").state_dict(), model.state_dict())
+        assert load(tmp_path, config=source, dtype=torch.bfloat16).dtype == torch.bfloat16
 
     def test_a_config_of_another_model(self, folders, tmp_path):
         save_file(load(folders["llama"]).state_dict(), tmp_path / "model.safetensors")
@@ -237,13 +178,11 @@ class TestWeightsAlone:
 class TestDevices:
     def test_auto_on_the_cpu(self, folders):
         pytest.importorskip("accelerate")
-        expected = logits(load(folders["llama"]))
-        for device_map in ("auto", "balanced", "balanced_low_0", "sequential"):
-            model = load(folders["llama"], device_map=device_map)
-            assert model.hf_device_map == {"": "cpu"} and torch.equal(logits(model), expected)
+        model = load(folders["llama"], device_map="auto")
+        assert model.hf_device_map == {"": "cpu"} and torch.equal(logits(model), logits(load(folders["llama"])))
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_parts_on_the_disk(self, folders, family, tmp_path):
+    def test_modules_on_the_disk(self, folders, family, tmp_path):
         pytest.importorskip("accelerate")
         plain = load(folders[family])
         plan = {"model.embed_tokens": "disk", "model.layers.1": "disk", "model.norm": "cpu"}
@@ -258,17 +197,16 @@ class TestDevices:
             assert same_weights(read(tmp_path / "saved"), read(folders[family]))
         assert len(list((tmp_path / "offload").iterdir())) == 2
 
-    @pytest.mark.parametrize("family", ["llama", "qwen2"])
-    def test_the_plan_keeps_blocks_whole_and_a_tied_head_with_its_table(self, folders, family):
+    def test_the_plan_keeps_blocks_whole_and_a_tied_head_with_its_table(self, folders):
         pytest.importorskip("accelerate")
-        loaded = load(folders[family])
+        loaded = load(folders["llama"])
         model = type(loaded).from_config(loaded.config, device="meta")
         block = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
-        # Room for the table, a block and the one that may have to visit; then for all the rest.
+        # Space for the table, a block and one that is moved there to run; then for all the rest.
         plan = placement.plan(model, "sequential", max_memory={0: int(2.5 * block), 1: 9 * block, "cpu": 9 * block})
         assert [plan[f"model.layers.{i}"] for i in range(3)] == [0, 1, 1]
         assert plan["model.embed_tokens"] == 0 and plan["model.norm"] == 1
-        assert plan["lm_head"] == (0 if family == "llama" else 1)
+        assert plan["lm_head"] == 0
 
     @pytest.mark.parametrize(
         "given, words",
@@ -348,9 +286,6 @@ class TestSaving:
         "given, words",
         [
             (dict(safe_serialization=False), "never as pickles"),
-            (dict(variant="fp16"), "rename the files afterwards"),
-            (dict(save_original_format=False), "names on disk"),
-            (dict(distributed_checkpoint=True), "torch.distributed.checkpoint"),
             (dict(max_shard_sizes="1GB"), "did you mean 'max_shard_size'"),
             (dict(private=True), "goes with push_to_hub=True"),
         ],
@@ -361,7 +296,7 @@ class TestSaving:
             load(folders["llama"]).save_pretrained(tmp_path / "out", **given)
         assert not list(tmp_path.iterdir())
 
-    def test_what_transformers_says_beside(self, folders, tmp_path, monkeypatch):
+    def test_push_to_hub_and_the_arguments_of_transformers(self, folders, tmp_path, monkeypatch):
         pushed = []
         monkeypatch.setattr(hub, "push", lambda *args, **options: pushed.append((args, options)))
         model = load(folders["llama"])
@@ -388,30 +323,6 @@ class TestSaving:
         assert torch.equal(logits(load(tmp_path)), logits(model))
         hf = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
         torch.testing.assert_close(logits(hf), logits(model), **FP32)
-
-    def test_a_model_that_config_json_does_not_describe(self, folders, tmp_path):
-        model = load(folders["qwen2"])
-        model.model.embed_tokens = nn.Embedding(99, 32)
-        with pytest.raises(CheckpointError, match=r"embed_tokens.weight is \[99, 32\], the model has \[97, 32\]"):
-            model.save_pretrained(tmp_path / "out")
-        model = load(folders["qwen2"])
-        model.v_head = nn.Linear(32, 1)
-        with pytest.raises(CheckpointError, match=r"(?s)not the model's \(2\): v_head"):
-            model.save_pretrained(tmp_path / "out")
-
-    def test_the_tokenizer_that_the_user_saved_stays(self, folders, tmp_path):
-        source = tmp_path / "source"
-        load(folders["llama"]).save_pretrained(source)
-        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-            (source / name).write_text("the source's")
-        model = load(source)
-        (tmp_path / "out").mkdir()
-        (tmp_path / "out" / "tokenizer.json").write_text("the user's")
-        model.save_pretrained(tmp_path / "out")
-        assert (tmp_path / "out" / "tokenizer.json").read_text() == "the user's"
-        assert not (tmp_path / "out" / "chat_template.jinja").exists()
-        model.save_pretrained(tmp_path / "new")
-        assert (tmp_path / "new" / "chat_template.jinja").read_text() == "the source's"
 
 
 def test_classes_load_what_is_theirs(folders):
