@@ -96,9 +96,9 @@ def test_gradients_reach_the_new_tokens_and_no_buffer(window, monkeypatch):
 
 
 @pytest.mark.parametrize("k, message", [
-    (torch.zeros(3, 1, 3, 4), "was it made for another batch size or model"),
-    (torch.zeros(2, 1, 3, 5), "was it made for another batch size or model"),
-    (torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16), "k is torch.bfloat16 on cpu, the cache torch.float32"),
+    (torch.zeros(3, 1, 3, 4), "another batch size or model"),
+    (torch.zeros(2, 1, 3, 5), "another batch size or model"),
+    (torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16), "in torch.bfloat16 do not fit a cache of .* in torch.float32"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(k, message):
     with pytest.raises(InputError, match=message):
@@ -112,7 +112,7 @@ def test_under_autocast_the_first_tokens_decide_the_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         layer.update(keys[:, :3], keys[:, :3])
         assert torch.equal(layer.update(keys[:, 3:], keys[:, 3:])[0], keys) and layer.keys.dtype == torch.bfloat16
-        with pytest.raises(InputError, match=r"k is torch\.float32"):
+        with pytest.raises(InputError, match="with autocast on"):
             layer.update(*tokens(1))
 
 
@@ -130,7 +130,7 @@ def test_cross_layers_hold_images_and_count_no_tokens():
     sum(x.square().sum() for x in both).backward()
     assert all(x.grad is None for x in first) and all(torch.equal(x.grad, 2 * x) for x in second)
     for k in (torch.zeros(3, 1, 3, 4), torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16)):
-        with pytest.raises(InputError, match="was the cache made for another batch"):
+        with pytest.raises(InputError, match="another batch size"):
             cache[0].update(k, k)
 
     deltas, held, rows = torch.randn(2, 1), cache[0].keys, [1, 0, 1]
