@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ligermodels.errors import InputError
 from ligermodels.generation.options import Options
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
@@ -45,7 +46,7 @@ def make_processors(
         made.append(ban(options.suppress_tokens))
     if options.begin_suppress_tokens:
         made.append(ban(options.begin_suppress_tokens, below=prompt_length + 1))
-    made += custom
+    made += [functools.partial(_checked, processor) for processor in custom]
     temperature = 1 if options.temperature is None else options.temperature
     if options.do_sample:
         if temperature != 1:
@@ -120,3 +121,11 @@ def _holds(ids: Tensor, vocab_size: int) -> Tensor:
     """[B, V] bool: whether a row of ids [B, S] holds a token. Ids beyond the vocabulary (images) do not count."""
     held = torch.zeros(len(ids), vocab_size + 1, dtype=torch.bool, device=ids.device)
     return held.scatter_(1, ids.clamp(max=vocab_size), True)[:, :vocab_size]
+
+
+def _checked(processor: LogitsProcessor, ids: Tensor, logits: Tensor) -> Tensor:
+    shape = logits.shape
+    logits = processor(ids, logits)
+    if not isinstance(logits, Tensor) or logits.shape != shape:
+        raise InputError(f"logits_processor must return logits of shape {list(shape)}")
+    return logits

@@ -218,7 +218,12 @@ def _checked_prompt(
             "they must be equal"
         )
     mask = attention_mask != 0
-    shortest, longest, ends_in_token = torch.stack([*mask.sum(1).aminmax(), mask[:, -1].all()]).tolist()
+    is_binary = (mask == attention_mask).all()
+    shortest, longest, ends_in_token, is_binary = torch.stack(
+        [*mask.sum(1).aminmax(), mask[:, -1].all(), is_binary]
+    ).tolist()
+    if not is_binary:
+        raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it holds something else")
     if not ends_in_token:
         row = int((~mask[:, -1]).nonzero()[0])
         raise InputError(

@@ -151,29 +151,21 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
 
 
 @pytest.mark.parametrize("ids, options, message", [
-    (TWO, dict(max_new_tokens=0), "at least 1"),
     (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Llama"),
     (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5 leaves"),
     (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
     (TWO, dict(temperature=-0.1), "temperature"),
     (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
-    (TWO, dict(temperature=1.0, top_k=-1), "top_k"),
     (TWO, dict(temperature=1.0, top_p=1.1), "top_p"),
-    (TWO, dict(repetition_penalty=0.0), "repetition_penalty"),
     (TWO, dict(suppress_tokens=[VOCAB]), rf"suppress_tokens=\[{VOCAB}\] must be a list of token ids below {VOCAB}"),
-    (TWO, dict(pad_token_id=VOCAB), "outside the vocabulary"),
-    (TWO, dict(eos_token_id=VOCAB + 1), "pass pad_token_id"),
-    (TWO, dict(stop_strings="x"), "tokenizer="),
     (TWO, dict(attention_mask=torch.ones(2, 6)), r"\[2, 6\].*\[2, 5\]"),
     (TWO, dict(attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])), "row 1.*pad on the left"),
     (TWO, dict(input_ids=TWO), "two names"),
-    (TWO[:, :0], {}, "empty prompt"),
     (ONE[0], {}, r"input_ids\[None\]"),
-    (ONE * VOCAB, {}, "another model"),
-    (ONE.to("meta"), {}, "model on cpu"),
     (None, {}, "pass input_ids"),
 ])  # fmt: skip
 def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids, options, message):
+    """tests/hostile has what is merely out of range."""
     model.config.pad_token_id = None
     for call in (generate, generate_iter):  # the latter at the call, not when it is read
         with pytest.raises(InputError, match=message):

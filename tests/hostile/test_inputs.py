@@ -126,7 +126,6 @@ GENERATE: dict[str, tuple[dict[str, Any], str]] = {
     "penalty: NaN": (dict(repetition_penalty=NAN), "finite and"),
     "seed: text": (dict(temperature=1.0, seed="x"), "64 bits"),
     "eos: text": (dict(eos_token_id="</s>"), "must be integers"),
-    "eos: NaN": (dict(eos_token_id=NAN), "must be integers"),
     "eos: with text": (dict(eos_token_id=[1, "2"]), "must be integers"),
     "eos: and nothing to fill with": (dict(eos_token_id=V + 3), "pass pad_token_id"),
     "pad: out of range": (dict(pad_token_id=V), "outside the vocabulary"),
