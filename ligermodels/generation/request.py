@@ -17,7 +17,7 @@ from ligermodels.layers.cache import KVCache, as_kv_cache
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the loop needs to know. All fields fit together."""
+    """A checked call: the inputs of the loop."""
 
     model: Any
     options: Options

@@ -167,8 +167,8 @@ class KVCache:
     layers see all. cross_layers: the layers that attend to images instead; at least one does not. Memory:
     2 * batch_size * num_kv_heads * head_dim elements per token held, and a layer holds max_length tokens, one with a
     window at most window - 1 + SLACK of them, one of cross_layers as many as the images have states. Lengths are
-    known to the host: nothing synchronises. `state` is a dict for what else a model remembers of the tokens; its
-    tensors have a row for each sequence.
+    known to the host: nothing synchronises. `state` is a dict for a model's other state of these tokens; its tensors
+    have a row for each sequence.
     """
 
     def __init__(
@@ -233,12 +233,12 @@ class KVCache:
 class BorrowedCache(KVCache):
     """A cache of transformers (a `DynamicCache`, by duck typing) with the interface of `KVCache`.
 
-    Keys and values stay in `cache`, which grows in place as it does under transformers' own model: a caller who keeps
-    it finds the new tokens there, and gradients reach what it was made of, such as the prompts of prefix tuning.
-    Transformers keeps [B, HK, S, D]; a step costs a copy of the past, which `KVCache` saves.
+    Keys and values stay in `cache`, which grows in place as it does under transformers' own model, and gradients reach
+    the tensors that it was made of, such as the prompts of prefix tuning. transformers stores [B, HK, S, D]; a step
+    copies the past, which `KVCache` avoids.
 
-    Raises InputError for what is no such cache, for another number of layers, and for caches of a fixed size, whose
-    unused positions cannot be told from tokens.
+    Raises InputError for other objects, for another number of layers, and for caches of a fixed size, whose unused
+    positions look like tokens.
     """
 
     def __init__(self, cache: Any, num_layers: int):
@@ -275,7 +275,7 @@ class BorrowedCache(KVCache):
 
 
 class _BorrowedLayer:
-    """One layer of a `BorrowedCache`: what attention needs of a `LayerCache`."""
+    """One layer of a `BorrowedCache`, with the members of a `LayerCache` that attention uses."""
 
     def __init__(self, cache: Any, layer: int):
         self._cache, self._layer = cache, layer
