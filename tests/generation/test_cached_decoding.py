@@ -5,7 +5,6 @@ import torch
 import torch.nn.functional as F
 
 import ligermodels
-from ligermodels.generation import generate
 from tests.generation.models import LONGROPE, ROPES, llama, padded
 
 
@@ -55,17 +54,6 @@ def test_rope_types_decode_as_the_full_forward(rope):
 def test_longrope_decodes_as_the_full_forward(lengths, extra):
     """Below, at and past 16, the original length; with padding it switches by positions, not columns."""
     assert_is_full_forward(llama((6, None), "longrope"), *padded(lengths, extra), steps=8)
-
-
-def test_longrope_runs_the_text_again_once_and_only_across_its_original_length(monkeypatch):
-    model, forward, widths = llama(rope="longrope"), ligermodels.Llama.forward, []
-    monkeypatch.setattr(
-        ligermodels.Llama, "forward", lambda *a, **k: widths.append(k["input_ids"].shape[1]) or forward(*a, **k)
-    )
-    for prompt, again in [(14, [17]), (16, [17]), (17, []), (30, [])]:
-        widths.clear()
-        generate(model, torch.randint(1, 97, (2, prompt)), max_new_tokens=6)
-        assert [width for width in widths[1:] if width > 1] == again
 
 
 @pytest.fixture(scope="module")

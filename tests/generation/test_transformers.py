@@ -3,7 +3,6 @@
 import contextlib
 import copy
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,23 +160,6 @@ def test_a_temperature_alone_says_whether_to_sample(pair):
         assert torch.equal(greedy, ours.generate(ids, do_sample=False, **options).sequences)
     with checkpoint_says(pair, do_sample=True):
         assert kept() == kept(temperature=1.5) == 50
-
-
-def test_all_sequences_of_a_row_come_from_one_run_of_the_prompt(pair):
-    ours, shapes, streamed = pair[1], [], []
-    ids, mask = padded(9, 4)
-    handle = ours.register_forward_pre_hook(
-        lambda module, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
-    )
-    found = ours.generate(
-        ids, attention_mask=mask, do_sample=True, num_return_sequences=3, max_new_tokens=3, seed=0,
-        streamer=SimpleNamespace(put=streamed.append, end=list),
-    )  # fmt: skip
-    handle.remove()
-    assert shapes == [(2, 9), (6, 1), (6, 1)] and found.shape == (6, 12)
-    prompt, *new = streamed
-    assert torch.equal(prompt, ids.repeat_interleave(3, 0))
-    assert torch.equal(found, torch.cat([prompt, torch.stack(new, 1)], 1)) and len(found[:3].unique(dim=0)) == 3
 
 
 def test_the_prompt_has_two_names_and_without_one_is_the_bos_token(pair):
