@@ -211,3 +211,22 @@ def test_both_commands_say_what_transformers_says(name, has_system_role, capsys,
         answers += answer + "\n"
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     assert (status, out) == (0, answers), err
+
+
+def test_an_answer_ends_with_the_turn(capsys, monkeypatch, tmp_path):
+    """Gemma ends its turns with a token that is not a stop id of its text."""
+    family = families.FAMILIES["gemma 1"]
+    folder = family.build(tmp_path / "model")
+    answer = Tokenizer.from_folder(folder).encode("the cat", add_special_tokens=False)
+
+    def scripted(model, ids, *, eos_token_id, **_):
+        for index in [*answer, family.turn_end, *answer]:
+            yield torch.tensor([index])
+            if index in eos_token_id:
+                return
+
+    model = SimpleNamespace(device="cpu", config=SimpleNamespace(max_position_embeddings=4096))
+    monkeypatch.setattr(ligermodels, "load", lambda *_, **__: model)
+    monkeypatch.setattr(generation, "generate_iter", scripted)
+    monkeypatch.setattr(sys, "stdin", stdin_of("Hi\n"))
+    assert run(capsys, "chat", folder)[:2] == (0, "the cat\n")
