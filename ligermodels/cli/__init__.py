@@ -1,4 +1,4 @@
-"""The command line. Results go to stdout, everything about them to stderr.
+"""The command line. Results go to stdout, messages and speeds to stderr.
 
 Exit status: 0 done, 1 `doctor` found something to fix, `demo` failed, or `convert` or `verify` found a mismatch,
 2 wrong usage, 3 an error of ligermodels, printed as one message without a traceback, 130 interrupted. `inspect`,
@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
         except KeyboardInterrupt as stop:
             say("\n".join(["", *getattr(stop, "__notes__", ())]))
             return 130
-        except BrokenPipeError:  # the reader of our stdout has gone, as `| head` does
+        except BrokenPipeError:  # the reader of stdout has exited, as `| head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
 

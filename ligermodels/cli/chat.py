@@ -38,7 +38,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
 
     generate = commands.add_parser("generate", parents=[shared], help="continue a text")
-    generate.add_argument("--prompt", help="the text (default: what stdin holds)")
+    generate.add_argument("--prompt", help="the text (default: stdin)")
     generate.add_argument("--max-new-tokens", type=int, help="default 256, or what the context leaves")
     generate.set_defaults(run=_generate, usual_length=256)
 
@@ -161,7 +161,7 @@ def _answer(model: "CausalLM", processor: Any, messages: list[dict[str, Any]], a
 
 
 def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
-    """Called before the model is loaded, so that a wrong prompt or template shows before any weight is fetched."""
+    """The tokenizer. Called before the model is loaded, so that a wrong template fails before weights are fetched."""
     from ligermodels.text import Tokenizer
 
     return Tokenizer.from_hub(args.model, revision=args.revision, local_files_only=args.local_files_only)
@@ -209,7 +209,7 @@ def _print_continuation(
 ) -> str:
     """Prints the text that continues `ids` as it comes, and its speed on stderr; returns the text.
 
-    after: the ids that the text goes on from; () where it begins anew, as an answer does. inputs: the images.
+    after: the ids that the text continues; () for an answer, which starts a text of its own. inputs: the images.
     """
     import torch
 
@@ -258,7 +258,7 @@ def _print_continuation(
 
 
 def _speed(prompt_tokens: int, times: list[float]) -> str:
-    """times: when the prompt was passed, and when each token came."""
+    """The last line of a command. times: the start, and when each token came."""
     count = len(times) - 1
     if count == 0:
         return "(no tokens)"

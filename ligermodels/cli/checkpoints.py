@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from ligermodels.conversion import Inspection, Report
 
 _EPILOG = """\
-layouts, found out by the files of the folder:
-  Hugging Face  model.safetensors, or model-*.safetensors and their index; also what earlier versions packed
+layouts, detected from the files in the folder:
+  Hugging Face  model.safetensors, or model-*.safetensors and their index; weights packed as earlier versions did
   pickled       pytorch_model*.bin, with --allow-pickle
   Meta          consolidated.NN.pth and params.json, with --allow-pickle
   Mistral       consolidated*.safetensors and params.json
-  distributed   .metadata and *.distcp; if there is no config.json, with --config, as for a trainer's weights alone
+  distributed   .metadata and *.distcp; with --config where there is no config.json, as for a trainer's weights alone
   LoRA adapter  adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
 
 exit status:
@@ -58,9 +58,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
     inspect = commands.add_parser(
         "inspect",
-        help="what a checkpoint is, and what reads it, from its headers alone",
-        description="Prints parameters by part, dtypes, files, what the configuration says, and the call or command\n"
-        "that reads SRC. Weights stay unread.",
+        help="what a checkpoint holds and how to load it, from its headers alone",
+        description="Prints parameters by part, dtypes, files, the configuration, and the call or command that\n"
+        "reads SRC. No weights are read.",
         **parser_options,
     )
     inspect.add_argument("src", metavar="SRC", help="folder, or repository on the Hub, whose weights are not fetched")
@@ -70,12 +70,12 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
     convert = commands.add_parser(
         "convert",
-        help="another layout, dtype or division into files",
+        help="write a checkpoint in another layout, dtype or sharding",
         description="Converts the checkpoint SRC. DST appears when it is complete. Memory holds one tensor of the\n"
-        "result and what it is made from.",
+        "result and its sources.",
         **parser_options,
     )
-    convert.add_argument("src", metavar="SRC", help="folder, or repository on the Hub; its layout is found out")
+    convert.add_argument("src", metavar="SRC", help="folder, or repository on the Hub; its layout is detected")
     convert.add_argument(
         "dst", metavar="DST", nargs="?", help="folder to write, or file with --to gguf; may be left out with --dry-run"
     )
@@ -91,7 +91,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     division = convert.add_mutually_exclusive_group()
     division.add_argument("--max-shard-size", metavar="SIZE", help="per file, as 5GB or 500MiB (default 5GB)")
-    division.add_argument("--like", action="store_true", help="divide into files as SRC is divided")
+    division.add_argument("--like", action="store_true", help="shard as SRC is sharded")
     convert.add_argument(
         "--ranks", metavar="N", type=int, default=1, help="with --to meta: number of files (default 1)"
     )
@@ -99,8 +99,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--embedding-axis",
         type=int,
         choices=[0, 1],
-        help="with --to meta and --ranks: cut the embedding by rows, 0, as in Llama 3, or by columns, 1, as in Llama 2 "
-        "(default: by rope_theta)",
+        help="with --to meta and --ranks: split the embedding by rows, 0, as in Llama 3, or by columns, 1, as in Llama "
+        "2 (default: by rope_theta)",
     )
     convert.add_argument("--adapter", metavar="DIR", help="LoRA adapter, as PEFT saves it, to merge into SRC")
     convert.add_argument("--revision", help="branch, tag or commit of SRC")
@@ -108,8 +108,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "--verify",
         choices=["none", "keys", "bytes", "logits"],
         default="none",
-        help="compare the result with SRC before it takes its place: names, shapes and dtypes; every bit too; what "
-        "both say in fp32 too, with the whole model in memory, not for gguf (default: none)",
+        help="compare the result with SRC before it takes its place: names, shapes and dtypes; every bit too; their "
+        "logits in fp32 too, with the whole model in memory, not for gguf (default: none)",
     )
     convert.add_argument("--dry-run", action="store_true", help="check SRC and plan from headers; write nothing")
     convert.add_argument("--overwrite", action="store_true", help="save over what is in DST")
@@ -118,9 +118,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     verify = commands.add_parser(
         "verify",
         help="whether two checkpoints, of any layouts, are the same model",
-        description="Compares names, shapes, dtypes and bits of A and B, and what they say: their logits and\n"
-        "likeliest tokens on fixed prompts, in fp32 on the CPU. Logits that differ by up to 5e-5 of their size\n"
-        "do so by rounding, 0 is usual, and rows of q or k in a wrong order make it 2e-4 and more.",
+        description="Compares names, shapes, dtypes and bits of A and B, and their logits and likeliest tokens on\n"
+        "fixed prompts, in fp32 on the CPU. Rounding explains a difference of up to 5e-5 of their size;\n"
+        "0 is usual, and rows of q or k in a wrong order give 2e-4 and more.",
         **parser_options,
     )
     verify.add_argument("a", metavar="A", help="folder, or repository on the Hub")
@@ -214,17 +214,11 @@ def _checkpoint_rows(found: "Inspection") -> dict[str, str]:
 
 
 def _model_rows(found: "Inspection") -> dict[str, str]:
-    """What config.json, params.json or adapter_config.json say."""
+    """The configuration: config.json, params.json or adapter_config.json."""
     model = found.model
     if not model:
-        words = {
-            "base": "base model",
-            "lora_alpha": "alpha",
-            "target_modules": "targets",
-            "modules_to_save": "replaces",
-        }
         return {
-            words.get(name, name): ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+            name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
             for name, value in found.adapter.items()
         }
     rope = {key: f"[{len(value)}]" if isinstance(value, list) else value for key, value in model["rope"].items()}

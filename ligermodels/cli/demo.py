@@ -1,4 +1,4 @@
-"""`ligermodels demo`: the whole path in under a minute, without GPU, network or downloads.
+"""`ligermodels demo`: training, saving, loading and generation in under a minute, without GPU or network.
 
 Writes a tokenizer and a small Llama in Hugging Face's layout, loads them through the public API, trains, saves, loads
 again and compares bit for bit; the trained model writes a text; the kernels are compared with fp64.
@@ -44,7 +44,7 @@ CONFIG = {
     "initializer_range": 0.05,
     "torch_dtype": "float32",
 }
-# The model has only seen titles and the fables under them: what the user says is taken for a title.
+# The model has seen only titles and their fables, so the user's message is used as a title.
 CHAT_TEMPLATE = "{{ bos_token }}{{ messages[-1]['content'] | trim }}{{ '\\n\\n' }}"
 
 

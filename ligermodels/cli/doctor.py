@@ -1,4 +1,4 @@
-"""`ligermodels doctor`: what this machine offers, how to fix what is missing, and what of a model it runs fused."""
+"""`ligermodels doctor`: this machine's setup, with a fix for each problem, and which parts of a model run fused."""
 
 import argparse
 import importlib.metadata
@@ -18,7 +18,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     """Adds the command to the parser."""
     doctor = commands.add_parser(
         "doctor",
-        help="what this machine offers, how to fix what is missing, and what of a model it runs fused",
+        help="check this machine, with a fix for each problem, and show which parts of a model run fused",
         description="Prints versions, GPUs, Hub token and cache, with a fix for what is missing. With MODEL, also\n"
         "which of its parts run as fused ops on this machine, and why the others do not, by its config.json.\n"
         "For a model in memory, with its adapters and hooks: model.fusion_report().",
@@ -26,13 +26,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         allow_abbrev=False,
     )
     doctor.add_argument(
-        "model", metavar="MODEL", nargs="?", help="folder, or repository on the Hub; weights stay unread"
+        "model", metavar="MODEL", nargs="?", help="folder, or repository on the Hub; no weights are read"
     )
     doctor.set_defaults(run=_doctor)
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    """One line for each thing that matters, and a second with the fix where something is off."""
+    """Prints a line for each finding, and a second line with the fix of a problem."""
     problems = 0
     for name, value, fix in _findings():
         print(f"{'FIX ' if fix else 'ok  '} {name:14}{value}")
@@ -45,7 +45,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _findings() -> Iterator[tuple[str, str, str | None]]:
-    """(thing, state, how to fix it or None)."""
+    """(name, state, how to fix it or None)."""
     import torch
     from huggingface_hub import constants, get_token
 

@@ -9,7 +9,7 @@ def say(text: str, end: str = "\n") -> None:
 
 
 def readable_size(count: float) -> str:
-    """A number of bytes in words."""
+    """A number of bytes as text, such as 2.89 MB."""
     for unit in ("bytes", "kB", "MB"):
         if count < 1000:
             return f"{count:.3g} {unit}"

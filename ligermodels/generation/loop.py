@@ -21,7 +21,7 @@ from ligermodels.layers.cache import BorrowedCache, as_kv_cache
 
 
 class Streamer(Protocol):
-    """What `generate(streamer=...)` calls, with CPU tensors: put(prompt [B, S]), put(ids [B]) a step, end().
+    """The interface of `generate(streamer=...)`, with CPU tensors: put(prompt [B, S]), put(ids [B]) each step, end().
 
     The prompt comes first, as in transformers, so that its `TextStreamer(skip_prompt=True)` works here.
     """
@@ -240,7 +240,7 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
 
 
 class _Forward:
-    """Runs the model over the columns that its cache lacks.
+    """Runs the model over the columns that are not in its cache.
 
     The prompt runs once for all its copies, and the cache is copied after it. Where cached keys no longer fit the
     rotary tables (longrope past its original length, counted in tokens of the longest row), the cache is emptied and

@@ -37,47 +37,20 @@ _RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 }  # fmt: skip
 """Option -> (type, test, what the value must be). None is always allowed."""
 
-_UNSUPPORTED: dict[str, dict[str, tuple[Any, ...]]] = {
-    "beam search": {
-        "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "constraints": (), "force_words_ids": (),
-    },
-    "contrastive search": {"penalty_alpha": (0,)},
-    "DoLa": {"dola_layers": ()},
-    "assisted decoding": {
-        "assistant_model": (), "assistant_early_exit": (), "prompt_lookup_num_tokens": (), "use_mtp": (False,),
-        "speculation_type": (),
-    },
-    "classifier-free guidance": {
-        "guidance_scale": (1,), "negative_prompt_ids": (), "negative_prompt_attention_mask": (),
-    },
-    "typical sampling": {"typical_p": (1,)},
-    "epsilon sampling": {"epsilon_cutoff": (0, 1)},
-    "eta sampling": {"eta_cutoff": (0, 1)},
-    "top-h sampling": {"top_h": ()},
-    "an encoder's penalty": {"encoder_repetition_penalty": (1,), "encoder_no_repeat_ngram_size": (0,)},
-    "constrained decoding (pass a logits_processor)": {
-        "bad_words_ids": (), "sequence_bias": (), "forced_bos_token_id": (), "forced_eos_token_id": (),
-        "prefix_allowed_tokens_fn": (), "exponential_decay_length_penalty": (),
-    },
-    "watermarking": {"watermarking_config": ()},
-    "replacing NaN logits": {"remove_invalid_values": (False,)},
-    "token healing": {"token_healing": (False,)},
-    "a time limit (pass stopping_criteria)": {"max_time": ()},
-    "returning attention weights, which are never in memory,": {"output_attentions": (False,)},
-    "returning hidden states (call the model on the sequences)": {"output_hidden_states": (False,)},
-    "a cache of that kind": {
-        "cache_implementation": ("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked"), "cache_config": (),
-    },
-    "chunked prefill": {"prefill_chunk_size": ()},
-    "compiling the forward": {"compile_config": ()},
-    "synchronising with other ranks": {"synced_gpus": (False,)},
-    "another decoding method": {"custom_generate": ()},
-    "a prompt of embeddings instead of input_ids": {"inputs_embeds": ()},
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "assistant_early_exit": (), "assistant_model": (), "bad_words_ids": (), "cache_config": (),
+    "cache_implementation": ("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked"), "compile_config": (),
+    "constraints": (), "custom_generate": (), "diversity_penalty": (0,), "dola_layers": (),
+    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "epsilon_cutoff": (0, 1),
+    "eta_cutoff": (0, 1), "exponential_decay_length_penalty": (), "force_words_ids": (), "forced_bos_token_id": (),
+    "forced_eos_token_id": (), "guidance_scale": (1,), "inputs_embeds": (), "max_time": (),
+    "negative_prompt_attention_mask": (), "negative_prompt_ids": (), "num_beam_groups": (1,), "num_beams": (1,),
+    "output_attentions": (False,), "output_hidden_states": (False,), "penalty_alpha": (0,), "prefill_chunk_size": (),
+    "prefix_allowed_tokens_fn": (), "prompt_lookup_num_tokens": (), "remove_invalid_values": (False,),
+    "sequence_bias": (), "speculation_type": (), "synced_gpus": (False,), "token_healing": (False,), "top_h": (),
+    "typical_p": (1,), "use_mtp": (False,), "watermarking_config": (),
 }  # fmt: skip
-"""What generate does not do -> {the option that asks for it: its values, besides None, that mean "off"}."""
-
-UNSUPPORTED = {name: (off, what) for what, names in _UNSUPPORTED.items() for name, off in names.items()}
-"""Option -> (the values besides None that mean "off", what the others ask for)."""
+"""Options of transformers that generate does not have -> their values, besides None, that mean "off"."""
 
 WITHOUT_EFFECT = frozenset({
     "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "assistant_tokenizer",
@@ -85,7 +58,7 @@ WITHOUT_EFFECT = frozenset({
     "length_penalty", "low_memory", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "target_lookbehind", "trust_remote_code",
 })  # fmt: skip
-"""Options that are accepted and ignored: they only matter together with those above."""
+"""Options that are accepted and ignored: they matter only with those above."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,11 +188,11 @@ def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(explicit: Mapping[str, Any], inherited: Mapping[str, Any]) -> None:
-    for name, (off, what) in UNSUPPORTED.items():
+    for name, off in UNSUPPORTED.items():
         value = explicit.get(name, inherited.get(name))
         if value is None or (isinstance(value, Real | str) and value in off):
             continue
-        message = f"{name}={repr(value).splitlines()[0]:.80}: {what} is not supported by generate; leave {name} out"
+        message = f"{name}={repr(value).splitlines()[0]:.80} is not supported by generate; leave {name} out"
         if name not in explicit:
             message = f"model.generation_config sets {message}, or pass {name}={off[0] if off else None!r}"
         raise InputError(message)

@@ -17,7 +17,7 @@ from ligermodels.layers.cache import KVCache, as_kv_cache
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the loop needs to know. All fields fit together."""
+    """A checked call: the inputs of the loop."""
 
     model: Any
     options: Options
@@ -121,7 +121,7 @@ class Request:
                 f"stop_strings are searched for in the text, and tokenizer is a {type(tokenizer).__name__}: "
                 "pass tokenizer=Tokenizer.from_hub(...), or another one with a decode method"
             )
-        criteria = _callables(stopping_criteria, "stopping_criteria")
+        criteria = _as_list(stopping_criteria)
         copies = int(options.num_return_sequences or 1)
         pad_id = next((i for i in (pad_id, *eos_ids) if i is not None and i in vocabulary), None)
         if pad_id is None and (strings or eos_ids or criteria) and rows * copies > 1:
@@ -132,7 +132,7 @@ class Request:
         return cls(
             model=model, options=options, input_ids=prompt, mask=mask, longest=longest, copies=copies,
             max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings,
-            tokenizer=tokenizer, processors=_callables(logits_processor, "logits_processor"), criteria=criteria,
+            tokenizer=tokenizer, processors=_as_list(logits_processor), criteria=criteria,
             cache=_checked_cache(model, past_key_values, rows, length, options), inputs=model_inputs,
         )  # fmt: skip
 
@@ -142,24 +142,17 @@ def is_adapted(model: Any) -> bool:
     return getattr(model.prepare_inputs_for_generation, "__self__", model) is not model
 
 
-def _callables(value: Any, name: str) -> list[Any]:
-    """`value`, a callable or a list of them (transformers' own lists are callable too), as a list."""
-    values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    for one in values:
-        if not callable(one):
-            raise InputError(f"{name} is a {type(one).__name__}; it must be callable, or a list of callables")
-    return values
+def _as_list(value: Any) -> list[Any]:
+    """A list of callables, from one of them, a list (transformers' own lists are callable too) or None."""
+    return [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
 
 
 def _token_ids(value: Any) -> list[int]:
     """Token ids from an int, None, a tensor or a list."""
     try:
-        ids = torch.as_tensor(() if value is None else value)
-    except (TypeError, ValueError, RuntimeError):
-        ids = None
-    if ids is None or (ids.numel() and ids.dtype not in (torch.int64, torch.int32)):
-        raise InputError(f"eos, bos and pad ids must be integers of 64 bits or lists of them, not {value!r:.200}")
-    return ids.flatten().tolist()
+        return torch.as_tensor([] if value is None else value).flatten().tolist()
+    except (TypeError, ValueError) as error:
+        raise InputError(f"eos, bos and pad ids must be integers or lists of them, not {value!r:.200}") from error
 
 
 def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Options) -> KVCache | None:

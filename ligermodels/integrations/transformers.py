@@ -51,14 +51,14 @@ _OURS = {
     "get_input_embeddings", "gradient_checkpointing", "gradient_checkpointing_disable", "gradient_checkpointing_enable",
     "is_gradient_checkpointing", "prepare_inputs_for_generation", "set_input_embeddings", "_no_split_modules",
 }  # fmt: skip
-"""What a class takes from ours where both have it. All else that both have is transformers'."""
+"""Members that come from our class where both classes have them. All others come from transformers' class."""
 
 _OF_QUANTISERS = {"hf_quantizer", "is_loaded_in_4bit", "is_loaded_in_8bit", "is_quantized", "quantization_method"}
-"""What transformers' quantisers leave on a model, for PEFT and Trainer."""
+"""Attributes that transformers' quantisers set on a model, and that PEFT and Trainer read."""
 
 
 class _Model:
-    """What differs from transformers' own model, whatever the head. Comes first in the class of a model."""
+    """The differences from transformers' own models, for every kind of head. First base of each model class."""
 
     arch: ClassVar[type[CausalLM]]
 
@@ -86,9 +86,9 @@ class _Model:
         return False
 
     def _build(self, config: PreTrainedConfig) -> CausalLM:
-        """Our model, from which a class takes its modules, with the dtype and on the device that torch has as default.
+        """Our model of a config, in torch's default dtype and on its default device; a class takes its modules.
 
-        Its weights are drawn, unless the device is meta, on which transformers builds what it is about to load.
+        The weights are initialised, unless the device is meta, where transformers builds a model that it will load.
         """
         if is_deepspeed_zero3_enabled():
             raise InputError("ZeRO-3 would split this model while it is built; load it by ligermodels.load instead")
@@ -97,7 +97,7 @@ class _Model:
         return self.arch.from_config(_config_of(config), dtype=torch.get_default_dtype(), device=device, seed=seed)
 
     def initialize_weights(self: Any) -> None:
-        """Draws what was not in a checkpoint. Without a checkpoint, `_build` has drawn all."""
+        """Initialises the weights that a checkpoint lacks; without a checkpoint `_build` has initialised all."""
         if any(getattr(parameter, "_is_hf_initialized", False) for parameter in self.parameters()):
             PreTrainedModel.initialize_weights(self)
 
@@ -174,7 +174,7 @@ def _class_of(name: str) -> type[PreTrainedModel]:
 
 
 def __getattr__(name: str) -> Any:
-    """The classes by name, for pickle and whoever imports one."""
+    """The classes by name, for pickle and imports."""
     if name in _CAUSAL or name in _SCORED:
         return _class_of(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -210,10 +210,10 @@ class AutoModelForCausalLM(_BaseAutoModelClass):
     """transformers' class of this name for the architectures of ligermodels, those that read images included.
 
     `from_pretrained` takes what transformers' does: dtype, device_map, quantization_config, revision, folders of
-    adapters and so on. attn_implementation and experts_implementation change nothing, and say so. The distributed
-    loading of transformers is refused. `from_config` draws the weights as `CausalLM.from_config` does.
+    adapters and so on. attn_implementation and experts_implementation have no effect and cause a warning. transformers'
+    distributed loading raises InputError. `from_config` draws the weights as `CausalLM.from_config` does.
 
-    Raises ConfigError for a config that is not computed, CheckpointError for a checkpoint that lacks weights.
+    Raises ConfigError for a config with unsupported values, CheckpointError for a checkpoint that lacks weights.
     """
 
     _model_mapping = _ByConfig(_CAUSAL)  # type: ignore[assignment]
@@ -226,7 +226,7 @@ class AutoModelForSequenceClassification(_BaseAutoModelClass):
 
 
 def from_transformers(model: PreTrainedModel) -> CausalLM:
-    """Our model over the Parameters of a model of transformers: who trains one trains the other.
+    """Our model over the Parameters of a model of transformers: training one trains the other.
 
     The weights of q, k, v and of gate, up move into one storage for each layer, so that the largest of these exists
     twice for a moment; their Parameters stay, with all that an optimizer holds of them. Nothing else is copied. Linear
@@ -234,7 +234,7 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     activation checkpointing ("block") are taken over. Hooks on `model` are not.
 
     Raises InputError for a model that PEFT or another wrapper holds, that is sharded, offloaded, of a class of one's
-    own, or changed in its parameters; ConfigError for a config that is not computed.
+    own, or changed in its parameters; ConfigError for a config with unsupported values.
     """
     arch = _arch_of(model)
     theirs: dict[str, Any] = dict(model.named_parameters())
@@ -286,7 +286,7 @@ def _arch_of(model: Any) -> type[CausalLM]:
 
 
 def _config_of(config: PreTrainedConfig) -> ModelConfig:
-    """Our config. What it says about quantisation is transformers' business, which has replaced the modules."""
+    """Our config, without quantization_config: transformers has already replaced the quantised modules."""
     values = json.loads(config.to_json_string())
     values.pop("quantization_config", None)
     return ARCHS[config.model_type].config_class.from_hf(values)

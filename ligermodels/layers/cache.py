@@ -32,8 +32,6 @@ class LayerCache:
         dtype: torch.dtype,
         device: torch.device | str,
     ):
-        if window is not None and window < 1:
-            raise InputError(f"KV cache: window={window} must be at least 1, the token itself; None is no window")
         self.window = window
         self.length = 0
         self._end = 0  # of the tokens in the buffers; the last one seen is the one before it
@@ -57,7 +55,7 @@ class LayerCache:
             if (k.device, dtype) != (self.keys.device, self.keys.dtype):
                 self.keys = torch.empty_like(self.keys, device=k.device, dtype=dtype)
                 self.values = torch.empty_like(self.keys)
-        self._check(k)
+        _check_fits(self.keys, k)
         past, total = self._past, self._past + k.shape[1]
         fits = self._limited(total) == total
         seen = None
@@ -123,18 +121,14 @@ class LayerCache:
                 old[:, :past] = old[:, held].clone()  # the two ranges may overlap
         self._end = past
 
-    def _check(self, k: Tensor) -> None:
-        batch_size, _, num_kv_heads, head_dim = self.keys.shape
-        if (k.shape[0], *k.shape[2:]) != (batch_size, num_kv_heads, head_dim):
-            raise InputError(
-                f"KV cache: keys {list(k.shape)} do not fit a cache of [{batch_size}, length, {num_kv_heads}, "
-                f"{head_dim}]; was it made for another batch size or model?"
-            )
-        if k.dtype != self.keys.dtype or k.device != self.keys.device:
-            raise InputError(
-                f"KV cache: k is {k.dtype} on {k.device}, the cache {self.keys.dtype} on {self.keys.device}; "
-                "make the cache with the dtype and device of the keys, and leave autocast on or off while it is used"
-            )
+
+def _check_fits(held: Tensor, k: Tensor) -> None:
+    """Raises InputError where `k` [B, S, HK, D] cannot be appended to what a cache holds."""
+    if (held.shape[0], *held.shape[2:]) != (k.shape[0], *k.shape[2:]) or held.dtype != k.dtype:
+        raise InputError(
+            f"KV cache: keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(held.shape)} in {held.dtype}; "
+            "was it made for another batch size or model, or with autocast on and used with autocast off?"
+        )
 
 
 class CrossCache:
@@ -150,11 +144,7 @@ class CrossCache:
         Raises InputError if batch size, heads or dtype are not those of the images before.
         """
         if self.keys is not None and self.values is not None:
-            if (self.keys.shape[0], *self.keys.shape[2:]) != (k.shape[0], *k.shape[2:]) or self.keys.dtype != k.dtype:
-                raise InputError(
-                    f"KV cache: keys {list(k.shape)} in {k.dtype} of new images do not fit those of the images "
-                    f"before, {list(self.keys.shape)} in {self.keys.dtype}; was the cache made for another batch?"
-                )
+            _check_fits(self.keys, k)
             k, v = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
         self.keys, self.values = k.detach(), v.detach()
         return k, v
@@ -177,8 +167,8 @@ class KVCache:
     layers see all. cross_layers: the layers that attend to images instead; at least one does not. Memory:
     2 * batch_size * num_kv_heads * head_dim elements per token held, and a layer holds max_length tokens, one with a
     window at most window - 1 + SLACK of them, one of cross_layers as many as the images have states. Lengths are
-    known to the host: nothing synchronises. `state` is a dict for what else a model remembers of the tokens; its
-    tensors have a row for each sequence.
+    known to the host: nothing synchronises. `state` is a dict for a model's other state of these tokens; its tensors
+    have a row for each sequence.
     """
 
     def __init__(
@@ -195,13 +185,11 @@ class KVCache:
         device: torch.device | str,
     ):
         windows = [None] * num_layers if windows is None else windows
-        if len(windows) != num_layers:
-            raise InputError(f"KV cache: windows has {len(windows)} entries for {num_layers} layers; give one for each")
         self._layers = [
             CrossCache() if layer in cross_layers else LayerCache(
                 batch_size, max_length, num_kv_heads, head_dim, window=window, dtype=dtype, device=device
             )
-            for layer, window in enumerate(windows)
+            for layer, window in zip(range(num_layers), windows, strict=True)
         ]  # fmt: skip
         self._text = next(layer for layer in self._layers if isinstance(layer, LayerCache))
         self.state: dict[str, Any] = {}
@@ -245,12 +233,12 @@ class KVCache:
 class BorrowedCache(KVCache):
     """A cache of transformers (a `DynamicCache`, by duck typing) with the interface of `KVCache`.
 
-    Keys and values stay in `cache`, which grows in place as it does under transformers' own model: a caller who keeps
-    it finds the new tokens there, and gradients reach what it was made of, such as the prompts of prefix tuning.
-    Transformers keeps [B, HK, S, D]; a step costs a copy of the past, which `KVCache` saves.
+    Keys and values stay in `cache`, which grows in place as it does under transformers' own model, and gradients reach
+    the tensors that it was made of, such as the prompts of prefix tuning. transformers stores [B, HK, S, D]; a step
+    copies the past, which `KVCache` avoids.
 
-    Raises InputError for what is no such cache, for another number of layers, and for caches of a fixed size, whose
-    unused positions cannot be told from tokens.
+    Raises InputError for other objects, for another number of layers, and for caches of a fixed size, whose unused
+    positions look like tokens.
     """
 
     def __init__(self, cache: Any, num_layers: int):
@@ -287,7 +275,7 @@ class BorrowedCache(KVCache):
 
 
 class _BorrowedLayer:
-    """One layer of a `BorrowedCache`: what attention needs of a `LayerCache`."""
+    """One layer of a `BorrowedCache`, with the members of a `LayerCache` that attention uses."""
 
     def __init__(self, cache: Any, layer: int):
         self._cache, self._layer = cache, layer

@@ -1,10 +1,7 @@
 """`inspect`, `convert` and `verify`: what they print, and their exit status."""
 
 import json
-import os
 import shutil
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,7 +10,6 @@ import torch
 import ligermodels
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.reading import SafetensorsFile, SafetensorsReader
-from ligermodels.cli import main
 from tests.cli.commands import run, write_checkpoint
 
 
@@ -37,25 +33,14 @@ def test_inspect_reads_headers_only(folder, capsys, monkeypatch):
         assert text in out, text
 
 
-def test_inspect_says_what_does_not_fit(folder, capsys, tmp_path):
-    shutil.copytree(folder, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
-    status, out, err = run(capsys, "inspect", tmp_path / "model")
-    assert status == 1 and "layers.3" in err and "weights         29 tensors, NOT as expected" in out
-
-
 def test_inspect_asks_the_hub_for_headers_and_not_for_weights(folder, capsys, monkeypatch):
-    asked = []
-
     def resolve(repo, *, local_files_only=False, weights=True, **_):
         if local_files_only:
             raise ligermodels.HubError("not in the cache")
         assert not weights
         return folder
 
-    def get_safetensors_metadata(self, repo, *, revision):
-        asked.append(repo)
+    def headers_on_hub(self, repo, *, revision):
         with SafetensorsReader(folder) as reader:
             tensors = {
                 name: SimpleNamespace(dtype="F32", shape=list(info.shape), data_offsets=(0, 1000))
@@ -64,30 +49,33 @@ def test_inspect_asks_the_hub_for_headers_and_not_for_weights(folder, capsys, mo
         return SimpleNamespace(files_metadata={"model.safetensors": SimpleNamespace(tensors=tensors, metadata={})})
 
     monkeypatch.setattr(hub, "resolve", resolve)
-    monkeypatch.setattr("huggingface_hub.HfApi.get_safetensors_metadata", get_safetensors_metadata)
+    monkeypatch.setattr("huggingface_hub.HfApi.get_safetensors_metadata", headers_on_hub)
     status, out, err = run(capsys, "inspect", "someone/something")
-    assert (status, asked) == (0, ["someone/something"]), err
-    assert "as expected" in out and "1 kB" in out and "ligermodels.load('someone/something')" in out
+    assert status == 0 and "as expected" in out and "ligermodels.load('someone/something')" in out, err
+
+
+def test_inspect_fails_where_config_and_weights_do_not_fit(folder, capsys, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 4}))
+    status, out, err = run(capsys, "inspect", tmp_path / "model")
+    assert status == 1 and "layers.3" in err and "NOT as expected" in out
 
 
 def test_convert_and_verify(folder, capsys, tmp_path):
     status, out, err = run(capsys, "convert", folder, tmp_path / "dcp", "--to", "dcp", "--verify", "logits")
-    assert (status, err) == (0, "") and "tensors, " in out and "verified: logits" in out
+    assert (status, err) == (0, "") and "verified: logits" in out
     status, out, _ = run(capsys, "verify", folder, tmp_path / "dcp")
-    assert status == 0 and out.endswith("the same\n") and "difference of logits: 0.0\n" in out
+    assert status == 0 and out.endswith("the same\n")
     status, out, _ = run(capsys, "convert", tmp_path / "dcp", tmp_path / "half", "--dtype", "bf16", "--json")
     report = json.loads(out)
     assert status == 0 and report["ok"] and report["to"] == "hf" and report["destination"] == str(tmp_path / "half")
     assert ligermodels.load(tmp_path / "half", progress=False).dtype == torch.bfloat16
-    status, out, _ = run(capsys, "verify", folder, tmp_path / "half", "--level", "keys")
-    assert status == 1 and "MISMATCH lm_head" not in out and "float32 and bfloat16" in out
     status, out, _ = run(capsys, "verify", folder, tmp_path / "half")
-    lines = [line for line in out.splitlines() if line.startswith("MISMATCH")]
-    assert status == 1 and len(lines) == 20 and lines[0].startswith("MISMATCH logits: they differ by ")
+    assert status == 1 and out.startswith(f"{folder} and ") and "MISMATCH logits: they differ by " in out
     status, text, _ = run(capsys, "verify", folder, tmp_path / "half", "--json")
     every = json.loads(text)["mismatches"]
-    assert status == 1 and not json.loads(text)["ok"]
-    assert f"... and {len(every) - 20} more; --json" in out and out.endswith(f"{len(every)} mismatches\n")
+    assert status == 1 and f"... and {len(every) - 20} more; --json" in out
 
 
 def test_a_dry_run_says_what_there_would_be(folder, capsys):
@@ -99,54 +87,14 @@ def test_a_dry_run_says_what_there_would_be(folder, capsys):
     assert status == 0 and json.loads(out)["destination"] is None and json.loads(out)["files"] == 1
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["inspect", "locked"], "locked cannot be read"),
-    (["convert", "hf", "locked/x"], "locked/x cannot be written"),
-    (["verify", "hf", "locked"], "locked cannot be read"),
-])  # fmt: skip
-def test_folders_that_may_not_be_entered(argv, message, folder, capsys):
-    """As a user without rights, which root becomes for a moment."""
-    run(capsys, "inspect", folder)  # what is imported late is imported
-    with tempfile.TemporaryDirectory() as name:
-        root = Path(name)
-        root.chmod(0o755)
-        shutil.copytree(folder, root / "hf")
-        (root / "locked").mkdir(mode=0)
-        was_root = os.geteuid() == 0
-        try:
-            if was_root:
-                os.seteuid(65534)
-            status, out, err = run(capsys, argv[0], *(root / path for path in argv[1:]))
-        finally:
-            if was_root:
-                os.seteuid(0)
-            (root / "locked").chmod(0o700)
-        assert (status, out) == (5, "") and message in err and "ermission denied" in err, err
-
-
-@pytest.mark.parametrize("command", ["inspect", "convert", "verify"])
-def test_help_names_layouts_and_every_exit_status(command, capsys):
-    with pytest.raises(SystemExit):
-        main([command, "--help"])
-    out = capsys.readouterr().out
-    for text in ("consolidated.NN.pth", "pytorch_model*.bin", ".metadata", "adapter_config.json", "--allow-pickle"):
-        assert text in out
-    codes = [line.split()[0] for line in out[out.index("exit status:") :].splitlines()[1:]]
-    assert codes == ["0", "1", "2", "3", "4", "5", "130"]
-
-
 @pytest.mark.parametrize("argv, code, message", [
     (["convert", "MODEL", "MODEL"], 2, "--overwrite"),
     (["convert", "MODEL"], 2, "--dry-run"),
     (["convert", "MODEL", "OUT", "--to", "meta", "--ranks", "3"], 2, "3 shards (--ranks) must divide 4 heads"),
-    (["convert", "MODEL", "OUT", "--config", "MODEL"], 2, "--config is for weights without one"),
-    (["convert", "MODEL", "OUT", "--adapter", "MODEL"], 3, "adapter_config.json"),
     (["convert", "FILE", "OUT"], 3, "config.json is a file. Give the folder"),
     (["verify", "MODEL", "EMPTY"], 3, "config.json"),
     (["inspect", "nowhere/here", "--local-files-only"], 5, "there is none at"),
     (["inspect", "/nowhere/at/all"], 5, "/nowhere/at/all"),
-    (["convert", "/nowhere/at/all", "OUT"], 5, "/nowhere/at/all"),
-    (["verify", "MODEL", "/nowhere/at/all"], 5, "/nowhere/at/all"),
 ])  # fmt: skip
 def test_the_exit_status_of_a_conversion(argv, code, message, folder, capsys, tmp_path):
     (tmp_path / "empty").mkdir()

@@ -5,9 +5,7 @@ import torch
 import torch.nn.functional as F
 
 import ligermodels
-from ligermodels.generation import generate
 from tests.generation.models import LONGROPE, ROPES, llama, padded
-from tests.generation.test_transformers import prompt_tuned
 
 
 def cached_logits(model, ids, mask, steps):
@@ -47,12 +45,6 @@ def test_windows_decode_as_the_full_forward(windows, lengths, extra, monkeypatch
     assert not torch.allclose(full_logits(llama(), out, mask), full_logits(model, out, mask), atol=0.01)
 
 
-@pytest.mark.slow
-def test_a_window_moves_in_its_buffers_as_they_are_in_use():
-    model, (ids, mask) = llama((5, None), positions=1024), padded([300, 7])
-    assert_is_full_forward(model, ids, mask, steps=600)
-
-
 @pytest.mark.parametrize("rope", sorted(ROPES.keys() - {"dynamic", "longrope"}))
 def test_rope_types_decode_as_the_full_forward(rope):
     assert_is_full_forward(llama((6, None), rope), *padded([12, 3], 9), steps=12)
@@ -62,17 +54,6 @@ def test_rope_types_decode_as_the_full_forward(rope):
 def test_longrope_decodes_as_the_full_forward(lengths, extra):
     """Below, at and past 16, the original length; with padding it switches by positions, not columns."""
     assert_is_full_forward(llama((6, None), "longrope"), *padded(lengths, extra), steps=8)
-
-
-def test_longrope_runs_the_text_again_once_and_only_across_its_original_length(monkeypatch):
-    model, forward, widths = llama(rope="longrope"), ligermodels.Llama.forward, []
-    monkeypatch.setattr(
-        ligermodels.Llama, "forward", lambda *a, **k: widths.append(k["input_ids"].shape[1]) or forward(*a, **k)
-    )
-    for prompt, again in [(14, [17]), (16, [17]), (17, []), (30, [])]:
-        widths.clear()
-        generate(model, torch.randint(1, 97, (2, prompt)), max_new_tokens=6)
-        assert [width for width in widths[1:] if width > 1] == again
 
 
 @pytest.fixture(scope="module")
@@ -96,26 +77,6 @@ def test_longrope_with_a_window_is_phi3_of_transformers(phi3, lengths):
     ids, mask = padded(lengths)
     expected = theirs.generate(ids, attention_mask=mask.long(), max_new_tokens=16, do_sample=False)
     assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=16), expected)
-
-
-@pytest.mark.parametrize("held", [3, 15])
-def test_a_cache_of_part_of_the_prompt_is_recomputed_where_longrope_switches(phi3, held):
-    ours, (ids, mask) = phi3[1], padded([18, 7])
-    expected = ours.generate(ids, attention_mask=mask, max_new_tokens=4)
-    cache = ours.new_cache(2, 8)
-    ours(ids[:, :held], attention_mask=mask[:, :held], past_key_values=cache,
-         position_ids=(mask[:, :held].cumsum(1) - 1).clamp(min=0))  # fmt: skip
-    found = ours.generate(ids, attention_mask=mask, max_new_tokens=4, past_key_values=cache)
-    assert torch.equal(found, expected) and cache.length == 21
-
-
-@pytest.mark.filterwarnings("ignore:prompt and new tokens may reach")
-def test_virtual_tokens_count_where_longrope_switches(phi3):
-    """Transformers' own Phi3 leaves them out there: the expectation is the full forward."""
-    tuned, ids = prompt_tuned(phi3[1]), torch.randint(1, 97, (2, 8))
-    found = tuned.generate(input_ids=ids, max_new_tokens=12, return_dict_in_generate=True, output_logits=True)
-    full = [tuned(input_ids=found.sequences[:, :end]).logits[:, -1] for end in range(8, 20)]
-    torch.testing.assert_close(torch.stack(found.logits), torch.stack(full), rtol=1e-4, atol=1e-4)  # fp32 sums
 
 
 @pytest.mark.filterwarnings("ignore:prompt and new tokens may reach")

@@ -29,11 +29,6 @@ def calls(model):
     return seen
 
 
-def switch_rope(model, monkeypatch, at):
-    """As if rope changed its frequencies after `at` tokens. The text stays the same."""
-    monkeypatch.setattr(model.decoder.rotary_emb, "needs_recompute", lambda past, length: past == at)
-
-
 def test_greedy_equals_the_full_forward_with_one_prefill_and_one_token_a_step(model, calls):
     expected = ids = prompt(rows=2)
     for _ in range(12):
@@ -54,30 +49,6 @@ def test_left_padding_changes_nothing(model):
         assert torch.equal(together[row, 7:], alone[0, length:])
     everything = torch.ones_like(ids)
     assert not torch.equal(generate(model, ids, attention_mask=everything, **options), together), "the mask must matter"
-
-
-@pytest.mark.parametrize("padding", [0, 2])
-def test_where_rope_switches_the_whole_text_runs_again(model, calls, padding, monkeypatch):
-    """By tokens of the longest row, here 5: columns of padding do not count."""
-    ids, mask = padded([4, 5], padding)
-    options = dict(attention_mask=mask, max_new_tokens=9, repetition_penalty=1.5)
-    expected = generate(model, ids, **options)
-    calls.clear()
-    switch_rope(model, monkeypatch, at=7)
-    assert torch.equal(generate(model, ids, **options), expected)
-    shapes = [(2, padding + 5), (2, 1), (2, 1), (2, padding + 8)] + [(2, 1)] * 5
-    assert calls == [(shape, 1) for shape in shapes]
-
-
-def test_inputs_of_the_model_come_with_its_prompt_whenever_that_runs(model, monkeypatch):
-    images, prepare = [], model.prepare_inputs_for_generation
-    monkeypatch.setattr(type(model), "extra_inputs", {"image"})
-    model.prepare_inputs_for_generation = lambda ids, image=None, **rest: images.append(image) or prepare(ids, **rest)
-    switch_rope(model, monkeypatch, at=7)
-    generate(model, prompt(), max_new_tokens=5, image=4, token_type_ids=None)
-    assert images == [4, None, None, 4, None]
-    with pytest.raises(InputError, match="use_cache=False with image is not supported"):
-        generate(model, prompt(), max_new_tokens=2, use_cache=False, image=4)
 
 
 def test_rows_that_stop_early_are_padded_and_the_longest_ends_the_loop(model):
@@ -110,16 +81,6 @@ def test_stop_ids_are_those_of_the_call_or_else_of_a_generation_config_or_else_o
     assert new_tokens(generation_config={"eos_token_id": third}) == free.index(third) + 1
     assert new_tokens(generation_config={"eos_token_id": third}, eos_token_id=second) == free.index(second) + 1
     assert new_tokens(eos_token_id=()) == 16
-
-
-@pytest.mark.parametrize("saved", [None, -1, 7])
-def test_pads_with_the_saved_pad_id_or_else_the_first_stop_id(model, saved):
-    model.config.pad_token_id, model.generation_config["pad_token_id"] = None, saved
-    ids = torch.tensor([[1, 2, 3, 4, 5], [6, 8, 9, 10, 11]])
-    first, second = generate(model, ids, max_new_tokens=6)[:, 5:].tolist()
-    stop = next(i for i in first[:-1] if i not in second)
-    found = generate(model, ids, max_new_tokens=6, eos_token_id=[stop])[:, 5:]
-    assert found[1].tolist() == second and found[0, -1] == (saved if saved == 7 else stop)
 
 
 def test_stream_and_streamer_say_what_generate_returns(model):
@@ -159,7 +120,6 @@ def test_records_no_gradients_and_returns_ids_that_can_be_trained_on():
 @pytest.mark.parametrize("stops", [False, True])
 def test_reads_the_device_once_a_step_and_only_where_needed(model, stops, monkeypatch):
     reads = []
-    switch_rope(model, monkeypatch, at=7)
     for name in ("cpu", "item", "__bool__", "__int__"):
         original = getattr(torch.Tensor, name)
         monkeypatch.setattr(torch.Tensor, name, lambda x, *a, f=original, n=name: (reads.append(n), f(x, *a))[1])
@@ -191,42 +151,21 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
 
 
 @pytest.mark.parametrize("ids, options, message", [
-    (TWO, dict(max_new_tokens=0), "at least 1"),
-    (TWO, dict(max_new_tokens=2.5), "integer"),
     (TWO, dict(max_new_token=3), "max_new_token: neither an option of generate nor an input of Llama"),
     (TWO, dict(max_length=5, max_new_tokens=None), "prompt has 5 tokens, padding included, and max_length=5 leaves"),
     (TWO, dict(num_return_sequences=2), "num_return_sequences=2 needs do_sample=True"),
     (TWO, dict(temperature=-0.1), "temperature"),
-    (TWO, dict(temperature=float("nan")), "temperature"),
     (TWO, dict(do_sample=True, temperature=0.0), "do_sample=True and temperature=0 contradict"),
-    (TWO, dict(generation_config={"do_sample": True, "temperature": -1}), "temperature=-1"),
-    (TWO, dict(generation_config=7), "generation_config is a int"),
-    (TWO, dict(temperature=1.0, top_k=-1), "top_k"),
-    (TWO, dict(temperature=1.0, top_p=0.0), "top_p"),
     (TWO, dict(temperature=1.0, top_p=1.1), "top_p"),
-    (TWO, dict(temperature=1.0, min_p=-0.1), "min_p"),
-    (TWO, dict(repetition_penalty=0.0), "repetition_penalty"),
     (TWO, dict(suppress_tokens=[VOCAB]), rf"suppress_tokens=\[{VOCAB}\] must be a list of token ids below {VOCAB}"),
-    (TWO, dict(pad_token_id=VOCAB), "outside the vocabulary"),
-    (TWO, dict(eos_token_id=VOCAB + 1), "pass pad_token_id"),
-    (TWO, dict(eos_token_id="</s>"), "must be integers"),
-    (TWO, dict(stop_strings="x"), "tokenizer="),
-    (TWO, dict(stop_strings=["x", ""]), "non-empty strings"),
-    (TWO, dict(logits_processor=[3]), "logits_processor is a int"),
     (TWO, dict(attention_mask=torch.ones(2, 6)), r"\[2, 6\].*\[2, 5\]"),
     (TWO, dict(attention_mask=torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])), "row 1.*pad on the left"),
-    (TWO, dict(attention_mask=TWO - 0.5), "something else"),
     (TWO, dict(input_ids=TWO), "two names"),
-    (TWO[:, :0], {}, "empty prompt"),
     (ONE[0], {}, r"input_ids\[None\]"),
-    (ONE.float(), {}, "float32"),
-    ([1, 2, 3], {}, "list"),
-    (ONE * VOCAB, {}, "another model"),
-    (ONE * -100, {}, "-100"),
-    (ONE.to("meta"), {}, "model on cpu"),
     (None, {}, "pass input_ids"),
 ])  # fmt: skip
 def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids, options, message):
+    """tests/hostile has what is merely out of range."""
     model.config.pad_token_id = None
     for call in (generate, generate_iter):  # the latter at the call, not when it is read
         with pytest.raises(InputError, match=message):
@@ -243,43 +182,26 @@ def test_nan_logits_are_an_error_and_not_token_zero(model, stream):
         )
 
 
-def test_warns_past_the_positions_where_padding_does_not_count():
+def test_warnings_name_the_line_of_the_call_and_come_for_mistakes_alone():
     model = llama(positions=10)
-    ids, mask = padded([5, 4], extra=3)
+    ids, mask = padded([5, 4], extra=3)  # padding does not count
+    for options, message in [
+        (dict(max_new_tokens=6), "11 positions.*made for 10"),
+        (dict(max_new_tokens=2, top_p=0.9), "top_p changes nothing in greedy decoding"),
+        (dict(max_new_tokens=2, min_new_tokens=4), "ask for 12 tokens with the prompt, and at most 10 may come"),
+        (dict(max_new_tokens=2, max_length=30), "max_new_tokens=2 takes precedence over max_length=30"),
+    ]:
+        with pytest.warns(UserWarning, match=message) as caught:
+            generate(model, ids, attention_mask=mask, **options)
+        assert caught[0].filename == __file__
+    model.generation_config.update(max_length=40, temperature=0, top_p=0.0)  # as some checkpoints have it
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        generate(model, ids, attention_mask=mask, max_new_tokens=5)
-    with pytest.warns(UserWarning, match="11 positions.*made for 10") as caught:
-        generate(model, ids, attention_mask=mask, max_new_tokens=6)
-    assert caught[0].filename == __file__
+        generate(model, ids, attention_mask=mask, max_new_tokens=5, top_p=1.0, top_k=0)
 
 
-def test_warns_of_cuts_that_greedy_decoding_ignores(model):
-    with pytest.warns(UserWarning, match="top_p changes nothing in greedy decoding") as caught:
-        generate(model, prompt(), max_new_tokens=2, top_p=0.9)
-    assert caught[0].filename == __file__
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        generate(model, prompt(), max_new_tokens=5, top_p=1.0, top_k=0, min_p=0.0)
-
-
-def test_the_default_length_is_twenty_and_says_so():
+def test_the_default_length_is_twenty_and_ends_at_the_positions_of_the_model():
     model = llama(positions=64)
-    ids = prompt(length=9)
-    with pytest.warns(UserWarning, match="at most 20 tokens are added; pass max_new_tokens") as caught:
-        assert generate(model, ids).shape == (1, 29)
-    assert caught[0].filename == __file__
-    with pytest.warns(UserWarning, match="at most 20"):  # and no further than the positions of the model
-        assert generate(model, prompt(length=50)).shape == (1, 64)
-    for options in ({"max_new_tokens": 3}, {"max_length": 12}, {"generation_config": {"max_new_tokens": 3}}):
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert generate(model, ids, **options).shape == (1, 12)
-    with pytest.warns(UserWarning, match="max_new_tokens=3 takes precedence over max_length=30"):
-        generate(model, ids, max_new_tokens=3, max_length=30)
-    with pytest.warns(UserWarning, match="ask for 19 tokens with the prompt, and at most 12 may come"):
-        generate(model, ids, max_new_tokens=3, min_new_tokens=10)
-    model.generation_config["max_length"] = 40
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the checkpoint's own value is no mistake of the caller's
-        generate(model, ids, max_new_tokens=3)
+    for length, end in ((9, 29), (50, 64)):
+        with pytest.warns(UserWarning, match="at most 20 tokens are added; pass max_new_tokens"):
+            assert generate(model, prompt(length=length)).shape == (1, end)

@@ -76,9 +76,8 @@ def test_stop_strings_with_the_tokenizers_of_anyone(checkpoint):
         for tokenizer in (
             of_theirs,
             ligermodels.Tokenizer.from_hub(checkpoint),
-            SimpleNamespace(decode=lambda ids: of_theirs.decode(ids)),
             tokenizers.Tokenizer.from_file(str(checkpoint / "tokenizer.json")),
-            SimpleNamespace(decode=of_theirs.backend_tokenizer.decode),
+            SimpleNamespace(decode=lambda ids: of_theirs.decode(ids)),
         ):
             found = model.generate(
                 ids, stop_strings=stop, tokenizer=tokenizer, logits_processor=processors, seed=0, **options

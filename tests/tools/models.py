@@ -30,6 +30,7 @@ OWN = {
     "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6, attn_logit_softcapping=2.0,
         final_logit_softcapping=3.0),
     "mixtral": dict(num_local_experts=4, router_aux_loss_coef=0.1, output_router_logits=True),
+    "phi3": dict(tie_word_embeddings=False),
 }  # fmt: skip
 FAMILIES = ("llama", "qwen2")
 """One with a tied head, one with an untied head and biases."""
@@ -89,3 +90,28 @@ class Texts(torch.utils.data.Dataset):
         ids = make_ids(1, self.length, seed=index)[0]
         mask = (torch.arange(self.length) < self.length - index % 3).long()
         return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def make_trainer(model, folder, trainer_options=None, **options) -> transformers.Trainer:
+    defaults = dict(
+        save_strategy="no", max_steps=4, per_device_train_batch_size=4, per_device_eval_batch_size=4,
+        learning_rate=1e-2, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    arguments = transformers.TrainingArguments(folder, **{**defaults, **options})
+    return transformers.Trainer(
+        model, arguments, train_dataset=Texts(), eval_dataset=Texts(8), **(trainer_options or {})
+    )
+
+
+def logged(trainer, name="loss") -> torch.Tensor:
+    return torch.tensor([float(entry[name]) for entry in trainer.state.log_history if name in entry])
+
+
+def assert_same_logs(found, expected, *names) -> None:
+    """Of two trainers, transformers' and TRL's included."""
+    for name in names:
+        one, other = logged(found, name), logged(expected, name)
+        assert len(other) > 1
+        # fp32 on both sides: gradients differ in their last bits, which Adam's division spreads over a few steps. The
+        # logs round to four or six digits.
+        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")

@@ -84,8 +84,6 @@ OFFLOADED = {
     "dispatched": lambda folder, tmp_path: accelerate.dispatch_model(
         ours(folder), DEVICE_MAP, main_device="cpu", offload_dir=str(tmp_path)
     ),
-    "loaded": lambda folder, tmp_path: load_and_dispatch(folder, tmp_path, None),
-    "loaded, one device": lambda folder, tmp_path: load_and_dispatch(folder, tmp_path, {"": "cpu"}),
     "loaded, dispatched": lambda folder, tmp_path: load_and_dispatch(folder, tmp_path, DEVICE_MAP),
 }
 
@@ -133,22 +131,3 @@ def test_state_dicts_share_memory_with_the_model_and_no_storage_within(folder, t
     safetensors.torch.load_model(other, tmp_path / "model.safetensors")
     for name, parameter in model.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter) and torch.equal(state[name], parameter)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_device_maps_keep_blocks_whole(tmp_path, family):
-    folder = write_checkpoint(tmp_path / "model", family, num_hidden_layers=4)
-    for model in (ours(folder), theirs(folder)):
-        block, table = (
-            sum(tensor.nbytes for tensor in module.state_dict().values())
-            for module in (model.model.layers[0], model.get_input_embeddings())
-        )
-        # accelerate leaves room for the largest part on the device, for what is offloaded.
-        room = {"cpu": table + int(2.7 * block) + max(block, table), "disk": 10**9}
-        found, split = (
-            accelerate.infer_auto_device_map(model, max_memory=room, no_split_module_classes=classes)
-            for classes in (model._no_split_modules, [])
-        )
-        places = [found[f"model.layers.{i}"] for i in range(4)]
-        assert places == ["cpu", "cpu", "disk", "disk"]
-        assert any(f"model.layers.{i}" not in split for i in range(4))

@@ -5,18 +5,15 @@ The expectation is transformers' model of the same checkpoint, wrapped, trained,
 
 import copy
 import json
-import pickle
 import warnings
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file
 
 peft = pytest.importorskip("peft")
 
 from ligermodels.layers import LMHead  # noqa: E402
-from ligermodels.layers.head import takes_labels, unwrapped  # noqa: E402
 from tests.tools import models  # noqa: E402
 
 pytestmark = [
@@ -25,44 +22,21 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*"),
 ]
 
-MORE = {
-    "gemma2": lambda: transformers.Gemma2Config(
-        **models.SIZES, head_dim=8, query_pre_attn_scalar=12, sliding_window=6, attn_logit_softcapping=2.0,
-        final_logit_softcapping=3.0,
-    ),
-    "mixtral": lambda: transformers.MixtralConfig(**models.SIZES, num_local_experts=4),
-    "phi3": lambda: transformers.Phi3Config(**models.SIZES),
-}  # fmt: skip
-
 USUAL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 IDS = models.make_ids(2, 9)
 SEEN = [1, int(IDS[0, 0]), int(IDS[1, 4]), 60]
 """Tokens to train one by one: some of the batch, some not."""
 
 # fp32 rounding: of losses near 5, where 1e-6 was seen, and of logits up to 10 after three large steps, where 2e-6 was
-# seen, with OLoRA 8e-5. An adapter at the wrong place, a table that is not tied, a scale left out change over 1e-2.
+# seen. An adapter at the wrong place, a table that is not tied, a scale left out change over 1e-2.
 LOSS = dict(rtol=0, atol=1e-5)
 LOGITS = dict(rtol=1e-5, atol=2e-4)
 
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    """A checkpoint of each family, by name; made when it is first asked for."""
-    made = {}
-
-    class Folders:
-        def __getitem__(self, family):
-            if family not in made:
-                folder = tmp_path_factory.mktemp(family)
-                if family in MORE:
-                    torch.manual_seed(0)
-                    transformers.AutoModelForCausalLM.from_config(MORE[family]()).save_pretrained(folder)
-                else:
-                    models.write_checkpoint(folder, family)
-                made[family] = folder
-            return made[family]
-
-    return Folders()
+    """{family: its checkpoint}"""
+    return {family: models.write_checkpoint(tmp_path_factory.mktemp(family), family) for family in models.OWN}
 
 
 def both(folders, family):
@@ -121,45 +95,26 @@ def beside_q(**options):
 CASES = {
     "usual names": ("llama", lora(target_modules=USUAL)),
     "usual names, biases": ("qwen2", lora(target_modules=USUAL)),
-    "usual names, gemma2": ("gemma2", lora(target_modules=USUAL)),
-    "q and v": ("qwen2", lora(target_modules=["q_proj", "v_proj"])),
     "a pattern": ("llama", lora(target_modules=r".*\.1\.mlp\.(gate|down)_proj")),
     "None": ("llama", lora()),
-    "None, biases": ("qwen2", lora()),
     "all-linear": ("llama", lora(target_modules="all-linear")),
-    "all-linear, untied head": ("qwen2", lora(target_modules="all-linear")),
     "all-linear, experts": ("mixtral", lora(target_modules="all-linear")),
     "all-linear, packed": ("phi3", lora(target_modules="all-linear")),
     "layers_to_transform": ("llama", lora(target_modules=USUAL, layers_to_transform=[1])),
-    "layers_pattern": ("qwen2", lora(target_modules=["q_proj"], layers_to_transform=[0], layers_pattern="layers")),
     "biases trained": ("qwen2", lora(target_modules=["q_proj"], bias="all")),
     "experts": ("mixtral", beside_q(target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])),
-    "router": ("mixtral", beside_q(target_parameters=["gate.weight"])),
     "DoRA": ("llama", lora(target_modules=USUAL, use_dora=True)),
-    "rsLoRA": ("llama", lora(target_modules=USUAL, use_rslora=True)),
     "PiSSA": ("llama", lora(target_modules=USUAL, init_lora_weights="pissa")),
-    "OLoRA": ("qwen2", lora(target_modules=USUAL, init_lora_weights="olora")),
     "IA3": ("llama", peft.IA3Config(task_type="CAUSAL_LM")),
-    "VeRA": ("llama", peft.VeraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"])),
     "OFT": ("llama", peft.OFTConfig(task_type="CAUSAL_LM", oft_block_size=4, target_modules=USUAL)),
     "norms": ("gemma2", beside_q(modules_to_save=["input_layernorm", "norm"])),
-    "head, tied": ("llama", beside_q(modules_to_save=["lm_head"])),
     "head, tied and capped": ("gemma2", beside_q(modules_to_save=["lm_head"])),
     "head, untied": ("qwen2", beside_q(modules_to_save=["lm_head"])),
-    "table, tied": ("llama", beside_q(modules_to_save=["embed_tokens"])),
-    "table, untied": ("qwen2", beside_q(modules_to_save=["embed_tokens"])),
     "table and head, tied": ("llama", beside_q(modules_to_save=["embed_tokens", "lm_head"])),
     "table, kept tied": ("llama", beside_q(modules_to_save=["embed_tokens"], ensure_weight_tying=True)),
-    "head, kept tied": ("gemma2", beside_q(modules_to_save=["lm_head"], ensure_weight_tying=True)),
-    "tokens, tied": ("llama", beside_q(trainable_token_indices=SEEN)),
     "tokens, tied, scaled and capped": ("gemma2", beside_q(trainable_token_indices=SEEN)),
-    "tokens, untied": ("qwen2", beside_q(trainable_token_indices=SEEN)),
     "tokens of both, untied": ("qwen2", beside_q(trainable_token_indices={"embed_tokens": SEEN, "lm_head": [2, 5]})),
-    "tokens of both, tied": ("llama", beside_q(trainable_token_indices={"embed_tokens": SEEN, "lm_head": SEEN})),
-    "other tokens, tied": ("llama", beside_q(trainable_token_indices={"embed_tokens": SEEN, "lm_head": [2, 5]})),
     "tokens alone": ("gemma2", peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=SEEN)),
-    "tokens alone, untied": ("qwen2", peft.TrainableTokensConfig(task_type="CAUSAL_LM", token_indices=SEEN)),
-    "LoRA of the table": ("qwen2", lora(target_modules=["q_proj", "embed_tokens"])),
     "LoRA of a table that is scaled": ("gemma2", lora(target_modules=["q_proj", "embed_tokens"])),
 }
 """Family and config."""
@@ -175,8 +130,6 @@ def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case,
     assert (expected - logits(both(folders, family)[1])).abs().max() > 1e-2  # it has learnt something
     with ours.disable_adapter(), theirs.disable_adapter():
         torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
-    head = unwrapped(ours.get_base_model().lm_head)
-    assert takes_labels(head)  # so that the loss is fused with it
 
     # What one has saved gives the same on the other's base.
     ours.save_pretrained(tmp_path / "ours")
@@ -202,18 +155,6 @@ def test_adapters_train_travel_and_merge_as_on_transformers_model(folders, case,
     assert said["tie_word_embeddings"] == theirs.config.tie_word_embeddings
     for model in (models.theirs(tmp_path / "merged", attn_implementation="eager"), models.ours(tmp_path / "merged")):
         torch.testing.assert_close(logits(model), merged, **LOGITS)
-
-
-@pytest.mark.parametrize("family", ["mixtral", "phi3"])
-@pytest.mark.parametrize("target", [None, ["q_proj", "v_proj"], USUAL, ["qkv_proj", "gate_up_proj"]], ids=str)
-def test_the_same_modules_are_adapted_or_the_same_error_is_raised(folders, family, target):
-    found = []
-    for model in both(folders, family):
-        try:
-            found.append({name: p.shape for name, p in trainable(wrap(model, lora(target_modules=target))).items()})
-        except ValueError as error:
-            found.append(str(error))
-    assert found[0] == found[1]
 
 
 def test_the_adapter_names_its_base(folders, tmp_path):
@@ -278,19 +219,6 @@ def test_gradient_checkpointing(folders, family):
         assert model.is_gradient_checkpointing
 
 
-@pytest.mark.parametrize("kbit", [False, True])
-def test_prepare_model_for_kbit_training(folders, kbit):
-    found = []
-    for model in (models.ours(folders["llama"], dtype=torch.bfloat16),
-                  models.theirs(folders["llama"], dtype=torch.bfloat16)):  # fmt: skip
-        model.is_loaded_in_4bit = kbit
-        model = peft.prepare_model_for_kbit_training(model, gradient_checkpointing_kwargs={"use_reentrant": False})
-        assert model.is_gradient_checkpointing is kbit and not trainable(model)
-        assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-        found.append(losses(wrap(model, lora(target_modules=USUAL))))
-    torch.testing.assert_close(*found, **LOSS)
-
-
 # ---- LoRA on the head ----
 
 
@@ -326,8 +254,7 @@ def prompts():
     }
 
 
-@pytest.mark.parametrize("family", [*models.FAMILIES, "gemma2"])
-@pytest.mark.parametrize("kind", prompts())
+@pytest.mark.parametrize("kind, family", [*((kind, "llama") for kind in prompts()), ("prefix", "gemma2")])
 def test_prompts_train_and_travel(folders, kind, family, tmp_path):
     ours, theirs = wrapped_alike(folders, family, prompts()[kind])
     torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
@@ -339,23 +266,11 @@ def test_prompts_train_and_travel(folders, kind, family, tmp_path):
         torch.testing.assert_close(logits(loaded), expected, **LOGITS)
 
 
-@pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["copy", "pickle"]
-)
-def test_a_copied_model_is_wrapped_as_the_first(folders, copied):
-    ours, theirs = both(folders, "llama")
-    config = beside_q(modules_to_save=["embed_tokens"])
-    ours, theirs = wrap(copied(ours), config), wrap(theirs, config)
-    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
-    torch.testing.assert_close(logits(ours.merge_and_unload()), logits(theirs.merge_and_unload()), **LOGITS)
-
-
-@pytest.mark.parametrize("kind", ["LoRA", "tokens", "LoRA of the table", *prompts()])
+@pytest.mark.parametrize("kind", ["LoRA", "LoRA of the table", "prompt", "prefix"])
 def test_adapted_models_generate(folders, kind):
     """Greedy tokens after prompts of which one is padded on the left; they are not those of the base."""
     configs = prompts() | {
         "LoRA": lora(target_modules=USUAL),
-        "tokens": beside_q(trainable_token_indices=SEEN),
         "LoRA of the table": lora(target_modules=["q_proj", "embed_tokens"]),
     }
     ours, theirs = wrapped_alike(folders, "llama", configs[kind])

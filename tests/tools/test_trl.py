@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.integrations.transformers import AutoModelForSequenceClassification
-from tests.tools.models import FAMILIES, make_ids, make_tokenizer, ours, theirs, write_checkpoint
+from tests.tools.models import FAMILIES, assert_same_logs, make_ids, make_tokenizer, ours, theirs, write_checkpoint
 
 transformers = pytest.importorskip("transformers")
 datasets = pytest.importorskip("datasets")
@@ -51,26 +51,14 @@ def train(trainer_class, config_class, model, folder, data, *, options=None, **a
     return trainer
 
 
-def assert_same_logs(found, expected, names):
-    histories = [trainer.state.log_history for trainer in (found, expected)]
-    for name in names:
-        one, other = (torch.tensor([float(entry[name]) for entry in log if name in entry]) for log in histories)
-        assert len(other) > 1
-        # fp32 on both sides; the log rounds to four or six digits.
-        torch.testing.assert_close(one, other, rtol=2e-4, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
-
-
 SFT = {
     "text": (TEXTS, dict()),
     "nll": (TEXTS, dict(loss_type="nll", label_smoothing_factor=0.1)),
-    "dft": (TEXTS, dict(loss_type="dft")),
     "chat": (CHATS, dict()),
     "assistant only": (CHATS, dict(assistant_only_loss=True)),
     "packed": (TEXTS, dict(packing=True, max_length=16)),
-    "packed, wrapped": (TEXTS, dict(packing=True, packing_strategy="wrapped", max_length=16)),
     "padding-free": (TEXTS, dict(padding_free=True, max_length=None)),
     "checkpointing": (TEXTS, dict(gradient_checkpointing=True, gradient_accumulation_steps=2)),
-    "selective": (TEXTS, dict(gradient_checkpointing=True, gradient_checkpointing_kwargs={"selective": True})),
 }
 
 
@@ -79,7 +67,7 @@ def test_sft(folder, tmp_path, data, options):
     def run(make):
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, data, **options)
 
-    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens"))
+    assert_same_logs(run(ours), run(theirs), "loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
 
 
 def test_sft_of_an_adapter(folder, tmp_path):
@@ -89,7 +77,7 @@ def test_sft_of_an_adapter(folder, tmp_path):
         arguments = dict(packing=True, max_length=16, gradient_checkpointing=True)
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS, options=options, **arguments)
 
-    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "entropy"))
+    assert_same_logs(run(ours), run(theirs), "loss", "grad_norm", "entropy")
 
 
 def test_sft_of_a_mixture_of_experts(tmp_path):
@@ -98,7 +86,7 @@ def test_sft_of_a_mixture_of_experts(tmp_path):
     def run(make):
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS)
 
-    assert_same_logs(run(ours), run(theirs), ("loss", "aux_loss", "entropy"))
+    assert_same_logs(run(ours), run(theirs), "loss", "aux_loss", "entropy")
 
 
 def test_sft_takes_tokenizer_and_template_by_name(folder, tmp_path):
@@ -113,7 +101,7 @@ def test_sft_takes_tokenizer_and_template_by_name(folder, tmp_path):
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, CHATS, options=options, **arguments)
 
     found, expected = run(ours), run(theirs)
-    assert_same_logs(found, expected, ("loss", "entropy"))
+    assert_same_logs(found, expected, "loss", "entropy")
     assert found.model.vocab_size == expected.model.vocab_size == found.model.config.vocab_size
     found.save_model(tmp_path / "saved")
     ids, logits = make_ids(1, 6), found.model.eval()(make_ids(1, 6)).logits
@@ -131,7 +119,7 @@ def test_dpo(folder, tmp_path, by_name):
         return train(trl.DPOTrainer, trl.DPOConfig, make(folder), tmp_path, PAIRS, options=options)
 
     names = ("loss", "grad_norm", "rewards/chosen", "rewards/margins", "logps/rejected", "logits/chosen")
-    assert_same_logs(run(ours), run(theirs), names)
+    assert_same_logs(run(ours), run(theirs), *names)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
@@ -140,7 +128,7 @@ def test_kto(folder, tmp_path, by_name):
         options = {"processing_class": None} if by_name else {"ref_model": make(folder)}
         return train(trl.KTOTrainer, trl.KTOConfig, make(folder), tmp_path, SINGLES, options=options)
 
-    assert_same_logs(run(ours), run(theirs), ("loss", "grad_norm", "kl"))
+    assert_same_logs(run(ours), run(theirs), "loss", "grad_norm", "kl")
 
 
 def test_reward_of_the_integrations_classifier(folder, tmp_path):
@@ -153,22 +141,14 @@ def test_reward_of_the_integrations_classifier(folder, tmp_path):
         return train(trl.RewardTrainer, trl.RewardConfig, model, tmp_path / "run", PAIRS)
 
     found, expected = run(AutoModelForSequenceClassification), run(theirs_class)
-    assert_same_logs(found, expected, ("loss", "grad_norm", "accuracy", "margin"))
+    assert_same_logs(found, expected, "loss", "grad_norm", "accuracy", "margin")
     found.save_model(tmp_path / "saved")
     again, ids = theirs_class.from_pretrained(tmp_path / "saved"), make_ids(2, 6)
     with torch.no_grad():
         torch.testing.assert_close(again(ids).logits, found.model.eval()(ids).logits, rtol=0, atol=1e-5)  # fp32
 
 
-def test_reward_of_a_causal_model_is_refused(folder, tmp_path):
-    with pytest.raises(ValueError, match="num_labels=2"):
-        train(trl.RewardTrainer, trl.RewardConfig, ours(folder), tmp_path, PAIRS)
-
-
-GRPO = [{}, dict(beta=0.1, gradient_checkpointing=True), dict(top_k=0, top_p=0.9, temperature=0.7)]
-
-
-@pytest.mark.parametrize("options", GRPO, ids=str)
+@pytest.mark.parametrize("options", [{}, dict(beta=0.1, gradient_checkpointing=True, top_k=0, top_p=0.9)], ids=str)
 def test_grpo(folder, tmp_path, options):
     """Completions are sampled: the same ones from the same seed."""
 
@@ -184,4 +164,4 @@ def test_grpo(folder, tmp_path, options):
 
     found, expected = run(ours), run(theirs)
     names = ("loss", "grad_norm", "entropy", "reward", "completions/mean_length")
-    assert_same_logs(found, expected, (*names, "kl") if options.get("beta") else names)
+    assert_same_logs(found, expected, *names, *(["kl"] if options.get("beta") else []))

@@ -1,4 +1,4 @@
-"""The KV cache against concatenation, and caches of transformers against ours."""
+"""The KV cache against concatenation, and transformers' caches against ours."""
 
 import itertools
 
@@ -41,14 +41,13 @@ CALLS = [
     [5] + [1] * 30,
     [4, 4, 4, 1, 1, 6, 1, 1, 1, 5, 1, 1],
     [1, 40, 2, 40, 1, 1, 3],
-    [3, 0, 1, 0, 1],
     [7, 2, 9, 3, 8, 1, 11, 1, 1, 14, 2, 2, 2, 2, 2],
 ]
 
 
 @pytest.mark.parametrize("lengths", CALLS, ids=str)
-@pytest.mark.parametrize("window", [None, 1, 2, 5, 17])
-@pytest.mark.parametrize("slack, max_length", [(0, 64), (4, 7), (9, 0), (SLACK, 64)])
+@pytest.mark.parametrize("window", [None, 1, 5, 17])
+@pytest.mark.parametrize("slack, max_length", [(0, 64), (4, 7), (SLACK, 64)])
 @pytest.mark.parametrize("grad", [False, True])
 def test_update_is_concatenation(lengths, window, slack, max_length, grad, poison, monkeypatch):
     """Small slack makes the buffers move every few tokens; with SLACK itself they do not fill up here."""
@@ -66,45 +65,6 @@ def test_memory_is_allocated_once_and_then_doubles():
     assert sizes == [4] * 4 + [8] * 4 + [16] * 4
     k, _ = layer.update(*tokens(1))
     assert k.data_ptr() == layer.keys.data_ptr(), "a view, no copy"
-
-
-def test_memory_of_a_window_grows_to_its_limit_and_never_past_max_length():
-    assert with_window(4096, 100).keys.shape[1] == 100
-    layer, sizes = with_window(7, 2), []
-    for _ in range(3 * SLACK):
-        layer.update(*tokens(1))
-        sizes.append(layer.keys.shape[1])
-    assert sorted(set(sizes)) == [2, 4, 8, 16, 32, 64, 128, 256, 6 + SLACK] and sizes == sorted(sizes)
-
-
-def test_a_window_moves_once_in_slack_steps_and_its_memory_stays(poison):
-    """This window overlaps with the place that it moves to."""
-    window = SLACK + 100
-    layer, keys = with_window(window, 10**4), []
-    buffers, moves, offset = (layer.keys.data_ptr(), layer.values.data_ptr()), 0, -1
-    for step in range(window + 3 * SLACK):
-        k, v = tokens(1)
-        keys.append(k)
-        k_all, _ = layer.update(k, v)
-        if step:
-            moves, offset = moves + (k_all.storage_offset() < offset), k_all.storage_offset()
-            assert k_all.untyped_storage().data_ptr() == buffers[0], "a copy"
-        if step % 64 == 0 or step > window + 3 * SLACK - 4:
-            assert torch.equal(k_all, torch.cat(keys[-window:], 1))
-    assert (layer.keys.data_ptr(), layer.values.data_ptr()) == buffers and moves == 3
-
-
-@pytest.mark.parametrize("window", [None, 3])
-def test_reset_forgets_the_tokens_and_keeps_the_memory(window):
-    cache = make(40, windows=[window, None])
-    for layer in cache:
-        assert_concatenates(layer, [30, 1, 1])
-    buffers = [layer.keys.data_ptr() for layer in cache]
-    cache.reset()
-    assert cache.length == 0
-    for layer in cache:
-        assert_concatenates(layer, [1, 2, 1, 1])
-    assert [layer.keys.data_ptr() for layer in cache] == buffers
 
 
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [1], [1, 0, 1]])
@@ -135,19 +95,10 @@ def test_gradients_reach_the_new_tokens_and_no_buffer(window, monkeypatch):
         torch.testing.assert_close(x.grad, 2 * x)
 
 
-@pytest.mark.parametrize("windows", [(3, None), (None, 3)])
-def test_length_is_of_the_tokens_seen_whichever_layer_has_the_window(windows):
-    cache = make(64, windows=windows)
-    for layer, window in zip(cache, windows, strict=True):
-        layer.update(*tokens(20))
-        assert layer.update(*tokens(2))[0].shape[1] == (22 if window is None else 4)
-    assert cache.length == cache.get_seq_length() == 22 and cache.batch_size == 2
-
-
 @pytest.mark.parametrize("k, message", [
-    (torch.zeros(3, 1, 3, 4), "was it made for another batch size or model"),
-    (torch.zeros(2, 1, 3, 5), "was it made for another batch size or model"),
-    (torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16), "k is torch.bfloat16 on cpu, the cache torch.float32"),
+    (torch.zeros(3, 1, 3, 4), "another batch size or model"),
+    (torch.zeros(2, 1, 3, 5), "another batch size or model"),
+    (torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16), "in torch.bfloat16 do not fit a cache of .* in torch.float32"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(k, message):
     with pytest.raises(InputError, match=message):
@@ -161,7 +112,7 @@ def test_under_autocast_the_first_tokens_decide_the_dtype():
     with torch.autocast("cpu", torch.bfloat16):
         layer.update(keys[:, :3], keys[:, :3])
         assert torch.equal(layer.update(keys[:, 3:], keys[:, 3:])[0], keys) and layer.keys.dtype == torch.bfloat16
-        with pytest.raises(InputError, match=r"k is torch\.float32"):
+        with pytest.raises(InputError, match="with autocast on"):
             layer.update(*tokens(1))
 
 
@@ -179,7 +130,7 @@ def test_cross_layers_hold_images_and_count_no_tokens():
     sum(x.square().sum() for x in both).backward()
     assert all(x.grad is None for x in first) and all(torch.equal(x.grad, 2 * x) for x in second)
     for k in (torch.zeros(3, 1, 3, 4), torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16)):
-        with pytest.raises(InputError, match="was the cache made for another batch"):
+        with pytest.raises(InputError, match="another batch size"):
             cache[0].update(k, k)
 
     deltas, held, rows = torch.randn(2, 1), cache[0].keys, [1, 0, 1]
@@ -219,40 +170,6 @@ def test_a_borrowed_cache_returns_what_ours_does_and_fills_theirs(lengths, windo
     kept = torch.cat(past, 2) if window is None else torch.cat(past, 2)[:, :, -(window - 1) :]
     assert torch.equal(theirs.layers[0].keys, kept) and theirs.get_seq_length() == sum(lengths)
     assert as_kv_cache(ours, 2) is ours and as_kv_cache(borrowed, 2) is borrowed
-
-
-def test_a_borrowed_cache_has_the_dtype_of_the_new_tokens():
-    """As under autocast, where the prefix is fp32 and keys are not."""
-    prefix = [tuple(torch.randn(2, 3, 5, 4) for _ in "kv")]
-    k, v = (x.bfloat16() for x in tokens(2))
-    keys, values = as_kv_cache(of_transformers(prefix), 1)[0].update(k, v)
-    assert keys.dtype == values.dtype == torch.bfloat16
-    assert torch.equal(keys[:, :5], prefix[0][0].transpose(1, 2).bfloat16()) and torch.equal(keys[:, 5:], k)
-
-
-def test_a_borrowed_cache_moves_rows_and_cannot_be_emptied():
-    cache, (k, v) = as_kv_cache(of_transformers(), 2), tokens(4)
-    for layer in cache:
-        layer.update(k, v)
-    cache.reorder(torch.tensor([1, 1, 0]))
-    more = tokens(1, batch_size=3)
-    assert torch.equal(cache[1].update(*more)[0], torch.cat([k[[1, 1, 0]], more[0]], 1)) and cache.batch_size == 3
-    with pytest.raises(InputError, match="DynamicCache cannot be emptied"):
-        cache.reset()
-
-
-def test_what_cannot_be_borrowed_is_named():
-    from transformers import MistralConfig, StaticCache
-
-    static = StaticCache(MistralConfig(num_hidden_layers=2, sliding_window=None), max_cache_len=8)
-    deep = of_transformers([tuple(torch.zeros(2, 3, 1, 4) for _ in "kv")] * 3)
-    for cache, message in [
-        (((1, 2), (3, 4)), "past_key_values is a tuple; it must be a KVCache"),
-        (static, "past_key_values is a StaticCache.*not a cache of a fixed size"),
-        (deep, "has 3 layers, the model 2"),
-    ]:
-        with pytest.raises(InputError, match=message):
-            as_kv_cache(cache, 2)
 
 
 @pytest.mark.parametrize("padded", [False, True])
