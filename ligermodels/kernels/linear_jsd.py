@@ -317,7 +317,8 @@ def linear_jsd(
     found = _LinearJSD.apply(
         x, student_weight, student_bias, y, teacher_weight.detach(),
         None if teacher_bias is None else teacher_bias.detach(),
-        None if labels is None else labels.reshape(-1).contiguous(), return_soft_hard_loss, dtypes[1], options, settings, torch.is_grad_enabled(),
+        None if labels is None else labels.reshape(-1).contiguous(),
+        return_soft_hard_loss, dtypes[1], options, settings, torch.is_grad_enabled(),
     )  # fmt: skip
     if reduction == "none":
         found = [None if t is None else t.view(tokens) for t in found]
