@@ -197,11 +197,6 @@ def test_a_single_file_in_a_subfolder(server):
     assert fetched(server) == ["sub/dir/config.json", "sub/dir/model.safetensors"]
 
 
-def test_without_weights(server):
-    hub.resolve(REPO, weights=False)
-    assert fetched(server) == [file for file in NEEDED if not file.startswith("model")]
-
-
 def test_pickles_are_fetched_only_when_allowed_and_needed(server):
     assert "pytorch_model.bin" not in files_in(hub.resolve(REPO, allow_pickle=True))
     for file in (*SHARDS, INDEX):
@@ -210,14 +205,6 @@ def test_pickles_are_fetched_only_when_allowed_and_needed(server):
     with pytest.raises(HubError, match=r"(?s)has no model\.safetensors.*allow_pickle=True"):
         hub.resolve(REPO)
     assert "pytorch_model.bin" in files_in(hub.resolve(REPO, allow_pickle=True))
-
-
-def test_a_repository_without_a_model(server):
-    (server.remote / "config.json").unlink()
-    with pytest.raises(HubError, match=r"has no config\.json"):
-        hub.resolve(REPO)
-    with pytest.raises(HubError, match=r"(?s)has no config\.json, model\.safetensors in other.*another subfolder"):
-        hub.resolve(REPO, subfolder="other")
 
 
 def test_a_moved_branch_is_seen(cached):
@@ -269,12 +256,6 @@ def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, monkeypatch, 
     with pytest.raises(HubError, match=f"(?s)the cache lacks {missing}.*network.*{how}.*hf download {REPO}"):
         hub.resolve(REPO, **offline_options(how, monkeypatch))
     assert cached.asked == []
-
-
-def test_unknown_revisions_offline(cached):
-    for revision in ("dev", NEW):
-        with pytest.raises(HubError, match=f"{REPO} at revision {revision}: the cache lacks any snapshot"):
-            hub.resolve(REPO, revision=revision, local_files_only=True)
 
 
 def test_a_commit_in_the_cache_is_not_asked_for_again(cached):
@@ -349,16 +330,6 @@ def test_a_complete_copy_stands_in_with_a_warning(cached, monkeypatch, error):
         hub.resolve(REPO)
     assert caught.value.__cause__ is error and caught.value.errno == getattr(error, "errno", None)
     assert SECRET not in str(caught.value), "a password in HF_ENDPOINT"
-
-
-@pytest.mark.parametrize("error", [http_error(errors.RevisionNotFoundError, 404), TypeError("a bug"), HubError("ours")])
-def test_what_the_cache_does_not_hide(cached, monkeypatch, error):
-    """The Hub knows better than the cache that a revision is gone, and a bug is no refusal."""
-    failing(monkeypatch, error)
-    expected = HubError if isinstance(error, errors.RevisionNotFoundError) else type(error)
-    with pytest.raises(expected) as caught:
-        hub.resolve(REPO)
-    assert error in (caught.value, caught.value.__cause__)
 
 
 # Uploading

@@ -19,7 +19,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.conversion.dcp import DcpSource, DcpTarget
 from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.errors import CheckpointError, ConfigError, HubError
+from ligermodels.errors import CheckpointError, HubError
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
@@ -240,9 +240,3 @@ def test_bad_checkpoints(tmp_path, monkeypatch, good, case):
         for name in source.headers:
             source.read(name)
     assert not (tmp_path / "hacked").exists()
-
-
-def test_a_config_of_no_family_is_refused(tmp_path, good):
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="bert"):
-        DcpSource(good, tmp_path)

@@ -77,13 +77,6 @@ def test_the_sum_is_rounded_once(tmp_path, dtype, rslora):
             assert weights.same_bits(source.read(name), base.read(name))
 
 
-def test_rows_are_merged_in_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("ligermodels.conversion.lora._ROWS", 32 * 5)
-    base = a_base(tmp_path / "base")
-    tensors = an_adapter(tmp_path / "adapter", hf_modules("q_proj"))
-    check_sum(MergedSource(base, tmp_path / "adapter"), base, tensors, "model.layers.1.self_attn.q_proj", 1.5)
-
-
 def test_patterns_name_exceptions(tmp_path):
     base, one = a_base(tmp_path / "base"), "model.layers.1.self_attn.q_proj"
     tensors = an_adapter(
@@ -112,14 +105,6 @@ def test_factors_of_packed_projections_are_split(tmp_path):
             check_sum(source, base, tensors, attn, 1.5, f"model.layers.{i}.self_attn.{part}_proj.weight", rows)
         for part, rows in dict(gate=slice(0, 44), up=slice(44, 88)).items():
             check_sum(source, base, tensors, mlp, 1.5, f"model.layers.{i}.mlp.{part}_proj.weight", rows)
-
-
-def test_phi3_is_packed_on_disk_too(tmp_path):
-    base = a_base(tmp_path / "base", family="phi3", pad_token_id=0)
-    for number, names in enumerate(("layers.{}.attn.qkv_proj", "model.layers.{}.self_attn.qkv_proj")):
-        tensors = an_adapter(tmp_path / f"{number}", {names.format(i): (64, 32) for i in range(2)})
-        source = MergedSource(base, tmp_path / f"{number}")
-        check_sum(source, base, tensors, names.format(1), 1.5, "model.layers.1.self_attn.qkv_proj.weight")
 
 
 def test_mixtral_takes_both_layouts_names(tmp_path):

@@ -188,11 +188,3 @@ def test_parts_that_are_missing_or_of_two_checkpoints(tmp_path):
     (folder / "consolidated-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"missing \(7 of 21\)"):
         convert(folder, None, Options(dry_run=True))
-
-
-@pytest.mark.parametrize("content, message", [(bytes(99), "not a safetensors file"), (b"<!doctype html>", "HTML")])
-def test_files_that_are_no_weights(tmp_path, content, message):
-    folder = a_folder(tmp_path)
-    (folder / "consolidated.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=message):
-        MistralSource(folder)

@@ -87,16 +87,6 @@ def test_shards_are_as_large_as_is_said(tmp_path, script):
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
 
 
-def test_dtypes_of_one_file_may_differ(tmp_path):
-    """As a gate of two bytes among fp32 tensors, which the file holds after those."""
-    tensors = a_checkpoint(tmp_path / "hf", "mllama")
-    gate = next(name for name, x in tensors.items() if x.numel() == 1)
-    tensors[gate] = tensors[gate].bfloat16()
-    save_file(tensors, tmp_path / "hf" / "model.safetensors")
-    convert(tmp_path / "hf", tmp_path / "out", Options(progress=False))
-    assert same(stored(tmp_path / "out"), tensors)
-
-
 def test_pickles(tmp_path, script, capsys):
     tensors = a_checkpoint(tmp_path / "bin")
     (tmp_path / "bin" / "model.safetensors").unlink()
@@ -114,18 +104,6 @@ def test_over_the_source_itself_and_what_transformers_makes_of_it(tmp_path, scri
     assert same(stored(tmp_path / "hf"), tensors) and names(tmp_path) == ["hf"]
     _, report = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
-
-
-def test_experts_stacked_on_disk_give_the_same_bits(tmp_path, script):
-    tensors = a_checkpoint(tmp_path / "each", "mixtral", dtype=torch.bfloat16)
-    assert script(tmp_path / "each", tmp_path / "dcp", "--to", "dcp") == 0
-    source = DcpSource(tmp_path / "dcp")
-    (tmp_path / "stacked").mkdir()
-    save_file({name: source.read(name) for name in source.headers}, tmp_path / "stacked" / "model.safetensors")
-    shutil.copy(tmp_path / "each" / "config.json", tmp_path / "stacked")
-    assert len(source.headers) < len(tensors)
-    assert script(tmp_path / "stacked", tmp_path / "back") == 0
-    assert same(stored(tmp_path / "back"), tensors)
 
 
 def test_a_dry_run_reads_headers_only(tmp_path, script, capsys, monkeypatch):
@@ -178,16 +156,6 @@ def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
     assert ligermodels.load(tmp_path / "out").generation_config["eos_token_id"] == 2
     with pytest.raises(InputError, match="its own configuration"):
         convert(tmp_path / "hf", tmp_path / "again", Options(config=tmp_path / "hf"))
-
-
-def test_a_tokenizer_beside_the_weights_alone_goes_before_that_beside_the_config(tmp_path):
-    finite(tmp_path / "hf")
-    (tmp_path / "hf" / "chat_template.jinja").write_bytes(FILES["chat_template.jinja"])
-    shutil.copytree(tmp_path / "hf", tmp_path / "left", ignore=shutil.ignore_patterns("config.json", "chat*"))
-    (tmp_path / "left" / "tokenizer.json").write_text('{"added": 1}')
-    convert(tmp_path / "left", tmp_path / "out", Options(config=tmp_path / "hf", progress=False))
-    assert (tmp_path / "out" / "tokenizer.json").read_text() == '{"added": 1}'
-    assert "chat_template.jinja" not in names(tmp_path / "out")  # that of another tokenizer
 
 
 # Memory
@@ -392,10 +360,3 @@ def test_wrong_arguments(tmp_path, script, capsys, monkeypatch, arguments, statu
     except SystemExit as stopped:
         assert stopped.code == status
     assert message in capsys.readouterr().err and not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("options", [{"to": "onnx"}, {"dtype": "int4"}, {"verify": "all"}, {"embedding_axis": 2}])
-def test_options(tmp_path, options):
-    ((name, value),) = options.items()
-    with pytest.raises(InputError, match=f"{name}={value!r}"):
-        convert(tmp_path, tmp_path / "out", Options(**{"to": "meta", **options}))
