@@ -30,15 +30,15 @@ class View(Source):
         self.model, table = model_of(origin)
         check_fit(origin, self.model, table)
         weights.check_tied(self.model, table, origin, self.model.tied_weights)
-        self._relaid = weights.Relaid(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
+        self._renamed = weights.Renamed(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
         self.headers = {
-            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._relaid.headers.items()
+            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._renamed.headers.items()
         }
         if origin.places is not None:  # a joined tensor counts to the file of its first part
-            self.places = {name: origin.places[self._relaid.boxes(name)[0].source] for name in self.headers}
+            self.places = {name: origin.places[self._renamed.boxes(name)[0].source] for name in self.headers}
 
     def read(self, name: str) -> Tensor:
-        tensor = self._relaid.read(name).to(self.headers[name].dtype)
+        tensor = self._renamed.read(name).to(self.headers[name].dtype)
         self.on_read(tensor.nbytes)
         return tensor
 

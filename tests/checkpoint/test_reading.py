@@ -18,7 +18,6 @@ from ligermodels.errors import CheckpointError
 from tests.checkpoint.fixtures import (
     EMBEDDING,
     INDEX,
-    LAST,
     NORM,
     SHARDS,
     WEIGHTS,
@@ -181,48 +180,27 @@ SINGLE: dict[str, tuple[Spoil, str]] = {
     "empty": (put(WEIGHTS, b""), "not a safetensors file.*cut short"),
     "header cut": (change(lambda b: b[:100]), "cut short"),
     "data cut": (change(lambda b: b[:-1]), "cut short"),
-    "a byte too many": (change(lambda b: b + b"\0"), "cut short"),
-    "header of 2^63": (change(lambda b: bytes(7) + b"\x80" + b[8:]), "cut short"),
     "header not JSON": (put(WEIGHTS, join(b"{" * 100, b"")), "cut short"),
-    "unknown dtype": (entry(dtype="F99"), "cut short"),
-    "sizes that overflow": (entry(shape=[2**33, 2**33]), "cut short"),
     "shape against offsets": (entry(shape=[15]), "cut short"),
-    "offsets past the end": (entry(data_offsets=[10**9, 10**9 + 64]), "cut short"),
     "overlap": (header(lambda h: h[NORM].update(data_offsets=h[EMBEDDING]["data_offsets"])), "cut short"),
-    "four-bit": (
-        header(lambda h: h.update(x={"dtype": "F4", "shape": [0], "data_offsets": [0, 0]})), r"x is quantised \(F4\)"),
-    "no tensors": (put(WEIGHTS, join({}, b"")), "missing .*of 12"),
     "git-lfs pointer": (put(WEIGHTS, LFS), "git lfs pull"),
     "HTML page": (put(WEIGHTS, HTML), "HTML page"),
     "pickle renamed": (lambda f: torch.save({"a": torch.ones(1)}, f / WEIGHTS), "pickle under another name"),
-    "GGUF renamed": (put(WEIGHTS, b"GGUF" + bytes(100)), "GGUF file"),
     "not there": (lambda f: (f / WEIGHTS).unlink(), "holds neither.*adapter"),
-    "only Mistral's": (lambda f: (f / WEIGHTS).rename(f / "consolidated.safetensors"), "Mistral's own layout"),
     "a directory": (place(WEIGHTS, os.mkdir), "not a regular"),
-    "a pipe": (place(WEIGHTS, os.mkfifo), "not a regular"),
     "a link to nothing": (place(WEIGHTS, lambda p: p.symlink_to("none")), "is not there"),
     "a link out of the folder": (place(WEIGHTS, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
     "names of an earlier version": (
         header(lambda h: h.update({"layers.0.attn.qkv_proj.weight": h.pop(Q)})), "ligermodels convert OLD NEW"),
     "a name twice after unwrapping": (
         header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
-    "config.json a directory": (place("config.json", os.mkdir), "not a regular"),
-    "config.json a link out": (place("config.json", lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
-    "config.json not UTF-8": (put("config.json", b"\xff\xfe{}"), "not JSON"),
-    "config.json nested deeply": (put("config.json", b"[" * 100_000), "not JSON"),
     "config.json a list": (put("config.json", [1]), "holds a list, expected an object"),
     "generation_config.json": (put("generation_config.json", b"{"), "not JSON"),
     "vocab_size too large": (config(vocab_size=10**6), "wrong shape.*resized"),
-    "hidden_size of another": (config(hidden_size=32), "wrong shape.*embed_tokens"),
     "a layer too many": (config(num_hidden_layers=2), "missing.*1 layers on disk, 2"),
-    "a layer too few": (tensors(lambda t: t.update({Q.replace("0", "1"): t[Q].clone()})), "unexpected.*2 layers"),
     "tied, with a head of its own": (config(tie_word_embeddings=True), "config ties"),
-    "not tied, without a head": (tensors(lambda t: t.pop(LAST)), "tie_word_embeddings to true"),
-    "biases that the config denies": (
-        tensors(lambda t: t.update({Q.replace("weight", "bias"): torch.ones(16)})), "unexpected"),
     "one shape transposed": (tensors(lambda t: t.update({EMBEDDING: t[EMBEDDING].T.contiguous()})), "wrong shape"),
     "fp8 weights": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), "quantised .*float8"),
-    "weights of Qwen2": (config(model_type="qwen2"), "missing.*q_proj.bias"),
 }  # fmt: skip
 
 SHARDED: dict[str, tuple[Spoil, str]] = {
@@ -236,15 +214,8 @@ SHARDED: dict[str, tuple[Spoil, str]] = {
                      "C:x.safetensors", "\\\\host\\share\\x.safetensors", "..\\x.safetensors", "//host/x.safetensors",
                      "model.bin", "model.safetensors.py", "", "a\0.safetensors", 3, None, [SHARDS[0]])
     },
-    "a broken index": (put(INDEX, b'{"weight_map": {"a": "mo'), "not JSON"),
     "no weight_map": (put(INDEX, {"metadata": {}}), "no weight_map"),
-    "an empty weight_map": (put(INDEX, {"weight_map": {}}), "no weight_map"),
-    "a weight_map of the wrong kind": (put(INDEX, {"weight_map": [SHARDS[0]]}), "no weight_map"),
-    "the index a git-lfs pointer": (put(INDEX, LFS), "git lfs pull"),
-    "the index a link out": (place(INDEX, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
     "the index names a shard that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, against"),
-    "the index swaps the shards of a tensor": (
-        mapped(lambda m: m.update({LAST: next(s for s in SHARDS if s != m[LAST])})), "lacks lm_head"),
     "the index leaves a tensor out": (mapped(lambda m: m.pop(NORM)), "missing .*model.norm"),
 }  # fmt: skip
 

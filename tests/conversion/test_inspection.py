@@ -1,8 +1,6 @@
 """What is said of a checkpoint in every layout, and that no weight is read for it."""
 
 import json
-import os
-import pickle
 import shlex
 import shutil
 
@@ -14,7 +12,7 @@ from ligermodels.checkpoint import reading
 from ligermodels.cli import main
 from ligermodels.conversion import dcp, inspect, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.errors import CheckpointError, InputError
+from ligermodels.errors import InputError
 from tests.conversion import layouts
 from tests.conversion.layouts import PARAMETERS
 
@@ -90,18 +88,6 @@ def test_an_adapter(folders, unread, tmp_path):
         inspect(folders["adapter"], rope_factor=8.0)
 
 
-def test_a_pickled_adapter_and_one_for_our_modules(folders, tmp_path):
-    layouts.write_adapter(tmp_path / "a")
-    (tmp_path / "a" / "adapter_model.safetensors").unlink()
-    state = {"base_model.model.layers.0.attn.qkv_proj.lora_A.weight": torch.ones(2, 16)}
-    torch.save(state | {"base_model.model.norm.weight": torch.ones(16)}, tmp_path / "a" / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match="--allow-pickle"):
-        inspect(tmp_path / "a")
-    found = inspect(tmp_path / "a", allow_pickle=True)
-    assert found.parts == {"qkv_proj": 32, "norm": 16} and found.layout.endswith(", pickled")
-    assert found.use.endswith(f"--adapter {tmp_path / 'a'} --allow-pickle")
-
-
 @pytest.mark.parametrize("layout", ["hf", "native", "bin"])
 def test_weights_that_do_not_fit_are_a_finding(folders, layout, capsys, tmp_path):
     shutil.copytree(folders[layout], tmp_path, dirs_exist_ok=True)
@@ -146,30 +132,3 @@ def test_the_axis_of_the_embedding(folders, capsys, tmp_path, axis, shape):
     assert state["tok_embeddings.weight"].shape == shape
     status, _, err = run(capsys, "convert", folders["hf"], tmp_path / "hf", "--embedding-axis", axis)
     assert status == 2 and "for the layout meta" in err
-
-
-class Attack:
-    def __init__(self, path):
-        self.path = path
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-@pytest.mark.parametrize("spoil", ["cut", "a pickle that runs", "not there"])
-@pytest.mark.parametrize("layout", ["hf", "bin", "meta", "mistral", "dcp", "adapter"])
-def test_damaged_files_are_one_message(folders, layout, spoil, capsys, tmp_path):
-    folder = tmp_path / "damaged"
-    shutil.copytree(folders[layout], folder)
-    suffixes = {"dcp": (".distcp" if spoil == "not there" else "")}.get(layout, (".safetensors", ".bin", ".pth"))
-    file = next(path for path in sorted(folder.iterdir()) if path.suffix in suffixes and path.suffix != ".json")
-    content = file.read_bytes()
-    if spoil == "not there":
-        file.unlink()
-    else:
-        file.write_bytes(
-            content[: len(content) // 2] if spoil == "cut" else pickle.dumps(Attack(str(tmp_path / "ran")))
-        )
-    status, out, err = run(capsys, "inspect", folder, "--allow-pickle")
-    assert (status, out) == (3, "") and err.startswith("error: ") and "Traceback" not in err, err
-    assert not (tmp_path / "ran").exists()

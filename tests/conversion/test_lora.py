@@ -217,15 +217,10 @@ def write(name, data):
 
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
 BAD = {
-    "no config": (lambda f: (f / "adapter_config.json").unlink(), "is not there"),
     "IA3": (options(peft_type="IA3"), "peft_type 'IA3'"),
     "DoRA": (options(use_dora=True), "use_dora"),
-    "an option of the future": (options(use_tomorrow=True), "use_tomorrow"),
     "PiSSA": (options(init_lora_weights="pissa_niter_4"), "changed the base"),
     "another rank": (options(r=8), "has rank 4 in A and 4 in B, r 8"),
-    "no weights": (lambda f: (f / "adapter_model.safetensors").unlink(), "is not there"),
-    "empty": (tensors(lambda t: {}), "no tensors"),
-    "one half": (tensors(lambda t: {k: v for k, v in t.items() if not k.startswith(f"{Q}.lora_B")}), "alone"),
     "magnitudes": (tensors(lambda t: {**t, f"{Q}.lora_magnitude_vector": torch.ones(32)}), "variant of LoRA"),
     "another model's names": (tensors(lambda t: {k.replace("q_proj", "wq"): v for k, v in t.items()}), "has no"),
     "another size": (tensors(lambda t: {k: torch.cat([v, v], -1) if "_A" in k else v for k, v in t.items()}), "size"),

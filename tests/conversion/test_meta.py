@@ -175,6 +175,8 @@ def test_a_model_of_ours_written_for_meta_gives_its_logits(tmp_path):
     convert(tmp_path / "hf", tmp_path / "out", Options(to="meta", ranks=2, progress=False))
     params = json.loads((tmp_path / "out" / "params.json").read_text())
     assert params["use_scaled_rope"] and params["rope_scaling_factor"] == 8.0
+    width = int(params["ffn_dim_multiplier"] * int(2 * 4 * 32 / 3))  # as model.py, FeedForward, has it
+    assert params["multiple_of"] * -(-width // params["multiple_of"]) == 52
     first, second = loaded(tmp_path / "out")
     assert first["tok_embeddings.weight"].shape == (VOCAB // 2, 32)  # by rows, as Llama 3
     whole = {
@@ -192,29 +194,7 @@ def test_a_model_of_ours_written_for_meta_gives_its_logits(tmp_path):
         assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_transformers_loads_what_comes_out(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    state, ids = meta_weights(), torch.randint(VOCAB, (2, 17))
-    a_folder(tmp_path / "in", cut(state, 2, 1))
-    convert(tmp_path / "in", tmp_path / "out", Options(allow_pickle=True, progress=False))
-    model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values())
-    expected = logits(state, ids, PARAMS)
-    with torch.no_grad():
-        assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
-
-
 # What params.json does not say.
-
-
-@pytest.mark.parametrize("inner", [1, 7, 49, 98, 1000, 8192, 11008])
-def test_the_width_of_the_mlp_is_what_metas_code_makes_of_params(tmp_path, inner):
-    model = Llama.from_config(hf_config(intermediate_size=inner, num_hidden_layers=1), device="cpu")
-    model.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "out", Options(to="meta", progress=False))
-    params = json.loads((tmp_path / "out" / "params.json").read_text())
-    width = int(params["ffn_dim_multiplier"] * int(2 * 4 * params["dim"] / 3))  # model.py, FeedForward
-    assert params["multiple_of"] * ((width + params["multiple_of"] - 1) // params["multiple_of"]) == inner
 
 
 @pytest.mark.parametrize("dim, factor", [(2048, 32.0), (4096, 8.0)])
@@ -251,25 +231,14 @@ def one(change) -> list[dict]:
 BAD_WEIGHTS = {
     "missing tensor": (lambda: one(lambda s: s.pop("layers.1.ffn_norm.weight")), r"missing \(1 of 21\): model.lay"),
     "no embedding": (lambda: one(lambda s: s.pop("tok_embeddings.weight")), "no Llama in Meta's layout"),
-    "unknown tensor": (lambda: one(lambda s: s.update(extra=torch.ones(1))), r"unexpected \(1\): extra"),
-    "unknown tensor of one rank": (
-        lambda: [a | ({"x": torch.ones(1)} if n else {}) for n, a in enumerate(cut(meta_weights(), 2, 1))],
-        "two checkpoints",
-    ),
-    "wrong shape": (lambda: one(lambda s: s.update({"norm.weight": torch.ones(31)})), r"model.norm.weight is \[31\]"),
     "last shard lost": (lambda: cut(meta_weights(), 2, 1)[:1], "32 rows of wq are cut into parts of 16"),
     "unequal shards": (
         lambda: [a | ({"layers.0.attention.wo.weight": torch.ones(32, 8)} if n else {})
                  for n, a in enumerate(cut(meta_weights(), 2, 1))],
         "two checkpoints",
     ),
-    "two dtypes": (
-        lambda: [{k: v.half() if n else v for k, v in a.items()} for n, a in enumerate(cut(meta_weights(), 2, 1))],
-        "two checkpoints",
-    ),
     "integers": (lambda: one(lambda s: s.update({"norm.weight": torch.ones(32).int()})), "quantised"),
     "nested": (lambda: [{"model": meta_weights()}], "flat dictionary"),
-    "nothing": (lambda: [{}], "no tensors"),
 }  # fmt: skip
 
 
@@ -283,15 +252,9 @@ def test_bad_weights(tmp_path, case):
 
 BAD_PARAMS = {
     "no dim": ({"dim": ...}, "lacks dim"),
-    "no norm_eps": ({"norm_eps": ...}, "lacks norm_eps"),
     "another width": ({"dim": 64}, "64 rows of wq are cut into parts of 32"),
-    "heads that do not divide": ({"n_heads": 5}, "n_heads 5|num_attention_heads"),
-    "other key heads": ({"n_kv_heads": 4}, r"k_proj.weight is \[16, 32\]"),
     "fewer layers": ({"n_layers": 1}, r"unexpected \(9\)"),
-    "more layers": ({"n_layers": 3}, r"missing \(9 of 30\)"),
     "vision": ({"vision_chunk_size": 560}, "holds 'vision_chunk_size'"),
-    "quantised": ({"quantization_args": {"group_size": 32}}, "holds 'quantization_args'"),
-    "Mistral's": ({"head_dim": 8, "hidden_dim": 96}, "holds 'head_dim', 'hidden_dim'"),
     "scaled rope of an unknown size": ({"use_scaled_rope": True}, "no Llama of dim 32 is known"),
 }
 
@@ -328,11 +291,9 @@ def hf_config(**changes) -> dict:
 
 BAD_WRITES = {
     "bias": ({"attention_bias": True}, {}, CheckpointError, "does not compute attention_bias"),
-    "activation": ({"hidden_act": "gelu"}, {}, CheckpointError, "does not compute hidden_act"),
     "head_dim": ({"head_dim": 16}, {}, CheckpointError, "does not compute head_dim"),
     "rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, CheckpointError, "compute rope_scaling"),
     "ranks": ({}, {"ranks": 4}, InputError, "must divide"),
-    "no ranks": ({}, {"ranks": 0}, InputError, "expected 1 to 99"),
 }
 
 

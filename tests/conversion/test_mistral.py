@@ -81,20 +81,6 @@ def test_logits_are_mistrals_and_not_without_the_permutation(tmp_path, changes, 
     assert error() > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{"sliding_window": 5}, MOE], ids=["dense", "experts"])
-def test_transformers_loads_what_comes_out(tmp_path, changes):
-    transformers = pytest.importorskip("transformers")
-    params = PARAMS | changes
-    state, ids = mistral_weights(params), torch.randint(36, (2, 17))
-    convert(a_folder(tmp_path / "in", state, params), tmp_path / "out", Options(progress=False))
-    arch = transformers.MixtralForCausalLM if "moe" in changes else transformers.MistralForCausalLM
-    model, info = arch.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values())
-    expected = logits(state, ids, params)
-    with torch.no_grad():
-        assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "experts"])
 def test_every_bit_arrives_however_the_files_are_cut(tmp_path, dtype, changes):
@@ -140,14 +126,9 @@ BAD_PARAMS = {
     **{f"no {name}": ({name: ...}, f"lacks {name}") for name in ("dim", "head_dim", "hidden_dim", "vocab_size")},
     "no theta": ({"rope_theta": ...}, "neither rope_theta nor sliding_window"),
     "another width": ({"dim": 32}, "wrong shape"),
-    "more heads": ({"n_heads": 8}, "wrong shape"),
-    "another vocabulary": ({"vocab_size": 40}, "wrong shape"),
-    "layers": ({"n_layers": 3}, r"missing \(9 of 30\)"),
     "experts of none": (MOE, r"missing \(20 of 35\)"),
-    "experts of another kind": ({"moe": {**MOE["moe"], "num_shared_experts": 1}}, "num_shared_experts"),
     "vision": ({"vision_encoder": {"hidden_size": 8}}, "'vision_encoder'"),
     "longer rope": ({"yarn": {"factor": 16}}, "'yarn'"),
-    "no transformer": ({"model_type": "mamba"}, "model_type 'mamba'"),
 }
 
 
@@ -161,9 +142,6 @@ def test_bad_params(tmp_path, case):
 
 BAD_WEIGHTS = {
     "missing": (lambda s: s.pop("layers.0.attention.wo.weight"), r"missing \(1 of 21\): .*layers.0.self_attn.o_proj"),
-    "unknown": (lambda s: s.update({"vision_encoder.ln.weight": torch.ones(1)}), r"unexpected \(1\): vision_encoder"),
-    "shape": (lambda s: s.update({"norm.weight": torch.ones(23)}), r"norm.weight is \[23\].*\[24\]"),
-    "fp8": (lambda s: s.update({"norm.weight": torch.ones(24).to(torch.float8_e4m3fn)}), "quantised"),
     "no head": (lambda s: s.pop("output.weight"), r"missing \(1 of 21\): lm_head.weight"),
     "nothing": (lambda s: s.clear(), "lacks tok_embeddings"),
 }

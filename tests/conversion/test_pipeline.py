@@ -2,13 +2,7 @@
 
 import importlib.util
 import json
-import os
-import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +20,6 @@ from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_native
-from tests.processes import Child
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "convert" / "convert_checkpoint.py"
@@ -75,25 +68,6 @@ def test_like_the_source_and_cast(tmp_path):
     assert same(stored(tmp_path / "out"), {name: x.float() for name, x in tensors.items()})
     config = read_json(tmp_path / "hf" / "config.json")
     assert read_json(tmp_path / "out" / "config.json") == {**config, "dtype": "float32", "torch_dtype": "float32"}
-
-
-def test_shards_are_as_large_as_is_said(tmp_path, script):
-    tensors = a_checkpoint(tmp_path / "hf", shards=2, dtype=torch.bfloat16)
-    assert script(tmp_path / "hf", tmp_path / "out", "--max-shard-size", "3KB") == 0
-    files = sorted((tmp_path / "out").glob("model-*"))
-    assert same(stored(tmp_path / "out"), tensors) and len(files) > 3
-    assert all(path.stat().st_size < 3000 + 1500 for path in files)  # and a header
-    index = read_json(tmp_path / "out" / "model.safetensors.index.json")
-    assert index["metadata"]["total_size"] == sum(x.nbytes for x in tensors.values())
-
-
-def test_pickles(tmp_path, script, capsys):
-    tensors = a_checkpoint(tmp_path / "bin")
-    (tmp_path / "bin" / "model.safetensors").unlink()
-    torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
-    assert script(tmp_path / "bin", tmp_path / "out") == 3 and "--allow-pickle" in capsys.readouterr().err
-    assert script(tmp_path / "bin", tmp_path / "out", "--allow-pickle") == 0
-    assert same(stored(tmp_path / "out"), tensors)
 
 
 def test_over_the_source_itself_and_what_transformers_makes_of_it(tmp_path, script):
@@ -180,47 +154,6 @@ def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
     assert len(alive) == 21
 
 
-WATCHED = """if True:
-    import runpy, sys, threading
-    peak, done = 0, threading.Event()
-    def anonymous():
-        with open("/proc/self/status") as status:
-            return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon"))
-    def watch():
-        global peak
-        while not done.wait(0.001):
-            peak = max(peak, anonymous())
-    main = runpy.run_path(sys.argv[1])["main"]
-    assert main([sys.argv[2], *sys.argv[4:]]) == 0  # what torch imports on first use is not counted
-    start = peak = anonymous()
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    assert main([sys.argv[3], *sys.argv[4:]]) == 0
-    done.set()
-    watcher.join()
-    print(peak - start)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads RssAnon")
-@pytest.mark.parametrize("to, dtype", [("hf", "keep"), ("hf", "bf16"), ("meta", "bf16"), ("dcp", "bf16")])
-def test_memory_is_a_tensor_and_what_it_is_made_from(tmp_path, to, dtype):
-    """150 MB in one file: kept, they are mapped; cast, memory holds a tensor of the result and its permuted copy."""
-    finite(tmp_path / "small")
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 16}
-    a_checkpoint(tmp_path / "hf", **sizes, head_dim=64)
-    largest = 4096 * 1024 * 2
-    # Freed tensors go back to the system at once.
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"}
-    arguments = [tmp_path / "small", tmp_path / "hf", tmp_path / "out", "--overwrite", "--to", to, "--dtype", dtype]
-    command = [sys.executable, "-c", WATCHED, SCRIPT, *arguments]
-    result = subprocess.run(map(str, command), capture_output=True, text=True, env=environment, cwd=ROOT)
-    assert result.returncode == 0, result.stderr
-    peak = int(result.stdout.splitlines()[-1])
-    assert peak < 3e6 if dtype == "keep" else 0.9 * largest < peak < 2.2 * largest + 3e6, peak / largest
-
-
 # What fails leaves nothing
 
 
@@ -247,27 +180,6 @@ def test_an_interruption_leaves_the_old_folder(tmp_path, monkeypatch, to, error)
     if isinstance(error, OSError):
         assert caught.value.errno == 28 and "free some space" in str(caught.value)
     assert same(stored(tmp_path / "out"), old) and names(tmp_path) == ["hf", "out"]
-
-
-@pytest.mark.slow
-def test_killed_at_any_instant(tmp_path):
-    """A child converts over an old checkpoint and is killed; the folder holds the old or the new one, whole."""
-    old = a_checkpoint(tmp_path / "out", seed=1)
-    new = a_checkpoint(tmp_path / "hf", shards=2, seed=2)
-    shutil.copytree(tmp_path / "out", tmp_path / "old")
-    draw, seen, options = random.Random(0), set(), Options(max_shard_size="3KB", progress=False, overwrite=True)
-    for trial in range(200):
-        if trial >= 25 and len(seen) == 2:
-            break
-        child = Child(lambda: convert(tmp_path / "hf", tmp_path / "out", options))
-        time.sleep(draw.random() * 0.3)
-        child.signal(signal.SIGKILL)
-        assert child.wait() in (0, -signal.SIGKILL)
-        found = stored(tmp_path / "out")
-        assert same(found, old) or same(found, new)
-        seen.add(same(found, new))
-        convert(tmp_path / "old", tmp_path / "out", Options(overwrite=True, progress=False))
-    assert seen == {False, True}
 
 
 def test_a_result_that_is_not_the_source_does_not_take_its_place(tmp_path, monkeypatch):

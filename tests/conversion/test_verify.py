@@ -2,10 +2,8 @@
 
 import itertools
 import json
-import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
@@ -13,7 +11,7 @@ from ligermodels.checkpoint import reading
 from ligermodels.conversion import MismatchError, verify
 from ligermodels.conversion.verify import DIFFERENCE
 from ligermodels.errors import InputError
-from tests.conversion.layouts import OF_LLAMA, write_all, write_mistral
+from tests.conversion.layouts import OF_LLAMA, write_all
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -72,32 +70,6 @@ def layouts(tmp_path_factory):
 def test_any_layout_with_any_other(layouts, a, b):
     report = verify(layouts[a], layouts[b], allow_pickle=True, progress=False)
     assert report.ok and report.tensors == 21 and report.details["difference_of_logits"] < 1e-7
-
-
-@pytest.mark.parametrize("layout", ["meta", "mistral"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_rows_of_q_and_k_in_the_order_of_another_layout(layouts, tmp_path, layout, turned):
-    """The negative control for the layouts that order them otherwise: files with the rows left as they were."""
-    shutil.copytree(layouts[layout], tmp_path / "own")
-    hf = layouts["hf of mistral" if layout == "mistral" else "hf"]
-    tensors = load_file(hf / "model.safetensors")
-    if layout == "mistral":
-        shutil.rmtree(tmp_path / "own")
-        write_mistral(tmp_path / "own", tensors, rotate=turned)
-    elif not turned:
-        for rank in range(2):
-            path = tmp_path / "own" / f"consolidated.{rank:02}.pth"
-            state = torch.load(path, weights_only=True)
-            for i in range(2):
-                for own, theirs in (("wq", "q_proj"), ("wk", "k_proj")):
-                    rows = tensors[f"model.layers.{i}.self_attn.{theirs}.weight"].chunk(2)[rank]
-                    state[f"layers.{i}.attention.{own}.weight"] = rows.clone()
-            torch.save(state, path)
-    report = verify(hf, tmp_path / "own", allow_pickle=True, progress=False)
-    assert report.ok == turned
-    if not turned:
-        assert sum("values differ" in line for line in report.mismatches) == 4
-        assert report.details["difference_of_logits"] > 4 * DIFFERENCE
 
 
 def test_options_that_neither_takes(layouts):
