@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-import ligermodels
 from ligermodels import CheckpointError, HubError, InputError
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import same_bits
@@ -188,16 +187,3 @@ def test_table_norm_and_head_in_one_group(mesh):
     assert torch.equal(step(model), step(whole))
     for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
         torch.testing.assert_close(found.grad.full_tensor(), expected.grad)
-
-
-def test_compiled_blocks_are_saved_under_their_own_names(tmp_path):
-    model = make(FAMILIES["tied"])
-    whole = copy.deepcopy(model)
-    for i, block in enumerate(model.model.layers):
-        model.model.layers[i] = torch.compile(block, backend="eager")
-    assert any("_orig_mod" in name for name, _ in model.named_parameters())
-    model.save_pretrained(tmp_path / "blocks")
-    assert_same_folder(tmp_path / "blocks", whole, tmp_path)
-    torch.compile(whole, backend="eager").save_pretrained(tmp_path / "model")
-    assert_same_folder(tmp_path / "model", whole, tmp_path)
-    assert torch.equal(ligermodels.load(tmp_path / "blocks", progress=False)(IDS).logits, whole(IDS).logits)

@@ -2,7 +2,6 @@
 
 import json
 import random
-import weakref
 from pathlib import Path
 
 import pytest
@@ -28,19 +27,6 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTERMEDIATE))
 
 
-class Angles(nn.Module):
-    """Rebuilds its buffer wherever it is moved, as RotaryEmbedding does."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("angles", torch.arange(4.0), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self.angles = torch.arange(4.0, device=self.angles.device)
-        return self
-
-
 class Block(nn.Module):
     def __init__(self, stacked: bool):
         super().__init__()
@@ -62,7 +48,6 @@ class Tiny(nn.Module):
         super().__init__()
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.model.rotary_emb = Angles()
         self.model.layers = nn.ModuleList(Block(stacked) for _ in range(LAYERS))
         self.model.norm = nn.RMSNorm(HIDDEN)
         if not tied:
@@ -155,9 +140,8 @@ def test_what_wrappers_put_into_names_counts_for_nothing(wrapped):
 # Loading
 
 
-@pytest.mark.parametrize("dtype, shards", [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 7)])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("dtype, shards", [(torch.float32, 1), (torch.bfloat16, 7)])
+@pytest.mark.parametrize("tied, stacked", [(False, True), (True, False)])
 def test_round_trip_returns_the_same_bits(tmp_path, poison, dtype, tied, stacked, shards):
     model = on_meta(tied, stacked, dtype)
     tensors = random_tensors(model, dtype)
@@ -168,24 +152,9 @@ def test_round_trip_returns_the_same_bits(tmp_path, poison, dtype, tied, stacked
     assert all(same_bits(back.read(name), tensor) for name, tensor in tensors.items())
 
 
-def test_tensors_are_read_once_in_file_order_and_held_one_at_a_time(tmp_path):
-    reader = save(tmp_path, random_tensors(on_meta()), shards=3)
-    held, real = {}, reader.read
-
-    def read(name):
-        assert all(reference() is None for reference in held.values())
-        tensor = real(name)
-        held[name] = weakref.ref(tensor)
-        return tensor
-
-    reader.read = read
-    weights.load(on_meta(), TABLE, reader, device="cpu", dtype=torch.bfloat16)
-    assert list(held) == list(reader.headers)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_a_loaded_model(tmp_path, dtype):
-    """Its dtype, whatever is on disk; buffers that are rebuilt; what was frozen stays so."""
+    """It has the dtype asked for, whatever is on disk; frozen parameters stay frozen."""
     tensors = random_tensors(on_meta(), torch.bfloat16) | {"model.norm.weight": torch.randn(HIDDEN)}
     model = on_meta()
     model.model.norm.weight.requires_grad_(False)
@@ -193,7 +162,6 @@ def test_a_loaded_model(tmp_path, dtype):
     assert {param.dtype for param in model.parameters()} == {dtype or torch.float32}
     assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"].to(dtype or torch.float32))
     assert not any(x.is_meta for x in [*model.parameters(), *model.buffers()])
-    assert torch.equal(model.model.rotary_emb.angles, torch.arange(4.0))
     assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["model.norm.weight"]
 
 
@@ -234,12 +202,9 @@ def test_wrong_shapes():
 @pytest.mark.parametrize(
     "rename, words",
     [
-        (lambda n: n.replace("q_proj.weight", "q_proj.qweight"), "GPTQ or AWQ"),
         (lambda n: n.replace("q_proj.weight", "q_proj.weight.absmax"), "bitsandbytes"),
-        (lambda n: n.replace("q_proj.weight", "q_proj.weight_scale_inv"), "FP8"),
         (lambda n: n.replace("q_proj.weight", "q_proj.lora_A.weight"), "adapter"),
         (lambda n: n.replace("self_attn.q_proj", "attention.wq"), "Meta's or Mistral's"),
-        (lambda n: n.replace("q_proj", "qkv_proj"), "Phi-3"),
         (
             lambda n: n.removeprefix("model.").replace("self_attn.q_proj", "attn.qkv_proj"),
             "`ligermodels convert OLD NEW`",
@@ -248,7 +213,6 @@ def test_wrong_shapes():
         (lambda n: n.removeprefix("model."), "bare model, saved without its head: its names lack 'model.'"),
         (lambda n: n.replace("layers.1", "layers.5"), "6 layers on disk, 2 expected"),
         (lambda n: n.replace("lm_head", "score"), "set tie_word_embeddings"),
-        (lambda n: n.replace("norm.weight", "ln.weight"), "another architecture's weights"),
     ],
 )
 def test_the_error_guesses_why(rename, words):
