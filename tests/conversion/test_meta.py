@@ -14,7 +14,7 @@ from ligermodels import Llama
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
-from ligermodels.conversion.meta import MetaSource, to_halves, to_pairs
+from ligermodels.conversion.meta import MetaSource
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError
 from tests.conversion.layouts import logits
 
@@ -121,20 +121,6 @@ def test_there_and_back_both_ways(tmp_path, kv_heads, groups, half, ranks, axis,
         source = opened(tmp_path / folder)
         assert_same(hf, read_all(source))
         assert source.config() == opened(tmp_path / "a").config()
-
-
-def test_the_rows_are_permuted_by_the_public_rule():
-    """Row 2 j + p of a head becomes row p D / 2 + j: transformers' view(h, D / 2, 2, n).transpose(1, 2)."""
-    heads, width, columns = 3, 8, 5
-    weight = torch.randn(heads * width, columns)
-    expected = torch.empty_like(weight)
-    for head in range(heads):
-        for j in range(width // 2):
-            for p in range(2):
-                expected[head * width + p * width // 2 + j] = weight[head * width + 2 * j + p]
-    moved = to_halves(weight, heads)
-    assert torch.equal(moved, expected)
-    assert torch.equal(to_pairs(moved, heads), weight)
 
 
 @pytest.mark.parametrize("axis", [0, 1])

@@ -101,25 +101,6 @@ def test_every_bit_arrives_however_the_files_are_cut(tmp_path, dtype, changes):
     assert all(same_bits(found[name], expected[name]) for name in expected)
 
 
-def test_the_config_says_what_params_say(tmp_path):
-    params = PARAMS | {"sliding_window": "4096", "rope_theta": ..., "max_seq_len": 8192, "model_type": "transformer"}
-    config = MistralSource(a_folder(tmp_path / "a", params=params)).config()
-    assert config["sliding_window"] == 4096 and config["rope_theta"] == 10000.0
-    assert config["max_position_embeddings"] == 8192 and config["model_type"] == "mistral"
-    assert config["head_dim"] == 8 and config["intermediate_size"] == 40 and config["rms_norm_eps"] == 1e-5
-    config = MistralSource(a_folder(tmp_path / "b", params=PARAMS | MOE)).config()
-    assert config["model_type"] == "mixtral" and config["sliding_window"] is None
-    assert config["num_local_experts"] == 3 and config["num_experts_per_tok"] == 2
-
-
-def test_tokenizers_keep_their_names(tmp_path):
-    folder = a_folder(tmp_path)
-    kept = ("tokenizer_config.json", "tekken.json", "tokenizer.model.v3")
-    for name in (*kept, "README.md"):
-        (folder / name).write_text(name)
-    assert MistralSource(folder).files() == {name: folder / name for name in kept}
-
-
 # What is refused.
 
 BAD_PARAMS = {
