@@ -370,8 +370,8 @@ def load(
         ours = weights.Renamed(model, reader, table, {})
     for name in chosen:
         model.set_submodule(name, nn.Module())  # until the others are loaded
-    rest = _Without(reader, taken)
-    weights.load(model, table, rest, device=device, progress=progress, ignore=ignore, tied=tied)
+    quantized = f"^({'|'.join(map(re.escape, taken))})$"
+    weights.load(model, table, reader, device=device, progress=progress, ignore=(*ignore, quantized), tied=tied)
     for name, linear in tqdm(chosen.items(), "Quantised weights", disable=None if progress else True):
         place = device if devices is None else devices[name]
         if from_quantized:
@@ -423,16 +423,6 @@ def export(
         metadata["tensor_names"] = json.dumps([name for name in metadata if name != "format"])
     plain = weights.export(shapes, table, state, tied=tied)
     return weights.Exported({**plain.boxes, **quantized}), metadata
-
-
-class _Without:
-    """A `weights.Reader` without some of its tensors."""
-
-    def __init__(self, reader: Any, left_out: Iterable[str]):
-        self.source, self.read = reader.source, reader.read
-        self.headers = dict(reader.headers)
-        for name in left_out:
-            self.headers.pop(name, None)
 
 
 def _saved_parts(boxes: Iterable[weights.Region], names: Iterable[str]) -> dict[str, dict[str, str]]:

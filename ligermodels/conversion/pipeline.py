@@ -32,7 +32,7 @@ LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "dcp", "gguf")
 
 @dataclass(frozen=True)
 class Options:
-    """What to make of a checkpoint.
+    """The layout to convert a checkpoint to, and how.
 
     to: "hf", "meta" (Llamas only), "dcp" (under the names that models have in memory, ours and transformers') or
     "gguf" (one file, for llama.cpp).

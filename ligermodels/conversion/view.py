@@ -1,4 +1,4 @@
-"""A checkpoint as the model of its config has it: Hugging Face's names, shapes that fit, one dtype."""
+"""A checkpoint under Hugging Face's names, checked against the model of its config, in one dtype."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ class View(Source):
     memory: under the names of the model in memory instead, which are transformers' as well. Tied copies and names that
     the architecture ignores are left out. A read holds the tensor that it returns and, where that is both joined from
     others and cast, the tensor before the cast.
-    model: what the config asks for, on the meta device. on_read: is told the bytes of each tensor that was read.
+    model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
     """
 
