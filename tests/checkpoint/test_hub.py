@@ -257,14 +257,6 @@ def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, monkeypatch, 
     assert cached.asked == []
 
 
-def test_a_commit_in_the_cache_is_not_asked_for_again(cached):
-    assert hub.resolve(REPO, revision=OLD) == cached.snapshot
-    assert cached.asked == []
-    (cached.snapshot / SHARDS[0]).unlink()
-    hub.resolve(REPO, revision=OLD)
-    assert (cached.snapshot / SHARDS[0]).is_file()
-
-
 # Refusals
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -343,27 +342,6 @@ def test_killed_at_every_step_leaves_the_old_or_the_new(tmp_path):
         assert status == -signal.SIGKILL
     assert outcomes == sorted(outcomes) and outcomes[0] == 1.0 and outcomes[-1] == 2.0
     assert outcomes.count(1.0) > 10 and outcomes.count(2.0) > 2, "the steps on either side of the swap were not tried"
-
-
-def test_several_writers_at_once(tmp_path):
-    """As all ranks do that call save_pretrained: the last one wins, and the checkpoint is whole."""
-    folder, errors = tmp_path / "out", []
-
-    def work(value: float) -> None:
-        try:
-            for _ in range(15):
-                save(folder, value, max_shard_size=800)
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(value,)) for value in (1.0, 2.0, 3.0)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
-    assert value_of(folder) in (1.0, 2.0, 3.0)
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
 def test_other_processes_read_all_tensors_and_write_nothing(tmp_path, monkeypatch):

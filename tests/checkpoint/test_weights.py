@@ -262,17 +262,6 @@ def test_another_layout_loads_and_is_relaid_to_the_same_bits(tmp_path, poison, d
             assert all(same_bits(seen.read(name), expected.read(name)) for name in seen.headers)
 
 
-def test_parts_of_another_layout_are_joined_in_the_wider_dtype(tmp_path):
-    tensors = random_tensors(on_meta(stacked=True), torch.bfloat16)
-    name = "model.layers.0.moe.experts.1.w3.weight"
-    tensors[name] = torch.randn(INTERMEDIATE, HIDDEN)
-    seen = weights.Renamed(on_meta(stacked=True), save(tmp_path, tensors), TABLE, STACKED)
-    joined = seen.read("model.layers.0.mlp.experts.gate_up_proj")
-    assert joined.dtype == torch.float32 == seen.headers["model.layers.0.mlp.experts.gate_up_proj"].dtype
-    assert torch.equal(joined[1, INTERMEDIATE:], tensors[name])
-    assert seen.read("model.layers.1.mlp.experts.gate_up_proj").dtype == torch.bfloat16
-
-
 # Giving out
 
 

@@ -9,7 +9,7 @@ import sentencepiece
 import tokenizers
 
 from ligermodels.checkpoint.reading import read_json
-from ligermodels.conversion import Options, convert, gguf_tokenizer
+from ligermodels.conversion import Options, convert
 from ligermodels.errors import CheckpointError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests.conversion.gguf_files import CHAT, SPECIALS, fields_of, small_model, to_gguf, tokenizer_folder
@@ -100,13 +100,6 @@ def test_byte_level(tmp_path, kind, split):
     ids = [fields.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "eot")]
     assert ids == ([1, 2, None] if kind == "nemo" else [420, 421, 422])
     assert fields["tokenizer.ggml.add_bos_token"] is True and fields["tokenizer.ggml.add_eos_token"] is False
-
-
-@pytest.mark.parametrize("step, name", [([], "gpt-2"), ([{"type": "Digits", "individual_digits": True}], "smollm")])
-def test_older_byte_level_splits(step, name):
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    state = {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*step, byte_level]}, "model": {}}
-    assert gguf_tokenizer._pre_tokenizer(state, "here") == name
 
 
 @pytest.mark.slow  # a vocabulary of 32064

@@ -77,22 +77,6 @@ def test_the_sum_is_rounded_once(tmp_path, dtype, rslora):
             assert weights.same_bits(source.read(name), base.read(name))
 
 
-def test_patterns_name_exceptions(tmp_path):
-    base, one = a_base(tmp_path / "base"), "model.layers.1.self_attn.q_proj"
-    tensors = an_adapter(
-        tmp_path / "adapter",
-        hf_modules("q_proj", "down_proj"),
-        ranks={one: 9, "model.layers.0.mlp.down_proj": 2, "model.layers.1.mlp.down_proj": 2},
-        rank_pattern={"^model.layers.1.self_attn.q_proj": 9, "down_proj": 2},
-        alpha_pattern={"down_proj": 5},
-        use_rslora=True,
-    )
-    source = MergedSource(base, tmp_path / "adapter")
-    check_sum(source, base, tensors, one, 6 / 3)
-    check_sum(source, base, tensors, "model.layers.0.self_attn.q_proj", 6 / 2)
-    check_sum(source, base, tensors, "model.layers.1.mlp.down_proj", 5 / math.sqrt(2))
-
-
 def test_factors_of_packed_projections_are_split(tmp_path):
     base = a_base(tmp_path / "base")
     modules = {f"layers.{i}.attn.qkv_proj": (64, 32) for i in range(2)}
@@ -182,7 +166,7 @@ def test_peft_merges_to_the_same(tmp_path, whose):
     model = (cls.from_pretrained if whose == "theirs" else cls.from_hub)(tmp_path / "base")
     options = peft.LoraConfig(
         task_type="CAUSAL_LM", target_modules=modules, r=4, lora_alpha=7, use_rslora=True, init_lora_weights=False,
-        rank_pattern={"layers.1.mlp.down_proj": 2}, modules_to_save=["lm_head"],
+        rank_pattern={"layers.1.mlp.down_proj": 2}, alpha_pattern={"q_proj": 5}, modules_to_save=["lm_head"],
     )  # fmt: skip
     model = peft.get_peft_model(model, options)
     with torch.no_grad():
