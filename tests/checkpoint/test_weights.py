@@ -137,6 +137,14 @@ def test_what_wrappers_put_into_names_counts_for_nothing(wrapped):
     assert weights.plain_name("module") == "module"
 
 
+def test_parts_are_joined_in_the_order_of_the_table(tmp_path):
+    tensors, model = random_tensors(on_meta(stacked=True)), on_meta(stacked=True)
+    weights.load(model, TABLE, save(tmp_path, tensors), device="cpu")
+    expert = "model.layers.1.moe.experts"
+    gate_up = [torch.cat([tensors[f"{expert}.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in range(EXPERTS)]
+    assert same_bits(model.model.layers[1].mlp.experts.gate_up_proj.detach(), torch.stack(gate_up))
+
+
 # Loading
 
 
