@@ -53,6 +53,8 @@ def _poisoned(make):
 @pytest.fixture
 def poison(monkeypatch):
     """Fresh memory holds NaN (the largest value, for integers): an element that is never written shows."""
+    with torch.device("meta"):  # on its first use, this notes which functions make tensors: the unpatched ones
+        torch.empty(0)
     for owner, name in [
         (torch, "empty"), (torch, "empty_like"), (torch, "empty_strided"),
         (torch.Tensor, "new_empty"), (torch.Tensor, "new_empty_strided"),

@@ -274,7 +274,6 @@ class Pretrained(nn.Module):
             files=files,
             metadata=metadata,
             max_shard_size=max_shard_size,
-            expected_bytes=sum(tensor.nbytes for tensor in given.values()),
             is_main=is_main_process,
         )
         if push_to_hub and is_main_process:

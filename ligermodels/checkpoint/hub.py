@@ -132,10 +132,10 @@ def refused(error: Exception) -> bool:
 
 
 def _hub_error(where: str, error: Exception) -> HubError:
-    """A HubError with the words of huggingface_hub, which hold no token."""
-    words = re.sub(r"//[^/@\s]*@", "//", str(error))  # HF_ENDPOINT may hold a name and a password
+    """A HubError with the message of huggingface_hub, without the password that a URL may hold."""
+    message = re.sub(r"//[^/@\s]*@", "//", str(error))  # HF_ENDPOINT may hold a name and a password
     failure = HubError(
-        f"{where}: {type(error).__name__}: {words}\n"
+        f"{where}: {type(error).__name__}: {message}\n"
         "  Next: check the name, the network and the disk; a private or gated repository needs `hf auth login` or "
         "HF_TOKEN, and its terms accepted on its page."
     )

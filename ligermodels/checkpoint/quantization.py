@@ -11,7 +11,7 @@ import importlib
 import json
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -367,11 +367,11 @@ def load(
     else:
         weights.check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
         taken = {box.source for box in boxes if box.param.rpartition(".")[0] in chosen}
-        ours = weights.Relaid(model, reader, table, {})
+        ours = weights.Renamed(model, reader, table, {})
     for name in chosen:
         model.set_submodule(name, nn.Module())  # until the others are loaded
-    rest = _Without(reader, taken)
-    weights.load(model, table, rest, device=device, progress=progress, ignore=ignore, tied=tied)
+    quantized = f"^({'|'.join(map(re.escape, taken))})$"
+    weights.load(model, table, reader, device=device, progress=progress, ignore=(*ignore, quantized), tied=tied)
     for name, linear in tqdm(chosen.items(), "Quantised weights", disable=None if progress else True):
         place = device if devices is None else devices[name]
         if from_quantized:
@@ -402,8 +402,8 @@ def export(
     quantizer: Quantizer,
     *,
     tied: Mapping[str, str] | None = None,
-) -> tuple[Iterator[tuple[str, Tensor]], dict[str, str]]:
-    """(name on disk, tensor) one by one, and the metadata of the files. Raises as `weights.export`.
+) -> tuple[weights.Exported, dict[str, str]]:
+    """The tensors under their names on disk, and the metadata of the files. Raises as `weights.export`.
 
     shapes: the same model as it was before it was quantised, on meta; it is taken apart.
     """
@@ -412,30 +412,17 @@ def export(
     place = {box.param: box.source.rpartition(".")[0] for box in weights.regions(shapes, table)}
     state = {name: tensor for name, tensor in model.named_parameters() if name.rpartition(".")[0] not in chosen}
     metadata = {"format": "pt"}
+    quantized: dict[str, Any] = {}
     for name, module in chosen.items():
-        metadata |= quantizer.parts(module, name)[1]
+        parts, described = quantizer.parts(module, name)
+        quantized |= {f"{place[f'{name}.weight']}.{part}": (tensor, ()) for part, tensor in parts.items()}
+        metadata |= described
         shapes.set_submodule(name, nn.Module())
     if len(metadata) > 1:  # torchao's, which names the plain tensors too
         metadata |= {name: json.dumps({"_type": "Tensor"}) for name in state}
         metadata["tensor_names"] = json.dumps([name for name in metadata if name != "format"])
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        yield from weights.export(shapes, table, state, tied=tied)
-        for name, module in chosen.items():
-            for part, tensor in quantizer.parts(module, name)[0].items():
-                yield f"{place[f'{name}.weight']}.{part}", tensor
-
-    return tensors(), metadata
-
-
-class _Without:
-    """A `weights.Reader` without some of its tensors."""
-
-    def __init__(self, reader: Any, left_out: Iterable[str]):
-        self.source, self.read = reader.source, reader.read
-        self.headers = dict(reader.headers)
-        for name in left_out:
-            self.headers.pop(name, None)
+    plain = weights.export(shapes, table, state, tied=tied)
+    return weights.Exported({**plain.boxes, **quantized}), metadata
 
 
 def _saved_parts(boxes: Iterable[weights.Region], names: Iterable[str]) -> dict[str, dict[str, str]]:

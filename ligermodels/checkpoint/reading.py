@@ -340,8 +340,3 @@ def read_errors(where: str | Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, SafetensorError) as error:
         raise HubError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def open_safetensors(folder: Path, files: Iterable[str]) -> dict[str, SafetensorsFile]:
-    """{file: the open file}, for files of `folder`. Raises as `SafetensorsFile`."""
-    return {file: SafetensorsFile(folder / file, folder) for file in files}

@@ -4,20 +4,24 @@ import collections
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.reading import SAFETENSORS, json_bytes
+from ligermodels.checkpoint.reading import DTYPES, SAFETENSORS, json_bytes
+from ligermodels.checkpoint.weights import Reader, TensorInfo
 from ligermodels.errors import CheckpointError, HubError, InputError
+
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def num_bytes(size: int | str) -> int:
@@ -31,68 +35,73 @@ def num_bytes(size: int | str) -> int:
 
 def write_checkpoint(
     folder: str | Path,
-    tensors: Iterable[tuple[str, Tensor]],
+    tensors: Reader,
     *,
     files: Mapping[str, bytes | Path] | None = None,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
-    expected_bytes: int = 0,
-    overwrite: bool = True,
     is_main: bool = True,
 ) -> Path:
-    """Writes a checkpoint folder in one step and returns its path.
+    """Writes a checkpoint folder in one step and returns its path. Memory on the CPU holds one tensor at a time.
 
-    tensors: (name, tensor), taken one shard at a time. files: {name in the folder: its bytes, or a file to copy}.
-    metadata: of the safetensors files, by default {"format": "pt"}.
+    files: {name in the folder: its bytes, or a file to copy}. metadata: of the safetensors files, by default
+    {"format": "pt"}.
     max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
-    expected_bytes: the size of all tensors; nothing is written if the disk has no room for it.
-    overwrite: False refuses a folder that holds anything; True replaces weights and `files`, the rest stays.
-    is_main: False takes the tensors and writes nothing. Where `tensors` gathers sharded weights, every rank calls
+    is_main: False reads the tensors and writes nothing. Where reading gathers sharded weights, every rank calls
     this, one of them with True; the others return before the folder is there: put a barrier after it.
 
-    The new folder grows beside the old one, whose other files it gets as hard links (copies where the file system has
-    none), then the two are swapped: atomic on Linux, two renames elsewhere. A killed process leaves the old folder or
-    the new one, whole, and another that is named .<name>.saving-*.
-    Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by file, the
-    weights last, and a second one is refused.
+    The folder is replaced as by `replacing`; its other files stay.
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
     """
-    limit = num_bytes(max_shard_size)
-    target, tensors, metadata = absolute(folder), iter(tensors), dict(metadata or {"format": "pt"})
+    shards = split_into_shards(tensors.headers, num_bytes(max_shard_size))
+    stream = (tensors.read(name) for names in shards for name in names)
+    target = absolute(folder)
     try:
         if is_main:
-            with write_errors(target):
-                _write(target, tensors, files or {}, metadata, limit, expected_bytes, overwrite)
+            size = sum(info.nbytes for info in tensors.headers.values())
+            with write_errors(target), replacing(target, size) as staging:
+                write_shards(staging, tensors.headers, stream, shards, metadata)
+                finish(staging, files or {})
     except Exception:
-        _take_all(tensors)  # the other ranks wait for this one in gathering each of them
+        _read_all(stream)  # the other ranks wait for this one in gathering each of them
         raise
-    _take_all(tensors)
+    _read_all(stream)
     return target
 
 
-def _take_all(tensors: Iterator[object]) -> None:
-    collections.deque(tensors, maxlen=0)
+def _read_all(stream: Iterator[Tensor]) -> None:
+    collections.deque(stream, maxlen=0)
 
 
-def _write(
-    target: Path,
-    tensors: Iterator[tuple[str, Tensor]],
-    files: Mapping[str, bytes | Path],
-    metadata: dict[str, str],
-    limit: int,
-    expected_bytes: int,
-    overwrite: bool,
-) -> None:
-    fixed = check_target(target, overwrite)
+@contextlib.contextmanager
+def replacing(target: Path, size: int, *, is_file: bool = False) -> Iterator[Path]:
+    """For a block that fills a new folder, which takes the place of the folder `target` at the end.
+
+    is_file: the one file in the new folder takes the place of the file `target` instead.
+
+    The new folder grows beside the old one, whose other files it gets as hard links (copies where the file system has
+    none), then the two are swapped: atomic on Linux, two renames elsewhere. A block that fails leaves the old folder.
+    A killed process leaves the old folder or the new one, whole, and another that is named .<name>.saving-*.
+    Where a folder cannot be renamed (a mount point, the current one), a first checkpoint goes in file by file, the
+    weights last, and a second one is refused.
+    Raises CheckpointError if `target` is refused, OSError if it cannot be written or `size` bytes are not free.
+    """
+    fixed = not is_file and _is_fixed(target)
     home = target if fixed else target.parent
     home.mkdir(parents=True, exist_ok=True)
-    check_room(home, expected_bytes)
+    free = shutil.disk_usage(home).free
+    if size > free:
+        raise OSError(errno.ENOSPC, f"it takes {size / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
     staging = home / f".{target.name[:100]}.saving-{os.getpid()}-{secrets.token_hex(4)}"
     try:
         staging.mkdir()
-        _write_shards(staging, tensors, limit, metadata)
-        finish(staging, files)
-        install(staging, target, fixed=fixed)
+        yield staging
+        if is_file:
+            (path,) = staging.iterdir()
+            os.replace(path, target)
+        else:
+            (_move_files if fixed else _swap)(staging, target)
+        _sync(target if fixed else target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -102,7 +111,7 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.realpath(os.path.expanduser(path)))
 
 
-def check_target(target: Path, overwrite: bool) -> bool:
+def _is_fixed(target: Path) -> bool:
     """Whether the folder has to be filled in place, since it cannot be renamed.
 
     Raises CheckpointError, HubError or PermissionError if it may not be filled.
@@ -111,14 +120,11 @@ def check_target(target: Path, overwrite: bool) -> bool:
         return False
     if not target.is_dir():
         raise HubError(f"{target} is a file; give the path of a folder")
-    contents = os.listdir(target)
-    if contents and not overwrite:
-        raise CheckpointError(f"{target} is not empty. Pass overwrite=True (--overwrite) to save over it.")
     if not os.access(target, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(target))
     is_current = os.path.samefile(target, os.curdir)
     fixed = is_current or os.path.ismount(target) or not os.access(target.parent, os.W_OK)
-    if fixed and any(map(_is_weights, contents)):
+    if fixed and any(map(_is_weights, os.listdir(target))):
         raise CheckpointError(
             f"{target} holds a checkpoint and cannot be swapped for another: it is a mount point or the "
             "current directory, or the folder above is not writable.\n"
@@ -131,45 +137,71 @@ def _is_weights(name: str) -> bool:
     return re.fullmatch(r"model(-\d+-of-\d+)?\.safetensors(\.index\.json)?", name) is not None
 
 
-def check_room(home: Path, expected: int) -> None:
-    """Raises OSError where the disk of `home` has fewer bytes free than expected."""
-    free = shutil.disk_usage(home).free
-    if expected > free:
-        raise OSError(errno.ENOSPC, f"it takes {expected / 1e9:.2f} GB and {free / 1e9:.2f} GB are free")
-
-
-def _write_shards(staging: Path, tensors: Iterable[tuple[str, Tensor]], limit: int, metadata: dict[str, str]) -> None:
-    """Writes the weights and, if they take more than one file, the index. Holds one shard in memory."""
-    shards: list[tuple[Path, list[str]]] = []
-    total = 0
-    for shard in _shards(tensors, limit):
-        path = staging / f"shard-{len(shards)}"
-        save_file(shard, path, metadata)
-        path.chmod(staging.stat().st_mode & 0o666)  # safetensors makes it 0600, whatever the umask
-        shards.append((path, list(shard)))
-        total += sum(tensor.nbytes for tensor in shard.values())
-    if len(shards) == 1:
-        shards[0][0].rename(staging / SAFETENSORS)
-        return
-    weight_map: dict[str, str] = {}
-    for number, (path, names) in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        path.rename(staging / file)
-        weight_map.update(dict.fromkeys(names, file))
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    (staging / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
-
-
-def _shards(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[dict[str, Tensor]]:
-    shard: dict[str, Tensor] = {}
+def split_into_shards(headers: Mapping[str, TensorInfo], max_bytes: int) -> list[list[str]]:
+    """The names of the tensors of each shard, in the order in which they are written."""
+    shards: list[list[str]] = [[]]
     size = 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.cpu().contiguous()
-        size += tensor.nbytes
-    yield shard
+    for name, info in headers.items():
+        if shards[-1] and size + info.nbytes > max_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += info.nbytes
+    return [align(headers, names) for names in shards]
+
+
+def align(headers: Mapping[str, TensorInfo], names: list[str]) -> list[str]:
+    """The names by falling size of an element: then each tensor of a file starts at a multiple of that size."""
+    return sorted(names, key=lambda name: -headers[name].dtype.itemsize)
+
+
+def write_shards(
+    folder: Path,
+    headers: Mapping[str, TensorInfo],
+    tensors: Iterator[Tensor],
+    shards: list[list[str]],
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Writes the weight files and, if there are several, their index; `tensors` come in the order of `shards`.
+
+    The safetensors library's own writer would hold all tensors of a file in memory. Raises OSError.
+    """
+    weight_map: dict[str, str] = {}
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SAFETENSORS
+        weight_map |= dict.fromkeys(names, file)
+        _write_file(folder / file, headers, names, tensors, metadata or {"format": "pt"})
+    if len(shards) > 1:
+        size = sum(info.nbytes for info in headers.values())
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
+
+
+def _write_file(
+    path: Path,
+    headers: Mapping[str, TensorInfo],
+    names: list[str],
+    tensors: Iterator[Tensor],
+    metadata: Mapping[str, str],
+) -> None:
+    """A safetensors file: the length of its header, the header as JSON, the bytes of the tensors."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in names:
+        info = headers[name]
+        if info.dtype not in _CODES:
+            raise CheckpointError(f"{name} is {info.dtype}, which safetensors files do not hold")
+        start, end = end, end + info.nbytes
+        header[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in names:
+            tensor = next(tensors)
+            assert TensorInfo(tensor.dtype, tuple(tensor.shape)) == headers[name], f"{name} is not as planned"
+            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            del tensor
 
 
 def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
@@ -194,18 +226,6 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def install(staging: Path, target: Path, *, fixed: bool) -> None:
-    """Puts the finished folder `staging` in the place of `target`; `fixed`, from `check_target`, file by file.
-
-    Raises OSError.
-    """
-    if fixed:
-        _move_files(staging, target)
-    else:
-        _swap(staging, target)
-    _sync(target if fixed else target.parent)
-
-
 def _move_files(staging: Path, target: Path) -> None:
     """File by file, the weights last and their index after them: without it, there is no checkpoint yet."""
     files = [path for path in staging.rglob("*") if path.is_file()]
@@ -213,7 +233,6 @@ def _move_files(staging: Path, target: Path) -> None:
         place = target / path.relative_to(staging)
         place.parent.mkdir(parents=True, exist_ok=True)
         os.replace(path, place)
-    shutil.rmtree(staging)
 
 
 def _swap(staging: Path, target: Path) -> None:
@@ -290,9 +309,8 @@ def write_errors(target: Path) -> Iterator[None]:
         yield
     except HubError:
         raise
-    except (OSError, SafetensorError) as error:
-        words = re.search(r"os error (\d+)", str(error))  # safetensors gives the number in words only
-        code = error.errno if isinstance(error, OSError) else int(words[1]) if words else None
+    except OSError as error:
+        code = error.errno
         step = "check the disk, or save elsewhere"
         if code in (errno.ENOSPC, errno.EDQUOT):
             step = "free some space, or save elsewhere"

@@ -213,15 +213,14 @@ def export(
     state_dict: Mapping[str, Tensor] | None = None,
     *,
     tied: Mapping[str, str] | None = None,
-) -> Iterator[tuple[str, Tensor]]:
-    """(name on disk, tensor) one by one, each a view of its parameter.
+) -> "Exported":
+    """The weights of `model` under their names on disk, each a view of its parameter.
 
     state_dict: {name of a parameter: tensor}, saved in place of the model's own; its names may have a wrapper's
         prefixes. The model then gives names and shapes only and may be on the meta device.
     tied: as in `check`; a copy in `state_dict` must equal its parameter, and is left out.
-    Sharded parameters (DTensor) are gathered one at a time: every rank has to take all of them.
-    Raises CheckpointError, before the first tensor, for names or shapes that are not the model's, quantised weights,
-    and weights without memory here.
+    Raises CheckpointError for names or shapes that are not the model's, quantised weights, and weights without memory
+    here.
     """
     params = model.named_parameters() if state_dict is None else state_dict.items()
     tensors = {plain_name(name): tensor.detach() for name, tensor in params}
@@ -230,15 +229,38 @@ def export(
         if copy is not None and own is not None and not same_bits(_local(copy), _local(own)):
             raise CheckpointError(f"{name} differs from {ours}, though the config ties the two; untie them, or drop it")
     _check_saveable(model, tensors)
-    last, whole = None, torch.empty(0)
-    for region in regions(model, table):
-        if region.param != last:
-            tensor: Any = tensors[plain_name(region.param)]
-            last, whole = region.param, tensor.full_tensor() if _is_sharded(tensor) else tensor
-        yield region.source, whole[region.index]
+    return Exported({r.source: (tensors[plain_name(r.param)], r.index) for r in regions(model, table)})
 
 
-class Relaid:
+class Exported:
+    """A `Reader` of tensors in memory. Iterating gives (name, tensor).
+
+    boxes: {name: (tensor, index of the part that has this name)}. Sharded tensors (DTensor) are gathered when they are
+    read, one at a time: every rank has to read all of them, in the same order.
+    """
+
+    source = "the model"
+
+    def __init__(self, boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]]):
+        self.boxes = boxes
+        self.headers = {name: TensorInfo(x.dtype, _box_shape(x.shape, index)) for name, (x, index) in boxes.items()}
+        self._gathered: tuple[Any, Tensor] | None = None
+
+    def read(self, name: str) -> Tensor:
+        tensor: Any
+        tensor, index = self.boxes[name]
+        if not _is_sharded(tensor):
+            return tensor[index]
+        if self._gathered is None or self._gathered[0] is not tensor:
+            self._gathered = None
+            self._gathered = tensor, tensor.full_tensor()
+        return self._gathered[1][index]
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, self.read(name)) for name in self.headers)
+
+
+class Renamed:
     """A `Reader` of a checkpoint in one layout under the names of another.
 
     stored: the table of what is on disk, with which the model, which may be on meta, has passed `check`. wanted: the
@@ -274,8 +296,8 @@ class Relaid:
 
     def _info(self, region: Region) -> TensorInfo:
         dtypes = [self._reader.headers[box.source].dtype for box in self.boxes(region.source)]
-        shape = torch.empty(self._shapes[region.param], device="meta")[region.index].shape
-        return TensorInfo(functools.reduce(torch.promote_types, dtypes), tuple(shape))
+        shape = _box_shape(self._shapes[region.param], region.index)
+        return TensorInfo(functools.reduce(torch.promote_types, dtypes), shape)
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -301,6 +323,10 @@ def _local(tensor: Any) -> Tensor:
 def _shape(param: Tensor) -> tuple[int, ...]:
     """The shape of the whole parameter; under ZeRO-3, DeepSpeed leaves an empty tensor in its place."""
     return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def _box_shape(shape: Iterable[int], index: tuple[int | slice, ...]) -> tuple[int, ...]:
+    return tuple(torch.empty(tuple(shape), device="meta")[index].shape)
 
 
 def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
@@ -363,7 +389,7 @@ _SIGNS = (
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.|\.base_layer\.", "an adapter, not a whole model; merge it into its base model first."),
     (r"^layers\.\d+\.attn\.|^layers\.\d+\.mlp\.gate_up_proj\.",
-     "packed weights under the names of an earlier ligermodels; `ligermodels convert OLD NEW` writes them anew."),
+     "packed weights under the names of an earlier ligermodels; `ligermodels convert OLD NEW` unpacks them."),
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
     (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
 )  # fmt: skip

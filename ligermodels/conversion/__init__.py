@@ -1,4 +1,4 @@
-"""From one checkpoint layout to another, and the proof that nothing was lost."""
+"""Converts checkpoints between layouts, and compares and inspects them."""
 
 from ligermodels.conversion.inspection import Inspection, inspect
 from ligermodels.conversion.pipeline import Options, convert

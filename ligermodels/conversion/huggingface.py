@@ -1,20 +1,14 @@
 """Hugging Face's layout: config.json and model.safetensors, whole or in shards, or pytorch_model.bin."""
 
-import json
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.checkpoint import reading, saving
 from ligermodels.conversion import native
 from ligermodels.conversion.source import Source
 from ligermodels.errors import InputError
-
-_CODES = {dtype: code for code, dtype in reading.DTYPES.items()}
 
 
 class FolderSource(Source):
@@ -58,49 +52,20 @@ def config_files(folder: Path, *more: str) -> dict[str, Path]:
 class SafetensorsTarget:
     """`source` as model.safetensors, or as shards of at most `max_bytes` and their index.
 
-    like: divides into the files that the source is divided into instead. shards: {file: its tensors}.
+    like: divides into the files that the source is divided into instead. shards: the tensors of each file.
     Raises InputError for a source that is not divided between tensors.
     """
 
     def __init__(self, source: Source, max_bytes: int, *, like: bool = False):
         self._source, self.headers = source, source.headers
-        shards = _like(source) if like else _by_size(source.headers, max_bytes)
-        names = [f"model-{k:05}-of-{len(shards):05}.safetensors" for k in range(1, len(shards) + 1)]
-        self.shards = dict(zip(names, shards, strict=True)) if len(shards) > 1 else {reading.SAFETENSORS: shards[0]}
+        self.shards = _like(source) if like else saving.split_into_shards(source.headers, max_bytes)
 
     def files(self) -> dict[str, bytes | Path]:
-        files = self._source.files()
-        if len(self.shards) > 1:
-            weight_map = {name: file for file, names in self.shards.items() for name in names}
-            size = sum(info.nbytes for info in self.headers.values())
-            index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-            files[f"{reading.SAFETENSORS}.index.json"] = reading.json_bytes(index)
-        return files
+        return self._source.files()
 
     def write(self, folder: Path) -> None:
-        for file, names in self.shards.items():
-            self._write_shard(folder / file, names)
-
-    def _write_shard(self, path: Path, names: Iterable[str]) -> None:
-        """A safetensors file, its header first: the library's own writer holds all tensors of a file in memory."""
-        names = sorted(names, key=lambda name: -self.headers[name].dtype.itemsize)  # each tensor is then aligned
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in names:
-            info = self.headers[name]
-            start, end = end, end + info.nbytes
-            header[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        with path.open("wb") as file:
-            file.write(len(text).to_bytes(8, "little") + text)
-            for name in names:
-                file.write(self._bytes_of(name))
-
-    def _bytes_of(self, name: str) -> memoryview:
-        tensor = self._source.read(name)
-        assert TensorInfo(tensor.dtype, tuple(tensor.shape)) == self.headers[name], f"{name} is not as planned"
-        return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
+        tensors = (self._source.read(name) for names in self.shards for name in names)
+        saving.write_shards(folder, self.headers, tensors, self.shards)
 
 
 def _like(source: Source) -> list[list[str]]:
@@ -109,16 +74,4 @@ def _like(source: Source) -> list[list[str]]:
     files: dict[str, list[str]] = {}
     for name in source.headers:
         files.setdefault(source.places[name], []).append(name)
-    return [files[file] for file in sorted(files)]
-
-
-def _by_size(headers: Mapping[str, TensorInfo], limit: int) -> list[list[str]]:
-    shards: list[list[str]] = [[]]
-    size = 0
-    for name, info in headers.items():
-        if shards[-1] and size + info.nbytes > limit:
-            shards.append([])
-            size = 0
-        shards[-1].append(name)
-        size += info.nbytes
-    return shards
+    return [saving.align(source.headers, files[file]) for file in sorted(files)]

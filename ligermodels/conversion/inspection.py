@@ -1,4 +1,4 @@
-"""What a checkpoint of any layout is, and what reads it: from its headers and configuration, without its weights."""
+"""Describes a checkpoint of any layout, and how to load it, from its headers and configuration."""
 
 import math
 import os
@@ -22,12 +22,12 @@ from ligermodels.errors import CheckpointError, HubError, InputError, TokenizerE
 
 @dataclass
 class Inspection:
-    """What was found. Counts are of numbers, sizes of bytes.
+    """What a checkpoint holds. Counts are of elements, sizes in bytes.
 
     layout: its name. use: the call or command that takes it. problem: why the weights do not fit the model of their
     config, or the adapter cannot be merged; None if nothing is wrong.
-    tensors, dtypes {name: numbers}: as stored; files {weight file: size}.
-    parameters, parts {part of the model: numbers}: as loaded, where a tied head counts once; of an adapter, its own.
+    tensors, dtypes {name: elements}: as stored; files {weight file: size}.
+    parameters, parts {part of the model: elements}: as loaded, where a tied head counts once; of an adapter, its own.
     model: what its config says of the model, {} for an adapter; adapter: what that is, {} for a model.
     tokenizer: what was found of it, None for nothing, {"problem": ...} for one that cannot be read.
     """

@@ -272,7 +272,7 @@ def _open(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
     """The adapter's tensors, mapped from its file."""
     path, pickled = folder / WEIGHTS, folder / PICKLE
     if path.is_file() or not pickled.is_file():
-        opened = reading.open_safetensors(folder, [WEIGHTS])[WEIGHTS]
+        opened = reading.SafetensorsFile(path, folder)
         return {name: opened.read(name) for name in opened.names}
     if not allow_pickle:
         raise CheckpointError(

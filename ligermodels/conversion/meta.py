@@ -4,7 +4,7 @@
   in every file. tok_embeddings is cut by columns in Llama 2 and by rows in Llama 3: its shape says which.
 - Meta rotates neighbouring rows of a head (0, 1), (2, 3), ..., Hugging Face the halves (0, D/2), (1, D/2 + 1), ...: the
   rows of wq and wk are permuted within each head.
-- rope.freqs is a table that is computed anew, and left out.
+- rope.freqs is left out: the model computes it from rope_theta.
 - An output.weight that is absent or equals tok_embeddings.weight bit for bit is a tied head (3.2-1B and 3B).
 
 What params.json does not say:

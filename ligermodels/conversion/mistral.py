@@ -6,7 +6,7 @@
 - Rotation is of neighbouring rows, as in Meta's files: the rows of wq and wk are permuted within each head.
 - params.json with `moe` is a mixtral, without it a mistral. Without `rope_theta`, it is 10000 if there is a
   `sliding_window` (7B v0.1); otherwise Mistral's code and Hugging Face's script differ (1e6 and 1e4), an error.
-- The longest text is `max_position_embeddings` or `max_seq_len`, else 32768: it has no say in what is computed.
+- The longest text is `max_position_embeddings` or `max_seq_len`, else 32768: it does not change what is computed.
 - tokenizer.model, tokenizer.model.v3 and tekken.json keep their names; no tokenizer.json is made of them.
 
 Source: args.py and transformer.py of mistralai/mistral-inference;
@@ -47,7 +47,8 @@ class MistralSource(Source):
         names = sorted(path.name for path in folder.glob("consolidated*.safetensors"))
         self._stored: dict[str, tuple[reading.SafetensorsFile, str]] = {}
         self.headers, self.places = {}, {}
-        for file, opened in reading.open_safetensors(folder, names).items():
+        for file in names:
+            opened = reading.SafetensorsFile(folder / file, folder)
             for theirs in opened.names:
                 name = place_of(theirs).name
                 if name in self._stored:

@@ -4,11 +4,7 @@ The result grows in a folder beside the destination and takes its place when it 
 verified: a conversion that fails or is killed leaves the destination as it was.
 """
 
-import contextlib
 import os
-import secrets
-import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -36,7 +32,7 @@ LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "dcp", "gguf")
 
 @dataclass(frozen=True)
 class Options:
-    """What to make of a checkpoint.
+    """The layout to convert a checkpoint to, and how.
 
     to: "hf", "meta" (Llamas only), "dcp" (under the names that models have in memory, ours and transformers') or
     "gguf" (one file, for llama.cpp).
@@ -102,7 +98,8 @@ def convert(src: str | Path, dst: str | Path | None, options: Options | None = N
         report.details["files"] = len(target.shards)
     if destination is None:
         return report
-    with saving.write_errors(destination), _replacing(destination, size, is_file=options.to == "gguf") as staging:
+    replacing = saving.replacing(destination, size, is_file=options.to == "gguf")
+    with saving.write_errors(destination), replacing as staging:
         with tqdm(
             desc="Converting",
             total=sum(info.nbytes for info in view.headers.values()),
@@ -158,27 +155,6 @@ def _target(view: View, name: str, options: Options) -> Target:
         return GgufTarget(view, dtype=DTYPES[options.dtype], name=name)
     size = "5GB" if options.max_shard_size is None else options.max_shard_size
     return SafetensorsTarget(view, saving.num_bytes(size), like=options.like)
-
-
-@contextlib.contextmanager
-def _replacing(destination: Path, size: int, *, is_file: bool) -> Iterator[Path]:
-    """A new folder beside `destination`. At the end of the block it takes its place, or, with is_file, the one file in
-    it does; if the block fails, it is deleted."""
-    fixed = not is_file and saving.check_target(destination, overwrite=True)
-    home = destination if fixed else destination.parent
-    home.mkdir(parents=True, exist_ok=True)
-    saving.check_room(home, size)
-    staging = home / f".{destination.name[:100]}.saving-{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        staging.mkdir()
-        yield staging
-        if is_file:
-            (path,) = staging.iterdir()
-            os.replace(path, destination)
-        else:
-            saving.install(staging, destination, fixed=fixed)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def _verify(staging: Path, source: Source, target: Target, options: Options, report: Report) -> None:

@@ -1,4 +1,4 @@
-"""What every layout is read as, and what every layout that is written looks like."""
+"""The interfaces of the layouts: a `Source` is read, a `Target` is written."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +11,7 @@ from ligermodels.errors import CheckpointError
 
 
 class MismatchError(CheckpointError):
-    """Weights that do not match the model of their config, or a result that is not what was to be written."""
+    """Weights that do not fit the model of their config, or a result that differs from its source."""
 
 
 class Source:
@@ -34,7 +34,7 @@ class Source:
         raise NotImplementedError
 
     def files(self) -> dict[str, bytes | Path]:
-        """What belongs to the model beside its weights: {name: bytes, or the file to copy}."""
+        """The other files of the model: {name: bytes, or the file to copy}."""
         raise NotImplementedError
 
 
@@ -44,7 +44,7 @@ class Target(Protocol):
     headers: Mapping[str, TensorInfo]
 
     def files(self) -> dict[str, bytes | Path]:
-        """What is written beside the weights: {name: bytes, or the file to copy}."""
+        """The files to write beside the weights: {name: bytes, or the file to copy}."""
 
     def write(self, folder: Path) -> None:
         """Writes the weights into `folder`, which is empty, one tensor at a time. Raises OSError."""

@@ -1,4 +1,4 @@
-"""What can be converted: a folder in one of several layouts, found out by the names of its files."""
+"""Opens a checkpoint folder in any of the layouts, which the names of its files tell apart."""
 
 import os
 from pathlib import Path
@@ -24,7 +24,7 @@ KINDS: dict[Kind, str] = {
 def locate(
     src: str | Path, *, revision: str | None = None, local_files_only: bool = False, allow_pickle: bool = False
 ) -> Path:
-    """The folder of a checkpoint that is given as one, or as a repository of the Hub; see `hub.resolve`.
+    """The local folder of a checkpoint, given as a folder or as a repository of the Hub; see `hub.resolve`.
 
     Raises HubError, and CheckpointError where `src` is a file.
     """
@@ -44,7 +44,7 @@ def locate(
 
 
 def kind_of(folder: Path) -> Kind:
-    """What `folder` holds, told from the names of its files; what is like nothing else counts as "folder"."""
+    """The layout of `folder` by the names of its files; "folder" where no other one fits."""
     with reading.read_errors(folder):
         names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
     if reading.SAFETENSORS in names or {reading.PICKLES, "config.json"} <= names:

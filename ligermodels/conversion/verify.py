@@ -1,4 +1,4 @@
-"""Whether two checkpoints are one: names, shapes, dtypes, every bit, and what the models say."""
+"""Compares two checkpoints: names, shapes, dtypes, bits, and the logits of the two models."""
 
 import os
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ _PROMPTS, _LENGTH = 4, 48
 
 @dataclass
 class Report:
-    """What was done or compared. `mismatches` is empty if all of it agreed; destination None: nothing was written."""
+    """The result of a conversion or comparison. No `mismatches`: all agreed. No destination: nothing was written."""
 
     source: str
     destination: str | None
@@ -60,9 +60,9 @@ def verify(
 ) -> Report:
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
 
-    level: "keys" reads headers only and compares names, shapes and dtypes, and from the configs what texts of some
-    lengths alone would show: rope and windows; "bytes" every bit too; "logits" also runs
-    both models in fp32 on the CPU, one after the other, on the same prompts: memory holds one model in fp32.
+    level: "keys" compares names, shapes and dtypes from the headers, and rope and sliding windows from the configs,
+    which short prompts would not show; "bytes" also compares every bit; "logits" also runs both models on the same
+    prompts, in fp32 on the CPU, one after the other: memory holds one model in fp32.
     config, rope_factor: as in `Options`, for those of the two that have none or are Meta's files.
     Raises MismatchError if one of them does not fit its own config; what differs between the two is in the report.
     """
@@ -85,7 +85,7 @@ def verify(
 
 
 def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = True) -> Report:
-    """Adds to `report` what differs between two checkpoints that are seen in the same layout."""
+    """Adds to `report` what differs between two checkpoints under the same names."""
     if level not in LEVELS:
         raise InputError(f"verify={level!r} is not known; known: {', '.join(LEVELS)}")
     depth = LEVELS.index(level)
@@ -116,7 +116,7 @@ def _keys(a: View, b: View) -> Iterator[str]:
 
 
 def _settings(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
-    """What the prompts may be too short to show."""
+    """Differences of the configs that short prompts do not show."""
     if a.rope_parameters != b.rope_parameters:
         yield f"config: rope is {a.rope_parameters} and {b.rope_parameters}"
     windows = [[c.window(i) for i in range(c.num_hidden_layers)] if hasattr(c, "window") else [] for c in (a, b)]

@@ -1,4 +1,4 @@
-"""A checkpoint as the model of its config has it: Hugging Face's names, shapes that fit, one dtype."""
+"""A checkpoint under Hugging Face's names, checked against the model of its config, in one dtype."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ class View(Source):
     memory: under the names of the model in memory instead, which are transformers' as well. Tied copies and names that
     the architecture ignores are left out. A read holds the tensor that it returns and, where that is both joined from
     others and cast, the tensor before the cast.
-    model: what the config asks for, on the meta device. on_read: is told the bytes of each tensor that was read.
+    model: what the config asks for, on the meta device. on_read: called with the bytes of each tensor that was read.
     Raises ConfigError, MismatchError if the weights do not fit the model, CheckpointError if a tied head differs.
     """
 
@@ -30,15 +30,15 @@ class View(Source):
         self.model, table = model_of(origin)
         check_fit(origin, self.model, table)
         weights.check_tied(self.model, table, origin, self.model.tied_weights)
-        self._relaid = weights.Relaid(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
+        self._renamed = weights.Renamed(self.model, origin, table, {} if memory else self.model.DISK_NAMES)
         self.headers = {
-            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._relaid.headers.items()
+            name: TensorInfo(dtype or info.dtype, info.shape) for name, info in self._renamed.headers.items()
         }
         if origin.places is not None:  # a joined tensor counts to the file of its first part
-            self.places = {name: origin.places[self._relaid.boxes(name)[0].source] for name in self.headers}
+            self.places = {name: origin.places[self._renamed.boxes(name)[0].source] for name in self.headers}
 
     def read(self, name: str) -> Tensor:
-        tensor = self._relaid.read(name).to(self.headers[name].dtype)
+        tensor = self._renamed.read(name).to(self.headers[name].dtype)
         self.on_read(tensor.nbytes)
         return tensor
 

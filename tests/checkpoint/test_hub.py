@@ -153,7 +153,7 @@ def test_a_folder_is_used_as_it_is(tmp_path, monkeypatch):
     assert hub.resolve("~/owner/name") == folder
 
 
-@pytest.mark.parametrize("given", ["./x", "/no/such/folder", "~/x", "a/b/c", "a b/c", "C:\\x", ".x/y", Path("x/y")])
+@pytest.mark.parametrize("given", ["./x", "/no/such/folder", "a/b/c", "C:\\x", Path("x/y")])
 def test_what_is_neither_folder_nor_repository(given, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(HubError, match=r"(?s)is not there\. Give the folder.*owner/name"):
@@ -197,11 +197,6 @@ def test_a_single_file_in_a_subfolder(server):
     assert fetched(server) == ["sub/dir/config.json", "sub/dir/model.safetensors"]
 
 
-def test_without_weights(server):
-    hub.resolve(REPO, weights=False)
-    assert fetched(server) == [file for file in NEEDED if not file.startswith("model")]
-
-
 def test_pickles_are_fetched_only_when_allowed_and_needed(server):
     assert "pytorch_model.bin" not in files_in(hub.resolve(REPO, allow_pickle=True))
     for file in (*SHARDS, INDEX):
@@ -210,14 +205,6 @@ def test_pickles_are_fetched_only_when_allowed_and_needed(server):
     with pytest.raises(HubError, match=r"(?s)has no model\.safetensors.*allow_pickle=True"):
         hub.resolve(REPO)
     assert "pytorch_model.bin" in files_in(hub.resolve(REPO, allow_pickle=True))
-
-
-def test_a_repository_without_a_model(server):
-    (server.remote / "config.json").unlink()
-    with pytest.raises(HubError, match=r"has no config\.json"):
-        hub.resolve(REPO)
-    with pytest.raises(HubError, match=r"(?s)has no config\.json, model\.safetensors in other.*another subfolder"):
-        hub.resolve(REPO, subfolder="other")
 
 
 def test_a_moved_branch_is_seen(cached):
@@ -256,33 +243,18 @@ def test_a_complete_copy_needs_no_network(cached, tmp_path, monkeypatch, how):
     assert cached.asked == []
 
 
-@pytest.mark.parametrize("how", ["local_files_only", "HF_HUB_OFFLINE"])
-@pytest.mark.parametrize("lost", [SHARDS[1], "config.json", INDEX, "blob", "everything"])
+@pytest.mark.parametrize(
+    "how, lost", [("local_files_only", SHARDS[1]), ("HF_HUB_OFFLINE", "config.json"), ("local_files_only", None)]
+)
 def test_an_incomplete_copy_says_what_is_missing(cached, tmp_path, monkeypatch, how, lost):
-    missing = {INDEX: "model.safetensors", "blob": SHARDS[0], "everything": "any snapshot"}.get(lost, lost)
-    if lost == "everything":
+    missing = lost or "any snapshot"
+    if lost is None:
         shutil.rmtree(tmp_path / "cache")
-    elif lost == "blob":
-        (cached.snapshot / SHARDS[0]).resolve().unlink()
     else:
         (cached.snapshot / lost).unlink()
     with pytest.raises(HubError, match=f"(?s)the cache lacks {missing}.*network.*{how}.*hf download {REPO}"):
         hub.resolve(REPO, **offline_options(how, monkeypatch))
     assert cached.asked == []
-
-
-def test_unknown_revisions_offline(cached):
-    for revision in ("dev", NEW):
-        with pytest.raises(HubError, match=f"{REPO} at revision {revision}: the cache lacks any snapshot"):
-            hub.resolve(REPO, revision=revision, local_files_only=True)
-
-
-def test_a_commit_in_the_cache_is_not_asked_for_again(cached):
-    assert hub.resolve(REPO, revision=OLD) == cached.snapshot
-    assert cached.asked == []
-    (cached.snapshot / SHARDS[0]).unlink()
-    hub.resolve(REPO, revision=OLD)
-    assert (cached.snapshot / SHARDS[0]).is_file()
 
 
 # Refusals
@@ -294,24 +266,14 @@ def test_a_commit_in_the_cache_is_not_asked_for_again(cached):
         (dict(repo_or_folder="a/b"), {}, "RepositoryNotFoundError"),
         (dict(revision="dev"), {}, "RevisionNotFoundError"),
         (dict(), {"/resolve/": (403, "GatedRepo")}, "GatedRepoError"),
-        (dict(), {"/api/": (401, "")}, "RepositoryNotFoundError|HfHubHTTPError"),
-        (dict(repo_or_folder="a/b--c"), {}, "HFValidationError"),
     ],
 )
-@pytest.mark.parametrize("token", [None, SECRET])
-def test_refusals_are_huberrors_that_never_show_the_token(server, caplog, options, refuse, kind, token):
+def test_refusals_are_huberrors_that_never_show_the_token(server, caplog, options, refuse, kind):
     server.refuse |= refuse
     with caplog.at_level(logging.DEBUG), pytest.raises(HubError, match=rf"(?s): ({kind}): .*Next: ") as caught:
-        hub.resolve(**{"repo_or_folder": REPO, **options}, token=token)
+        hub.resolve(**{"repo_or_folder": REPO, **options}, token=SECRET)
     shown = "".join(traceback.format_exception(caught.value)) + caplog.text
     assert SECRET not in shown
-
-
-def test_without_a_connection(cached, monkeypatch):
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert hub.resolve(REPO) == cached.snapshot
-    with pytest.raises(HubError, match="owner/other: LocalEntryNotFoundError"):
-        hub.resolve("owner/other")
 
 
 def failing(monkeypatch, error: Exception) -> None:
@@ -332,7 +294,6 @@ def http_error(kind: type, status: int) -> Exception:
 
 REFUSALS = [
     http_error(errors.GatedRepoError, 403),
-    http_error(errors.HfHubHTTPError, 503),
     errors.HTTPError("broken"),
     RuntimeError("of hf_xet"),
     OSError(errno.ENOSPC, f"No space left on https://me:{SECRET}@mirror/"),
@@ -349,16 +310,6 @@ def test_a_complete_copy_stands_in_with_a_warning(cached, monkeypatch, error):
         hub.resolve(REPO)
     assert caught.value.__cause__ is error and caught.value.errno == getattr(error, "errno", None)
     assert SECRET not in str(caught.value), "a password in HF_ENDPOINT"
-
-
-@pytest.mark.parametrize("error", [http_error(errors.RevisionNotFoundError, 404), TypeError("a bug"), HubError("ours")])
-def test_what_the_cache_does_not_hide(cached, monkeypatch, error):
-    """The Hub knows better than the cache that a revision is gone, and a bug is no refusal."""
-    failing(monkeypatch, error)
-    expected = HubError if isinstance(error, errors.RevisionNotFoundError) else type(error)
-    with pytest.raises(expected) as caught:
-        hub.resolve(REPO)
-    assert error in (caught.value, caught.value.__cause__)
 
 
 # Uploading
@@ -388,18 +339,12 @@ def test_push(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
     url = hub.push(tmp_path, REPO, private=True, revision="dev", commit_message="words", token=SECRET)
     assert url == "https://huggingface.co/commit/1"
-    upload = {
-        "folder_path": tmp_path,
-        "repo_id": REPO,
-        "revision": "dev",
-        "create_pr": False,
-        "commit_message": "words",
-    }
+    upload = {"folder_path": tmp_path, "repo_id": REPO, "revision": "dev", "create_pr": False}
     assert Api.calls == [
         ("token", SECRET),
         ("create_repo", REPO, {"private": True, "exist_ok": True}),
         ("create_branch", REPO, {"branch": "dev", "exist_ok": True}),
-        ("upload_folder", upload),
+        ("upload_folder", {**upload, "commit_message": "words"}),
     ]
     assert hub.push(tmp_path, REPO, create_pr=True, revision="dev") == "https://huggingface.co/pr/1"
     assert [call[0] for call in Api.calls[4:]] == ["token", "create_repo", "upload_folder"]
@@ -422,52 +367,37 @@ def test_the_token_is_in_no_file(server, tmp_path, monkeypatch):
     assert Api.calls[0] == ("token", SECRET) and all(SECRET not in repr(call) for call in Api.calls[1:])
 
 
-def test_what_is_on_this_machine_needs_no_network(tmp_path):
-    """Importing, building, saving, loading, tokenizing, generating and converting: no connection, no name asked for.
-
-    In a process of its own, in which huggingface_hub is not told to be offline.
-    """
+def test_local_folders_need_no_network(tmp_path):
+    """In a process of its own, in which huggingface_hub is not told to be offline."""
     code = f"""if True:
-        import sys, warnings
+        import sys
 
         def hook(event, args):
             if event in ("socket.connect", "socket.getaddrinfo", "socket.gethostbyname", "socket.sendto"):
                 raise AssertionError(f"the network was asked: {{event}} {{args}}")
 
         sys.addaudithook(hook)
-        warnings.simplefilter("ignore")
-        import socket, torch, ligermodels, ligermodels.kernels, ligermodels.layers
+        import socket, torch, ligermodels
         from ligermodels.cli import main
-        from tokenizers import Tokenizer, models
         folder = {str(tmp_path / "owner" / "model")!r}
         config = dict(model_type="llama", vocab_size=8, hidden_size=4, intermediate_size=4, num_hidden_layers=1,
                       num_attention_heads=1, auto_map={{"AutoModel": "evil/repo--x.Model"}})
         ligermodels.Llama.from_config(config, device="cpu").save_pretrained(folder)
-        Tokenizer(models.WordLevel({{"a": 0, "b": 1}}, "a")).save(folder + "/tokenizer.json")
-        model = ligermodels.load(folder, token={SECRET!r}, progress=False)
-        ids = torch.tensor([ligermodels.Tokenizer.from_hub(folder).encode("a")])
-        model(ids, labels=ids).loss.backward()
-        model.generate(ids, max_new_tokens=2)
+        model = ligermodels.load(folder, progress=False)
+        model.generate(torch.tensor([[1]]), max_new_tokens=2)
         model.save_pretrained(folder + "-2")
-        for arguments in (["inspect", folder], ["verify", folder, folder + "-2"],
-                          ["convert", folder, folder + "-3"]):
-            try:
-                assert not main(arguments), arguments
-            except SystemExit as end:
-                assert not end.code, arguments
+        assert main(["verify", folder, folder + "-2"]) == main(["convert", folder, folder + "-3"]) == 0
         try:
             socket.create_connection(("localhost", 9))
         except AssertionError:
             print("the hook was in place")
     """
     environment = {name: value for name, value in os.environ.items() if name != "HF_HUB_OFFLINE"}
-    environment |= {"HF_TOKEN": SECRET, "HF_HOME": str(tmp_path / "home")}
+    environment |= {"HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("the hook was in place\n") and SECRET not in done.stdout + done.stderr
-    written = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert all(SECRET.encode() not in path.read_bytes() for path in written)
+    assert done.stdout.endswith("the hook was in place\n")
 
 
 def test_push_refused(tmp_path, monkeypatch):

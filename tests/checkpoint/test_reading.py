@@ -12,13 +12,12 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.reading import SafetensorsReader, lenient_json, open_checkpoint, read_json
+from ligermodels.checkpoint.reading import SafetensorsReader, lenient_json, open_checkpoint
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.errors import CheckpointError, HubError
+from ligermodels.errors import CheckpointError
 from tests.checkpoint.fixtures import (
     EMBEDDING,
     INDEX,
-    LAST,
     NORM,
     SHARDS,
     WEIGHTS,
@@ -59,12 +58,6 @@ def test_headers_without_reading(tmp_path):
         assert reader.metadata == {"format": "pt"}
 
 
-def test_file_order(tmp_path):
-    """By offset within a file; safetensors' own keys() come sorted by name."""
-    save_file({"a": torch.ones(3, dtype=torch.float16), "b": torch.ones(3)}, tmp_path / WEIGHTS)
-    assert list(SafetensorsReader(tmp_path).headers) == ["b", "a"]
-
-
 def test_only_what_the_index_names_is_read(tmp_path):
     for file, value in [(WEIGHTS, 3.0), ("consolidated.safetensors", 4.0)]:
         save_file({"a": torch.tensor(value), "b": torch.tensor(value)}, tmp_path / file)
@@ -76,7 +69,7 @@ def test_only_what_the_index_names_is_read(tmp_path):
     assert (reader.read("a"), reader.read("b")) == (1.0, 2.0)
 
 
-@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
+@pytest.mark.parametrize("wrapper", ["module._orig_mod.", "base_model.model."])
 @pytest.mark.parametrize("kind", ["safetensors", "shards", "pickle"])
 def test_names_that_a_wrapper_has_changed(tmp_path, wrapper, kind):
     """A folder with weights alone, as a trainer leaves it; no config.json."""
@@ -109,22 +102,6 @@ def test_links_of_the_hub_cache_are_followed(good, tmp_path):
         (storage / "blobs" / str(number)).write_bytes(path.read_bytes())
         (snapshot / path.name).symlink_to(f"../../blobs/{number}")
     ligermodels.load(snapshot, progress=False)
-
-
-def test_odd_but_sound_checkpoints_load(good):
-    """A total_size that is wrong, another file beside the index, a link that stays inside."""
-
-    def spoil(folder: Path) -> None:
-        content = json.loads((folder / INDEX).read_text())
-        (folder / INDEX).write_text(json.dumps({**content, "metadata": {"total_size": -1}}))
-        (folder / WEIGHTS).write_bytes(LFS)
-        (folder / SHARDS[0]).rename(folder / "x.bin")
-        (folder / SHARDS[0]).symlink_to("x.bin")
-
-    expected = ligermodels.load(good["single"], progress=False)
-    with spoiled(good["sharded"], spoil) as folder:
-        loaded = ligermodels.load(folder, progress=False)
-    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), expected.parameters(), strict=True))
 
 
 # Damage
@@ -203,48 +180,27 @@ SINGLE: dict[str, tuple[Spoil, str]] = {
     "empty": (put(WEIGHTS, b""), "not a safetensors file.*cut short"),
     "header cut": (change(lambda b: b[:100]), "cut short"),
     "data cut": (change(lambda b: b[:-1]), "cut short"),
-    "a byte too many": (change(lambda b: b + b"\0"), "cut short"),
-    "header of 2^63": (change(lambda b: bytes(7) + b"\x80" + b[8:]), "cut short"),
     "header not JSON": (put(WEIGHTS, join(b"{" * 100, b"")), "cut short"),
-    "unknown dtype": (entry(dtype="F99"), "cut short"),
-    "sizes that overflow": (entry(shape=[2**33, 2**33]), "cut short"),
     "shape against offsets": (entry(shape=[15]), "cut short"),
-    "offsets past the end": (entry(data_offsets=[10**9, 10**9 + 64]), "cut short"),
     "overlap": (header(lambda h: h[NORM].update(data_offsets=h[EMBEDDING]["data_offsets"])), "cut short"),
-    "four-bit": (
-        header(lambda h: h.update(x={"dtype": "F4", "shape": [0], "data_offsets": [0, 0]})), r"x is quantised \(F4\)"),
-    "no tensors": (put(WEIGHTS, join({}, b"")), "missing .*of 12"),
     "git-lfs pointer": (put(WEIGHTS, LFS), "git lfs pull"),
     "HTML page": (put(WEIGHTS, HTML), "HTML page"),
     "pickle renamed": (lambda f: torch.save({"a": torch.ones(1)}, f / WEIGHTS), "pickle under another name"),
-    "GGUF renamed": (put(WEIGHTS, b"GGUF" + bytes(100)), "GGUF file"),
     "not there": (lambda f: (f / WEIGHTS).unlink(), "holds neither.*adapter"),
-    "only Mistral's": (lambda f: (f / WEIGHTS).rename(f / "consolidated.safetensors"), "Mistral's own layout"),
     "a directory": (place(WEIGHTS, os.mkdir), "not a regular"),
-    "a pipe": (place(WEIGHTS, os.mkfifo), "not a regular"),
     "a link to nothing": (place(WEIGHTS, lambda p: p.symlink_to("none")), "is not there"),
     "a link out of the folder": (place(WEIGHTS, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
     "names of an earlier version": (
         header(lambda h: h.update({"layers.0.attn.qkv_proj.weight": h.pop(Q)})), "ligermodels convert OLD NEW"),
     "a name twice after unwrapping": (
         header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
-    "config.json a directory": (place("config.json", os.mkdir), "not a regular"),
-    "config.json a link out": (place("config.json", lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
-    "config.json not UTF-8": (put("config.json", b"\xff\xfe{}"), "not JSON"),
-    "config.json nested deeply": (put("config.json", b"[" * 100_000), "not JSON"),
     "config.json a list": (put("config.json", [1]), "holds a list, expected an object"),
     "generation_config.json": (put("generation_config.json", b"{"), "not JSON"),
     "vocab_size too large": (config(vocab_size=10**6), "wrong shape.*resized"),
-    "hidden_size of another": (config(hidden_size=32), "wrong shape.*embed_tokens"),
     "a layer too many": (config(num_hidden_layers=2), "missing.*1 layers on disk, 2"),
-    "a layer too few": (tensors(lambda t: t.update({Q.replace("0", "1"): t[Q].clone()})), "unexpected.*2 layers"),
     "tied, with a head of its own": (config(tie_word_embeddings=True), "config ties"),
-    "not tied, without a head": (tensors(lambda t: t.pop(LAST)), "tie_word_embeddings to true"),
-    "biases that the config denies": (
-        tensors(lambda t: t.update({Q.replace("weight", "bias"): torch.ones(16)})), "unexpected"),
     "one shape transposed": (tensors(lambda t: t.update({EMBEDDING: t[EMBEDDING].T.contiguous()})), "wrong shape"),
     "fp8 weights": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), "quantised .*float8"),
-    "weights of Qwen2": (config(model_type="qwen2"), "missing.*q_proj.bias"),
 }  # fmt: skip
 
 SHARDED: dict[str, tuple[Spoil, str]] = {
@@ -254,19 +210,10 @@ SHARDED: dict[str, tuple[Spoil, str]] = {
     **{
         f"the index names {file!r}": (
             mapped(lambda m, file=file: m.update({NORM: file})), r"index\.json names .*; expected a \.safetensors file")
-        for file in ("../x.safetensors", "a/../../x.safetensors", "/etc/x.safetensors", "C:\\x.safetensors",
-                     "C:x.safetensors", "\\\\host\\share\\x.safetensors", "..\\x.safetensors", "//host/x.safetensors",
-                     "model.bin", "model.safetensors.py", "", "a\0.safetensors", 3, None, [SHARDS[0]])
+        for file in ("../x.safetensors", "/etc/x.safetensors", "C:\\x.safetensors", "model.bin", 3)
     },
-    "a broken index": (put(INDEX, b'{"weight_map": {"a": "mo'), "not JSON"),
     "no weight_map": (put(INDEX, {"metadata": {}}), "no weight_map"),
-    "an empty weight_map": (put(INDEX, {"weight_map": {}}), "no weight_map"),
-    "a weight_map of the wrong kind": (put(INDEX, {"weight_map": [SHARDS[0]]}), "no weight_map"),
-    "the index a git-lfs pointer": (put(INDEX, LFS), "git lfs pull"),
-    "the index a link out": (place(INDEX, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
     "the index names a shard that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, against"),
-    "the index swaps the shards of a tensor": (
-        mapped(lambda m: m.update({LAST: next(s for s in SHARDS if s != m[LAST])})), "lacks lm_head"),
     "the index leaves a tensor out": (mapped(lambda m: m.pop(NORM)), "missing .*model.norm"),
 }  # fmt: skip
 
@@ -290,22 +237,6 @@ def test_nan_and_infinity_are_named_in_one_warning(good, value):
     with broken as folder, pytest.warns(UserWarning, match=words) as caught:
         ligermodels.load(folder, progress=False)
     assert len(caught) == 1
-
-
-def test_a_file_that_cannot_be_read(good, monkeypatch):
-    def refuse(*args):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(reading.os, "listdir", refuse)
-    with pytest.raises(HubError, match=r"cannot be read: Permission denied"):
-        open_checkpoint(good["single"])
-
-
-def test_read_json(tmp_path):
-    (tmp_path / "config.json").write_text('{"a": "ü"}', encoding="utf-8")
-    assert read_json(tmp_path / "config.json") == {"a": "ü"}
-    with pytest.raises(CheckpointError, match=r"(?s)none\.json is not there.*ligermodels inspect.*config="):
-        read_json(tmp_path / "none.json")
 
 
 def test_a_companion_that_is_a_link_out_is_not_saved_along(good, tmp_path):

@@ -1,16 +1,13 @@
 """The weight table on small models of our own: what round trips, and what is refused with which words."""
 
-import itertools
 import json
 import random
-import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.reading import SafetensorsReader
@@ -28,19 +25,6 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(EXPERTS, 2 * INTERMEDIATE, HIDDEN))
         self.down_proj = nn.Parameter(torch.empty(EXPERTS, HIDDEN, INTERMEDIATE))
-
-
-class Angles(nn.Module):
-    """Rebuilds its buffer wherever it is moved, as RotaryEmbedding does."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("angles", torch.arange(4.0), persistent=False)
-
-    def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        self.angles = torch.arange(4.0, device=self.angles.device)
-        return self
 
 
 class Block(nn.Module):
@@ -64,7 +48,6 @@ class Tiny(nn.Module):
         super().__init__()
         self.model = nn.Module()
         self.model.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
-        self.model.rotary_emb = Angles()
         self.model.layers = nn.ModuleList(Block(stacked) for _ in range(LAYERS))
         self.model.norm = nn.RMSNorm(HIDDEN)
         if not tied:
@@ -130,13 +113,6 @@ def headers_of(tensors: dict[str, Tensor]) -> dict[str, TensorInfo]:
     return {name: TensorInfo(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def test_same_bits():
-    a = torch.tensor([1.0, float("nan"), 0.0])
-    assert same_bits(a, a.clone())
-    assert not same_bits(a, torch.tensor([1.0, float("nan"), -0.0]))
-    assert not same_bits(a, a.reshape(1, 3)) and not same_bits(a, a.view(torch.int32))
-
-
 # Regions
 
 
@@ -151,49 +127,6 @@ def test_regions_tile_every_element_exactly_once(tied, stacked, table):
     assert all((count == 1).all() for count in counts.values())
 
 
-def test_rows_are_cut_in_the_order_of_the_table(tmp_path):
-    tensors = random_tensors(on_meta(stacked=True))
-    model = on_meta(stacked=True)
-    weights.load(model, TABLE, save(tmp_path / "stacked", tensors), device="cpu")
-    expert = "model.layers.1.moe.experts"
-    gate_up = torch.stack(
-        [torch.cat([tensors[f"{expert}.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in range(EXPERTS)]
-    )
-    assert same_bits(model.model.layers[1].mlp.experts.gate_up_proj.detach(), gate_up)
-    down = torch.stack([tensors[f"{expert}.{e}.w2.weight"] for e in range(EXPERTS)])
-    assert same_bits(model.model.layers[1].mlp.experts.down_proj.detach(), down)
-    tensors, model = random_tensors(on_meta()), on_meta()
-    weights.load(model, TABLE, save(tmp_path / "plain", tensors), device="cpu")
-    gate_up = torch.cat([tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")])
-    assert same_bits(model.model.layers[1].mlp.gate_up_proj.weight.detach(), gate_up)
-
-
-def test_names_are_the_models_unless_the_table_says_otherwise():
-    model = on_meta(stacked=True)
-    names = [name for name, _ in model.named_parameters()]
-    assert [region.source for region in weights.regions(model, {})] == names
-    table = {LAYER + "self_attn.q_proj.{w}": "q.{i}.{w}", LAYER + "self_attn.{rest}": "a.{i}.{rest}"}
-    sources = {region.param: region.source for region in weights.regions(model, table)}
-    assert sources["model.layers.1.self_attn.q_proj.bias"] == "q.1.bias"  # the first that matches, and not the second
-    assert sources["model.layers.1.self_attn.o_proj.weight"] == "a.1.o_proj.weight"
-    assert sources["model.layers.1.mlp.experts.down_proj"] == "model.layers.1.mlp.experts.down_proj"
-
-
-def test_patterns_match_whole_names():
-    """`experts` must not find `shared_experts`, nor a dot any character."""
-    model = nn.Module()
-    model.shared_experts = nn.Linear(2, 2, bias=False)
-    for ours in ("experts.weight", "shared_experts", "shared_expert..weight", "shared_experts.weigh.", "{rest}.bias"):
-        assert [region.source for region in weights.regions(model, {ours: "x"})] == ["shared_experts.weight"]
-
-
-def test_tables_that_cannot_be():
-    with pytest.raises(ValueError, match=r"put model\.norm\.weight in two places"):
-        weights.regions(on_meta(), {"lm_head.weight": "model.norm.weight"})
-    with pytest.raises(ValueError, match=r"lm_head\.weight \[32, 16\] cannot be split into 3 equal parts"):
-        weights.regions(on_meta(), {"lm_head.weight": ("a", "b", "c")})
-
-
 @pytest.mark.parametrize(
     "wrapped",
     ["module.model.norm.weight", "_orig_mod.model.norm.weight", "model._fsdp_wrapped_module.norm.weight",
@@ -204,23 +137,19 @@ def test_what_wrappers_put_into_names_counts_for_nothing(wrapped):
     assert weights.plain_name("module") == "module"
 
 
-def test_a_wrapped_model_has_the_same_names_on_disk():
-    model = Tiny(stacked=True)
-    plain = weights.regions(model, TABLE)
-    model.model.layers[1] = checkpoint_wrapper(model.model.layers[1])
-    model.model.norm = torch.compile(model.model.norm)
-    wrapped = weights.regions(model, TABLE)
-    assert [(r.index, r.source) for r in wrapped] == [(r.index, r.source) for r in plain]
-    assert [r.param for r in wrapped] != [r.param for r in plain]
-    assert [name for name, _ in weights.export(model, TABLE)] == [region.source for region in plain]
+def test_parts_are_joined_in_the_order_of_the_table(tmp_path):
+    tensors, model = random_tensors(on_meta(stacked=True)), on_meta(stacked=True)
+    weights.load(model, TABLE, save(tmp_path, tensors), device="cpu")
+    expert = "model.layers.1.moe.experts"
+    gate_up = [torch.cat([tensors[f"{expert}.{e}.{w}.weight"] for w in ("w1", "w3")]) for e in range(EXPERTS)]
+    assert same_bits(model.model.layers[1].mlp.experts.gate_up_proj.detach(), torch.stack(gate_up))
 
 
 # Loading
 
 
-@pytest.mark.parametrize("dtype, shards", [(torch.float32, 1), (torch.bfloat16, 2), (torch.float16, 7)])
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("dtype, shards", [(torch.float32, 1), (torch.bfloat16, 7)])
+@pytest.mark.parametrize("tied, stacked", [(False, True), (True, False)])
 def test_round_trip_returns_the_same_bits(tmp_path, poison, dtype, tied, stacked, shards):
     model = on_meta(tied, stacked, dtype)
     tensors = random_tensors(model, dtype)
@@ -231,24 +160,9 @@ def test_round_trip_returns_the_same_bits(tmp_path, poison, dtype, tied, stacked
     assert all(same_bits(back.read(name), tensor) for name, tensor in tensors.items())
 
 
-def test_tensors_are_read_once_in_file_order_and_held_one_at_a_time(tmp_path):
-    reader = save(tmp_path, random_tensors(on_meta()), shards=3)
-    held, real = {}, reader.read
-
-    def read(name):
-        assert all(reference() is None for reference in held.values())
-        tensor = real(name)
-        held[name] = weakref.ref(tensor)
-        return tensor
-
-    reader.read = read
-    weights.load(on_meta(), TABLE, reader, device="cpu", dtype=torch.bfloat16)
-    assert list(held) == list(reader.headers)
-
-
 @pytest.mark.parametrize("dtype", [None, torch.float16])
 def test_a_loaded_model(tmp_path, dtype):
-    """Its dtype, whatever is on disk; buffers that are rebuilt; what was frozen stays so."""
+    """It has the dtype asked for, whatever is on disk; frozen parameters stay frozen."""
     tensors = random_tensors(on_meta(), torch.bfloat16) | {"model.norm.weight": torch.randn(HIDDEN)}
     model = on_meta()
     model.model.norm.weight.requires_grad_(False)
@@ -256,18 +170,7 @@ def test_a_loaded_model(tmp_path, dtype):
     assert {param.dtype for param in model.parameters()} == {dtype or torch.float32}
     assert torch.equal(model.model.norm.weight, tensors["model.norm.weight"].to(dtype or torch.float32))
     assert not any(x.is_meta for x in [*model.parameters(), *model.buffers()])
-    assert torch.equal(model.model.rotary_emb.angles, torch.arange(4.0))
     assert [name for name, param in model.named_parameters() if not param.requires_grad] == ["model.norm.weight"]
-
-
-def test_a_model_with_memory_or_orphan_buffers_is_refused(tmp_path):
-    reader = save(tmp_path, random_tensors(on_meta()))
-    with pytest.raises(AssertionError, match=r"meta device; model\.embed_tokens"):
-        weights.load(Tiny(), TABLE, reader, device="cpu")
-    model = on_meta()
-    model.model.norm.register_buffer("steps", torch.empty(1, device="meta"))
-    with pytest.raises(AssertionError, match=r"model\.norm has buffers"):
-        weights.load(model, TABLE, reader, device="cpu")
 
 
 # Checking
@@ -277,16 +180,6 @@ def complaint(tensors: dict[str, Tensor], *, tied: bool = False, stacked: bool =
     with pytest.raises(CheckpointError) as caught:
         weights.check(on_meta(tied, stacked), TABLE, headers_of(tensors), tied=TIED if tied else None, **options)
     return str(caught.value)
-
-
-def test_what_fits_passes():
-    for tied, stacked in itertools.product([False, True], repeat=2):
-        headers = headers_of(random_tensors(on_meta(tied, stacked)))
-        weights.check(on_meta(tied, stacked), TABLE, headers, tied=TIED if tied else None)
-    headers["model.layers.0.self_attn.rotary_emb.inv_freq"] = TensorInfo(torch.float32, (4,))
-    weights.check(on_meta(tied, stacked), TABLE, headers, tied=TIED, ignore=[r"rotary_emb\.inv_freq$"])
-    headers["lm_head.weight"] = TensorInfo(torch.float32, (VOCAB, HIDDEN))
-    weights.check(on_meta(tied, stacked), TABLE, headers, tied=TIED, ignore=[r"rotary_emb\.inv_freq$"])
 
 
 def test_both_directions_and_counts():
@@ -299,12 +192,6 @@ def test_both_directions_and_counts():
     assert "some/folder does not match Tiny" in message
     assert "missing (4 of 25): model.layers.0.self_attn.k_proj.bias, " in message and ", ..." in message
     assert "unexpected (1): model.extra" in message
-
-
-def test_every_single_absence_is_seen():
-    tensors = random_tensors(on_meta())
-    for name in tensors:
-        assert f"missing (1 of 25): {name}" in complaint({n: t for n, t in tensors.items() if n != name})
 
 
 def test_wrong_shapes():
@@ -323,12 +210,9 @@ def test_wrong_shapes():
 @pytest.mark.parametrize(
     "rename, words",
     [
-        (lambda n: n.replace("q_proj.weight", "q_proj.qweight"), "GPTQ or AWQ"),
         (lambda n: n.replace("q_proj.weight", "q_proj.weight.absmax"), "bitsandbytes"),
-        (lambda n: n.replace("q_proj.weight", "q_proj.weight_scale_inv"), "FP8"),
         (lambda n: n.replace("q_proj.weight", "q_proj.lora_A.weight"), "adapter"),
         (lambda n: n.replace("self_attn.q_proj", "attention.wq"), "Meta's or Mistral's"),
-        (lambda n: n.replace("q_proj", "qkv_proj"), "Phi-3"),
         (
             lambda n: n.removeprefix("model.").replace("self_attn.q_proj", "attn.qkv_proj"),
             "`ligermodels convert OLD NEW`",
@@ -337,7 +221,6 @@ def test_wrong_shapes():
         (lambda n: n.removeprefix("model."), "bare model, saved without its head: its names lack 'model.'"),
         (lambda n: n.replace("layers.1", "layers.5"), "6 layers on disk, 2 expected"),
         (lambda n: n.replace("lm_head", "score"), "set tie_word_embeddings"),
-        (lambda n: n.replace("norm.weight", "ln.weight"), "another architecture's weights"),
     ],
 )
 def test_the_error_guesses_why(rename, words):
@@ -381,53 +264,10 @@ def test_another_layout_loads_and_is_relaid_to_the_same_bits(tmp_path, poison, d
         exported = dict(weights.export(model, TABLE))
         assert exported.keys() == tensors.keys() and all(same_bits(exported[name], tensors[name]) for name in tensors)
         for wanted, expected in ((TABLE, first), (other, second)):
-            seen = weights.Relaid(on_meta(stacked=True), reader, stored, wanted)
+            seen = weights.Renamed(on_meta(stacked=True), reader, stored, wanted)
             assert dict(seen.headers) == {name: expected.headers[name] for name in seen.headers}
             assert seen.headers.keys() == expected.headers.keys()
             assert all(same_bits(seen.read(name), expected.read(name)) for name in seen.headers)
-
-
-def test_parts_of_another_layout_are_joined_in_the_wider_dtype(tmp_path):
-    tensors = random_tensors(on_meta(stacked=True), torch.bfloat16)
-    name = "model.layers.0.moe.experts.1.w3.weight"
-    tensors[name] = torch.randn(INTERMEDIATE, HIDDEN)
-    seen = weights.Relaid(on_meta(stacked=True), save(tmp_path, tensors), TABLE, STACKED)
-    joined = seen.read("model.layers.0.mlp.experts.gate_up_proj")
-    assert joined.dtype == torch.float32 == seen.headers["model.layers.0.mlp.experts.gate_up_proj"].dtype
-    assert torch.equal(joined[1, INTERMEDIATE:], tensors[name])
-    assert seen.read("model.layers.1.mlp.experts.gate_up_proj").dtype == torch.bfloat16
-
-
-def test_the_layout_that_fits_best_is_read():
-    model, also = on_meta(stacked=True), [STACKED, OTHERS]
-    names = [{region.source for region in weights.regions(model, which)} for which in (TABLE, *also)]
-    for table, which in enumerate([TABLE, *also]):
-        assert weights.layout(model, TABLE, names[table], also=also) is which
-        partial = {name for name in names[table] if ".1." not in name}
-        assert weights.layout(model, TABLE, partial, also=also) is which
-    assert weights.layout(model, TABLE, names[1]) is TABLE
-    assert weights.layout(model, TABLE, names[0] & names[1], also=also) is TABLE  # a draw
-    assert weights.layout(model, TABLE, set(), also=also) is TABLE
-
-
-def test_what_is_missing_is_named_as_the_layout_on_disk_names_it(tmp_path):
-    tensors = relaid(random_tensors(on_meta(stacked=True)), STACKED)
-    for name, shape, words in [
-        ("model.layers.1.mlp.experts.down_proj", None, "missing (1 of 23): {name}"),
-        ("model.layers.0.mlp.experts.gate_up_proj", (EXPERTS, HIDDEN, 2 * INTERMEDIATE), "{name} is [3, 16, 48], the"),
-    ]:
-        wrong = {key: x for key, x in tensors.items() if key != name or shape}
-        if shape:
-            wrong[name] = torch.zeros(shape)
-        reader = save(tmp_path / name, wrong)
-        with pytest.raises(CheckpointError) as caught:
-            weights.load(on_meta(stacked=True), TABLE, reader, device="cpu", also=[STACKED])
-        assert words.format(name=name) in str(caught.value) and ".w1." not in str(caught.value)
-    mixed = {**random_tensors(on_meta(stacked=True)), **tensors}
-    for name in [name for name in mixed if ("layers.0" in name) == (".w" in name) and "experts" in name]:
-        del mixed[name]  # layer 0 stacked, layer 1 not: no table says that
-    with pytest.raises(CheckpointError, match=r"missing \(9 of 37\).*\n.*unexpected \(2\): model.layers.0.mlp.experts"):
-        weights.load(on_meta(stacked=True), TABLE, save(tmp_path / "mixed", mixed), device="cpu", also=[STACKED])
 
 
 # Giving out
@@ -451,7 +291,7 @@ def test_a_tied_copy_in_a_state_dict_is_left_out():
     assert "lm_head.weight" not in dict(weights.export(on_meta(tied=True), TABLE, copy, tied=TIED))
     copy["lm_head.weight"] += 1
     with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
-        list(weights.export(on_meta(tied=True), TABLE, copy, tied=TIED))
+        weights.export(on_meta(tied=True), TABLE, copy, tied=TIED)
 
 
 class Quantised(Tensor):
@@ -495,7 +335,7 @@ def test_what_could_not_be_loaded_again_is_not_given_out(spoil, words):
     whole = model.state_dict()
     spoil(model)
     with pytest.raises(CheckpointError, match=words):
-        next(weights.export(model, TABLE))
+        weights.export(model, TABLE)
     if spoil in (offloaded, partitioned):
         assert len(list(weights.export(model, TABLE, whole))) == len(random_tensors(on_meta()))
 
@@ -504,7 +344,7 @@ def test_a_state_dict_must_be_the_models():
     given = Tiny().state_dict()
     given["other"] = given.pop("model.norm.weight")
     with pytest.raises(CheckpointError, match=r"(?s)missing \(1\): model\.norm\.weight.*not the model's \(1\): other"):
-        next(weights.export(Tiny(), TABLE, given))
+        weights.export(Tiny(), TABLE, given)
     flat = {"model._fsdp_wrapped_module._flat_param": torch.zeros(3)}
     with pytest.raises(CheckpointError, match=r"(?s)cannot be saved.*FSDP1; pass its whole state dict"):
-        next(weights.export(Tiny(), TABLE, flat))
+        weights.export(Tiny(), TABLE, flat)

@@ -19,7 +19,7 @@ from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.conversion.dcp import DcpSource, DcpTarget
 from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.errors import CheckpointError, ConfigError, HubError
+from ligermodels.errors import CheckpointError
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
@@ -143,20 +143,6 @@ def test_what_is_written_is_loaded_by_torch(tmp_path):
     assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize("error", [HubError("of the source"), OSError(28, "full"), KeyboardInterrupt()], ids=repr)
-def test_writing_raises_what_reading_raises(tmp_path, monkeypatch, error):
-    make().save_pretrained(tmp_path / "hf")
-    source = FolderSource(tmp_path / "hf")
-
-    def broken(name):
-        raise error
-
-    monkeypatch.setattr(source, "read", broken)
-    with pytest.raises(type(error)) as caught:
-        DcpTarget(source).write(tmp_path)
-    assert caught.value is error
-
-
 # What is refused
 
 
@@ -191,33 +177,18 @@ def cut(folder):
 
 BAD = {
     "no metadata": (lambda f: (f / ".metadata").unlink(), "cannot be read as the metadata"),
-    "empty metadata": (written(b""), "cannot be read as the metadata"),
-    "metadata is text": (written(b"version https://git-lfs.github.com/spec/v1"), "cannot be read as the metadata"),
     "metadata cut short": (lambda f: written((f / ".metadata").read_bytes()[:300])(f), "cannot be read as"),
-    "a dictionary": (written(pickle.dumps({})), "cannot be read as the metadata"),
     "a shell command": (written(pickle.dumps(Evil(os.system, "touch hacked"))), "posix.system"),
-    "eval": (written(pickle.dumps(Evil(eval, "open('hacked', 'w')"))), "builtins.eval"),
     "a command inside": (edited(lambda h: h.state_dict_metadata.update(x=Evil(os.system, "touch hacked"))), "posix"),
-    "torch.load inside": (edited(lambda h: h.state_dict_metadata.update(x=Evil(torch.load, "x"))), "torch"),
     "attribute by a dotted name": (written(b"\x80\x04\x8c\x05torch\x8c\x0aSize.index\x93."), "Size.index"),
-    "another class of torch": (written(pickle.dumps(Evil(torch.Generator))), "Generator"),
     "a path that leaves": (edited(lambda h: setattr(place(h), "relative_path", "../x.distcp")), "file in its folder"),
-    "a file that is not there": (edited(lambda h: setattr(place(h), "relative_path", "x.distcp")), "is not there"),
     "a lost shard": (edited(lambda h: entry(h).chunks.clear()), "is not whole in its 0 shards"),
-    "half a shard": (
-        edited(lambda h: entry(h).chunks.__setitem__(0, metadata.ChunkStorageMetadata([0], torch.Size([16])))),
-        "is not whole in its 1 shards",
-    ),
-    "a place that is not told": (
-        edited(lambda h: h.storage_data.pop(stored_at(h, NORM))), f"{NORM} cannot be read",
-    ),
     "packed by an earlier version": (
         lambda f: save({"model.layers.0.attn.qkv_proj.weight": torch.ones(64, 32)}, f),
         "an earlier ligermodels",
     ),
     "no tensor of a model": (edited(lambda h: h.state_dict_metadata.clear()), "holds no Llama"),
     "a shard cut short": (cut, "cannot be read"),
-    "a shard of zeros": (lambda f: (f / "__0_0.distcp").write_bytes(bytes(99999)), "cannot be read"),
 }  # fmt: skip
 
 
@@ -240,9 +211,3 @@ def test_bad_checkpoints(tmp_path, monkeypatch, good, case):
         for name in source.headers:
             source.read(name)
     assert not (tmp_path / "hacked").exists()
-
-
-def test_a_config_of_no_family_is_refused(tmp_path, good):
-    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    with pytest.raises(ConfigError, match="bert"):
-        DcpSource(good, tmp_path)

@@ -14,9 +14,9 @@ from ligermodels import Llama
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
-from ligermodels.conversion.meta import MetaSource, to_halves, to_pairs
-from ligermodels.errors import CheckpointError, ConfigError, InputError, LigermodelsError
-from tests.conversion.layouts import SIZES, logits
+from ligermodels.conversion.meta import MetaSource
+from ligermodels.errors import CheckpointError, InputError, LigermodelsError
+from tests.conversion.layouts import logits
 
 PARAMS = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "multiple_of": 16, "norm_eps": 1e-5,
@@ -123,34 +123,6 @@ def test_there_and_back_both_ways(tmp_path, kv_heads, groups, half, ranks, axis,
         assert source.config() == opened(tmp_path / "a").config()
 
 
-def test_the_rows_are_permuted_by_the_public_rule():
-    """Row 2 j + p of a head becomes row p D / 2 + j: transformers' view(h, D / 2, 2, n).transpose(1, 2)."""
-    heads, width, columns = 3, 8, 5
-    weight = torch.randn(heads * width, columns)
-    expected = torch.empty_like(weight)
-    for head in range(heads):
-        for j in range(width // 2):
-            for p in range(2):
-                expected[head * width + p * width // 2 + j] = weight[head * width + 2 * j + p]
-    moved = to_halves(weight, heads)
-    assert torch.equal(moved, expected)
-    assert torch.equal(to_pairs(moved, heads), weight)
-
-
-def test_the_ranks_are_joined_as_meta_cuts_them(tmp_path):
-    state = meta_weights()
-    hf = read_all(opened(a_folder(tmp_path, cut(state, 2, 1))))
-    for ours, theirs in {
-        "model.layers.1.self_attn.o_proj.weight": "layers.1.attention.wo.weight",
-        "model.layers.1.mlp.down_proj.weight": "layers.1.feed_forward.w2.weight",
-        "model.layers.0.mlp.up_proj.weight": "layers.0.feed_forward.w3.weight",
-        "model.embed_tokens.weight": "tok_embeddings.weight",
-        "model.layers.0.input_layernorm.weight": "layers.0.attention_norm.weight",
-        "lm_head.weight": "output.weight",
-    }.items():
-        assert torch.equal(hf[ours], state[theirs]), ours
-
-
 @pytest.mark.parametrize("axis", [0, 1])
 def test_a_tied_head_is_left_out_and_written_back(tmp_path, axis):
     state = meta_weights()
@@ -189,6 +161,8 @@ def test_a_model_of_ours_written_for_meta_gives_its_logits(tmp_path):
     convert(tmp_path / "hf", tmp_path / "out", Options(to="meta", ranks=2, progress=False))
     params = json.loads((tmp_path / "out" / "params.json").read_text())
     assert params["use_scaled_rope"] and params["rope_scaling_factor"] == 8.0
+    width = int(params["ffn_dim_multiplier"] * int(2 * 4 * 32 / 3))  # as model.py, FeedForward, has it
+    assert params["multiple_of"] * -(-width // params["multiple_of"]) == 52
     first, second = loaded(tmp_path / "out")
     assert first["tok_embeddings.weight"].shape == (VOCAB // 2, 32)  # by rows, as Llama 3
     whole = {
@@ -206,29 +180,7 @@ def test_a_model_of_ours_written_for_meta_gives_its_logits(tmp_path):
         assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
 
 
-def test_transformers_loads_what_comes_out(tmp_path):
-    transformers = pytest.importorskip("transformers")
-    state, ids = meta_weights(), torch.randint(VOCAB, (2, 17))
-    a_folder(tmp_path / "in", cut(state, 2, 1))
-    convert(tmp_path / "in", tmp_path / "out", Options(allow_pickle=True, progress=False))
-    model, info = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values())
-    expected = logits(state, ids, PARAMS)
-    with torch.no_grad():
-        assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
-
-
 # What params.json does not say.
-
-
-@pytest.mark.parametrize("inner", [1, 7, 49, 98, 1000, 8192, 11008])
-def test_the_width_of_the_mlp_is_what_metas_code_makes_of_params(tmp_path, inner):
-    model = Llama.from_config(hf_config(intermediate_size=inner, num_hidden_layers=1), device="cpu")
-    model.save_pretrained(tmp_path / "hf")
-    convert(tmp_path / "hf", tmp_path / "out", Options(to="meta", progress=False))
-    params = json.loads((tmp_path / "out" / "params.json").read_text())
-    width = int(params["ffn_dim_multiplier"] * int(2 * 4 * params["dim"] / 3))  # model.py, FeedForward
-    assert params["multiple_of"] * ((width + params["multiple_of"] - 1) // params["multiple_of"]) == inner
 
 
 @pytest.mark.parametrize("dim, factor", [(2048, 32.0), (4096, 8.0)])
@@ -253,14 +205,6 @@ def test_tokenizers_keep_what_they_are(tmp_path):
     assert opened(folder).files() == {"tokenizer.model": folder / "tokenizer.model"}
 
 
-def test_ranks_with_different_norms_are_warned_of(tmp_path):
-    ranks = cut(meta_weights(), 2, 1)
-    ranks[1]["norm.weight"] += 1
-    source = opened(a_folder(tmp_path, ranks))
-    with pytest.warns(UserWarning, match=r"different norm\.weight"):
-        assert torch.equal(source.read("model.norm.weight"), ranks[0]["norm.weight"])
-
-
 # What is refused.
 
 
@@ -273,25 +217,14 @@ def one(change) -> list[dict]:
 BAD_WEIGHTS = {
     "missing tensor": (lambda: one(lambda s: s.pop("layers.1.ffn_norm.weight")), r"missing \(1 of 21\): model.lay"),
     "no embedding": (lambda: one(lambda s: s.pop("tok_embeddings.weight")), "no Llama in Meta's layout"),
-    "unknown tensor": (lambda: one(lambda s: s.update(extra=torch.ones(1))), r"unexpected \(1\): extra"),
-    "unknown tensor of one rank": (
-        lambda: [a | ({"x": torch.ones(1)} if n else {}) for n, a in enumerate(cut(meta_weights(), 2, 1))],
-        "two checkpoints",
-    ),
-    "wrong shape": (lambda: one(lambda s: s.update({"norm.weight": torch.ones(31)})), r"model.norm.weight is \[31\]"),
     "last shard lost": (lambda: cut(meta_weights(), 2, 1)[:1], "32 rows of wq are cut into parts of 16"),
     "unequal shards": (
         lambda: [a | ({"layers.0.attention.wo.weight": torch.ones(32, 8)} if n else {})
                  for n, a in enumerate(cut(meta_weights(), 2, 1))],
         "two checkpoints",
     ),
-    "two dtypes": (
-        lambda: [{k: v.half() if n else v for k, v in a.items()} for n, a in enumerate(cut(meta_weights(), 2, 1))],
-        "two checkpoints",
-    ),
     "integers": (lambda: one(lambda s: s.update({"norm.weight": torch.ones(32).int()})), "quantised"),
     "nested": (lambda: [{"model": meta_weights()}], "flat dictionary"),
-    "nothing": (lambda: [{}], "no tensors"),
 }  # fmt: skip
 
 
@@ -305,15 +238,9 @@ def test_bad_weights(tmp_path, case):
 
 BAD_PARAMS = {
     "no dim": ({"dim": ...}, "lacks dim"),
-    "no norm_eps": ({"norm_eps": ...}, "lacks norm_eps"),
     "another width": ({"dim": 64}, "64 rows of wq are cut into parts of 32"),
-    "heads that do not divide": ({"n_heads": 5}, "n_heads 5|num_attention_heads"),
-    "other key heads": ({"n_kv_heads": 4}, r"k_proj.weight is \[16, 32\]"),
     "fewer layers": ({"n_layers": 1}, r"unexpected \(9\)"),
-    "more layers": ({"n_layers": 3}, r"missing \(9 of 30\)"),
     "vision": ({"vision_chunk_size": 560}, "holds 'vision_chunk_size'"),
-    "quantised": ({"quantization_args": {"group_size": 32}}, "holds 'quantization_args'"),
-    "Mistral's": ({"head_dim": 8, "hidden_dim": 96}, "holds 'head_dim', 'hidden_dim'"),
     "scaled rope of an unknown size": ({"use_scaled_rope": True}, "no Llama of dim 32 is known"),
 }
 
@@ -340,13 +267,6 @@ def test_pickles_only_when_asked_for_and_no_code_then(tmp_path):
     assert not (tmp_path / "was here").exists()
 
 
-def test_the_first_file_is_missing(tmp_path):
-    folder = a_folder(tmp_path, cut(meta_weights(), 2, 1))
-    (folder / "consolidated.00.pth").unlink()
-    with pytest.raises(CheckpointError, match=r"lacks consolidated\.00\.pth"):
-        opened(folder)
-
-
 def hf_config(**changes) -> dict:
     config = {
         "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -357,11 +277,9 @@ def hf_config(**changes) -> dict:
 
 BAD_WRITES = {
     "bias": ({"attention_bias": True}, {}, CheckpointError, "does not compute attention_bias"),
-    "activation": ({"hidden_act": "gelu"}, {}, CheckpointError, "does not compute hidden_act"),
     "head_dim": ({"head_dim": 16}, {}, CheckpointError, "does not compute head_dim"),
     "rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, CheckpointError, "compute rope_scaling"),
     "ranks": ({}, {"ranks": 4}, InputError, "must divide"),
-    "no ranks": ({}, {"ranks": 0}, InputError, "expected 1 to 99"),
 }
 
 
@@ -371,11 +289,3 @@ def test_what_cannot_be_written(tmp_path, case):
     Llama.from_config(hf_config(**changes), device="cpu").save_pretrained(tmp_path / "hf")
     with pytest.raises(error, match=message):
         convert(tmp_path / "hf", None, Options(to="meta", dry_run=True, **options))
-
-
-def test_another_architecture_is_not_written(tmp_path):
-    from ligermodels import Qwen2
-
-    Qwen2.from_config(SIZES, device="cpu").save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="is a qwen2; Meta's layout is that of Llamas"):
-        convert(tmp_path, None, Options(to="meta", dry_run=True))

@@ -81,20 +81,6 @@ def test_logits_are_mistrals_and_not_without_the_permutation(tmp_path, changes, 
     assert error() > 1e-3
 
 
-@pytest.mark.parametrize("changes", [{"sliding_window": 5}, MOE], ids=["dense", "experts"])
-def test_transformers_loads_what_comes_out(tmp_path, changes):
-    transformers = pytest.importorskip("transformers")
-    params = PARAMS | changes
-    state, ids = mistral_weights(params), torch.randint(36, (2, 17))
-    convert(a_folder(tmp_path / "in", state, params), tmp_path / "out", Options(progress=False))
-    arch = transformers.MixtralForCausalLM if "moe" in changes else transformers.MistralForCausalLM
-    model, info = arch.from_pretrained(tmp_path / "out", output_loading_info=True)
-    assert not any(info.values())
-    expected = logits(state, ids, params)
-    with torch.no_grad():
-        assert (model(ids).logits - expected).abs().max() < 2e-5 * expected.abs().max()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("changes", [{}, MOE], ids=["dense", "experts"])
 def test_every_bit_arrives_however_the_files_are_cut(tmp_path, dtype, changes):
@@ -115,39 +101,15 @@ def test_every_bit_arrives_however_the_files_are_cut(tmp_path, dtype, changes):
     assert all(same_bits(found[name], expected[name]) for name in expected)
 
 
-def test_the_config_says_what_params_say(tmp_path):
-    params = PARAMS | {"sliding_window": "4096", "rope_theta": ..., "max_seq_len": 8192, "model_type": "transformer"}
-    config = MistralSource(a_folder(tmp_path / "a", params=params)).config()
-    assert config["sliding_window"] == 4096 and config["rope_theta"] == 10000.0
-    assert config["max_position_embeddings"] == 8192 and config["model_type"] == "mistral"
-    assert config["head_dim"] == 8 and config["intermediate_size"] == 40 and config["rms_norm_eps"] == 1e-5
-    config = MistralSource(a_folder(tmp_path / "b", params=PARAMS | MOE)).config()
-    assert config["model_type"] == "mixtral" and config["sliding_window"] is None
-    assert config["num_local_experts"] == 3 and config["num_experts_per_tok"] == 2
-
-
-def test_tokenizers_keep_their_names(tmp_path):
-    folder = a_folder(tmp_path)
-    kept = ("tokenizer_config.json", "tekken.json", "tokenizer.model.v3")
-    for name in (*kept, "README.md"):
-        (folder / name).write_text(name)
-    assert MistralSource(folder).files() == {name: folder / name for name in kept}
-
-
 # What is refused.
 
 BAD_PARAMS = {
     **{f"no {name}": ({name: ...}, f"lacks {name}") for name in ("dim", "head_dim", "hidden_dim", "vocab_size")},
     "no theta": ({"rope_theta": ...}, "neither rope_theta nor sliding_window"),
     "another width": ({"dim": 32}, "wrong shape"),
-    "more heads": ({"n_heads": 8}, "wrong shape"),
-    "another vocabulary": ({"vocab_size": 40}, "wrong shape"),
-    "layers": ({"n_layers": 3}, r"missing \(9 of 30\)"),
     "experts of none": (MOE, r"missing \(20 of 35\)"),
-    "experts of another kind": ({"moe": {**MOE["moe"], "num_shared_experts": 1}}, "num_shared_experts"),
     "vision": ({"vision_encoder": {"hidden_size": 8}}, "'vision_encoder'"),
     "longer rope": ({"yarn": {"factor": 16}}, "'yarn'"),
-    "no transformer": ({"model_type": "mamba"}, "model_type 'mamba'"),
 }
 
 
@@ -161,9 +123,6 @@ def test_bad_params(tmp_path, case):
 
 BAD_WEIGHTS = {
     "missing": (lambda s: s.pop("layers.0.attention.wo.weight"), r"missing \(1 of 21\): .*layers.0.self_attn.o_proj"),
-    "unknown": (lambda s: s.update({"vision_encoder.ln.weight": torch.ones(1)}), r"unexpected \(1\): vision_encoder"),
-    "shape": (lambda s: s.update({"norm.weight": torch.ones(23)}), r"norm.weight is \[23\].*\[24\]"),
-    "fp8": (lambda s: s.update({"norm.weight": torch.ones(24).to(torch.float8_e4m3fn)}), "quantised"),
     "no head": (lambda s: s.pop("output.weight"), r"missing \(1 of 21\): lm_head.weight"),
     "nothing": (lambda s: s.clear(), "lacks tok_embeddings"),
 }
@@ -188,11 +147,3 @@ def test_parts_that_are_missing_or_of_two_checkpoints(tmp_path):
     (folder / "consolidated-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"missing \(7 of 21\)"):
         convert(folder, None, Options(dry_run=True))
-
-
-@pytest.mark.parametrize("content, message", [(bytes(99), "not a safetensors file"), (b"<!doctype html>", "HTML")])
-def test_files_that_are_no_weights(tmp_path, content, message):
-    folder = a_folder(tmp_path)
-    (folder / "consolidated.safetensors").write_bytes(content)
-    with pytest.raises(CheckpointError, match=message):
-        MistralSource(folder)

@@ -2,18 +2,16 @@
 
 import itertools
 import json
-import shutil
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.checkpoint import reading
-from ligermodels.conversion import MismatchError, Options, convert, verify
+from ligermodels.conversion import MismatchError, verify
 from ligermodels.conversion.verify import DIFFERENCE
 from ligermodels.errors import InputError
-from tests.conversion.layouts import OF_LLAMA, write_all, write_mistral
+from tests.conversion.layouts import OF_LLAMA, write_all
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
@@ -21,11 +19,14 @@ CONFIG = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=[0.006, 0.1], ids=["tiny weights", "large weights"])
-def folder(tmp_path_factory, request):
-    """Models as they are drawn before training, where order within heads shows least, and one with larger weights."""
-    model = ligermodels.Llama.from_config({**CONFIG, "initializer_range": request.param}, device="cpu", seed=3)
-    return model.save_pretrained(tmp_path_factory.mktemp("verify") / "a")
+def save(folder, scale=0.1):
+    model = ligermodels.Llama.from_config({**CONFIG, "initializer_range": scale}, device="cpu", seed=3)
+    return model.save_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("verify") / "a")
 
 
 def changed(folder, target, change=lambda tensors: None, **fields):
@@ -53,8 +54,10 @@ def test_a_copy_is_the_same_model(tmp_path, folder):
     assert report.to_json() | {"ok": True, "verified": "logits", "positions": 192} == report.to_json()
 
 
-def test_permuted_rows_of_q_and_k_are_caught_by_the_logits_alone(tmp_path, folder):
-    """The negative control: same names, shapes and dtypes, and a divergence far above the threshold."""
+@pytest.mark.parametrize("scale", [0.006, 0.1], ids=["initial weights", "larger weights"])
+def test_permuted_rows_of_q_and_k_show_in_the_logits(tmp_path, scale):
+    """Names, shapes and dtypes are the same. With small weights, the order of rows changes the logits least."""
+    folder = save(tmp_path / "a", scale)
     other = changed(folder, tmp_path / "b", permuted)
     assert verify(folder, other, level="keys", progress=False).ok
     report = verify(folder, other, progress=False)
@@ -72,32 +75,6 @@ def layouts(tmp_path_factory):
 def test_any_layout_with_any_other(layouts, a, b):
     report = verify(layouts[a], layouts[b], allow_pickle=True, progress=False)
     assert report.ok and report.tensors == 21 and report.details["difference_of_logits"] < 1e-7
-
-
-@pytest.mark.parametrize("layout", ["meta", "mistral"])
-@pytest.mark.parametrize("turned", [False, True])
-def test_rows_of_q_and_k_in_the_order_of_another_layout(layouts, tmp_path, layout, turned):
-    """The negative control for the layouts that order them otherwise: files with the rows left as they were."""
-    shutil.copytree(layouts[layout], tmp_path / "own")
-    hf = layouts["hf of mistral" if layout == "mistral" else "hf"]
-    tensors = load_file(hf / "model.safetensors")
-    if layout == "mistral":
-        shutil.rmtree(tmp_path / "own")
-        write_mistral(tmp_path / "own", tensors, rotate=turned)
-    elif not turned:
-        for rank in range(2):
-            path = tmp_path / "own" / f"consolidated.{rank:02}.pth"
-            state = torch.load(path, weights_only=True)
-            for i in range(2):
-                for own, theirs in (("wq", "q_proj"), ("wk", "k_proj")):
-                    rows = tensors[f"model.layers.{i}.self_attn.{theirs}.weight"].chunk(2)[rank]
-                    state[f"layers.{i}.attention.{own}.weight"] = rows.clone()
-            torch.save(state, path)
-    report = verify(hf, tmp_path / "own", allow_pickle=True, progress=False)
-    assert report.ok == turned
-    if not turned:
-        assert sum("values differ" in line for line in report.mismatches) == 4
-        assert report.details["difference_of_logits"] > 4 * DIFFERENCE
 
 
 def test_options_that_neither_takes(layouts):
@@ -128,28 +105,6 @@ def test_a_window_that_no_prompt_reaches_is_another_model(tmp_path):
         assert line.startswith(f"config: the sliding windows of the layers are [{a}, {a}] and [{b}, {b}]")
 
 
-def test_what_rounding_leaves_passes(tmp_path, folder):
-    """A factor moved from one matrix to the next computes the same function, in other roundings."""
-
-    def rescaled(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"] *= 3.0
-        tensors["model.layers.0.mlp.down_proj.weight"] /= 3.0
-
-    report = verify(folder, changed(folder, tmp_path / "b", rescaled), progress=False)
-    assert 0 < report.details["difference_of_logits"] < DIFFERENCE / 4
-    assert len(report.mismatches) == 2 and all("values differ" in line for line in report.mismatches)
-
-
-def test_a_head_of_zeros_says_nothing_and_no_number_is_divided_by_it(tmp_path, folder):
-    def silent(tensors):
-        tensors["lm_head.weight"].zero_()
-
-    a, b = (changed(folder, tmp_path / name, silent) for name in "ab")
-    assert verify(a, b, progress=False).ok
-    report = verify(a, folder, progress=False)
-    assert not report.ok and report.mismatches[0].startswith("logits: they differ by 1.0e+00")
-
-
 @pytest.mark.parametrize(
     "change, fields, level, words",
     [
@@ -178,8 +133,3 @@ def test_weights_that_do_not_fit_their_config(tmp_path, folder):
         verify(folder, changed(folder, tmp_path / "b", num_hidden_layers=3))
     with pytest.raises(InputError, match="verify='some'"):
         verify(folder, folder, level="some")
-
-
-def test_a_cast_is_compared_with_the_cast(tmp_path, folder):
-    convert(folder, tmp_path / "b", Options(dtype="bf16", verify="logits", progress=False))
-    assert not verify(folder, tmp_path / "b", level="keys", progress=False).ok
