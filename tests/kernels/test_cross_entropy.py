@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels import CrossEntropyOutput, cross_entropy, cross_entropy_reference
@@ -113,3 +114,15 @@ def test_a_confident_gradient_does_not_cancel(device):
     # Half an ulp of the store, and fp32's 2^-24 on p against 2^-10 of 1 - p.
     rounding = torch.finfo(dtype).eps / 2 + 2.0**-13
     assert ((actual - exact).abs() <= rounding * exact.abs()).all()
+
+
+def test_another_ignore_index(device):
+    """A class, in place of -100."""
+    logits = torch.randn(9, 11, device=device, requires_grad=True)
+    labels = torch.tensor([7, 3, 7, 0, 10, 7, 1, 2, 7], device=device)
+    for reduction in ("mean", "sum", "none"):
+        found = cross_entropy(logits, labels, ignore_index=7, reduction=reduction)
+        expected = F.cross_entropy(logits, labels, ignore_index=7, reduction=reduction)
+        torch.testing.assert_close(found, expected)
+        grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, expected)]
+        torch.testing.assert_close(*grads)
