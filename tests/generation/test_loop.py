@@ -165,7 +165,7 @@ ONE, TWO = torch.ones(1, 5, dtype=torch.int64), torch.ones(2, 5, dtype=torch.int
     (None, {}, "pass input_ids"),
 ])  # fmt: skip
 def test_a_call_that_cannot_work_says_so_before_the_first_step(model, calls, ids, options, message):
-    """tests/hostile has what is merely out of range."""
+    """tests/arch/test_inputs.py has what is merely out of range."""
     model.config.pad_token_id = None
     for call in (generate, generate_iter):  # the latter at the call, not when it is read
         with pytest.raises(InputError, match=message):
