@@ -61,9 +61,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         use_sliding_window=True, sliding_window=12, max_window_layers=1, tie_word_embeddings=True,
         rope_parameters=_YARN,
     ),
-    "qwen3": dict(
-        head_dim=24, attention_bias=True, use_sliding_window=True, sliding_window=12, max_window_layers=1,
-    ),
+    "qwen3": dict(head_dim=24, attention_bias=True, use_sliding_window=True, sliding_window=12, max_window_layers=1),
     "phi3": dict(sliding_window=30, original_max_position_embeddings=32, rope_parameters=_LONGROPE),
 }  # fmt: skip
 """model_type -> what its config has beside _TINY."""
