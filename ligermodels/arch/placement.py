@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers.linear import JointProjections
 
 _PLANS = ("auto", "balanced", "balanced_low_0", "sequential")
 
@@ -95,9 +94,6 @@ def dispatch(model: nn.Module, plan: Plan, offload_folder: str | Path | None) ->
         folder = tempfile.mkdtemp(prefix="weights-", dir=offload_folder)
     accelerate = _accelerate(plan)
     accelerate.dispatch_model(model, dict(plan), offload_dir=folder, skip_keys="past_key_values")
-    for module in model.modules():
-        if isinstance(module, JointProjections):
-            module.lay_together()  # accelerate moves weights one by one
 
 
 def offloaded_state(model: nn.Module) -> dict[str, Tensor] | None:

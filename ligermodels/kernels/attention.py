@@ -238,10 +238,10 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sc
         # The engine for these knows no grouped heads; what torch takes in its place materialises the scores.
         k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    out = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=bool(groups > 1)
+    grouped = {"enable_gqa": True} if groups > 1 else {}  # a comparison of symbolic sizes would be no bool
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale, **grouped).transpose(
+        1, 2
     )
-    return out.transpose(1, 2)
 
 
 def _decode(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

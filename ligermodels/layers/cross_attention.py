@@ -89,4 +89,5 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if groups > 1 and q.is_cuda:  # the engine that takes a mask knows no grouped heads; without it, scores are built
         k, v, groups = k.repeat_interleave(groups, dim=2), v.repeat_interleave(groups, dim=2), 1
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=groups > 1).transpose(1, 2)
+    grouped = {"enable_gqa": True} if groups > 1 else {}  # a comparison of symbolic sizes would be no bool
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], **grouped).transpose(1, 2)

@@ -196,6 +196,14 @@ def test_which_engine(options, length, own, device, monkeypatch):
     assert len(calls) == own
 
 
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (3, 1)])
+def test_compiles_with_symbolic_sizes(heads):
+    """torch's own attention takes no symbolic bool for its grouped heads."""
+    q, k, v = (x.detach() for x in inputs(6, 6, heads, dtype=torch.float32)[1:])
+    compiled = torch.compile(lambda *x: attention(*x), backend="aot_eager", fullgraph=True, dynamic=True)
+    torch.testing.assert_close(compiled(q, k, v), attention(q, k, v))
+
+
 def test_one_compiled_decode_serves_growing_caches(device):
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

@@ -305,7 +305,7 @@ def test_a_graph_never_waits_and_takes_no_more_memory():
         torch.cuda.set_sync_debug_mode("default")
     assert first.item() == value != losses[0].item(), "a loss is not the graph's own memory"
     assert torch.cuda.memory_allocated() - taken <= 10 * 512, "a block of the allocator for each loss, and no more"
-    with pytest.raises(InputError, match="A graph is for one shape"):
+    with pytest.raises(InputError, match="A graph has one shape"):
         step(input_ids=ids[:, 1:], labels=ids[:, 1:])
 
 
