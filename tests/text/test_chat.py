@@ -168,7 +168,6 @@ MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
     ("call", "message"),
     [
         ({"messages": USER}, "messages must be a list of dicts"),
-        ({"tools": [print]}, "tools must be a list of dicts"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
         ({"continue_final_message": True, "template": "{{ 'nothing' }}"}, "leaves out"),
         ({"continue_final_message": True, "messages": [{"role": "user", "content": None}]}, "last message"),
