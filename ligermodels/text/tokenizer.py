@@ -148,9 +148,10 @@ class Tokenizer(Vocabulary):
             raise InputError(f"a tokenizer is called with a text or a list of texts, not with {short(text)}.")
         if truncation is None:
             truncation = max_length is not None and padding is False
-        return self._call(
-            list(texts),
-            add_special_tokens=add_special_tokens,
+        return batch.finish(
+            self._columns(list(texts), add_special_tokens, return_offsets_mapping),
+            self,
+            around=self._special_tokens_around if add_special_tokens and truncation else (0, 0),
             flat=isinstance(text, str) and return_tensors is None,
             padding=padding,
             truncation=truncation,
@@ -159,7 +160,6 @@ class Tokenizer(Vocabulary):
             padding_side=padding_side,
             return_tensors=return_tensors,
             return_attention_mask=return_attention_mask,
-            return_offsets_mapping=return_offsets_mapping,
         )
 
     def encode_batch(
@@ -299,8 +299,8 @@ class Tokenizer(Vocabulary):
         because the template writes its own BOS.
         continue_final_message: ends the text in the middle of the last message, after its content, or after the field
         of this name.
-        padding, truncation, max_length, return_tensors: as in a call. tokenizer_kwargs: padding_side,
-        pad_to_multiple_of, return_attention_mask, return_offsets_mapping of a call.
+        padding, truncation, max_length, return_tensors: as in a call. tokenizer_kwargs: other options of a call
+        (padding_side, pad_to_multiple_of, return_attention_mask, return_offsets_mapping).
         return_assistant_tokens_mask: also assistant_masks, 1 for each token with a character inside
         {% generation %} ... {% endgeneration %} of the template; needs return_dict=True.
         variables: other variables that the template reads, such as enable_thinking.
@@ -333,16 +333,19 @@ class Tokenizer(Vocabulary):
         texts = [text for text, _ in found]
         if not tokenize:
             return texts if is_batch else texts[0]
-        encoded = self._call(
-            texts,
-            spans=[spans for _, spans in found] if return_assistant_tokens_mask else None,
-            add_special_tokens=False,
+        more = dict(tokenizer_kwargs or {})
+        if unknown := more.keys() - set(_CALL_OPTIONS):
+            raise InputError(f"tokenizer_kwargs can have {_CALL_OPTIONS}, not {sorted(unknown)}.")
+        spans = [spans for _, spans in found] if return_assistant_tokens_mask else None
+        encoded = batch.finish(
+            self._columns(texts, False, more.pop("return_offsets_mapping", False), spans),
+            self,
             flat=not is_batch and return_tensors is None,
             padding=padding,
             truncation=truncation,
             max_length=max_length,
             return_tensors=return_tensors,
-            **(tokenizer_kwargs or {}),
+            **more,
         )
         return encoded if return_dict else encoded["input_ids"]
 
@@ -407,17 +410,14 @@ class Tokenizer(Vocabulary):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _CACHED}
 
-    def _call(
+    def _columns(
         self,
         texts: list[str],
-        *,
         add_special_tokens: bool,
-        truncation: bool | str,
-        return_offsets_mapping: bool = False,
+        return_offsets_mapping: bool,
         spans: Sequence[Sequence[tuple[int, int]]] | None = None,
-        **options: Any,
-    ) -> BatchEncoding:
-        """The texts as a batch. spans: adds assistant_masks. options: those of `batch.finish`."""
+    ) -> dict[str, list[Any]]:
+        """input_ids, with offset_mapping if asked for, and assistant_masks where the assistant's spans are given."""
         rows = self._encode(texts, add_special_tokens, return_offsets_mapping or spans is not None)
         columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
         if return_offsets_mapping:
@@ -425,8 +425,7 @@ class Tokenizer(Vocabulary):
         if spans is not None:
             pairs = zip(rows, spans, strict=True)
             columns["assistant_masks"] = [batch.mask_of(row.offsets or (), own) for row, own in pairs]
-        around = self._special_tokens_around if add_special_tokens and truncation else (0, 0)
-        return batch.finish(columns, self, around=around, truncation=truncation, **options)
+        return columns
 
     def _encode(self, texts: list[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]:
         for text in texts:
@@ -484,5 +483,7 @@ def _backend(files: TokenizerFiles) -> Backend:
     )
 
 
+# The options of a call that apply_chat_template takes in tokenizer_kwargs.
+_CALL_OPTIONS = ("padding_side", "pad_to_multiple_of", "return_attention_mask", "return_offsets_mapping")
 # Computed from the files on first use, and again after a change.
 _CACHED = ("special_tokens_map", "_chat", "_adds_bos", "_special_tokens_around", "chat_stop_ids")
