@@ -221,9 +221,8 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 def _texts(content: Any) -> list[str]:
     """The texts of a content that is a list of text parts only, else []."""
     parts = content if isinstance(content, list) else []
-    are_texts = all(isinstance(part, dict) and part.get("type") == "text" for part in parts)
-    texts = [part.get("text") for part in parts] if are_texts else []
-    return texts if all(isinstance(text, str) for text in texts) else []
+    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
+    return texts if len(texts) == len(parts) else []
 
 
 def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:

@@ -75,7 +75,7 @@ def compile_template(source: str, with_marks: bool = False) -> Compiled:
     environment.globals["namespace"] = _Namespace
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    variables = meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+    variables = meta.find_undeclared_variables(environment.parse(source))
     has_generation: bool = environment.has_generation  # type: ignore[attr-defined]
     return Compiled(environment.from_string(source), has_generation, frozenset(variables))
 

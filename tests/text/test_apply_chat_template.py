@@ -130,6 +130,11 @@ def test_images_stay_parts(pair):
             tokenize=False,
         )
         assert text == "<|begin|><start_of_turn>user\na\n\n<image>what?<end_of_turn>\n"
+        # A template without images does not get the texts around them alone.
+        for image in ({"type": "image"}, {"type": "image", "text": "a mat"}):
+            chat = [{"role": "user", "content": [image, *parts("what?")]}]
+            text = tokenizer.apply_chat_template(chat, chat_template=QWEN_3, tokenize=False)
+            assert text == "<|im_start|>user\n<|im_end|>\n"
 
 
 def test_continue_a_field(pair):

@@ -45,7 +45,7 @@ def all_types(
     g: dict,
     h: dict[str, list[int]],
     i: str | None,
-    j: Union[int, str],  # noqa: UP007
+    j: Union[str, float, bool, int],  # noqa: UP007
     k: int | list[str] | None,
     l: Literal["x", "y"],  # noqa: E741
     m: Literal["x", 1, None],
