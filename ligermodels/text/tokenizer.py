@@ -464,7 +464,8 @@ def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> None:
     options = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"self", "variables"}
     own = sorted(template.variables - options - set(NAMES))
     nearest = difflib.get_close_matches(unknown[0], [*options, *own], 1)
-    hint = f"The nearest known name is {nearest[0]!r}." if nearest else f"Variables of the template: {short(own)}."
+    others = f"Variables of the template: {short(own)}." if own else "Next step: leave it out."
+    hint = f"The nearest known name is {nearest[0]!r}." if nearest else others
     raise InputError(
         f"{unknown[0]!r} is no argument of apply_chat_template, and {template.where} does not read it. {hint}"
     )

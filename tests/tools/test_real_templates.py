@@ -52,7 +52,7 @@ def test_texts_and_ids(name):
                 if not (expected == "refused" and "continue_final_message" in options):
                     assert found == expected, (conversation, options)
                     compared += expected != "refused"
-    assert compared >= 70
+    assert compared >= 70  # of 132 to 154
 
 
 @pytest.mark.parametrize("name", NAMES)
