@@ -1,12 +1,17 @@
 """Chat templates: their choice, their variables, and errors with the line of the template.
 
-Checked against transformers 5.23, `render_jinja_template`, except for the assistant's spans: the template is rendered a
-second time with marks around {% generation %}, and the text without the marks must equal the first rendering.
-transformers counts characters while the text is written, which is wrong inside a macro or a {% set %} block.
+Checked against transformers 5.23, `render_jinja_template`, except for
+- the assistant's spans: the template is rendered a second time with marks around {% generation %}, and the text without
+  the marks must equal the first rendering. transformers counts characters while the text is written, which is wrong
+  inside a macro or a {% set %} block; it returns a mask of zeros for a template without {% generation %};
+- a content of text parts where the template prints no parts: it gets the texts, joined. transformers hands it the list,
+  which becomes its Python spelling, nothing at all, or an error.
 """
 
+import contextlib
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -20,6 +25,8 @@ from ligermodels.text import sandbox
 _MARK = "\ue000continue here\ue000"
 # The mark of a message to continue; if the template trims messages, the space at its end is gone.
 _CONTINUE = f"{_MARK} "
+# The keys of a message's reasoning, the standard one first.
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplates:
@@ -30,6 +37,52 @@ class ChatTemplates:
         self._variables = dict(variables)
         self._folder = folder
 
+    def choose(self, template: str | None = None, has_tools: bool = False) -> "ChatTemplate":
+        """The template that is given by name or as text, or the default one."""
+        names = short(list(self.templates))
+        if template is not None and template not in self.templates:
+            if "{" in template:
+                return ChatTemplate(template, "the chat template that was passed", self._variables)
+            raise TokenizerError(f"there is no chat template {short(template)}; {self._folder} has {names}.")
+        if not self.templates:
+            raise TokenizerError(
+                f"{self._folder} has no chat template. Likely cause: a base model, not an instruct model. "
+                "Next step: pass chat_template=..., or encode a prompt of your own."
+            )
+        name = template or ("tool_use" if has_tools and "tool_use" in self.templates else "default")
+        if name not in self.templates:
+            raise TokenizerError(
+                f"{self._folder} has no default chat template. Next step: pass chat_template= one of {names}."
+            )
+        where = f"the chat template {short(name)} of {self._folder}"
+        return ChatTemplate(self.templates[name], where, self._variables)
+
+    def turn_end(self) -> str:
+        """The text that the default template writes after an assistant's message.
+
+        "" without such a template, or where it refuses a user's and an assistant's message.
+        """
+        try:
+            chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+            text, _ = self.choose().render(chat)
+        except TokenizerError:
+            return ""
+        return text.rpartition(_MARK)[2] if _MARK in text else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """One template. where: its name in errors. given: the variables that it has without being passed them."""
+
+    source: str
+    where: str
+    given: Mapping[str, Any]
+
+    @property
+    def variables(self) -> frozenset[str]:
+        """The variables that the template reads without setting them first."""
+        return self._compiled().variables
+
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -37,8 +90,7 @@ class ChatTemplates:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
-        template: str | None = None,
+        continue_final_message: bool | str = False,
         variables: Mapping[str, Any] | None = None,
         with_spans: bool = False,
     ) -> tuple[str, list[tuple[int, int]]]:
@@ -51,67 +103,69 @@ class ChatTemplates:
         for label, items in (("messages", messages), ("tools", tools or ()), ("documents", documents or ())):
             if not isinstance(items, list | tuple) or not all(isinstance(item, Mapping) for item in items):
                 raise TokenizerError(f"{label} must be a list of dicts, not {short(items)}.")
-        source, where = self._choose(template, tools is not None)
-        seen = {**self._variables, **_plain(variables or {}), "messages": _plain(messages), "tools": _plain(tools)}
-        seen |= {"documents": _plain(documents), "add_generation_prompt": add_generation_prompt}
+        if not messages:
+            raise TokenizerError("a conversation needs at least one message.")
+        seen = {**self.given, **_plain(variables or {}), "tools": _plain(tools), "documents": _plain(documents)}
+        seen["add_generation_prompt"] = add_generation_prompt
+        seen["messages"] = self._join_parts([_message(message) for message in messages], seen)
         if continue_final_message:
-            _mark_end(seen["messages"])
-        text, has_generation = _run(source, where, seen)
-        if continue_final_message:
-            return _cut_at_end(text), []
+            _mark_end(seen["messages"], "content" if continue_final_message is True else continue_final_message)
+            return _cut_at_end(self._run(seen)), []
+        text = self._run(seen)
         if not with_spans:
             return text, []
-        if not has_generation:
+        if not self._compiled().has_generation:
             raise TokenizerError(
-                f"{where} does not mark the assistant's text: it has no {{% generation %}} ... "
+                f"{self.where} does not mark the assistant's text: it has no {{% generation %}} ... "
                 "{% endgeneration %}. Next step: put them around the assistant's text, in a template passed as "
                 "chat_template=...; TRL has such variants of the usual templates."
             )
-        marked, spans = _spans(_run(source, where, seen, with_marks=True)[0])
+        marked, spans = _spans(self._run(seen, with_marks=True))
         if marked != text:
             raise TokenizerError(
-                f"{where} changes the text inside {{% generation %}}, or leaves the tag without its end, so that the "
-                "assistant's tokens are unknown. Likely cause: a filter over the tag, such as trim, or a break in it. "
-                "Next step: put the tag around the filter."
+                f"{self.where} changes the text inside {{% generation %}}, or leaves the tag without its end, so that "
+                "the assistant's tokens are unknown. Likely cause: a filter over the tag, such as trim, or a break in "
+                "it. Next step: put the tag around the filter."
             )
         return text, spans
 
-    def turn_end(self) -> str:
-        """The text that the default template writes after an assistant's message.
+    def _join_parts(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> list[dict[str, Any]]:
+        """The chat with the text parts of a message joined, unless the template prints them part by part.
 
-        "" without such a template, or where it refuses a user's and an assistant's message.
+        A first rendering shows which: there each part is a mark.
         """
+        texts = [_texts(message.get("content")) for message in chat]
+        if not any(texts):
+            return chat
+        marks = [[f"\ue000part {row} {at}\ue000" for at in range(len(parts))] for row, parts in enumerate(texts)]
+        probe = [
+            message | ({"content": [{"type": "text", "text": mark} for mark in row]} if row else {})
+            for message, row in zip(chat, marks, strict=True)
+        ]
         try:
-            text, _ = self.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}])
+            printed = self._run({**variables, "messages": probe})
         except TokenizerError:
-            return ""
-        return text.rpartition(_MARK)[2] if _MARK in text else ""
+            printed = ""
+        return [
+            message if all(mark in printed for mark in row) else message | {"content": "".join(parts)}
+            for message, row, parts in zip(chat, marks, texts, strict=True)
+        ]
 
-    def _choose(self, template: str | None, has_tools: bool) -> tuple[str, str]:
-        """(text, name for errors) of the template that is given by name or as text, or of the default one."""
-        names = short(list(self.templates))
-        if template is not None and template not in self.templates:
-            if "{" in template:
-                return template, "the chat template that was passed"
-            raise TokenizerError(f"there is no chat template {short(template)}; {self._folder} has {names}.")
-        if not self.templates:
-            raise TokenizerError(
-                f"{self._folder} has no chat template. Likely cause: a base model, not an instruct model. "
-                "Next step: pass chat_template=..., or encode a prompt of your own."
-            )
-        name = template or ("tool_use" if has_tools and "tool_use" in self.templates else "default")
-        if name not in self.templates:
-            raise TokenizerError(
-                f"{self._folder} has no default chat template. Next step: pass chat_template= one of {names}."
-            )
-        return self.templates[name], f"the chat template {short(name)} of {self._folder}"
+    def _compiled(self, with_marks: bool = False) -> sandbox.Compiled:
+        with _template_errors(self.where):
+            return sandbox.compile_template(self.source, with_marks)
+
+    def _run(self, variables: dict[str, Any], with_marks: bool = False) -> str:
+        template = self._compiled(with_marks).template
+        with _template_errors(self.where):
+            return sandbox.render(template, variables)
 
 
-def _run(source: str, where: str, variables: dict[str, Any], with_marks: bool = False) -> tuple[str, bool]:
-    """(the text of a template, whether it has {% generation %})."""
+@contextlib.contextmanager
+def _template_errors(where: str) -> Iterator[None]:
+    """Raises what a template raises as TokenizerError."""
     try:
-        template, has_generation = sandbox.compile_template(source, with_marks)
-        return sandbox.render(template, variables), has_generation
+        yield
     except sandbox.RaisedByTemplate as error:
         raise TokenizerError(f"{where} refuses these messages: {error}") from error
     except Exception as error:
@@ -144,11 +198,31 @@ def _plain(value: Any) -> Any:
     for kind in (int, float):
         if isinstance(value, kind):
             return kind(value)
+    if hasattr(value, "dtype") and getattr(value, "shape", None) == ():  # a number of numpy or torch
+        return _plain(value.item())
     if isinstance(value, Mapping):
         return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if callable(dump := getattr(value, "model_dump", None)):  # pydantic, such as the tool calls of OpenAI's client
+        return _plain(dump())
     return f"<{type(value).__name__}>"
+
+
+def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy without the keys that are None, and with the reasoning under every key that a template may read."""
+    found = {key: value for key, value in _plain(message).items() if value is not None}
+    reasoning = next((found[key] for key in _REASONING if key in found), None)
+    return found if reasoning is None else {"thinking": reasoning, **found, "reasoning_content": reasoning}
+
+
+def _texts(content: Any) -> list[str]:
+    """The texts of a content that is a list of text parts only, else []."""
+    parts = content if isinstance(content, list) else []
+    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
+    return texts if len(texts) == len(parts) else []
 
 
 def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
@@ -168,17 +242,20 @@ def _spans(marked: str) -> tuple[str, list[tuple[int, int]]]:
     return text + sandbox.SPAN_START * len(starts), spans
 
 
-def _mark_end(chat: list[dict[str, Any]]) -> None:
-    """Puts the mark after the text of the last message."""
-    content = chat[-1].get("content") if chat else None
-    if isinstance(content, str):
-        chat[-1]["content"] = content + _CONTINUE
+def _mark_end(chat: list[dict[str, Any]], field: str) -> None:
+    """Puts the mark after the text of the last message: of its content, or of another field."""
+    message = chat[-1]
+    value = message.get(field)
+    if isinstance(value, str):
+        for name in _REASONING if field in _REASONING else (field,):
+            if message.get(name) == value:
+                message[name] = value + _CONTINUE
         return
-    for part in reversed(content if isinstance(content, list) else []):
+    for part in reversed(value if isinstance(value, list) else []):
         if isinstance(part, dict) and isinstance(part.get("text"), str):
             part["text"] += _CONTINUE
             return
-    raise TokenizerError("continue_final_message needs a last message whose content has text to go on with.")
+    raise TokenizerError(f"continue_final_message needs a last message whose {field} has text to go on with.")
 
 
 def _cut_at_end(text: str) -> str:

@@ -7,10 +7,11 @@ variables. The size of a template and of its output is limited; its time is not.
 import datetime
 import functools
 import json
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
 
@@ -52,9 +53,17 @@ class GenerationTag(Extension):
         return nodes.Scope(body, lineno=line)
 
 
+class Compiled(NamedTuple):
+    """A template, whether it has {% generation %}, and the variables that it reads without setting them first."""
+
+    template: jinja2.Template
+    has_generation: bool
+    variables: frozenset[str]
+
+
 @functools.lru_cache(maxsize=32)
-def compile_template(source: str, with_marks: bool = False) -> tuple[jinja2.Template, bool]:
-    """(the template, whether it has {% generation %}). Raises TemplateTooLarge, jinja2.TemplateSyntaxError."""
+def compile_template(source: str, with_marks: bool = False) -> Compiled:
+    """Raises TemplateTooLarge, jinja2.TemplateSyntaxError."""
     if len(source) > MAX_TEMPLATE_CHARS:
         raise TemplateTooLarge(f"a template has at most {MAX_TEMPLATE_CHARS:,} characters, this one {len(source):,}")
     environment = ImmutableSandboxedEnvironment(
@@ -62,11 +71,13 @@ def compile_template(source: str, with_marks: bool = False) -> tuple[jinja2.Temp
     )
     environment.with_marks = with_marks  # type: ignore[attr-defined]
     environment.filters["tojson"] = _tojson
-    environment.globals["dict"] = _dict
+    environment.globals["dict"] = _Dict()
     environment.globals["namespace"] = _Namespace
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
-    return environment.from_string(source), environment.has_generation  # type: ignore[attr-defined]
+    variables = meta.find_undeclared_variables(environment.parse(source))
+    has_generation: bool = environment.has_generation  # type: ignore[attr-defined]
+    return Compiled(environment.from_string(source), has_generation, frozenset(variables))
 
 
 def render(template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -95,9 +106,14 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-def _dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
-    """The constructor alone, without the methods of the class."""
-    return dict(*args, **kwargs)
+class _Dict:
+    """The constructors of dict, without the other attributes of the class."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, keys: Iterable[Any], value: Any = None) -> dict[Any, Any]:
+        return dict.fromkeys(keys, value)
 
 
 def _tojson(

@@ -1,11 +1,13 @@
 """The tokenizer of a checkpoint folder, without transformers."""
 
+import difflib
 import functools
+import inspect
 import operator
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
 from typing import TYPE_CHECKING, Any
@@ -14,11 +16,12 @@ from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import batch, saving
 from ligermodels.text.backend import Backend, Encoded
 from ligermodels.text.batch import BatchEncoding
-from ligermodels.text.chat import ChatTemplates
+from ligermodels.text.chat import ChatTemplate, ChatTemplates
 from ligermodels.text.files import TokenizerFiles, call_settings, read_files
+from ligermodels.text.function_schema import function_schema
 from ligermodels.text.json_backend import JsonBackend
 from ligermodels.text.sentencepiece_backend import SentencePieceBackend
-from ligermodels.text.vocabulary import Vocabulary
+from ligermodels.text.vocabulary import NAMES, Vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -103,14 +106,19 @@ class Tokenizer(Vocabulary):
             )
         return cls(files, backend, name_or_path)
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`.
+    def encode(self, text: str, add_special_tokens: bool = True, **options: Any) -> Any:
+        """The ids of one text: a list of ints, or what a call with the same options returns as input_ids.
 
         add_special_tokens adds the checkpoint's special tokens around a text (BOS for most, EOS for few), but no BOS
         before a text that begins with BOS, such as the output of a chat template. Special tokens that are written in
         the text become their ids in any case.
         """
-        return self._encode([text], add_special_tokens)[0].ids
+        if isinstance(text, list | tuple):
+            raise InputError(
+                "encode takes one text, not a list. Next step: tokenizer(texts)['input_ids'] for lists of ids, or "
+                "encode_batch(texts) for tensors with padding."
+            )
+        return self(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
 
     def __call__(
         self,
@@ -140,12 +148,8 @@ class Tokenizer(Vocabulary):
             raise InputError(f"a tokenizer is called with a text or a list of texts, not with {short(text)}.")
         if truncation is None:
             truncation = max_length is not None and padding is False
-        rows = self._encode(list(texts), add_special_tokens, return_offsets_mapping)
-        columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
-        if return_offsets_mapping:
-            columns["offset_mapping"] = [row.offsets for row in rows]
         return batch.finish(
-            columns,
+            self._columns(list(texts), add_special_tokens, return_offsets_mapping),
             self,
             around=self._special_tokens_around if add_special_tokens and truncation else (0, 0),
             flat=isinstance(text, str) and return_tensors is None,
@@ -262,12 +266,13 @@ class Tokenizer(Vocabulary):
 
     def apply_chat_template(
         self,
-        messages: Sequence[Mapping[str, Any]],
+        conversation: Any = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
+        messages: Any = None,
+        tools: Sequence[Mapping[str, Any] | Callable[..., Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = False,
-        continue_final_message: bool = False,
+        continue_final_message: bool | str = False,
         chat_template: str | None = None,
         template: str | None = None,
         tokenize: bool = True,
@@ -277,49 +282,72 @@ class Tokenizer(Vocabulary):
         return_tensors: str | None = None,
         return_dict: bool = False,
         return_assistant_tokens_mask: bool = False,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> Any:
         """The ids of a conversation; its text with tokenize=False; the dict of a call with return_dict=True.
 
-        messages: [{"role": ..., "content": ...}, ...]. tools: JSON schemas. chat_template: the name of one of the
-        checkpoint's templates, or a template's text; by default "tool_use" if there are tools and it exists,
-        else "default". template: the same. variables: other variables of the template. No special tokens are added
-        around the text, because the template writes its own BOS.
-        padding, truncation, max_length, return_tensors: as in a call.
+        As in transformers, but there return_dict is True by default. A list of conversations gives a list of texts, or
+        a batch.
+
+        conversation, or messages: [{"role": ..., "content": ...}, ...]. Keys that are None are left out. A content
+        may be a list of parts, {"type": "text", "text": ...}; their texts are joined for a template that does not
+        print parts. `reasoning_content`, `reasoning` and `thinking` are the same.
+        tools: JSON schemas, or functions with type hints and a docstring (`function_schema`).
+        chat_template, or template: the name of one of the checkpoint's templates, or a template's text; by default
+        "tool_use" if there are tools and it exists, else "default". No special tokens are added around the text,
+        because the template writes its own BOS.
+        continue_final_message: ends the text in the middle of the last message, after its content, or after the field
+        of this name.
+        padding, truncation, max_length, return_tensors: as in a call. tokenizer_kwargs: other options of a call
+        (padding_side, pad_to_multiple_of, return_attention_mask, return_offsets_mapping).
         return_assistant_tokens_mask: also assistant_masks, 1 for each token with a character inside
         {% generation %} ... {% endgeneration %} of the template; needs return_dict=True.
-        Raises TokenizerError, with the template's own message where it refuses the conversation.
+        variables: other variables that the template reads, such as enable_thinking.
+        Raises InputError, also for a variable that the template does not read; TokenizerError, with the template's own
+        message where it refuses the conversation.
         """
         if return_assistant_tokens_mask and not (return_dict and tokenize):
             raise InputError("return_assistant_tokens_mask goes with return_dict=True and tokenize=True.")
         if template is not None and chat_template is not None:
             raise InputError("chat_template and template are the same; give one.")
-        text, spans = self._chat.render(
-            messages,
-            tools=tools,
-            documents=documents,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            template=template if chat_template is None else chat_template,
-            variables=variables,
-            with_spans=return_assistant_tokens_mask,
-        )
+        if (messages is None) == (conversation is None):
+            raise InputError("apply_chat_template takes a conversation: a list of messages, given once.")
+        given = conversation if messages is None else messages
+        is_batch = isinstance(given, list | tuple) and bool(given) and isinstance(given[0], list | tuple)
+        chosen = self._chat.choose(template if chat_template is None else chat_template, tools is not None)
+        _check_names(variables, chosen)
+        schemas = None if tools is None else _schemas(tools)
+        found = [
+            chosen.render(
+                chat,
+                tools=schemas,
+                documents=documents,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+                with_spans=return_assistant_tokens_mask,
+            )
+            for chat in (given if is_batch else [given])
+        ]
+        texts = [text for text, _ in found]
         if not tokenize:
-            return text
-        (row,) = self._encode([text], False, return_assistant_tokens_mask)
-        columns: dict[str, list[Any]] = {"input_ids": [row.ids]}
-        if row.offsets is not None:
-            columns["assistant_masks"] = [batch.mask_of(row.offsets, spans)]
-        found = batch.finish(
-            columns,
+            return texts if is_batch else texts[0]
+        more = dict(tokenizer_kwargs or {})
+        if unknown := more.keys() - set(_CALL_OPTIONS):
+            raise InputError(f"tokenizer_kwargs can have {_CALL_OPTIONS}, not {sorted(unknown)}.")
+        spans = [spans for _, spans in found] if return_assistant_tokens_mask else None
+        encoded = batch.finish(
+            self._columns(texts, False, more.pop("return_offsets_mapping", False), spans),
             self,
-            flat=return_tensors is None,
+            flat=not is_batch and return_tensors is None,
             padding=padding,
             truncation=truncation,
             max_length=max_length,
             return_tensors=return_tensors,
+            **more,
         )
-        return found if return_dict else found["input_ids"]
+        return encoded if return_dict else encoded["input_ids"]
 
     @functools.cached_property
     def chat_stop_ids(self) -> tuple[int, ...]:
@@ -382,6 +410,23 @@ class Tokenizer(Vocabulary):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _CACHED}
 
+    def _columns(
+        self,
+        texts: list[str],
+        add_special_tokens: bool,
+        return_offsets_mapping: bool,
+        spans: Sequence[Sequence[tuple[int, int]]] | None = None,
+    ) -> dict[str, list[Any]]:
+        """input_ids, with offset_mapping if asked for, and assistant_masks where the assistant's spans are given."""
+        rows = self._encode(texts, add_special_tokens, return_offsets_mapping or spans is not None)
+        columns: dict[str, list[Any]] = {"input_ids": [row.ids for row in rows]}
+        if return_offsets_mapping:
+            columns["offset_mapping"] = [row.offsets for row in rows]
+        if spans is not None:
+            pairs = zip(rows, spans, strict=True)
+            columns["assistant_masks"] = [batch.mask_of(row.offsets or (), own) for row, own in pairs]
+        return columns
+
     def _encode(self, texts: list[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]:
         for text in texts:
             if not isinstance(text, str):
@@ -402,6 +447,30 @@ class Tokenizer(Vocabulary):
         ]
 
 
+def _schemas(tools: Any) -> list[Mapping[str, Any]]:
+    """The JSON schemas of tools that are schemas or functions."""
+    if not isinstance(tools, list | tuple):
+        raise InputError(f"tools must be a list of JSON schemas (dicts) and Python functions, not {short(tools)}.")
+    for tool in tools:
+        if not (isinstance(tool, Mapping) or inspect.isfunction(tool) or inspect.ismethod(tool)):
+            raise InputError(f"a tool is a JSON schema (a dict) or a Python function, not {short(tool)}.")
+    return [tool if isinstance(tool, Mapping) else function_schema(tool) for tool in tools]
+
+
+def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> None:
+    """Raises InputError for a variable that the template does not read."""
+    if not variables or not (unknown := sorted(variables.keys() - template.variables)):
+        return
+    options = inspect.signature(Tokenizer.apply_chat_template).parameters.keys() - {"self", "variables"}
+    own = sorted(template.variables - options - set(NAMES))
+    nearest = difflib.get_close_matches(unknown[0], [*options, *own], 1)
+    others = f"Variables of the template: {short(own)}." if own else "Next step: leave it out."
+    hint = f"The nearest known name is {nearest[0]!r}." if nearest else others
+    raise InputError(
+        f"{unknown[0]!r} is no argument of apply_chat_template, and {template.where} does not read it. {hint}"
+    )
+
+
 def _backend(files: TokenizerFiles) -> Backend:
     if path := files.path("tokenizer.json"):
         return JsonBackend(path, files)
@@ -415,5 +484,7 @@ def _backend(files: TokenizerFiles) -> Backend:
     )
 
 
+# The options of a call that apply_chat_template takes in tokenizer_kwargs.
+_CALL_OPTIONS = ("padding_side", "pad_to_multiple_of", "return_attention_mask", "return_offsets_mapping")
 # Computed from the files on first use, and again after a change.
 _CACHED = ("special_tokens_map", "_chat", "_adds_bos", "_special_tokens_around", "chat_stop_ids")

@@ -91,8 +91,12 @@ def test_a_bad_tokenizer_model(sentencepiece_folder, sentencepiece_model):
 
 def test_texts_that_cannot_be_encoded(byte_fallback_folder):
     tokenizer = Tokenizer.from_folder(byte_fallback_folder)
-    with pytest.raises(TokenizerError, match="text must be a str, not bytes"):
+    with pytest.raises(InputError, match=r"encode takes one text.*tokenizer\(texts\)"):
+        tokenizer.encode(["the", "cat"])
+    with pytest.raises(InputError, match="with a text or a list of texts, not with b'bytes'"):
         tokenizer.encode(b"bytes")
+    with pytest.raises(TokenizerError, match="text must be a str, not bytes"):
+        tokenizer([b"bytes"])
     with pytest.raises(TokenizerError, match=r"lone surrogate '\\ud83e' at position 4"):
         tokenizer.encode("the \ud83e")
 

@@ -64,6 +64,11 @@ def test_calls(pair):
         assert plain(found) == plain(expected), (text, add, options)
         assert list(found) == list(expected)
         assert len(caught) == 2 * count, options
+        if isinstance(text, str):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ids = ours.encode(text, add_special_tokens=add, **options)
+            assert plain({"input_ids": ids}) == plain({"input_ids": expected["input_ids"]})
 
 
 def test_truncation_side(pair):

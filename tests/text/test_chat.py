@@ -34,6 +34,7 @@ def tokenizer(byte_level_folder):
         ("{{ strftime_now('%Y')|length }}{{ nothing|default(1700000000) }}", "41700000000"),
         ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
         ("{{ namespace(self=1, x=2).x }}{{ cycler('a', 'b').next() }}{{ dict(a=1).a }}", "2a1"),
+        ("{{ dict.fromkeys('ab', 1) | tojson }}", '{"a": 1, "b": 1}'),
         ("  {% if true %}\n  yes\n  {% endif %}\nend", "  yes\nend"),
     ],
 )
@@ -168,7 +169,6 @@ MASK = {"return_dict": True, "return_assistant_tokens_mask": True}
     ("call", "message"),
     [
         ({"messages": USER}, "messages must be a list of dicts"),
-        ({"tools": [print]}, "tools must be a list of dicts"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "excludes add_generation_prompt"),
         ({"continue_final_message": True, "template": "{{ 'nothing' }}"}, "leaves out"),
         ({"continue_final_message": True, "messages": [{"role": "user", "content": None}]}, "last message"),
