@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ligermodels.checkpoint import gguf
 from ligermodels.checkpoint.reading import COMPANIONS, PICKLES, SAFETENSORS, weight_files
 from ligermodels.errors import HubError, LigermodelsError
 
@@ -35,7 +36,9 @@ def resolve(
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
-    if os.path.isdir(local) or not is_id:
+    if os.path.exists(local) or not is_id:
+        if file := gguf.find(local / inside):
+            return gguf.folder_of(file)
         if not os.path.isdir(local / inside):
             raise HubError(
                 f"{local / inside} is {'a file' if os.path.exists(local / inside) else 'not there'}. Give "

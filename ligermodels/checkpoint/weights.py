@@ -78,6 +78,16 @@ def plain_name(name: str) -> str:
     return plain or name
 
 
+def to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows [heads * D, ...] of q or k for a rotation of neighbouring rows, in the order for a rotation of halves."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `to_halves`."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
 def regions(model: nn.Module, table: Table) -> list[Region]:
     """The boxes that tile every parameter of `model`, which may be on the meta device.
 

@@ -32,38 +32,20 @@ import torch
 from torch import Tensor
 
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.checkpoint.weights import TensorInfo, same_bits
+from ligermodels.checkpoint.gguf import FAMILIES, FLOATS, llama3_divisors, package
+from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
 from ligermodels.conversion.gguf_tokenizer import add_tokenizer
-from ligermodels.conversion.meta import to_pairs
 from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
     from ligermodels.conversion.verify import Report
 
-FAMILIES = {
-    "llama": ("llama", "silu"), "mistral": ("llama", "silu"), "mixtral": ("llama", "silu"),
-    "gemma": ("gemma", "gelu_tanh"), "gemma2": ("gemma2", "gelu_tanh"), "qwen2": ("qwen2", "silu"),
-    "phi3": ("phi3", "silu"),
-}  # fmt: skip
-"""model_type -> (llama.cpp's architecture, the activation that it computes)."""
-
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TYPES = {dtype: name for name, dtype in FLOATS.items()}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+\.weight)")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 GGUF = "model.gguf"
-
-
-def package() -> Any:
-    """The `gguf` package. Raises ConfigError where it is missing."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError(
-            "GGUF files are written by the gguf package, which is missing.\n  Next: pip install 'ligermodels[gguf]'"
-        ) from error
-    return gguf
 
 
 @dataclass(frozen=True)
@@ -303,7 +285,7 @@ def _parts(gguf: Any, view: View, arch: str, dtype: torch.dtype | None) -> dict[
     rope = config.rope_parameters
     tables: dict[Any, Any] = {}
     if rope["rope_type"] == "llama3":
-        tables[kind.ROPE_FREQS] = _llama3_divisors(config, rotary.dim)
+        tables[kind.ROPE_FREQS] = llama3_divisors(rope, rotary.dim)
     if rope["rope_type"] == "longrope":
         tables = {kind.ROPE_FACTORS_LONG: rope["long_factor"], kind.ROPE_FACTORS_SHORT: rope["short_factor"]}
     parts: dict[str, _Part] = {}
@@ -335,15 +317,3 @@ def _parts(gguf: Any, view: View, arch: str, dtype: torch.dtype | None) -> dict[
             offset=1.0 if arch.startswith("gemma") and source.endswith("norm.weight") else 0.0,
         )
     return parts
-
-
-def _llama3_divisors(config: ModelConfig, dim: int) -> list[float]:
-    """What each frequency is divided by: 1 for short waves, `factor` for long ones, between them a blend."""
-    rope = config.rope_parameters
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    divisors = []
-    for i in range(0, dim, 2):
-        rotations = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
-        share = min(1.0, max(0.0, (rotations - low) / (high - low)))
-        divisors.append(1.0 / ((1.0 - share) / factor + share))
-    return divisors

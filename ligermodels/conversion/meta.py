@@ -39,7 +39,7 @@ from torch import Tensor
 from ligermodels.arch.llama import LlamaConfig
 from ligermodels.checkpoint import reading
 from ligermodels.checkpoint.reading import json_bytes, read_json
-from ligermodels.checkpoint.weights import TensorInfo, same_bits
+from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves, to_pairs
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, ConfigError, InputError
@@ -103,16 +103,6 @@ def meta_name(name: str) -> str:
 def _split(name: str) -> tuple[str, list[str]]:
     """A name with {} for each number in it, and the numbers."""
     return re.sub(r"\.\d+\.", ".{}.", name), re.findall(r"\.(\d+)\.", name)
-
-
-def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Meta's rows [heads * D, ...] in Hugging Face's order."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
-
-
-def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Hugging Face's rows [heads * D, ...] in Meta's order."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
 
 
 def read_params(path: Path, known: Iterable[str], required: Iterable[str]) -> dict[str, Any]:

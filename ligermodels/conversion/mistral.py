@@ -22,7 +22,8 @@ from torch import Tensor
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
 from ligermodels.checkpoint import reading
-from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params, to_halves
+from ligermodels.checkpoint.weights import to_halves
+from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params
 from ligermodels.conversion.source import Source
 from ligermodels.errors import CheckpointError
 
