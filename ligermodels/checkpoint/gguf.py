@@ -20,8 +20,7 @@ import os
 import re
 import struct
 import tempfile
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -29,20 +28,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ligermodels.checkpoint.gguf_config import FAMILIES, TABLES, Fields, config_of
 from ligermodels.checkpoint.gguf_tokenizer import token_ids, tokenizer_files
 from ligermodels.checkpoint.reading import json_bytes, read_errors
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
-from ligermodels.errors import CheckpointError, ConfigError, HubError
+from ligermodels.errors import CheckpointError, ConfigError
 
 MODEL = "model.gguf"
 """The link to the file in the folder of `folder_of`."""
-
-FAMILIES = {
-    "llama": ("llama", "silu"), "mistral": ("llama", "silu"), "mixtral": ("llama", "silu"),
-    "gemma": ("gemma", "gelu_tanh"), "gemma2": ("gemma2", "gelu_tanh"), "qwen2": ("qwen2", "silu"),
-    "qwen3": ("qwen3", "silu"), "phi3": ("phi3", "silu"),
-}  # fmt: skip
-"""model_type -> (llama.cpp's architecture, the activation that it computes)."""
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = {
@@ -67,8 +60,6 @@ _OF_FAMILY = {
         "post_ffw_norm": "post_feedforward_layernorm",
     },
 }  # fmt: skip
-_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_UNUSED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.value_length")
 _ARRAYS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
 _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 _SPLIT = "  Next: join its parts with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
@@ -246,12 +237,12 @@ class GgufReader:
 
     def __init__(self, path: Path):
         self.source, self._file = str(path), GgufFile(path)
-        self._fields = _Fields(self._file.metadata, str(path))
-        self._model_type = _model_type(self._fields)
+        self._fields = Fields(self._file.metadata, str(path))
+        self._model_type, self._heads = self._fields.model_type, self._fields.number("attention.head_count")
         self._boxes: dict[str, _Stored] = {}
         names = _TENSORS | _OF_FAMILY.get(self._model_type, {})
         for name, stored in self._file.tensors.items():
-            if name in _TABLES:
+            if name in TABLES:
                 continue
             ours, experts = _renamed(name, names), stored.shape[0] if name.endswith("_exps.weight") else 0
             nbytes = self._file.nbytes(stored) // max(experts, 1)
@@ -267,15 +258,16 @@ class GgufReader:
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
         tensor = self._values(name)
-        projection = name.split(".")[-2]
-        if FAMILIES[self._model_type][0] == "llama" and projection in ("q_proj", "k_proj"):
-            heads = self._fields.number("attention.head_count")
-            tensor = to_halves(tensor, self._fields.number("attention.head_count_kv", heads) if projection[0] == "k" else heads)
+        if FAMILIES[self._model_type][0] == "llama" and ".self_attn.q_proj." in name:
+            tensor = to_halves(tensor, self._heads)
+        if FAMILIES[self._model_type][0] == "llama" and ".self_attn.k_proj." in name:
+            tensor = to_halves(tensor, self._fields.get("attention.head_count_kv", self._heads))
         return tensor.to(self.headers[name].dtype)
 
     def config(self) -> dict[str, Any]:
         """The contents of a config.json."""
-        return _config(self._model_type, self._fields, self._file, self.headers)
+        tables = {name: self._file.read(stored) for name, stored in self._file.tensors.items() if name in TABLES}
+        return config_of(self._fields, self.headers, tables)
 
     def files(self) -> dict[str, bytes]:
         """config.json, generation_config.json and the tokenizer's files."""
@@ -305,9 +297,7 @@ class GgufReader:
         values = map(self._values, small)
         exact = dtype != torch.float32 and all(same_bits(x.to(dtype).float(), x.float()) for x in values)
         of_small = dtype if exact else torch.float32
-        return {
-            name: TensorInfo(of_small if name in small else dtype, box.shape) for name, box in self._boxes.items()
-        }
+        return {name: TensorInfo(of_small if name in small else dtype, box.shape) for name, box in self._boxes.items()}
 
 
 def _renamed(name: str, names: Mapping[str, str]) -> str:
@@ -317,174 +307,3 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
         return name
     prefix = f"model.layers.{match[1]}." if match[1] else ""
     return f"{prefix}{names[match[2]]}.{match[3]}"
-
-
-# Configuration
-
-
-class _Fields:
-    """The metadata of one architecture. Raises ConfigError for what is missing."""
-
-    def __init__(self, metadata: Mapping[str, Any], where: str):
-        self.where, self.metadata = where, metadata
-        self.arch = metadata.get("general.architecture")
-        known = dict.fromkeys(arch for arch, _ in FAMILIES.values())
-        if self.arch not in known:
-            raise ConfigError(
-                f"{where} has the architecture {self.arch!r} (general.architecture); supported: {', '.join(known)}"
-            )
-        self._used = {f"{self.arch}.{key}" for key in _UNUSED}
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of the architecture; of one for each layer, the one that all have."""
-        name = f"{self.arch}.{key}"
-        self._used.add(name)
-        value = self.metadata.get(name, default)
-        if isinstance(value, list):
-            if len(set(value)) != 1:
-                raise ConfigError(f"{self.where}: {name} differs between layers, which is not supported: {value[:8]}")
-            return value[0]
-        return value
-
-    def number(self, key: str, default: Any = None) -> Any:
-        value = self.get(key, default)
-        if value is None:
-            raise ConfigError(f"{self.where} lacks {self.arch}.{key}, which a {self.arch} needs. Is the file whole?")
-        return value
-
-    def unused(self) -> list[str]:
-        """Keys that nothing has asked for and that are switched on."""
-        keys = [key for key in self.metadata if key.startswith(f"{self.arch}.") and key not in self._used]
-        return [key for key in keys if self.metadata[key] not in (None, False, 0, 0.0, "")]
-
-
-def _model_type(fields: _Fields) -> str:
-    if fields.arch != "llama":
-        return str(fields.arch)
-    if fields.get("expert_count"):
-        return "mixtral"
-    return "mistral" if fields.get("attention.sliding_window") else "llama"
-
-
-def _config(model_type: str, fields: _Fields, file: GgufFile, headers: Mapping[str, TensorInfo]) -> dict[str, Any]:
-    """The contents of a config.json. Warns of metadata that nothing here reads."""
-    embedding = headers.get("model.embed_tokens.weight")
-    if embedding is None:
-        raise ConfigError(f"{fields.where} lacks token_embd.weight. Is it a whole language model?")
-    layers, heads, width = (
-        fields.number(key) for key in ("block_count", "attention.head_count", "embedding_length")
-    )
-    head_dim = fields.get("attention.key_length", width // heads)
-    if fields.get("attention.value_length", head_dim) != head_dim:
-        raise ConfigError(f"{fields.where}: values and keys of a head have other sizes, which is not supported")
-    activation = "silu" if FAMILIES[model_type][1] == "silu" else "gelu_pytorch_tanh"
-    dtype = str(embedding.dtype).removeprefix("torch.")
-    context = fields.number("context_length")
-    config = {
-        "architectures": [f"{model_type.capitalize()}ForCausalLM"],
-        "model_type": model_type,
-        "vocab_size": embedding.shape[0],
-        "hidden_size": width,
-        "intermediate_size": fields.number("feed_forward_length"),
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": fields.get("attention.head_count_kv", heads),
-        "head_dim": head_dim,
-        "hidden_act": activation,
-        "max_position_embeddings": context,
-        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": float(fields.get("rope.freq_base", 10000.0)),
-        "rope_scaling": _rope_scaling(fields, file, head_dim),
-        "tie_word_embeddings": "lm_head.weight" not in headers,
-        **token_ids(file.metadata, only_eos=True),
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-    window = fields.get("attention.sliding_window") or None
-    rotated = fields.get("rope.dimension_count", head_dim)
-    if model_type in ("llama", "qwen3"):
-        config["attention_bias"] = "model.layers.0.self_attn.q_proj.bias" in headers
-    if model_type == "llama":
-        config["mlp_bias"] = "model.layers.0.mlp.up_proj.bias" in headers
-    if model_type == "mixtral":
-        config["num_local_experts"] = fields.number("expert_count")
-        config["num_experts_per_tok"] = fields.number("expert_used_count")
-    if model_type in ("gemma", "gemma2"):
-        config["hidden_activation"] = activation
-    if model_type == "gemma2":
-        # The 27B alone is scaled by its width; llama.cpp tells it by the number of its layers.
-        config["query_pre_attn_scalar"] = width // heads if layers == 46 else head_dim
-        config["attn_logit_softcapping"] = fields.get("attn_logit_softcapping", 50.0)
-        config["final_logit_softcapping"] = fields.get("final_logit_softcapping", 30.0)
-        window = window or 4096
-    if model_type == "phi3":
-        config["original_max_position_embeddings"] = fields.get("rope.scaling.original_context_length", context)
-        config["partial_rotary_factor"] = rotated / head_dim
-    elif rotated != head_dim:
-        raise ConfigError(f"{fields.where} rotates {rotated} of a head's {head_dim} dimensions, which a {model_type} here does not")
-    if model_type in ("mistral", "mixtral", "gemma2", "phi3"):
-        config["sliding_window"] = window
-    elif window is not None:
-        raise ConfigError(f"{fields.where} has a window of {window}, and does not say which layers of a {model_type} have it")
-    if unknown := fields.unused():
-        warnings.warn(
-            f"{fields.where} has metadata that is not used here: {', '.join(unknown)}. If one of them changes what the "
-            "model computes, do not trust its output.",
-            stacklevel=2,
-        )
-    return config
-
-
-def _rope_scaling(fields: _Fields, file: GgufFile, head_dim: int) -> dict[str, Any] | None:
-    """config.json's rope_scaling."""
-    tables = {name: file.read(file.tensors[name]) for name in _TABLES if name in file.tensors}
-    kind, factor = fields.get("rope.scaling.type", "none"), fields.get("rope.scaling.factor")
-    original, scale = fields.get("rope.scaling.original_context_length"), fields.get("rope.scaling.attn_factor")
-    if "rope_freqs.weight" in tables:
-        return _llama3_rule(fields, tables["rope_freqs.weight"], head_dim)
-    if len(tables) == 2:
-        longrope = {"type": "longrope", "short_factor": tables[_TABLES[2]].tolist(), "long_factor": tables[_TABLES[1]].tolist()}
-        context = fields.number("context_length")
-        usual = math.sqrt(1 + math.log(context / original) / math.log(original)) if original and context > original else 1.0
-        longrope["short_factor"], longrope["long_factor"] = (
-            [float(str(np.float32(x))) for x in longrope[key]] for key in ("short_factor", "long_factor")
-        )
-        if scale is not None and not math.isclose(scale, usual, rel_tol=1e-6):
-            longrope["attention_factor"] = scale
-        return longrope
-    if kind == "linear" or (kind == "none" and fields.get("rope.scale_linear", 1.0) != 1.0):
-        return {"rope_type": "linear", "factor": factor or fields.get("rope.scale_linear")}
-    if kind == "yarn" and scale in (None, 1.0):
-        rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        for name in ("beta_fast", "beta_slow"):
-            if (value := fields.get(f"rope.scaling.yarn_{name}")) is not None:
-                rope[name] = value
-        return rope
-    if kind != "none":
-        raise ConfigError(f"{fields.where}: rope.scaling.type {kind} as it is set there is not supported; linear and yarn are")
-    return None
-
-
-def llama3_divisors(rope: Mapping[str, Any], dim: int) -> list[float]:
-    """What each frequency is divided by: 1 for short waves, `factor` for long ones, between them a blend."""
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    divisors = []
-    for i in range(0, dim, 2):
-        rotations = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
-        share = min(1.0, max(0.0, (rotations - low) / (high - low)))
-        divisors.append(1.0 / ((1.0 - share) / factor + share))
-    return divisors
-
-
-def _llama3_rule(fields: _Fields, divisors: Tensor, head_dim: int) -> dict[str, Any]:
-    """The rope_scaling that has these divisors; low, high and original length are the same in all released files."""
-    rule = {"rope_type": "llama3", "factor": float(str(np.float32(divisors.max().item()))), "low_freq_factor": 1.0}
-    rule |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    theta = float(fields.get("rope.freq_base", 10000.0))
-    expected = torch.tensor(llama3_divisors({**rule, "rope_theta": theta}, head_dim))
-    if divisors.shape != expected.shape or not torch.allclose(divisors, expected, rtol=1e-5, atol=0.0):
-        raise ConfigError(
-            f"{fields.where}: rope_freqs.weight is not Llama 3's rule with its usual numbers (1, 4, 8192), and no other "
-            "one is supported.\n  Next: use the checkpoint in Hugging Face's layout."
-        )
-    return rule

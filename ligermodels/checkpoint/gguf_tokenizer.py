@@ -46,6 +46,7 @@ _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)
 _DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
 """What llama.cpp splits by, one after the other, where a file says "default" or nothing."""
 _WITH_BOS = ("llama-bpe", "tekken")
+_NO_ID = (1 << 64) - 1  # -1 in a protobuf
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -125,7 +126,7 @@ def _pre(metadata: Mapping[str, Any]) -> str:
 
 def _added(tokens: list[str], types: list[int], model_type: str) -> dict[int, dict[str, Any]]:
     """{id: token with its flags} of the tokens that are split off a text before all others."""
-    strips = model_type == "phi3" and PHI3_TOKENS <= set(tokens)
+    strips = model_type == "phi3" and set(tokens) >= PHI3_TOKENS
     plain = PHI3_TOKENS - {"</s>"}
     return {
         index: {
@@ -219,12 +220,11 @@ def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[i
         piece = _field(1, text) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
         pieces.append(_field(1, piece))
     has_bytes = sum(kind == BYTE for kind in types) == 256
-    ids = [(40, types.index(UNKNOWN) if UNKNOWN in types else None)]
-    for number, name in ((41, "bos"), (42, "eos"), (43, "padding")):
-        ids.append((number, metadata.get(f"tokenizer.ggml.{name}_token_id")))
+    ids: list[int | None] = [types.index(UNKNOWN) if UNKNOWN in types else None]
+    ids += [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")]
     trainer = _field(3, 2) + _field(4, len(tokens)) + _field(35, int(has_bytes))  # 2: BPE
-    for number, index in ids:
-        trainer += _field(number, (1 << 64) - 1 if index is None else index)
+    for number, special in enumerate(ids, start=40):
+        trainer += _field(number, _NO_ID if special is None else special)
     prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     squeezes = metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)
     normalizer = _field(1, b"identity") + _field(3, int(prefix)) + _field(4, int(squeezes)) + _field(5, 1)

@@ -300,7 +300,9 @@ class PickleReader(_FolderReader):
     open_file = PickleFile
 
 
-def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> "SafetensorsReader | PickleReader | GgufReader":
+def open_checkpoint(
+    folder: str | Path, *, allow_pickle: bool = False
+) -> "SafetensorsReader | PickleReader | GgufReader":
     """A reader for the weights in `folder`: its safetensors or, if it has none and they are allowed, pickles.
 
     No config.json is needed. Raises CheckpointError, and HubError for a folder or file that cannot be read.

@@ -398,8 +398,6 @@ _SIGNS = (
     (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.|\.base_layer\.", "an adapter, not a whole model; merge it into its base model first."),
-    (r"^layers\.\d+\.attn\.|^layers\.\d+\.mlp\.gate_up_proj\.",
-     "packed weights under the names of an earlier ligermodels; `ligermodels convert OLD NEW` unpacks them."),
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
     (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
 )  # fmt: skip

@@ -32,7 +32,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.checkpoint.gguf import FAMILIES, FLOATS, llama3_divisors, package
+from ligermodels.checkpoint.gguf import FLOATS, package
+from ligermodels.checkpoint.gguf_config import FAMILIES, llama3_divisors
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
 from ligermodels.conversion.gguf_tokenizer import add_tokenizer
 from ligermodels.conversion.view import View
@@ -200,6 +201,7 @@ def check(model: Any, where: str) -> None:
         odd += [f"{n} null" for n in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(c, n) is None]
         if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
+    odd += ["attention_bias"] * (kind == "qwen3" and c.attention_bias)
     if kind == "phi3" and config.head_dim * config.num_attention_heads != config.hidden_size:
         odd.append(f"head_dim {config.head_dim} (it takes hidden_size / num_attention_heads)")
     odd += _odd_rope(config, model.decoder.rotary_emb, arch)

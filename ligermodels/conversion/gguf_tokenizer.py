@@ -35,6 +35,7 @@ from ligermodels.text.sentencepiece_backend import SPACE, is_tiktoken
 
 _ADDED_SCORE = -1000.0
 
+
 @dataclass(frozen=True)
 class _Piece:
     text: str
