@@ -171,9 +171,9 @@ def _rope_scaling(fields: Fields, tables: Mapping[str, Tensor], head_dim: int) -
         return {"rope_type": "linear", "factor": factor or fields.get("rope.scale_linear")}
     if kind == "yarn" and scale in (None, 1.0):
         rope = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
-        for name in ("beta_fast", "beta_slow"):
-            if (value := fields.get(f"rope.scaling.yarn_{name}")) is not None:
-                rope[name] = value
+        for name, usual_beta in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            if (beta := fields.get(f"rope.scaling.yarn_{name}", usual_beta)) != usual_beta:
+                rope[name] = beta
         return rope
     if kind != "none":
         raise ConfigError(
