@@ -1,7 +1,9 @@
-"""GGUF, the one file that llama.cpp runs: weights, configuration, tokenizer and chat template.
+"""GGUF written: the one file that llama.cpp runs, of weights, configuration, tokenizer and chat template.
+
+checkpoint/gguf.py reads such files.
 
 - Llama, Mistral and Mixtral are its architecture "llama", which rotates neighbouring rows of a head: rows of q and
-  k (and of their biases) are permuted, as for Meta's files. gemma, gemma2, qwen2 and phi3 rotate halves, as
+  k (and of their biases) are permuted, as for Meta's files. gemma, gemma2, qwen2, qwen3 and phi3 rotate halves, as
   config.json's models do, and keep their rows. Phi-3 stays packed: attn_qkv; gate before up in ffn_up.
 - Gemma's norm weights act as 1 + weight, and are written as that sum.
 - Norms, biases and routers are float32 whatever the rest is; sums and casts are made from the stored numbers at once.

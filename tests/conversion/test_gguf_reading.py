@@ -17,7 +17,7 @@ from ligermodels.checkpoint.gguf import TYPES, GgufReader
 from ligermodels.checkpoint.reading import read_json
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert, inspect, verify
-from ligermodels.errors import CheckpointError, ConfigError, LigermodelsError, TokenizerError
+from ligermodels.errors import CheckpointError, ConfigError, HubError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests.conversion.gguf_files import KINDS, fields_of, small_model, tensors_of, to_gguf
 from tests.conversion.test_gguf import MODELS, TEXTS, model_of  # noqa: F401  # a fixture
@@ -160,6 +160,9 @@ def test_it_opens_by_its_name_and_by_its_folder(model, tmp_path, monkeypatch):
     assert ligermodels.load(tmp_path / "saved", progress=False).generation_config == loaded.generation_config
     assert Tokenizer.from_hub(tmp_path / "saved").encode("the the") == Tokenizer.from_hub("x.gguf").encode("the the")
     assert verify("x.gguf", tmp_path / "saved", **QUIET).ok
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(HubError, match=r"config\.json is a file\. Give the folder of a checkpoint \(\.\)"):
+        ligermodels.load("config.json")  # no name of a repository, where such a file is
     shutil.copy("x.gguf", "y.gguf")
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF files: x\.gguf, y\.gguf"):
         ligermodels.load(tmp_path)

@@ -108,7 +108,7 @@ def test_whole_modules_and_biases_replace(tmp_path):
         "base_model.model.model.embed_tokens.weight": rows,
         "base_model.model.lm_head.modules_to_save.default.weight": rows * 2,
         "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.arange(32.0),
-        "base_model.model.norm.weight": torch.arange(32.0),
+        "base_model.model.model.norm.weight": torch.arange(32.0),
     }
     an_adapter(tmp_path / "adapter", hf_modules("k_proj"), extra=extra, modules_to_save=["embed_tokens"], bias="all")
     (tmp_path / "adapter" / "tokenizer.json").write_text("{}")
