@@ -45,8 +45,8 @@ def resolve(
             what = "a file" if os.path.exists(local / inside) else "not there"
             here = f" ({local.parent})" if (local.parent / "config.json").is_file() else ""
             raise HubError(
-                f"{local / inside} is {what}. Give the folder of a checkpoint{here}, a GGUF file, or a repository of the "
-                "Hub as owner/name."
+                f"{local / inside} is {what}. Give the folder of a checkpoint{here}, a GGUF file, or a repository of "
+                "the Hub as owner/name."
             )
         return local / inside
 

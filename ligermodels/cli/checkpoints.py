@@ -123,8 +123,8 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     verify = commands.add_parser(
         "verify",
         help="whether two checkpoints, of any layouts, are the same model",
-        description="Compares configs, names, shapes, dtypes and bits of A and B, and their logits and likeliest tokens on\n"
-        "fixed prompts, in fp32 on the CPU. Rounding explains a difference of up to 5e-5 of their size;\n"
+        description="Compares configs, names, shapes, dtypes and bits of A and B, and their logits and likeliest\n"
+        "tokens on fixed prompts, in fp32 on the CPU. Rounding explains a difference of up to 5e-5 of their size;\n"
         "0 is usual, and rows of q or k in a wrong order give 2e-4 and more.",
         **parser_options,
     )
