@@ -38,7 +38,7 @@ def resolve(
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
-    if os.path.exists(local) or not is_id:
+    if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
         if file := gguf.find(local / inside):
             return gguf.folder_of(file)
         if not os.path.isdir(local / inside):

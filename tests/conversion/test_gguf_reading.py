@@ -179,6 +179,8 @@ def test_it_opens_by_its_name_and_by_its_folder(model, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HubError, match=r"config\.json is a file\. Give the folder of a checkpoint \(\.\)"):
         ligermodels.load("config.json")  # no name of a repository, where such a file is
+    with pytest.raises(HubError, match=r"z\.gguf is not there"):
+        ligermodels.load("z.gguf")
     shutil.copy("x.gguf", "y.gguf")
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF files: x\.gguf, y\.gguf"):
         ligermodels.load(tmp_path)
