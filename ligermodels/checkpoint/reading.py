@@ -3,7 +3,7 @@
 model.safetensors.index.json names the weight files, else there is one, model.safetensors. What else lies in the folder
 is not read: repositories hold the same weights a second time (consolidated*, original/, *.bin). Pickles are read only
 where they are allowed, and then as plain tensors. No file is read through a link that leaves the folder, but for the
-blobs of the Hub's cache.
+blobs of the Hub's cache. gguf.py reads GGUF files.
 """
 
 import contextlib
