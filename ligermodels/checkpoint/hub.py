@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ligermodels.checkpoint import gguf
 from ligermodels.checkpoint.reading import COMPANIONS, PICKLES, SAFETENSORS, weight_files
 from ligermodels.errors import HubError, LigermodelsError
 
@@ -22,7 +23,9 @@ def resolve(
     weights: bool = True,
     allow_pickle: bool = False,
 ) -> Path:
-    """The local folder of a checkpoint: the given one as it is, or a repository's snapshot.
+    """The local folder of a checkpoint: the given one as it is, a repository's snapshot, or `gguf.folder_of` a GGUF.
+
+    A GGUF is given by its file, or by a folder that holds one and no other weights.
 
     revision: branch, tag or commit. weights: False leaves out the weight files.
     The Hub is asked where a branch or tag is now, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A complete
@@ -35,11 +38,15 @@ def resolve(
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
-    if os.path.isdir(local) or not is_id:
+    if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
+        if file := gguf.find(local / inside):
+            return gguf.folder_of(file)
         if not os.path.isdir(local / inside):
+            what = "a file" if os.path.exists(local / inside) else "not there"
+            here = f" ({local.parent})" if (local.parent / "config.json").is_file() else ""
             raise HubError(
-                f"{local / inside} is {'a file' if os.path.exists(local / inside) else 'not there'}. Give "
-                "the folder of a checkpoint, or a repository of the Hub as owner/name."
+                f"{local / inside} is {what}. Give the folder of a checkpoint{here}, a GGUF file, or a repository of "
+                "the Hub as owner/name."
             )
         return local / inside
 
