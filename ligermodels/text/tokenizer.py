@@ -17,7 +17,7 @@ from ligermodels.text.batch import BatchEncoding
 from ligermodels.text.chat import ChatTemplates
 from ligermodels.text.files import TokenizerFiles, call_settings, read_files
 from ligermodels.text.json_backend import JsonBackend
-from ligermodels.text.sentencepiece_backend import SentencePieceBackend
+from ligermodels.text.loading import open_backend
 from ligermodels.text.vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Tokenizer(Vocabulary):
     model_max_length: int
 
     def __init__(self, files: TokenizerFiles, backend: Backend, name_or_path: str = "") -> None:
-        self.files = self._loaded = files
+        self.files = self._loaded = files = backend.complete(files)
         self.backend = backend
         self.name_or_path = name_or_path or str(files.folder)
         self.model_input_names = ["input_ids", "attention_mask"]
@@ -92,9 +92,9 @@ class Tokenizer(Vocabulary):
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, name_or_path: str = "") -> "Tokenizer":
-        """From tokenizer.json, else from tokenizer.model. Raises TokenizerError."""
+        """From tokenizer.json, tekken.json, tokenizer.model or tokenizer.model.vN. Raises TokenizerError."""
         files = read_files(folder)
-        backend = _backend(files)
+        backend = open_backend(files)
         if files.model_vocab_size is not None and backend.base_vocab_size > files.model_vocab_size:
             raise TokenizerError(
                 f"{files.folder}: the vocabulary has {backend.base_vocab_size} ids, the model's embedding "
@@ -344,7 +344,7 @@ class Tokenizer(Vocabulary):
         target = Path(save_directory).expanduser()
         paths = saving.write(target, saving.contents(self._loaded, self.files, self.backend, settings))
         if os.path.samefile(target, self.files.folder):
-            self.files = self._loaded = read_files(self.files.folder)
+            self.files = self._loaded = self.backend.complete(read_files(self.files.folder))
         return paths
 
     save = save_pretrained
@@ -400,19 +400,6 @@ class Tokenizer(Vocabulary):
             Encoded(ids[1:], offsets and offsets[1:]) if two else Encoded(ids, offsets)
             for (ids, offsets), two in zip(rows, doubled, strict=True)
         ]
-
-
-def _backend(files: TokenizerFiles) -> Backend:
-    if path := files.path("tokenizer.json"):
-        return JsonBackend(path, files)
-    if path := files.path("tokenizer.model"):
-        return SentencePieceBackend(path, files)
-    names = sorted(path.name for path in files.folder.iterdir())[:20]
-    raise TokenizerError(
-        f"{files.folder} has neither tokenizer.json nor tokenizer.model; it has {names}. Next step: take the "
-        "tokenizer's files from the checkpoint's repository (vocab.json, merges.txt and tekken.json are not read by "
-        "themselves)."
-    )
 
 
 # Computed from the files on first use, and again after a change.
