@@ -25,7 +25,7 @@ from ligermodels.errors import CheckpointError, HubError, LigermodelsError
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
+    "tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v*", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 COMPANIONS = (

@@ -30,12 +30,13 @@ def open_backend(files: TokenizerFiles) -> Backend:
 
 
 def hugging_face_files(folder: Path, rows: int) -> dict[str, bytes]:
-    """The tokenizer of a folder in Meta's or Mistral's layout, as the files that transformers reads: {name: bytes}.
+    """Meta's or Mistral's own tokenizer of a folder as the files that transformers reads: {name: bytes}.
 
-    rows: of the model's embedding. {} for a folder without a tokenizer. Raises TokenizerError.
+    rows: of the model's embedding. {} for a folder without a tokenizer, or with a tokenizer.json. With a
+    generation_config.json where Meta's code stops at more than the end of a text. Raises TokenizerError.
     """
     files = read_files(folder)
-    if files.vocabulary is None:
+    if files.vocabulary is None or files.vocabulary.name == "tokenizer.json":
         return {}
     backend = open_backend(files)
     if backend.base_vocab_size > rows:

@@ -21,7 +21,6 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from reprlib import repr as short
 from typing import Any
 
 from ligermodels.errors import TokenizerError
@@ -56,7 +55,7 @@ _LLAMA_4_SPECIAL = (
     "<|image_start|>", "<|image_end|>", *_reserved("vision_", range(2)), "<|tile_x_separator|>",
     "<|tile_y_separator|>", *_reserved("vision_", range(2, 6)), "<|image|>", *_reserved("vision_", [6]), "<|patch|>",
     *_reserved("vision_", range(7, 1048)), *_reserved("reasoning_", range(8)), "<|reasoning_thinking_start|>",
-    "<|reasoning_thinking_end|>", *_reserved("", range(905)),
+    "<|reasoning_thinking_end|>", *_reserved("", range(904)),
 )  # fmt: skip
 _TEKKEN_SPECIAL = (
     "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
@@ -147,27 +146,30 @@ def _read_tekken(path: Path) -> Ranks:
                 raise ValueError("the ranks of special_tokens are not 0, 1, 2, ...")
         if [entry["rank"] for entry in entries] != list(range(size - count)) or len(special) > count:
             raise ValueError(f"vocab and special_tokens are not those of a default_vocab_size of {size}")
+        if "<s>" not in special:
+            raise ValueError("special_tokens has no <s>")
         named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
         return Ranks(
             tokens=tuple(base64.b64decode(entry["token_bytes"], validate=True) for entry in entries),
             pattern=config["pattern"],
             special=(*special, *(f"<SPECIAL_{number}>" for number in range(len(special), count))),
             special_first=True,
-            named={name: token for name, token in named.items() if name == "bos_token" or token in special},
+            named={name: token for name, token in named.items() if token in special},
         )
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise TokenizerError(
-            f"{path} is not a tekken.json that is read here ({type(error).__name__}: {short(str(error))}). Likely "
+            f"{path} is not a tekken.json that is read here ({type(error).__name__}: {str(error)[:200]}). Likely "
             "cause: a truncated download, or a newer kind of file."
         ) from error
 
 
 def _renamed(ranks: Ranks, names: Mapping[int, str]) -> Ranks:
     """`ranks` with special tokens of the `names` {id: token}."""
-    renamed = {token: names.get(index, token) for index, token in enumerate(ranks.special, ranks.first_special)}
+    special = tuple(names.get(index, token) for index, token in enumerate(ranks.special, ranks.first_special))
+    renamed = dict(zip(ranks.special, special, strict=True))
     return dataclasses.replace(
         ranks,
-        special=tuple(renamed.values()),
+        special=special,
         named={name: renamed[token] for name, token in ranks.named.items()},
         stops=tuple(renamed[token] for token in ranks.stops),
     )
