@@ -41,9 +41,9 @@ from ligermodels.checkpoint import reading
 from ligermodels.checkpoint.reading import json_bytes, read_json
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.source import Source
+from ligermodels.conversion.tokenizer_files import hugging_face_files
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.text.loading import hugging_face_files
 from ligermodels.text.sentencepiece_backend import is_tiktoken
 
 PARAMS = "params.json"

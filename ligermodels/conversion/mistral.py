@@ -23,8 +23,8 @@ from ligermodels.arch.mixtral import MixtralConfig
 from ligermodels.checkpoint import reading
 from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params, to_halves
 from ligermodels.conversion.source import Source
+from ligermodels.conversion.tokenizer_files import hugging_face_files
 from ligermodels.errors import CheckpointError
-from ligermodels.text.loading import hugging_face_files
 
 _REQUIRED = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "norm_eps", "vocab_size")
 _KNOWN = {*_REQUIRED, "n_kv_heads", "rope_theta", "sliding_window", "tied_embeddings", "moe"}

@@ -89,7 +89,7 @@ class TokenizerFiles:
 
     @property
     def vocabulary(self) -> Path | None:
-        """The file of the vocabulary: tokenizer.json > tekken.json > tokenizer.model > tokenizer.model.vN, largest N."""
+        """The first of tokenizer.json, tekken.json, tokenizer.model and tokenizer.model.vN with the largest N."""
         names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(self.folder))
         return next((path for name in names if (path := self.path(name))), None)
 

@@ -38,10 +38,12 @@ def contents(
     config, is_ranks = dict(loaded.config), isinstance(backend, RanksBackend)
     if is_ranks:
         found = {name: data for name, data in found.items() if not name.startswith("tokenizer.model")}
-    elif "tokenizer.model" not in found and isinstance(backend, SentencePieceBackend):
-        found["tokenizer.model"] = found.pop(backend.path.name)
-    if is_ranks or (isinstance(backend, SentencePieceBackend) and "tokenizer_config.json" not in found):
         config = {**loaded.named, **config}
+    elif isinstance(backend, SentencePieceBackend):
+        found["tokenizer.model"] = found.pop(backend.path.name)
+        if "tokenizer_config.json" not in found:
+            # transformers adds no BOS by default.
+            config = {**loaded.named, "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
     if files.templates != loaded.templates:
         config.pop("chat_template", None)
         found = {name: data for name, data in found.items() if not name.endswith((".jinja", "chat_template.json"))}
@@ -54,7 +56,7 @@ def contents(
             config.pop("extra_special_tokens", None)
             config["additional_special_tokens"] = list(files.extra_special)
         config["added_tokens_decoder"] = {str(index): token.to_dict() for index, token in sorted(backend.added.items())}
-    if is_ranks or (files.added != loaded.added and isinstance(backend, JsonBackend)):
+    if isinstance(backend, JsonBackend) and (is_ranks or files.added != loaded.added):
         found["tokenizer.json"] = backend.to_json().encode()
         if files.added != loaded.added:
             found.pop("tekken.json", None)

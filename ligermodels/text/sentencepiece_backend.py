@@ -1,13 +1,18 @@
 """tokenizer.model through the `sentencepiece` library: Llama 2, Mistral, Mixtral, Gemma, Phi-3.
 
 SentencePiece knows only its own pieces. This module adds what Hugging Face adds:
+- control and unknown pieces are special tokens: `[INST]` in a text is Mistral's token, as in transformers; SentencePiece
+  and mistral-common never make control tokens of text. User-defined pieces are SentencePiece's own matter;
+- bos, eos, unk and pad are the file's where tokenizer_config.json does not name them. BOS is added (by transformers only
+  where the config says so), and no second one before a text that begins with it (transformers adds it);
 - added and special tokens are split off first, the longest at each place, and never reach SentencePiece;
 - `legacy: false` (the default, as in transformers 5): the dummy prefix space stands before the text's first piece,
   unless an added token comes first. `legacy: true`: before every piece of text between added tokens.
   `add_prefix_space: false`: nowhere;
 - `add_bos_token` (default true) and `add_eos_token` (default false);
 - decoding is that of transformers' converted tokenizer: pieces are joined, U+2581 is a space, runs of byte
-  pieces are UTF-8, the dummy prefix is removed once. A byte in no character is U+FFFD, as in SentencePiece.
+  pieces are UTF-8, the dummy prefix is removed once. A byte in no character is U+FFFD, and a text that begins with the
+  byte piece <0x20> keeps that space, both as in SentencePiece.
 
 Checked against transformers 5.23: LlamaTokenizer (converted) and SentencePieceBackend (slow). A text that
 begins with a space has both the space and the dummy prefix, as in SentencePiece; the converted one merges the two.
@@ -70,7 +75,10 @@ class SentencePieceBackend(Backend):
             for name, index in ids.items()
             if 0 <= index < self.base_vocab_size
         }
-        self.update(self.complete(files))
+        every = list(range(self.base_vocab_size))
+        flags = zip(every, self._native.is_control(every), self._native.is_unknown(every), strict=True)
+        self._control = [index for index, is_control, is_unknown in flags if is_control or is_unknown]
+        self.update(self.complete(files) if model is None else files)
 
     def __reduce__(self) -> Any:
         return type(self), (self.path, self._files, self._native.serialized_model_proto())
@@ -126,7 +134,7 @@ class SentencePieceBackend(Backend):
         skipped = self.special_ids if skip_special_tokens else frozenset()
         spelled = [(index, self._spelled(index)) for index in ids if index not in skipped]
         text = decode_utf8(b"".join(piece for _, piece in spelled))
-        first = next((index for index, piece in spelled if piece), None)
+        first = next((index for index, piece in spelled if piece), self.base_vocab_size)
         # The byte piece <0x20> is a space of the text.
         return text.removeprefix(" ") if self._prefixes and not self._is_byte(first) else text
 
@@ -189,9 +197,8 @@ class SentencePieceBackend(Backend):
             return bytes([int(self._native.id_to_piece(index)[3:5], 16)])
         return (self.id_to_token(index) or "").replace(SPACE, " ").encode()
 
-    def _is_byte(self, index: int | None) -> bool:
-        is_piece = index is not None and index not in self.added and index < self.base_vocab_size
-        return is_piece and self._native.is_byte(index)
+    def _is_byte(self, index: int) -> bool:
+        return index not in self.added and index < self.base_vocab_size and self._native.is_byte(index)
 
     def _changed(self, text: str) -> TokenizerError:
         return TokenizerError(
@@ -222,10 +229,9 @@ class SentencePieceBackend(Backend):
                     f"{token.id}. Likely cause: files of two checkpoints mixed."
                 )
         by_content = {token.content: token for token in files.added}
-        native = self._native
-        special = [i for i in range(self.base_vocab_size) if native.is_control(i) or native.is_unknown(i)]
-        own = [native.id_to_piece(index) for index in special]
-        for content in dict.fromkeys((*files.named.values(), *files.extra_special, *own)):
+        for index in self._control:
+            added.setdefault(index, AddedToken(id=index, content=self._native.id_to_piece(index), special=True))
+        for content in dict.fromkeys((*files.named.values(), *files.extra_special, *self.named.values())):
             if content in by_content:
                 token = dataclasses.replace(by_content[content], special=True)
                 added[token.id] = token

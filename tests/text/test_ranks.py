@@ -1,6 +1,7 @@
 """Meta's tiktoken tokenizer.model and Mistral's tekken.json, rebuilt small, against merging by rank in plain Python."""
 
 import base64
+import itertools
 import json
 import pickle
 import random
@@ -29,7 +30,7 @@ def merged(text, tokens, pattern):
         if piece.encode() in rank_of:
             parts = [piece.encode()]
         while len(parts) > 1:
-            ranked = [(rank_of.get(a + b, 10**9), at) for at, (a, b) in enumerate(zip(parts, parts[1:], strict=False))]
+            ranked = [(rank_of.get(a + b, 10**9), at) for at, (a, b) in enumerate(itertools.pairwise(parts))]
             best, at = min(ranked)
             if best == 10**9:
                 break
@@ -140,7 +141,6 @@ def test_the_order_of_candidates(tmp_path, byte_level_folder, sentencepiece_mode
         found = Tokenizer.from_folder(tmp_path).files.vocabulary
         assert found is not None and found.name == name
         found.unlink()
-
 
 
 @pytest.mark.parametrize(
