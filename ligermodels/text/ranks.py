@@ -207,9 +207,12 @@ def _merges(vocab: Mapping[str, int]) -> list[tuple[str, str]]:
     """Every split of each token into two tokens, in the order of the tokens; see the module."""
     merges: list[tuple[str, str]] = []
     for token in vocab:
-        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
-        splits = [pair for pair in splits if pair[0] in vocab and pair[1] in vocab]
-        merges += sorted(splits, key=lambda pair: (vocab[pair[0]], vocab[pair[1]]))
+        splits = []
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocab and right in vocab:
+                splits.append((vocab[left], vocab[right], left, right))
+        merges += [(left, right) for _, _, left, right in sorted(splits)]
     return merges
 
 

@@ -1,10 +1,10 @@
 """tokenizer.model through the `sentencepiece` library: Llama 2, Mistral, Mixtral, Gemma, Phi-3.
 
 SentencePiece knows only its own pieces. This module adds what Hugging Face adds:
-- control and unknown pieces are special tokens: `[INST]` in a text is Mistral's token, as in transformers; SentencePiece
-  and mistral-common never make control tokens of text. User-defined pieces are SentencePiece's own matter;
-- bos, eos, unk and pad are the file's where tokenizer_config.json does not name them. BOS is added (by transformers only
-  where the config says so), and no second one before a text that begins with it (transformers adds it);
+- control and unknown pieces are special tokens: `[INST]` in a text is Mistral's token, as in transformers, while
+  SentencePiece and mistral-common take it for text. User-defined pieces are matched by SentencePiece itself;
+- bos, eos, unk and pad are the file's where tokenizer_config.json does not name them. A text that begins with BOS gets
+  no second one (in transformers it does);
 - added and special tokens are split off first, the longest at each place, and never reach SentencePiece;
 - `legacy: false` (the default, as in transformers 5): the dummy prefix space stands before the text's first piece,
   unless an added token comes first. `legacy: true`: before every piece of text between added tokens.

@@ -1,5 +1,6 @@
 """tokenizer.model folders against SentencePiece itself and transformers' tokenizer around it."""
 
+import pickle
 import random
 import shutil
 
@@ -137,6 +138,8 @@ def test_the_file_names_its_special_tokens(mistral):
     named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token)
     assert named == ("<s>", "</s>", "<unk>", None)
     assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.unk_token_id) == (1, (2,), 0)
+    tokenizer.bos_token = None
+    assert tokenizer.encode("the") == pickle.loads(pickle.dumps(tokenizer)).encode("the") == native.encode("the")
     # What a config says counts, null included.
     folders.write(folder, "tokenizer_config.json", {"eos_token": "[/INST]", "bos_token": None, "unk_token": None})
     tokenizer = Tokenizer.from_folder(folder)
