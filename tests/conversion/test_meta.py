@@ -228,7 +228,7 @@ def test_a_tiktoken_tokenizer(tmp_path, monkeypatch):
 
 
 def test_a_sentencepiece_tokenizer(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(folders.sentencepiece_model())
+    (tmp_path / "tokenizer.model").write_bytes(folders.merged_last(folders.sentencepiece_model(), "er"))
     with pytest.raises(TokenizerError, match="420 ids, the model's embedding 40 rows"):
         convert(a_folder(tmp_path, [meta_weights()]), tmp_path / "hf", Options(allow_pickle=True, progress=False))
     folder = a_folder(tmp_path, [meta_weights(vocab=420)])

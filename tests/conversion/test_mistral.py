@@ -166,5 +166,6 @@ def test_the_tokenizer_loads(tmp_path, kind, text):
     assert_same_tokenizer(tmp_path, tmp_path / "hf")
     tokenizer = Tokenizer.from_folder(tmp_path / "hf")
     ids = tokenizer.encode("[INST] the [REF]x")
+    assert ids == Tokenizer.from_folder(tmp_path).encode("[INST] the [REF]x")
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert (tmp_path / "hf" / kind).read_bytes() == (tmp_path / kind).read_bytes()

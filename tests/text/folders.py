@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -165,7 +166,7 @@ def sentencepiece_model(**options: Any) -> bytes:
 
 
 def ranked_tokens() -> list[bytes]:
-    """The tokens of a small byte-level BPE by rank: the 256 bytes in order, then what the merges make."""
+    """The tokens of a small byte-level BPE by rank: the 256 bytes in order, a word no merges lead to, others."""
     native = tokenizers.Tokenizer(models.BPE())
     split = pre_tokenizers.Split(tokenizers.Regex(r" ?\p{L}+|\s+|[^\s\p{L}]+"), "isolated")
     native.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
@@ -178,7 +179,11 @@ def ranked_tokens() -> list[bytes]:
     hidden = [byte for byte in range(256) if byte not in visible]
     byte_of = {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
     longer = [native.id_to_token(index) for index in range(256, native.get_vocab_size())]
-    return [*(bytes([byte]) for byte in range(256)), *(bytes(byte_of[char] for char in token) for token in longer)]
+    return [
+        *(bytes([byte]) for byte in range(256)),
+        b" xqzw",
+        *(bytes(byte_of[char] for char in token) for token in longer),
+    ]
 
 
 def tiktoken_file(path: Path) -> list[bytes]:
@@ -213,6 +218,13 @@ def tekken_file(path: Path, special: list[str] | None = None, version: str = "v3
         ]
     write(path.parent, path.name, content)
     return kept
+
+
+def merged_last(model: bytes, text: str) -> bytes:
+    """The model with one piece merged after all others, as runs of spaces are in Llama 2 and Mistral."""
+    piece = text.encode()
+    at = model.index(b"\n" + bytes([len(piece)]) + piece + b"\x15") + 3 + len(piece)
+    return model[:at] + struct.pack("<f", -1e9) + model[at + 4 :]
 
 
 def sentencepiece_folder(folder: Path, model: bytes | None = None, **config: Any) -> Path:

@@ -18,7 +18,14 @@ LLAMA_3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)"
     r"|\s+"
 )
-TEXTS = (*folders.TEXTS, "the theme's THE'S cat\r\n\r\n  x/y//\n", "1234567", "   a\t\tb   \n  c ", "aaaaaaa haaa")
+TEXTS = (
+    *folders.TEXTS,
+    "the theme's THE'S cat\r\n\r\n  x/y//\n",
+    "1234567",
+    "   a\t\tb   \n  c ",
+    "aaaaaaa haaa",
+    "x xqzw",
+)
 
 
 def merged(text, tokens, pattern):
