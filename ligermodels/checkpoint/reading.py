@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER = (
-    "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+    "tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v*", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
 )  # fmt: skip
 COMPANIONS = (
     *TOKENIZER, *TEMPLATES, "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",

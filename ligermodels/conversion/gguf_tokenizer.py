@@ -94,7 +94,7 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> boo
     data = read_bytes(model_path) if model_path else b""
     pieces: dict[int, _Piece] | None = None
     if data and not is_tiktoken(data):
-        pieces = _sentencepiece(data)
+        pieces = sentencepiece_pieces(data)
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         pieces = _from_merges(model, added)
     elif model.get("type") != "BPE":
@@ -144,7 +144,7 @@ def _token(
     return own
 
 
-def _sentencepiece(data: bytes) -> dict[int, _Piece]:
+def sentencepiece_pieces(data: bytes) -> dict[int, _Piece]:
     """The pieces of a tokenizer.model, a protobuf: its Python library does not tell all of their types."""
     pieces: dict[int, _Piece] = {}
     for number, value in _fields(data):

@@ -262,15 +262,17 @@ def _name(dtype: torch.dtype) -> str:
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
     from ligermodels.text import Tokenizer
+    from ligermodels.text.files import versions
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(folder))
+    if not any((folder / name).is_file() for name in names):
         return None
     try:
         tokenizer = Tokenizer.from_hub(folder)
     except TokenizerError as error:
         return {"problem": str(error)}
     return {
-        "file": "tokenizer.json" if tokenizer.files.path("tokenizer.json") else "tokenizer.model",
+        "file": tokenizer.files.vocabulary.name if tokenizer.files.vocabulary else None,
         "vocab_size": tokenizer.vocab_size,
         "stop_ids": list(tokenizer.eos_token_ids),
         "chat_templates": list(tokenizer.files.templates),

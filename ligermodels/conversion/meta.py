@@ -15,8 +15,8 @@ What params.json does not say, and no config.json beside it:
   10000 (Code Llama), else 4096 (Llama 2);
 - the ids of the first and last token: Llama 3's for its vocabulary of 128256, Llama 2's for 32000 and 32016, else none.
 
-Llama 3's tokenizer.model is tiktoken's text, which no reader of Hugging Face folders takes for what it is: it is kept
-as original/tokenizer.model, and no tokenizer.json is made of it. Llama 2's is sentencepiece and keeps its name.
+Llama 3's tokenizer.model is tiktoken's text: tokenizer.json is made of it, and it is kept as original/tokenizer.model.
+Llama 2's is sentencepiece and keeps its name.
 
 Source: args.py and model.py of meta-llama/llama-models (llama3), example_params of Llama 2;
 convert_llama_weights_to_hf.py of transformers' sources.
@@ -41,6 +41,7 @@ from ligermodels.checkpoint import reading
 from ligermodels.checkpoint.reading import json_bytes, read_json
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves, to_pairs
 from ligermodels.conversion.source import Source
+from ligermodels.conversion.tokenizer_files import hugging_face_files
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.text.sentencepiece_backend import is_tiktoken
@@ -187,11 +188,13 @@ class MetaSource(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
+        found |= hugging_face_files(self.folder, self._config["vocab_size"])
         if (self.folder / "generation_config.json").is_file():
             found["generation_config.json"] = self.folder / "generation_config.json"
-        path = found.pop("tokenizer.model", None)
-        if isinstance(path, Path):
-            found["original/tokenizer.model" if is_tiktoken(path.read_bytes()) else "tokenizer.model"] = path
+        path = self.folder / "tokenizer.model"
+        if path.is_file() and is_tiktoken(path.read_bytes()):
+            found.pop("tokenizer.model")
+            found["original/tokenizer.model"] = path
         return found
 
     def read(self, name: str) -> Tensor:
