@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?', not a traceback
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="strict")  # a file that is no text is named, whatever the locale
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
         try:

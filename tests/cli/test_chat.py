@@ -1,8 +1,11 @@
 """`generate` and `chat`: what they print, what they pass on, and how they end."""
 
+import io
+import itertools
 import json
 import subprocess
 import sys
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
@@ -11,9 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels
 from ligermodels import generation
-from ligermodels.cli import main
+from ligermodels.cli import chat, main
+from ligermodels.layers import cache
 from ligermodels.text import Tokenizer
 from tests.cli.commands import run, stdin_of, write_checkpoint
+from tests.generation import models
 from tests.text import families
 from tests.text.folders import write
 
@@ -207,7 +212,8 @@ def test_both_commands_say_what_transformers_says(name, has_system_role, capsys,
     answers = ""
     for question in ("the dog", None):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        answer = tokenizer.decode(continued(model, ids, 12, tokenizer.chat_stop_ids), skip_special_tokens=True)
+        new = continued(model, ids, 12, tokenizer.chat_stop_ids)
+        answer = tokenizer.decode(new, skip_special_tokens=True)
         answers += answer + "\n"
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     assert (status, out) == (0, answers), err
@@ -225,8 +231,82 @@ def test_an_answer_ends_with_the_turn(capsys, monkeypatch, tmp_path):
             if index in eos_token_id:
                 return
 
-    model = SimpleNamespace(device="cpu", config=SimpleNamespace(max_position_embeddings=4096))
-    monkeypatch.setattr(ligermodels, "load", lambda *_, **__: model)
+    monkeypatch.setattr(ligermodels, "load", lambda *_, **__: models.llama())
     monkeypatch.setattr(generation, "generate_iter", scripted)
     monkeypatch.setattr(sys, "stdin", stdin_of("Hi\n"))
     assert run(capsys, "chat", folder)[:2] == (0, "the cat\n")
+
+
+# The KV cache from prompt to prompt
+
+
+@pytest.fixture
+def writer(folder):
+    """Makes the writer of a model."""
+
+    def make(model):
+        args = Namespace(
+            max_new_tokens=8, temperature=0.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0, seed=None,
+            stop=[],
+        )  # fmt: skip
+        return chat._Writer(model, Tokenizer.from_hub(folder), args)
+
+    return make
+
+
+def answer(writer, ids) -> tuple[list[int], list[int]]:
+    """The ids with which it continues `ids`, found to be those of a fresh generate, and the lengths of the calls."""
+    fresh = writer.model.generate(torch.tensor([ids]), max_new_tokens=8)[0, len(ids) :].tolist()
+    lengths, note = [], lambda _, args, kwargs: lengths.append([*args, kwargs.get("input_ids")][0].shape[1])
+    handle = writer.model.register_forward_pre_hook(note, with_kwargs=True)
+    text = writer.write(ids, (), interruptible=True)
+    handle.remove()
+    assert text == writer.tokenizer.decode(fresh, skip_special_tokens=True)
+    return fresh, lengths
+
+
+@pytest.mark.parametrize("chunk", [1024, 5])
+@pytest.mark.parametrize(
+    "windows, rope", [((None, None), "default"), ((6, None), "llama3"), ((None, None), "longrope")]
+)
+def test_what_a_prompt_shares_with_the_last_is_not_computed_again(windows, rope, chunk, writer, monkeypatch):
+    """The conversation goes on, its end changes, all but its beginning changes; longrope turns long and short again."""
+    monkeypatch.setattr(chat, "CHUNK", chunk)
+    monkeypatch.setattr(cache, "SLACK", 3)
+    made, text = writer(models.llama(windows, rope)), models.prompt(length=40)[0].tolist()
+    ids, held, known = text[:7], [], 0
+    for kept, new in ((None, text[7:9]), (-3, text[9:20]), (4, text[20:30]), (None, text[30:]), (3, [])):
+        continuation, lengths = answer(made, ids)
+        if rope == "default":
+            assert sum(lengths) == len(ids) - known + 7 and max(lengths) <= chunk
+        held = [*ids, *continuation[:-1]]
+        ids = [*ids, *continuation][:kept] + new
+        known = min(len(held), len(ids) - 1, len(held) if kept is None else len(ids) - len(new))
+    assert rope != "default" or known == 2
+
+
+def test_an_answer_that_was_interrupted_leaves_no_half_token(writer, capsys):
+    made, ids = writer(models.llama()), models.prompt(length=9)[0].tolist()
+    calls = itertools.count()
+
+    def interrupt(*_):
+        if next(calls) == 3:
+            raise KeyboardInterrupt
+
+    handle = made.model.model.layers[1].register_forward_pre_hook(interrupt)
+    said = made.write(ids, (), interruptible=True)
+    handle.remove()
+    assert "(stopped)" in capsys.readouterr().err
+    answer(made, [*ids, *made.tokenizer.encode(said, add_special_tokens=False), 7])
+
+
+def test_only_a_terminal_shows_how_far_a_long_prompt_is(writer, capsys, monkeypatch):
+    monkeypatch.setattr(chat, "CHUNK", 5)
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    ids = models.prompt(length=32)[0].tolist()
+    writer(models.llama()).write(ids, ())
+    assert capsys.readouterr().err.startswith("(32 prompt tokens, first")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    writer(models.llama()).write(ids, ())
+    assert "reading" in terminal.getvalue() and "/32 " in terminal.getvalue()
