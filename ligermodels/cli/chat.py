@@ -311,8 +311,11 @@ class _Writer:
             if held != wanted:
                 break
             same += 1
-        rotary = self.model.decoder.rotary_emb
-        if images != self.images or same < self.images_end or rotary.needs_recompute(same, max(len(self.ids), len(ids))):
+        longest = max(len(self.ids), len(ids))
+        rotated = self.model.decoder.rotary_emb.needs_recompute(
+            same, longest
+        )  # the keys have, or need, other frequencies
+        if rotated or images != self.images or same < self.images_end:
             same = 0
         self.cache.crop(same)
 

