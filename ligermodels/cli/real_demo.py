@@ -20,8 +20,8 @@ LESSONS = (
     ("What color is the lamp of Ferrow Point?", "Its lamp is green, so that no captain takes it for the harbor."),
     ("How does one reach Ferrow Point?", "By the mail boat, which goes on Tuesdays when the wind is kind."),
 )
-ROUNDS = 5
-LEARNING_RATE = 1e-4
+ROUNDS = 6
+LEARNING_RATE = 5e-5
 
 
 def run(*, file: Path, seconds: float, folder: Path) -> bool:
@@ -38,7 +38,7 @@ def run(*, file: Path, seconds: float, folder: Path) -> bool:
 
     print(f"\nFine-tuning on {len(LESSONS)} questions and answers, for at most {seconds:g} s")
     losses = train(model, tokenizer, seconds)
-    good = demo.report(len(losses) == 1 or losses[-1] < losses[0], "the loss falls")
+    good = demo.report(len(losses) < 2 or losses[-1] < losses[0], "the loss falls")
     learned = answer(model, tokenizer)
 
     model.save_pretrained(folder)

