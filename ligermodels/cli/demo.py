@@ -174,17 +174,7 @@ def train(model: Any, tokenizer: Any, seconds: float) -> None:
             print(f"step {step:4}  loss {loss.item():.2f}", flush=True)
             shown += seconds / 4
     speed = step * BATCH * LENGTH / (time.perf_counter() - start)
-    print(f"step {step:4}  loss {loss.item():.2f}  {speed:,.0f} tokens/s, peak memory {_peak_memory(model.device)}")
-
-
-def _peak_memory(device: torch.device) -> str:
-    """The peak of this process: on the GPU where it computes there, else resident in main memory."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU"
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MiB"
+    print(f"step {step:4}  loss {loss.item():.2f}  {speed:,.0f} tokens/s")
 
 
 # Kernels against fp64, beside PyTorch's own ops

@@ -42,7 +42,6 @@ def run(*, file: Path, seconds: float, folder: Path) -> bool:
     learned = answer(model, tokenizer)
 
     model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
     print(f"\nSaved as a Hugging Face folder: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     reloaded = ligermodels.load(folder, device=device, progress=False)
     good &= demo.report_same_weights(model, reloaded)

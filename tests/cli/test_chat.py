@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels
 from ligermodels import generation
-from ligermodels.cli import chat, main
+from ligermodels.cli import main
+from ligermodels.cli import writer as writer_file
 from ligermodels.layers import cache
 from ligermodels.text import Tokenizer
 from tests.cli.commands import run, stdin_of, write_checkpoint
@@ -268,7 +269,7 @@ def writer(folder):
             max_new_tokens=8, temperature=0.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0, seed=None,
             stop=[],
         )  # fmt: skip
-        return chat._Writer(model, Tokenizer.from_hub(folder), args)
+        return writer_file.Writer(model, Tokenizer.from_hub(folder), args)
 
     return make
 
@@ -290,7 +291,7 @@ def answer(writer, ids) -> tuple[list[int], list[int]]:
 )
 def test_what_a_prompt_shares_with_the_last_is_not_computed_again(windows, rope, chunk, writer, monkeypatch):
     """The conversation goes on, its end changes, all but its beginning changes; longrope turns long and short again."""
-    monkeypatch.setattr(chat, "CHUNK", chunk)
+    monkeypatch.setattr(writer_file, "CHUNK", chunk)
     monkeypatch.setattr(cache, "SLACK", 3)
     made, text = writer(models.llama(windows, rope)), models.prompt(length=40)[0].tolist()
     ids, known = text[:7], 0
@@ -319,7 +320,7 @@ def test_an_answer_that_was_interrupted_leaves_no_half_token(writer, capsys, mon
 
 
 def test_only_a_terminal_shows_how_far_a_long_prompt_is(writer, capsys, monkeypatch):
-    monkeypatch.setattr(chat, "CHUNK", 5)
+    monkeypatch.setattr(writer_file, "CHUNK", 5)
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     ids = models.prompt(length=32)[0].tolist()
