@@ -31,7 +31,7 @@ _REFUSED = {
     "from_flax": "weights are read from safetensors",
     "from_tf": "weights are read from safetensors",
     "generation_config": "set model.generation_config after loading",
-    "gguf_file": "`ligermodels convert` makes a folder of a GGUF file",
+    "gguf_file": "give the path of the GGUF file in place of the folder",
     "ignore_mismatched_sizes": "every weight must fit; correct config.json",
     "key_mapping": "rename the tensors on disk",
     "load_in_4bit": 'pass quantization_config={"load_in_4bit": True}',

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from ligermodels.checkpoint import gguf
 from ligermodels.checkpoint.reading import COMPANIONS, PICKLES, SAFETENSORS, weight_files
 from ligermodels.errors import HubError, LigermodelsError
 
@@ -22,7 +23,9 @@ def resolve(
     weights: bool = True,
     allow_pickle: bool = False,
 ) -> Path:
-    """The local folder of a checkpoint: the given one as it is, or a repository's snapshot.
+    """The local folder of a checkpoint: the given one as it is, a repository's snapshot, or `gguf.folder_of` a GGUF.
+
+    A GGUF is given by its file, or by a folder that holds one and no other weights.
 
     revision: branch, tag or commit. weights: False leaves out the weight files.
     The Hub is asked where a branch or tag is now, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A complete
@@ -37,6 +40,8 @@ def resolve(
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
     if os.path.exists(local) or not is_id:
         folder = local / inside
+        if file := gguf.find(folder):
+            return gguf.folder_of(file)
         if os.path.isdir(folder):
             return folder
         if os.path.exists(folder):

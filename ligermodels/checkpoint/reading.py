@@ -14,7 +14,7 @@ import warnings
 import zipfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path, PureWindowsPath
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,6 +22,9 @@ from torch import Tensor
 
 from ligermodels.checkpoint.weights import TensorInfo, plain_name
 from ligermodels.errors import CheckpointError, HubError, LigermodelsError
+
+if TYPE_CHECKING:
+    from ligermodels.checkpoint.gguf import GgufReader
 
 TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
 TOKENIZER = (
@@ -297,7 +300,9 @@ class PickleReader(_FolderReader):
     open_file = PickleFile
 
 
-def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> SafetensorsReader | PickleReader:
+def open_checkpoint(
+    folder: str | Path, *, allow_pickle: bool = False
+) -> "SafetensorsReader | PickleReader | GgufReader":
     """A reader for the weights in `folder`: its safetensors or, if it has none and they are allowed, pickles.
 
     No config.json is needed. Raises CheckpointError, and HubError for a folder or file that cannot be read.
@@ -313,6 +318,10 @@ def open_checkpoint(folder: str | Path, *, allow_pickle: bool = False) -> Safete
             f"{folder} holds its weights only as pickles (pytorch_model.bin), which can carry code.\n"
             "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
         )
+    from ligermodels.checkpoint import gguf
+
+    if gguf.MODEL in present:  # in a folder of gguf.folder_of
+        return gguf.GgufReader((Path(folder) / gguf.MODEL).resolve())
     raise CheckpointError(
         f"{folder} holds neither model.safetensors nor its index.\n"
         "  Likely: an adapter, a GGUF file, Meta's or Mistral's own layout, or an unfinished download."

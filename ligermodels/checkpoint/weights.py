@@ -78,6 +78,16 @@ def plain_name(name: str) -> str:
     return plain or name
 
 
+def to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows [heads * D, ...] of q or k for a rotation of neighbouring rows, in the order for a rotation of halves."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `to_halves`."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
 def regions(model: nn.Module, table: Table) -> list[Region]:
     """The boxes that tile every parameter of `model`, which may be on the meta device.
 
@@ -388,8 +398,6 @@ _SIGNS = (
     (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.|\.base_layer\.", "an adapter, not a whole model; merge it into its base model first."),
-    (r"^layers\.\d+\.attn\.|^layers\.\d+\.mlp\.gate_up_proj\.",
-     "packed weights under the names of an earlier ligermodels; `ligermodels convert OLD NEW` unpacks them."),
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
     (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
 )  # fmt: skip

@@ -13,7 +13,6 @@ import torch
 
 import ligermodels
 from ligermodels.cli import demo
-from ligermodels.training import AdamW
 
 LESSONS = (
     ("Who keeps the lighthouse of Ferrow Point?", "Ada Quill keeps it, with two goats and a brass telescope."),
@@ -67,7 +66,7 @@ def answer(model: Any, tokenizer: Any) -> str:
 
 def train(model: Any, tokenizer: Any, seconds: float) -> list[float]:
     """Trains with AdamW on the answers, `ROUNDS` times or for `seconds`; returns the mean loss of each round."""
-    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
     model.train()
     losses: list[float] = []
     start = time.perf_counter()

@@ -148,10 +148,10 @@ class DcpSource(Source):
                     best, found = hits, prefix
         if not best:
             some = ", ".join(sorted(held)[:3]) or "no tensor"
-            likely = "a checkpoint of another model, or of the optimizer alone; or config.json is another's"
-            if any(re.search(r"\blayers\.\d+\.attn\.", name) for name in held):
-                likely = "packed by an earlier ligermodels; convert it to safetensors with that version first"
-            raise CheckpointError(f"{self.folder} holds no {arch.__name__}: it has {some}.\n  Likely: {likely}.")
+            raise CheckpointError(
+                f"{self.folder} holds no {arch.__name__}: it has {some}.\n"
+                "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."
+            )
         return found
 
     def _check_chunks(self, tensors: Mapping[str, TensorStorageMetadata]) -> None:

@@ -22,7 +22,8 @@ from torch import Tensor
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
 from ligermodels.checkpoint import reading
-from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params, to_halves
+from ligermodels.checkpoint.weights import to_halves
+from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params, with_config_beside
 from ligermodels.conversion.source import Source
 from ligermodels.errors import CheckpointError
 
@@ -58,7 +59,7 @@ class MistralSource(Source):
                     )
                 self._stored[name] = opened, theirs
                 self.headers[name], self.places[name] = opened.info(theirs), file
-        self._config = self._make_config()
+        self._config = with_config_beside(folder, self._make_config())
 
     def config(self) -> dict[str, Any]:
         """The contents of a config.json; see the module for what params.json does not say."""

@@ -4,16 +4,17 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint import gguf, hub, reading
 from ligermodels.conversion import dcp, lora, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, InputError
 
-Kind = Literal["folder", "meta", "mistral", "dcp", "adapter"]
+Kind = Literal["folder", "gguf", "meta", "mistral", "dcp", "adapter"]
 KINDS: dict[Kind, str] = {
     "folder": "Hugging Face",
+    "gguf": "GGUF",
     "meta": "Meta's own (consolidated.NN.pth, params.json)",
     "mistral": "Mistral's own (consolidated*.safetensors, params.json)",
     "dcp": "torch distributed checkpoint",
@@ -24,16 +25,14 @@ KINDS: dict[Kind, str] = {
 def locate(
     src: str | Path, *, revision: str | None = None, local_files_only: bool = False, allow_pickle: bool = False
 ) -> Path:
-    """The local folder of a checkpoint, given as a folder or as a repository of the Hub; see `hub.resolve`.
+    """The local folder of a checkpoint, given as a folder, a GGUF file or a repository of the Hub; see `hub.resolve`.
 
     Raises HubError, and CheckpointError where `src` is a file.
     """
     if not str(src):
         raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
     path = Path(os.path.expanduser(src))
-    if path.is_file():
-        if path.suffix == ".gguf":
-            raise CheckpointError(f"{src} is a GGUF file: llama.cpp reads it. Give the checkpoint it was made from.")
+    if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{src} is a file. Give the folder that holds the checkpoint.")
     return hub.resolve(src, revision=revision, local_files_only=local_files_only, allow_pickle=allow_pickle)
 
@@ -44,6 +43,8 @@ def kind_of(folder: Path) -> Kind:
         names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
     if reading.SAFETENSORS in names or {reading.PICKLES, "config.json"} <= names:
         return "folder"
+    if gguf.MODEL in names and (folder / gguf.MODEL).is_symlink():
+        return "gguf"
     if dcp.METADATA in names:
         return "dcp"
     consolidated = {Path(name).suffix for name in names if name.startswith("consolidated")}
@@ -100,5 +101,7 @@ def weight_paths(folder: Path) -> list[Path]:
         safe = any((folder / f"{reading.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
         single = reading.SAFETENSORS if safe else reading.PICKLES
         return [folder / name for name in reading.weight_files(folder, single)[0]]
+    if kind == "gguf":
+        return [(folder / gguf.MODEL).resolve()]
     pattern = {"dcp": "*.distcp", "adapter": "adapter_model.*"}.get(kind, "consolidated*")
     return sorted(folder.glob(pattern))

@@ -126,7 +126,7 @@ class TestArguments:
             (dict(device="cpu", device_map="cpu"), InputError, "both say where"),
             (dict(device_map="gpu"), InputError, "expected one such as 'cuda:0', 'auto'"),
             (dict(use_safetensors=False), InputError, "allow_pickle=True"),
-            (dict(gguf_file="x.gguf"), InputError, "ligermodels convert"),
+            (dict(gguf_file="x.gguf"), InputError, "path of the GGUF file"),
             (dict(tp_plan="auto"), InputError, "parallelize_module"),
             (dict(config="nowhere/../x"), HubError, "x is not there"),
         ],

@@ -190,8 +190,6 @@ SINGLE: dict[str, tuple[Spoil, str]] = {
     "a directory": (place(WEIGHTS, os.mkdir), "not a regular"),
     "a link to nothing": (place(WEIGHTS, lambda p: p.symlink_to("none")), "is not there"),
     "a link out of the folder": (place(WEIGHTS, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
-    "names of an earlier version": (
-        header(lambda h: h.update({"layers.0.attn.qkv_proj.weight": h.pop(Q)})), "ligermodels convert OLD NEW"),
     "a name twice after unwrapping": (
         header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
     "config.json a list": (put("config.json", [1]), "holds a list, expected an object"),
