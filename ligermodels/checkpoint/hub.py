@@ -45,9 +45,12 @@ def resolve(
         if os.path.isdir(folder):
             return folder
         if os.path.exists(folder):
-            raise HubError(f"{folder} is a file. Give the folder of a checkpoint, such as {folder.parent}.")
+            raise HubError(
+                f"{folder} is a file. Give the folder of a checkpoint, such as {folder.parent}, or a GGUF file."
+            )
         raise HubError(
-            f"{folder.absolute()} is not there. Give the folder of a checkpoint, or a repository as owner/name."
+            f"{folder.absolute()} is not there. Give the folder of a checkpoint, a GGUF file, or a repository of the "
+            "Hub as owner/name."
         )
     try:
         return _snapshot(
@@ -55,7 +58,7 @@ def resolve(
             weights=weights, allow_pickle=allow_pickle,
         )  # fmt: skip
     except HubError as error:
-        error.add_note(f"  If a folder was meant: there is none at {local.absolute()}.")
+        error.add_note(f"  If a folder or file was meant: there is none at {local.absolute()}.")
         raise
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the two commands to the parser."""
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("model", metavar="MODEL", help="repository on the Hub, or folder of a checkpoint")
+    shared.add_argument("model", metavar="MODEL", help="repository on the Hub, folder of a checkpoint, or GGUF file")
     shared.add_argument("--revision", help="branch, tag or commit")
     shared.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
     shared.add_argument(
