@@ -76,7 +76,7 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
     ("generate runs/modle --prompt x", 3, "If a folder or file was meant: there is none at {here}/runs/modle."),
     ("generate runs/model/ckpt/1 --prompt x", 3, "error: {here}/runs/model/ckpt/1 is not there. Give the folder"),
     ("generate ~/modle --prompt x", 3, "/modle is not there. Give the folder of a checkpoint"),
-    ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs, or"),
+    ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs"),
     ("inspect runs/config.json", 3, "error: runs/config.json is a file. Give the folder"),
     ("generate MODEL --prompt x --max-new-tokens 0", 3, "error: max_new_tokens=0"),
     ("generate MODEL --prompt x --device gpu7", 3, "error: --device gpu7"),
