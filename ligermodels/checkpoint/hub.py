@@ -38,7 +38,7 @@ def resolve(
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
-    if os.path.exists(local) or not is_id:
+    if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
         folder = local / inside
         if file := gguf.find(folder):
             return gguf.folder_of(file)
@@ -58,7 +58,7 @@ def resolve(
             weights=weights, allow_pickle=allow_pickle,
         )  # fmt: skip
     except HubError as error:
-        error.add_note(f"  If a folder or file was meant: there is none at {local.absolute()}.")
+        error.add_note(f"  If a folder was meant: there is none at {local.absolute()}.")
         raise
 
 

@@ -73,7 +73,7 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
 
 @pytest.mark.parametrize("command, code, message", [
     ("generate /nowhere/at/all --prompt x", 3, "error: /nowhere/at/all is not there. Give the folder of a checkpoint"),
-    ("generate runs/modle --prompt x", 3, "If a folder or file was meant: there is none at {here}/runs/modle."),
+    ("generate runs/modle --prompt x", 3, "If a folder was meant: there is none at {here}/runs/modle."),
     ("generate runs/model/ckpt/1 --prompt x", 3, "error: {here}/runs/model/ckpt/1 is not there. Give the folder"),
     ("generate ~/modle --prompt x", 3, "/modle is not there. Give the folder of a checkpoint"),
     ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs"),

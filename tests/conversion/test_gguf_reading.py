@@ -1,5 +1,6 @@
 """GGUF files read: ours there and back to the bit, quantised ones as the gguf package has them, and what is refused."""
 
+import json
 import shutil
 import struct
 import unicodedata
@@ -103,6 +104,16 @@ def blocks(values, kind):
 QUANTISED = [name for name in TYPES.values() if name not in ("F32", "F16", "BF16")]
 
 
+def test_norms_that_a_half_does_not_hold_stay_fp32(tmp_path, model_of):  # noqa: F811
+    source = model_of("qwen3", torch.float32)
+    to_gguf(source, tmp_path / "model.gguf", dtype="fp16")
+    convert(tmp_path / "model.gguf", tmp_path / "back", Options(**QUIET))
+    there, back = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "back"))
+    for name, values in there.items():
+        assert same_bits(back[name], values if values.dim() == 1 else values.half()), name
+    assert load(tmp_path / "model.gguf").dtype == torch.float16
+
+
 @pytest.mark.parametrize("type_name, family", [*((name, "llama") for name in QUANTISED), ("Q8_0", "mixtral")])
 def test_quantised_tensors_are_those_of_the_gguf_package(tmp_path, type_name, family):
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
@@ -137,6 +148,9 @@ def test_the_tokenizer_gives_the_same_ids(tmp_path, kind):
             assert read.encode(text) == ids, text
             assert read.decode(ids) == ours.decode(ids)
     assert read.backend.special_ids == ours.backend.special_ids
+    if kind in ("llama 3", "phi 4"):
+        merges = [json.loads(one.backend.to_json())["model"]["ignore_merges"] for one in (read, ours)]
+        assert merges == [kind == "llama 3"] * 2
     for name in ("bos_token_id", "eos_token_id", "chat_stop_ids", "chat_template"):
         assert getattr(read, name) == getattr(ours, name), name
 
@@ -155,6 +169,8 @@ def test_it_opens_by_its_name_and_by_its_folder(model, tmp_path, monkeypatch):
     for name in ("x.gguf", str(tmp_path), tmp_path / "x.gguf"):
         loaded = ligermodels.Llama.from_hub(name, progress=False)
         assert loaded.name_or_path == str(name)
+        # The ends of a text and of a turn.
+        assert loaded.generation_config == {"bos_token_id": 420, "eos_token_id": [421, 422]}
         assert Tokenizer.from_hub(name).encode("the the")
     loaded.save_pretrained(tmp_path / "saved")
     assert ligermodels.load(tmp_path / "saved", progress=False).generation_config == loaded.generation_config
@@ -163,6 +179,8 @@ def test_it_opens_by_its_name_and_by_its_folder(model, tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(HubError, match=r"config\.json is a file\. Give the folder of a checkpoint \(\.\)"):
         ligermodels.load("config.json")  # no name of a repository, where such a file is
+    with pytest.raises(HubError, match=r"z\.gguf is not there"):
+        ligermodels.load("z.gguf")
     shutil.copy("x.gguf", "y.gguf")
     with pytest.raises(CheckpointError, match=r"holds 2 GGUF files: x\.gguf, y\.gguf"):
         ligermodels.load(tmp_path)
