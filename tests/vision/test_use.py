@@ -84,6 +84,7 @@ def said(model, inputs, length, stops) -> list[int]:
 
 def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     folder, theirs = built
+    monkeypatch.setattr("ligermodels.cli.writer.CHUNK", 16)
     images = [folders.draw(70, 90, seed=1), folders.draw(40, 100, seed=2)]
     for number, image in enumerate(images):
         image.save(tmp_path / f"{number}.png")
