@@ -39,17 +39,41 @@ def resolve(
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
     if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
-        if file := gguf.find(local / inside):
+        folder = local / inside
+        if file := gguf.find(folder):
             return gguf.folder_of(file)
-        if not os.path.isdir(local / inside):
-            what = "a file" if os.path.exists(local / inside) else "not there"
-            here = f" ({local.parent})" if (local.parent / "config.json").is_file() else ""
+        if os.path.isdir(folder):
+            return folder
+        if os.path.exists(folder):
             raise HubError(
-                f"{local / inside} is {what}. Give the folder of a checkpoint{here}, a GGUF file, or a repository of "
-                "the Hub as owner/name."
+                f"{folder} is a file. Give the folder of a checkpoint, such as {folder.parent}, or a GGUF file."
             )
-        return local / inside
+        raise HubError(
+            f"{folder.absolute()} is not there. Give the folder of a checkpoint, a GGUF file, or a repository of the "
+            "Hub as owner/name."
+        )
+    try:
+        return _snapshot(
+            repo, inside, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only,
+            weights=weights, allow_pickle=allow_pickle,
+        )  # fmt: skip
+    except HubError as error:
+        error.add_note(f"  If a folder was meant: there is none at {local.absolute()}.")
+        raise
 
+
+def _snapshot(
+    repo: str,
+    inside: PurePosixPath,
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
+    local_files_only: bool,
+    weights: bool,
+    allow_pickle: bool,
+) -> Path:
+    """The folder `inside` a repository's snapshot, see `resolve`."""
     from huggingface_hub import constants
 
     where = f"{repo} at revision {revision}" if revision else repo
@@ -76,7 +100,7 @@ def resolve(
         snapshot = cached
     if missing := _missing(snapshot / inside, weights, allow_pickle):
         raise HubError(
-            f"{where} has no {', '.join(missing[:3])}{f' in {subfolder}' if subfolder else ''}.\n"
+            f"{where} has no {', '.join(missing[:3])}{f' in {inside}' if inside.parts else ''}.\n"
             "  Likely: it holds an adapter, a GGUF file or pickled weights (for those, allow_pickle=True), "
             "or the checkpoint is in another subfolder."
         )

@@ -9,7 +9,7 @@ from ligermodels.conversion import dcp, lora, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.view import View
-from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.errors import CheckpointError, InputError
 
 Kind = Literal["folder", "gguf", "meta", "mistral", "dcp", "adapter"]
 KINDS: dict[Kind, str] = {
@@ -34,12 +34,7 @@ def locate(
     path = Path(os.path.expanduser(src))
     if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{src} is a file. Give the folder that holds the checkpoint.")
-    try:
-        return hub.resolve(src, revision=revision, local_files_only=local_files_only, allow_pickle=allow_pickle)
-    except HubError as error:
-        if not path.is_dir():
-            error.add_note(f"  If a folder was meant: there is none at {path.absolute()}.")
-        raise
+    return hub.resolve(src, revision=revision, local_files_only=local_files_only, allow_pickle=allow_pickle)
 
 
 def kind_of(folder: Path) -> Kind:
@@ -75,7 +70,7 @@ def open_source(
     """The checkpoint in `folder`, of whichever kind.
 
     config: the folder of config.json and tokenizer, where this one has none; see `takes_config`. rope_factor: for
-    Meta's files, see there. adapter: a LoRA adapter to merge. Raises CheckpointError, HubError, InputError.
+    Meta's files, see there. adapter: a LoRA adapter to merge. Raises CheckpointError, InputError.
     """
     kind = kind_of(folder)
     if kind == "adapter":
