@@ -136,7 +136,7 @@ class Pretrained(nn.Module):
         load_options |= dict(tied=model.tied_weights, also=cls.ALSO_READ)
         with opened as reader:
             if quantizer is None:
-                weights.load(model, cls.DISK_NAMES, reader, **load_options)
+                weights.load(model, cls.DISK_NAMES, reader, adopt=reader.is_mapped, **load_options)
             else:
                 if place is None:
                     load_options["devices"] = placement.devices(plan, quantization.linears(model, quantizer))

@@ -242,6 +242,8 @@ class _FolderReader:
     """
 
     single: ClassVar[str]
+    is_mapped: ClassVar[bool]
+    """Whether every tensor has memory of its own, mapped from the file, in which writing does not change the file."""
     open_file: ClassVar[type[SafetensorsFile] | type[PickleFile]]
 
     def __init__(self, folder: str | Path):
@@ -287,6 +289,7 @@ class SafetensorsReader(_FolderReader):
     """The tensors of model.safetensors, or of the shards that its index names."""
 
     single = SAFETENSORS
+    is_mapped = os.name != "nt"  # Windows neither renames nor removes a file that is mapped
     open_file = SafetensorsFile
 
 
@@ -294,6 +297,7 @@ class PickleReader(_FolderReader):
     """The tensors of pytorch_model.bin, or of the shards that its index names."""
 
     single = PICKLES
+    is_mapped = False  # tensors may share memory
     open_file = PickleFile
 
 
