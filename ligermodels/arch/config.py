@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint import files, hub
 from ligermodels.errors import ConfigError
 
 ACTIVATIONS = {
@@ -214,7 +214,7 @@ class ModelConfig(CheckedFields):
         Raises ConfigError as `from_hf` does, and HubError.
         """
         folder = hub.resolve(id_or_folder, weights=False)
-        return cls.from_hf(reading.read_json(folder / "config.json"))
+        return cls.from_hf(files.read_json(folder / "config.json"))
 
     @classmethod
     def _dtype_from_hf(cls, config: Mapping[str, Any]) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ligermodels.arch import arguments, placement
 from ligermodels.arch.config import DTYPES, ModelConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
+from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
@@ -116,7 +117,7 @@ class Pretrained(nn.Module):
         place = placement.one_device(device, device_map)
         found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
         folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
-        with reading.unreplaced(folder):
+        with unreplaced(folder):
             values, saved_with = quantization.split(config_values(folder, config, **found))
             made = cls._checked_config(values, changes)
             made._name_or_path = str(id_or_folder)
@@ -126,7 +127,7 @@ class Pretrained(nn.Module):
                 dtype = _dtype_of(opened.headers) or dtype
             model = cls._on_meta(made, dtype, activation_checkpointing)
             if (folder / "generation_config.json").is_file():
-                generation = reading.read_json(folder / "generation_config.json", lenient=True)
+                generation = read_json(folder / "generation_config.json", lenient=True)
                 model.generation_config.update(generation)
         if place is None:
             plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
@@ -263,11 +264,11 @@ class Pretrained(nn.Module):
         else:
             tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
             values["quantization_config"] = quantizer.to_dict()
-        files: dict[str, Any] = {"config.json": reading.json_bytes(values)}
+        files: dict[str, Any] = {"config.json": json_bytes(values)}
         if self.generation_config:
-            files["generation_config.json"] = reading.json_bytes(dict(self.generation_config))
+            files["generation_config.json"] = json_bytes(dict(self.generation_config))
         if self.source_folder is not None:
-            files = {**reading.companion_files(self.source_folder, target), **files}
+            files = {**companion_files(self.source_folder, target), **files}
         saving.write_checkpoint(
             target,
             tensors,
@@ -324,13 +325,13 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
                 f"{place} is not there: {folder} holds weights alone, as Trainer and accelerate leave them.\n"
                 "  Next: pass config=, the folder or repository that the model came from, or its config."
             )
-        return reading.read_json(place)
+        return read_json(place)
     if isinstance(config, ModelConfig | Mapping):
         return config
     if hasattr(config, "to_json_string"):  # of transformers
         return json.loads(config.to_json_string())
     path = Path(config).expanduser()
-    return reading.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
+    return read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
 
 
 def _dtype_of(headers: Mapping[str, weights.TensorInfo]) -> torch.dtype | None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ligermodels.checkpoint.reading import COMPANIONS, PICKLES, SAFETENSORS, weight_files
+from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, weight_files
 from ligermodels.errors import HubError, LigermodelsError
 
 

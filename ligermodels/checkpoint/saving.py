@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.reading import DTYPES, SAFETENSORS, json_bytes
+from ligermodels.checkpoint.files import SAFETENSORS, json_bytes
+from ligermodels.checkpoint.reading import DTYPES
 from ligermodels.checkpoint.weights import Reader, TensorInfo
 from ligermodels.errors import CheckpointError, HubError, InputError
 
@@ -194,7 +195,7 @@ def _write_file(
         start, end = end, end + info.nbytes
         header[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 64)  # mapped weights lie as torch's own do, and matmuls round alike
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:

@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 
 import ligermodels
 from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.reading import SafetensorsReader, lenient_json, open_checkpoint
+from ligermodels.checkpoint.files import lenient_json
+from ligermodels.checkpoint.reading import SafetensorsReader, open_checkpoint
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError
 from tests.checkpoint.fixtures import (
