@@ -53,7 +53,7 @@ def test_a_model_that_trains_and_is_saved_over_its_own_files(tmp_path, tied, sha
 
 
 def test_what_is_copied(tmp_path):
-    """Another dtype, pickles, whose tensors may share memory, and data that does not begin at a multiple of its size."""
+    """Another dtype, pickles, whose tensors may share memory, and weights that are not aligned."""
     model = make_model()
     names = [name for name, _ in model.named_parameters()]
     folder = model.save_pretrained(tmp_path / "model")
