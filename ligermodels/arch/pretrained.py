@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch import arguments, placement
-from ligermodels.arch.config import DTYPES, ModelConfig
+from ligermodels.arch.config import ModelConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
+from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
@@ -164,10 +165,9 @@ class Pretrained(nn.Module):
         cls, config: ModelConfig, dtype: torch.dtype | str, activation_checkpointing: str | Mapping[str, Any]
     ) -> Self:
         """The model on the meta device, in its final dtype."""
-        if isinstance(dtype, str):
-            if dtype not in ("auto", *DTYPES):
-                raise ConfigError(f"dtype={dtype!r} is not supported; supported: 'auto', {', '.join(DTYPES)}")
-            dtype = config.torch_dtype if dtype == "auto" else DTYPES[dtype]
+        if not isinstance(dtype, torch.dtype):
+            name = dtype_name(dtype)
+            dtype = config.torch_dtype if name == "auto" else getattr(torch, name)
         with torch.device("meta"):
             model = cls(config)
         model.config.dtype = str(dtype).removeprefix("torch.")

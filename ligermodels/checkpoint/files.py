@@ -4,6 +4,7 @@ No file is read through a link that leaves the folder, but for the blobs of the 
 """
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -26,6 +27,11 @@ COMPANIONS = (
 """The files that belong to a model beside its configs and weights."""
 
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
+
+
+def absolute(path: str | Path) -> Path:
+    """Where `path` leads to, with its links followed and its ~ resolved."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def check_file(path: Path, home: Path | None = None) -> os.stat_result:
@@ -181,3 +187,22 @@ def read_errors(where: str | Path) -> Iterator[None]:
         raise
     except (OSError, ValueError, SafetensorError) as error:
         raise HubError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextlib.contextmanager
+def write_errors(target: Path) -> Iterator[None]:
+    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`."""
+    try:
+        yield
+    except HubError:
+        raise
+    except OSError as error:
+        code = error.errno
+        step = "check the disk, or save elsewhere"
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            step = "free some space, or save elsewhere"
+        elif code in (errno.EACCES, errno.EROFS):
+            step = "you may not write there; save elsewhere"
+        failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
+        failure.errno = code
+        raise failure from error

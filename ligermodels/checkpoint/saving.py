@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.files import SAFETENSORS, json_bytes
+from ligermodels.checkpoint.files import SAFETENSORS, absolute, json_bytes, write_errors
 from ligermodels.checkpoint.reading import DTYPES
 from ligermodels.checkpoint.weights import Reader, TensorInfo
 from ligermodels.errors import CheckpointError, HubError, InputError
@@ -105,11 +105,6 @@ def replacing(target: Path, size: int, *, is_file: bool = False) -> Iterator[Pat
         _sync(target if fixed else target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-
-
-def absolute(path: str | Path) -> Path:
-    """Where `path` leads to, with its links followed and its ~ resolved."""
-    return Path(os.path.realpath(os.path.expanduser(path)))
 
 
 def _is_fixed(target: Path) -> bool:
@@ -301,22 +296,3 @@ def _exchange(a: Path, b: Path) -> bool:
     if code not in (errno.ENOSYS, errno.EINVAL):
         raise OSError(code, os.strerror(code), str(b))
     return False
-
-
-@contextlib.contextmanager
-def write_errors(target: Path) -> Iterator[None]:
-    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`."""
-    try:
-        yield
-    except HubError:
-        raise
-    except OSError as error:
-        code = error.errno
-        step = "check the disk, or save elsewhere"
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            step = "free some space, or save elsewhere"
-        elif code in (errno.EACCES, errno.EROFS):
-            step = "you may not write there; save elsewhere"
-        failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
-        failure.errno = code
-        raise failure from error

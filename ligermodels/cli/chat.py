@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli.arguments import check_model, dtype
 from ligermodels.cli.output import say
 from ligermodels.errors import ConfigError, InputError, TokenizerError
 
@@ -33,7 +34,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument("--seed", type=int, help="makes draws repeatable")
     shared.add_argument("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable")
     shared.add_argument(
-        "--dtype", default="auto", help="float32, float16, bfloat16, or auto, the default: as config.json says"
+        "--dtype", type=dtype, default="auto", help="such as float32 or bf16; auto, the default: as config.json says"
     )
     shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
 
@@ -162,12 +163,14 @@ def _answer(model: "CausalLM", processor: Any, messages: list[dict[str, Any]], a
 
 def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
     """The tokenizer. Called before the model is loaded, so that a wrong template fails before weights are fetched."""
+    check_model(args)
     from ligermodels.text import Tokenizer
 
     return Tokenizer.from_hub(args.model, revision=args.revision, local_files_only=args.local_files_only)
 
 
 def _load_processor(args: argparse.Namespace) -> "Processor":
+    check_model(args)
     try:
         from ligermodels.vision import Processor
     except ModuleNotFoundError as error:

@@ -39,7 +39,7 @@ from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from ligermodels.conversion.verify import Report
+    from ligermodels.conversion.comparison import Report
 
 FAMILIES = {
     "llama": ("llama", "silu"), "mistral": ("llama", "silu"), "mixtral": ("llama", "silu"),

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Literal
 
 from ligermodels.checkpoint import hub, reading
-from ligermodels.conversion import dcp, lora, meta, mistral
+from ligermodels.conversion import lora, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.conversion.source import Source
+from ligermodels.conversion.source import METADATA, Source
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, HubError, InputError
 
@@ -49,7 +49,7 @@ def kind_of(folder: Path) -> Kind:
         names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
     if reading.SAFETENSORS in names or {reading.PICKLES, "config.json"} <= names:
         return "folder"
-    if dcp.METADATA in names:
+    if METADATA in names:
         return "dcp"
     consolidated = {Path(name).suffix for name in names if name.startswith("consolidated")}
     if consolidated & {".pth", ".safetensors"} and (meta.PARAMS in names or "config.json" not in names):
@@ -92,7 +92,9 @@ def open_source(
     elif kind == "mistral":
         source = mistral.MistralSource(folder)
     elif kind == "dcp":
-        source = dcp.DcpSource(folder, config)
+        from ligermodels.conversion.dcp import DcpSource
+
+        source = DcpSource(folder, config)
     else:
         source = FolderSource(folder, config, allow_pickle=allow_pickle)
     return source if adapter is None else lora.MergedSource(View(source), adapter, allow_pickle=allow_pickle)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,12 +12,10 @@ from tqdm import tqdm
 
 from ligermodels.arch.config import ModelConfig
 from ligermodels.checkpoint import weights
+from ligermodels.conversion.options import LEVELS, Level
 from ligermodels.conversion.sources import kind_of, locate, open_source, takes_config
 from ligermodels.conversion.view import View
 from ligermodels.errors import InputError
-
-Level = Literal["none", "keys", "bytes", "logits"]
-LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 
 DIFFERENCE = 5e-5
 """Above this the models differ: the root mean square of what separates their logits, over that of the larger logits,
