@@ -66,7 +66,7 @@ class Pretrained(nn.Module):
         model = cls._on_meta(config, dtype, activation_checkpointing)
         device = torch.device(device or torch.get_default_device())
         if device.type != "meta":
-            model.to_empty(device=device)
+            weights.allocate(model, device)
             model.init_weights(seed)
         return model
 

@@ -202,7 +202,7 @@ def load(
             is_whole = not box.index and reader.headers[name].dtype == (dtype or params[box.param].dtype)
             if is_whole and (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
                 adopted[box.param] = tensor
-    _allocate(model, device, dtype, adopted)
+    allocate(model, device, dtype, adopted)
     params = dict(model.named_parameters())
     finite: dict[str, Tensor] = {}
     total = sum(reader.headers[name].nbytes for name in boxes)
@@ -217,6 +217,32 @@ def load(
                 finite[name] = torch.stack(values.aminmax()).isfinite().all()  # NaN spreads, and no copy is made
                 bar.update(reader.headers[name].nbytes)
     _warn_of_nan(finite, reader.source)
+
+
+def allocate(
+    model: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    adopted: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Gives the parameters of `model`, all on the meta device, memory on `device`; its contents are arbitrary.
+
+    adopted: {parameter: a tensor whose memory it gets}. torch's to_empty imports sympy, which takes a while.
+    """
+    memory: dict[int, Tensor] = {}
+    for name, module in model.named_modules():
+        rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
+        assert rebuilds, f"{name} has buffers but no _apply of its own"
+    for name, param in model.named_parameters():
+        assert param.is_meta, f"only models on the meta device are filled; {name} is on {param.device}"
+        param.data = param.data.to(dtype or param.dtype)
+        if adopted and name in adopted:
+            memory[id(param)] = adopted[name]
+
+    def fill(x: Tensor) -> Tensor:
+        return memory[id(x)] if id(x) in memory else torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    model._apply(fill)
 
 
 def export(
@@ -382,22 +408,6 @@ def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
             "with too small a range (float16 ends at 65504). The model's output will be NaN as well.",
             stacklevel=4,
         )
-
-
-def _allocate(
-    model: nn.Module, device: torch.device | str, dtype: torch.dtype | None, adopted: Mapping[str, Tensor]
-) -> None:
-    """Gives the parameters memory: those in `adopted`, by name, that of the tensor there."""
-    for name, module in model.named_modules():
-        rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
-        assert rebuilds, f"{name} has buffers but no _apply of its own"
-    memory: dict[int, Tensor] = {}
-    for name, param in model.named_parameters():
-        assert param.is_meta, f"load() fills models on the meta device; {name} is on {param.device}"
-        param.data = param.data.to(dtype or param.dtype)
-        if name in adopted:
-            memory[id(param)] = adopted[name]
-    model._apply(lambda x: memory[id(x)] if id(x) in memory else torch.empty_like(x, device=device))
 
 
 # (a name among the unexpected ones, what it means)
