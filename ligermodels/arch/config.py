@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ligermodels.checkpoint import files, hub
+from ligermodels.checkpoint import dtypes, files, hub
 from ligermodels.errors import ConfigError
 
 ACTIVATIONS = {
@@ -32,13 +32,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """config.json's name of an activation -> ours."""
-
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -299,7 +292,7 @@ class ModelConfig(CheckedFields):
             if getattr(self, name, 0.0):
                 raise self._error(name, "is not supported; set it to 0.0 if it does not matter to you")
         if self.dtype is not None:
-            self._check_choice("dtype", DTYPES)
+            self._check_choice("dtype", dtypes.NAMES)
         if self.extra.get("rope_interleaved"):
             raise ConfigError(f"{self.model_type}: rope_interleaved is set, but halves of a head are rotated here")
         if (given := self.extra.get("layer_types")) is not None:
@@ -325,7 +318,7 @@ class ModelConfig(CheckedFields):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype that the checkpoint was written in; float32 if config.json does not say."""
-        return DTYPES[self.dtype or "float32"]
+        return getattr(torch, self.dtype or "float32")
 
     @property
     def padding_idx(self) -> int | None:

@@ -99,8 +99,10 @@ class Pretrained(nn.Module):
             folder of weights alone, as Trainer, TRL and accelerate leave it. Default: the folder's own config.json.
         revision: branch, tag or commit. token: True is the one of `hf auth login`. A complete copy in the cache
             needs neither network nor token.
-        dtype: "auto" is config.json's own, and beside `config` that of the weights. torch_dtype: its older name.
-        device: the device of the whole model, which is read one tensor at a time.
+        dtype: "auto" is config.json's own, and beside `config` that of the weights. Names as in `dtypes.NAMES`, such
+            as "bfloat16" or "bf16". torch_dtype: its older name.
+        device: the device of the whole model, which is read one tensor at a time. On the CPU, safetensors of the
+            model's dtype stay mapped: training writes to memory, never to the file, which nobody may cut meanwhile.
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`; modules on "disk" are in
             `offload_folder`.

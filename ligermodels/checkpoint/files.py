@@ -34,11 +34,10 @@ def absolute(path: str | Path) -> Path:
     return Path(os.path.realpath(os.path.expanduser(path)))
 
 
-def check_file(path: Path, home: Path | None = None) -> os.stat_result:
-    """The stat of a file of the folder `home`, by default the one it is in.
+def check_file(path: Path, home: Path | None = None) -> None:
+    """Raises CheckpointError for a file that is not there, not a regular one, or a link out of the folder `home`.
 
-    Raises CheckpointError for a file that is not there, not a regular one, or a link that leads out of `home` and is
-    not one of the Hub's cache.
+    home: by default the folder that the file is in. The links of the Hub's cache are allowed.
     """
     if not os.path.exists(path):
         raise CheckpointError(f"{path} is not there. Did a download or copy not finish? Fetch the checkpoint again.")
@@ -51,7 +50,6 @@ def check_file(path: Path, home: Path | None = None) -> os.stat_result:
             f"{path} is a link that leaves its folder, to {real}.\n"
             "  Next: if you trust it, put the file itself in the place of the link."
         )
-    return path.stat()
 
 
 def companion_files(folder: Path, target: Path | None = None) -> dict[str, Path]:

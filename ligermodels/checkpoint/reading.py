@@ -144,21 +144,18 @@ class _FolderReader:
         for file, opened in self._files.items():
             for name in opened.names:
                 if weight_map is None or weight_map.get(name) == file:
-                    self._add(name, file)
+                    plain = plain_name(name)
+                    if plain in self._stored:
+                        raise CheckpointError(
+                            f"{self.folder / file} holds {name} and {self._stored[plain]}, which are one name; "
+                            "keep the one that is right"
+                        )
+                    self._stored[plain], self.places[plain] = name, file
+                    self.headers[plain] = opened.info(name)
         for name, file in (weight_map or {}).items():
             if self._stored.get(plain_name(name)) != name:
                 raise CheckpointError(f"{self.folder / file} lacks {name}, against its index; fetch both again")
         self.metadata = self._files[files[0]].metadata
-
-    def _add(self, name: str, file: str) -> None:
-        plain = plain_name(name)
-        if plain in self._stored:
-            raise CheckpointError(
-                f"{self.folder / file} holds {name} and {self._stored[plain]}, which are one name; "
-                "keep the one that is right"
-            )
-        self._stored[plain] = name
-        self.headers[plain], self.places[plain] = self._files[file].info(name), file
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""

@@ -21,11 +21,10 @@ def dtype(text: str) -> str:
 
 
 def check_model(args: argparse.Namespace) -> None:
-    """Raises an error for options of sampling that cannot be, and for a folder without weights."""
+    """Raises InputError for options of sampling that cannot be, CheckpointError for a folder without weights."""
     Options(**{name: getattr(args, name) for name in _SAMPLING})
     folder = Path(os.path.expanduser(args.model))
-    if folder.is_dir() and not any(folder.glob("*.gguf")):
-        files.read_json(folder / "config.json")
+    if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         files.weights_in(folder, allow_pickle=args.allow_pickle)
 
 

@@ -163,14 +163,12 @@ def _answer(model: "CausalLM", processor: Any, messages: list[dict[str, Any]], a
 
 def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
     """The tokenizer. Called before the model is loaded, so that a wrong template fails before weights are fetched."""
-    check_model(args)
     from ligermodels.text import Tokenizer
 
     return Tokenizer.from_hub(args.model, revision=args.revision, local_files_only=args.local_files_only)
 
 
 def _load_processor(args: argparse.Namespace) -> "Processor":
-    check_model(args)
     try:
         from ligermodels.vision import Processor
     except ModuleNotFoundError as error:
@@ -179,6 +177,7 @@ def _load_processor(args: argparse.Namespace) -> "Processor":
 
 
 def _load_model(args: argparse.Namespace) -> "CausalLM":
+    check_model(args)
     import torch
 
     import ligermodels

@@ -187,14 +187,14 @@ def replaced(text, file="config.json"):
 
 FILES = {
     "cut": (replaced('{"model_type": "lla'), CheckpointError, "not JSON"),
-    "a list": (replaced("[1]"), CheckpointError, "an object"),
+    "a list": (replaced("[1]"), CheckpointError, "holds a list, expected an object"),
     "git-lfs pointer": (replaced("version https://git-lfs.github.com/spec/v1\n"), CheckpointError, "git lfs"),
     "an unknown family": (spoiled_config(model_type="falcon"), ConfigError, "the zoo holds"),
     "a model of images": (replaced('{"model_type": "llama", "text_config": {}}'), ConfigError, "text_config"),
     "an adapter's": (replaced('{"model_type": "llama", "peft_type": "LORA"}'), ConfigError, "of an adapter"),
     "not there": (lambda folder: (folder / "config.json").unlink(), CheckpointError, "is not there"),
-    "a larger vocabulary": (spoiled_config(vocab_size=2**20), CheckpointError, "wrong shape"),
-    "more layers": (spoiled_config(num_hidden_layers=9), CheckpointError, "1 layers on disk"),
+    "a larger vocabulary": (spoiled_config(vocab_size=2**20), CheckpointError, "wrong shape.*resized"),
+    "more layers": (spoiled_config(num_hidden_layers=9), CheckpointError, "1 layers on disk, 9"),
     "tied, and the index names a head": (spoiled_config(tie_word_embeddings=True), CheckpointError, "config ties"),
     "another family's": (spoiled_config(model_type="gemma2", head_dim=8), CheckpointError, "missing"),
 }  # fmt: skip

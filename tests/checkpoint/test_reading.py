@@ -168,14 +168,6 @@ def mapped(function: Callable[[dict], object]) -> Spoil:
     return spoil
 
 
-def config(**changes: object) -> Spoil:
-    def spoil(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**values, **changes}))
-
-    return spoil
-
-
 Q = "model.layers.0.self_attn.q_proj.weight"
 SINGLE: dict[str, tuple[Spoil, str]] = {
     "empty": (put(WEIGHTS, b""), "not a safetensors file.*cut short"),
@@ -195,11 +187,7 @@ SINGLE: dict[str, tuple[Spoil, str]] = {
         header(lambda h: h.update({"layers.0.attn.qkv_proj.weight": h.pop(Q)})), "ligermodels convert OLD NEW"),
     "a name twice after unwrapping": (
         header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
-    "config.json a list": (put("config.json", [1]), "holds a list, expected an object"),
     "generation_config.json": (put("generation_config.json", b"{"), "not JSON"),
-    "vocab_size too large": (config(vocab_size=10**6), "wrong shape.*resized"),
-    "a layer too many": (config(num_hidden_layers=2), "missing.*1 layers on disk, 2"),
-    "tied, with a head of its own": (config(tie_word_embeddings=True), "config ties"),
     "one shape transposed": (tensors(lambda t: t.update({EMBEDDING: t[EMBEDDING].T.contiguous()})), "wrong shape"),
     "fp8 weights": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), "quantised .*float8"),
 }  # fmt: skip
