@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.errors import InputError
 
 _NOTHING_TO_DO = {"low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "disable_mmap"}
@@ -107,9 +108,9 @@ def _select(
     return found
 
 
-def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str:
-    """The dtype by its newer name or its older one; "auto" where neither is given."""
-    if torch_dtype is not None and dtype not in (None, "auto", torch_dtype):
+def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> str:
+    """torch's name of the dtype, given under either argument; "auto" where neither says. Raises InputError."""
+    names = {dtype_name(given) for given in (dtype, torch_dtype) if given is not None} - {"auto"}
+    if len(names) > 1:
         raise InputError(f"dtype={dtype} and torch_dtype={torch_dtype} are one argument under two names; pass dtype")
-    chosen = torch_dtype if torch_dtype is not None else dtype
-    return "auto" if chosen is None else chosen.removeprefix("torch.") if isinstance(chosen, str) else chosen
+    return names.pop() if names else "auto"

@@ -28,14 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ligermodels.checkpoint.files import GGUF, json_bytes, read_errors
 from ligermodels.checkpoint.gguf_config import FAMILIES, TABLES, Fields, config_of
 from ligermodels.checkpoint.gguf_tokenizer import token_ids, tokenizer_files
-from ligermodels.checkpoint.reading import json_bytes, read_errors
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
 from ligermodels.errors import CheckpointError, ConfigError
-
-MODEL = "model.gguf"
-"""The link to the file in the folder of `folder_of`."""
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 TYPES = {
@@ -77,29 +74,6 @@ def package() -> Any:
     return gguf
 
 
-def find(path: Path) -> Path | None:
-    """`path` if it is a GGUF file, or the one that it holds if it is a folder without other weights; else None.
-
-    Raises CheckpointError for a folder of several.
-    """
-    if path.is_file():
-        return path if path.suffix == ".gguf" else None
-    if not path.is_dir():
-        return None
-    with read_errors(path):
-        names = sorted(os.listdir(path))
-    files = [name for name in names if name.endswith(".gguf")]
-    others = re.compile(r".*\.(safetensors|bin|pth)(\.index\.json)?|\.metadata")
-    if not files or any(others.fullmatch(name) for name in names):
-        return None
-    if len(files) > 1:
-        raise CheckpointError(
-            f"{path} holds {len(files)} GGUF files: {', '.join(files[:4])}{', ...' * (len(files) > 4)}.\n"
-            f"  Next: give one of them, such as {path / files[0]}"
-        )
-    return path / files[0]
-
-
 def folder_of(path: Path) -> Path:
     """A folder in Hugging Face's layout for a GGUF file: config.json, the tokenizer's files and a link to the weights.
 
@@ -120,7 +94,7 @@ def _folder_of(path: Path, mtime: int, size: int) -> Path:
     for name, content in reader.files().items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
-    (folder / MODEL).symlink_to(path)
+    (folder / GGUF).symlink_to(path)
     return folder
 
 
@@ -232,8 +206,11 @@ class GgufReader:
     """A GGUF file under Hugging Face's names: a context manager and a `weights.Reader` with a config and files.
 
     headers: {name: TensorInfo}, in the one dtype of the checkpoint; see the module. types: {name: how it is stored}.
+    is_mapped: as of the other readers.
     Raises CheckpointError, HubError, and ConfigError for an architecture or a configuration that is not computed here.
     """
+
+    is_mapped = os.name != "nt"
 
     def __init__(self, path: Path):
         self.source, self._file = str(path), GgufFile(path)
@@ -256,7 +233,7 @@ class GgufReader:
         self.metadata: dict[str, str] = {}
 
     def read(self, name: str) -> Tensor:
-        """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
+        """The tensor on the CPU, in memory of its own: mapped from the file, or new."""
         tensor = self._values(name)
         if FAMILIES[self._model_type][0] == "llama" and ".self_attn.q_proj." in name:
             tensor = to_halves(tensor, self._heads)

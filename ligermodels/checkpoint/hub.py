@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ligermodels.checkpoint import gguf
-from ligermodels.checkpoint.reading import COMPANIONS, PICKLES, SAFETENSORS, weight_files
+from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, find_gguf, weight_files
 from ligermodels.errors import HubError, LigermodelsError
 
 
@@ -40,8 +39,10 @@ def resolve(
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
     if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
         folder = local / inside
-        if file := gguf.find(folder):
-            return gguf.folder_of(file)
+        if file := find_gguf(folder):
+            from ligermodels.checkpoint.gguf import folder_of
+
+            return folder_of(file)
         if os.path.isdir(folder):
             return folder
         if os.path.exists(folder):

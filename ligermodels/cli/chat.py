@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli.arguments import check_model, dtype
 from ligermodels.cli.output import say
 from ligermodels.cli.writer import Writer
 from ligermodels.errors import ConfigError, InputError, TokenizerError
@@ -33,7 +34,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument("--seed", type=int, help="makes draws repeatable")
     shared.add_argument("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable")
     shared.add_argument(
-        "--dtype", default="auto", help="float32, float16, bfloat16, or auto, the default: as config.json says"
+        "--dtype", type=dtype, default="auto", help="such as float32 or bf16; auto, the default: as config.json says"
     )
     shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
 
@@ -190,6 +191,7 @@ def _load_processor(args: argparse.Namespace) -> "Processor":
 
 
 def _load_model(args: argparse.Namespace) -> "CausalLM":
+    check_model(args)
     import torch
 
     import ligermodels

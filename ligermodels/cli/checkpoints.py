@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli.arguments import check_source, dtype
 from ligermodels.cli.output import readable_size, say
 from ligermodels.errors import HubError, InputError, LigermodelsError
 
@@ -92,7 +93,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "llama.cpp (default: hf)",
     )
     convert.add_argument(
-        "--dtype", choices=["keep", "bf16", "fp16", "fp32"], default="keep", help="cast to this (default: keep)"
+        "--dtype", type=dtype, default="auto", help="cast to this, such as bf16 or float32 (default: auto, no cast)"
     )
     division = convert.add_mutually_exclusive_group()
     division.add_argument("--max-shard-size", metavar="SIZE", help="per file, as 5GB or 500MiB (default 5GB)")
@@ -142,15 +143,22 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from ligermodels.conversion import Options, convert
+    from ligermodels.conversion.options import Options, check_options
 
     names = [field.name for field in dataclasses.fields(Options) if field.name in args]
-    report = convert(args.src, args.dst, Options(**{name: getattr(args, name) for name in names}))
+    options = Options(**{name: getattr(args, name) for name in names})
+    check_options(args.dst, options)
+    check_source(args.src)
+    from ligermodels.conversion import convert  # and torch
+
+    report = convert(args.src, args.dst, options)
     _report(report, args, "would be written" if args.dry_run else "written")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
+    for src in (args.a, args.b):
+        check_source(src)
     from ligermodels.conversion import verify
 
     reading = {name: getattr(args, name) for name in ("allow_pickle", "config", "rope_factor")}
@@ -189,6 +197,7 @@ def _conversion_status(error: LigermodelsError) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    check_source(args.src)
     from ligermodels.conversion import inspect
 
     names = ("revision", "local_files_only", "allow_pickle", "config", "rope_factor")

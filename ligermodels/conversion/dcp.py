@@ -28,10 +28,8 @@ from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.reading import companion_files, read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.huggingface import config_files
-from ligermodels.conversion.source import Source
+from ligermodels.conversion.source import METADATA, Source
 from ligermodels.errors import CheckpointError, ConfigError
-
-METADATA = ".metadata"
 
 _CHECKPOINT = "torch.distributed.checkpoint."
 _ADMITTED = {

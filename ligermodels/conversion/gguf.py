@@ -42,7 +42,7 @@ from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from ligermodels.conversion.verify import Report
+    from ligermodels.conversion.comparison import Report
 
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}

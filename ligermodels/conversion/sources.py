@@ -4,10 +4,10 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from ligermodels.checkpoint import gguf, hub, reading
-from ligermodels.conversion import dcp, lora, meta, mistral
+from ligermodels.checkpoint import files, hub, reading
+from ligermodels.conversion import lora, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.conversion.source import Source
+from ligermodels.conversion.source import METADATA, Source
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, InputError
 
@@ -43,9 +43,9 @@ def kind_of(folder: Path) -> Kind:
         names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
     if reading.SAFETENSORS in names or {reading.PICKLES, "config.json"} <= names:
         return "folder"
-    if gguf.MODEL in names and (folder / gguf.MODEL).is_symlink():
+    if files.is_gguf_folder(folder):
         return "gguf"
-    if dcp.METADATA in names:
+    if METADATA in names:
         return "dcp"
     consolidated = {Path(name).suffix for name in names if name.startswith("consolidated")}
     if consolidated & {".pth", ".safetensors"} and (meta.PARAMS in names or "config.json" not in names):
@@ -88,7 +88,9 @@ def open_source(
     elif kind == "mistral":
         source = mistral.MistralSource(folder)
     elif kind == "dcp":
-        source = dcp.DcpSource(folder, config)
+        from ligermodels.conversion.dcp import DcpSource
+
+        source = DcpSource(folder, config)
     else:
         source = FolderSource(folder, config, allow_pickle=allow_pickle)
     return source if adapter is None else lora.MergedSource(View(source), adapter, allow_pickle=allow_pickle)
@@ -102,6 +104,6 @@ def weight_paths(folder: Path) -> list[Path]:
         single = reading.SAFETENSORS if safe else reading.PICKLES
         return [folder / name for name in reading.weight_files(folder, single)[0]]
     if kind == "gguf":
-        return [(folder / gguf.MODEL).resolve()]
+        return [(folder / files.GGUF).resolve()]
     pattern = {"dcp": "*.distcp", "adapter": "adapter_model.*"}.get(kind, "consolidated*")
     return sorted(folder.glob(pattern))

@@ -19,6 +19,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from ligermodels.checkpoint.files import check_file, read_json
 from ligermodels.errors import CheckpointError, HubError, TokenizerError
 
 # Classes of transformers that pad on the left by default, and the length that means no limit there.
@@ -186,8 +187,6 @@ def _existing(folder: Path, name: str) -> Path | None:
     path = folder / name
     if not os.path.lexists(path):
         return None
-    from ligermodels.checkpoint.reading import check_file  # it imports torch
-
     try:
         check_file(path, folder)
     except (CheckpointError, HubError) as error:
@@ -204,8 +203,6 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     path = _existing(folder, name)
     if path is None:
         return {}
-    from ligermodels.checkpoint.reading import read_json
-
     try:
         return read_json(path, lenient=name == "generation_config.json")
     except (CheckpointError, HubError) as error:

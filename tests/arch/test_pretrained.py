@@ -121,7 +121,7 @@ class TestArguments:
             (dict(num_hidden_layer=3), InputError, "did you mean 'num_hidden_layers'"),
             (dict(wibble=3), InputError, "unknown argument 'wibble'$"),
             (dict(dtype=torch.bfloat16, torch_dtype=torch.float32), InputError, "one argument under two names"),
-            (dict(dtype="int3"), ConfigError, "'int3' is not supported"),
+            (dict(dtype="int3"), InputError, "'int3' is not supported"),
             (dict(device="cpu", device_map="cpu"), InputError, "both say where"),
             (dict(device_map="gpu"), InputError, "expected one such as 'cuda:0', 'auto'"),
             (dict(use_safetensors=False), InputError, "allow_pickle=True"),

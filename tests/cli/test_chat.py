@@ -243,6 +243,7 @@ def test_an_answer_ends_with_the_turn(capsys, monkeypatch, tmp_path):
     """Gemma ends its turns with a token that is not a stop id of its text."""
     family = families.FAMILIES["gemma 1"]
     folder = family.build(tmp_path / "model")
+    (folder / "model.safetensors").touch()
     answer = Tokenizer.from_folder(folder).encode("the cat", add_special_tokens=False)
 
     def scripted(model, ids, *, eos_token_id, **_):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import ligermodels
 from ligermodels.checkpoint import reading
 from ligermodels.conversion import MismatchError, verify
-from ligermodels.conversion.verify import DIFFERENCE
+from ligermodels.conversion.comparison import DIFFERENCE
 from ligermodels.errors import InputError
 from tests.conversion.layouts import OF_LLAMA, write_all
 

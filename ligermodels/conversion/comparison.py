@@ -4,19 +4,17 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.checkpoint import reading, weights
+from ligermodels.checkpoint import files, weights
+from ligermodels.conversion.options import LEVELS, Level
 from ligermodels.conversion.sources import kind_of, locate, open_source, takes_config
 from ligermodels.conversion.view import View
 from ligermodels.errors import InputError
-
-Level = Literal["none", "keys", "bytes", "logits"]
-LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 
 DIFFERENCE = 5e-5
 """Above this the models differ: the root mean square of what separates their logits, over that of the larger logits,
@@ -127,7 +125,7 @@ def _settings(a: View, b: View) -> Iterator[str]:
 def _generation_config(view: View) -> dict[str, Any]:
     content = view.files().get("generation_config.json", b"{}")
     text = content if isinstance(content, bytes) else content.read_bytes()
-    return {**reading.lenient_json(text.decode()), "transformers_version": None}
+    return {**files.lenient_json(text.decode()), "transformers_version": None}
 
 
 def _bytes(a: View, b: View, progress: bool) -> Iterator[str]:
