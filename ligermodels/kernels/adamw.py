@@ -38,16 +38,15 @@ _CPU_CHUNK = 65536  # elements per thread: four buffers in fp32 are 1 MiB
 
 
 def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> list[Tensor]:
-    """Philox4x32: four counters below 2^32, as int64 tensors or ints, and a 64-bit key -> four random numbers so."""
+    """Philox4x32: four counters below 2^32, int64 tensors that broadcast or ints, and a 64-bit key -> four random
+    numbers below 2^32."""
     c0, c1, c2, c3 = counters
     key0, key1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(rounds):
         a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # past 2^63 they wrap, which keeps all bits that are read
-        c0, c2 = b >> 32, a >> 32
-        c0 ^= c1  # in place: these passes over memory are what stochastic rounding costs on the CPU
-        c0 ^= key0
+        c0, c2 = (b >> 32) ^ c1, (a >> 32) ^ c3
+        c0 ^= key0  # in place: on the CPU these passes over memory are most of a step
         c0 &= 0xFFFFFFFF
-        c2 ^= c3
         c2 ^= key1
         c2 &= 0xFFFFFFFF
         c1, c3 = b, a  # of which the lower halves count
@@ -62,8 +61,8 @@ def random_bits(
 
     streams: 0 for the weight, 1 and 2 for its moments; number, step, first: as in `adamw`.
     """
-    group = (torch.arange(cdiv(x.numel(), 8), device=x.device) + first).expand(len(streams), -1)
-    step = group * 0 + step.long() if isinstance(step, Tensor) else step
+    group = torch.arange(cdiv(x.numel(), 8), device=x.device) + first
+    step = step.long() if isinstance(step, Tensor) else step
     last = torch.tensor(streams, device=x.device)[:, None] + number * 4
     a, b, c, d = philox((group & 0xFFFFFFFF, group >> 32, step, last), seed)
     halves = torch.stack([a | b << 32, c | d << 32], dim=-1).view(torch.int16)  # the lower half of each comes first
