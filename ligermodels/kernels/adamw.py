@@ -22,6 +22,7 @@ https://github.com/NVIDIA/apex.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_trito
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
-_CPU_CHUNK = 65536  # elements per thread: four buffers in fp32 are 1 MiB
+_CPU_CHUNK = 32768  # the most elements that torch leaves to one thread; in fp32, 128 KiB
 
 
 def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> list[Tensor]:
@@ -109,24 +110,39 @@ def _adamw_on_cpu(
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
     factor: Tensor | None, rounding: str, seed: int, number: int, first: int,
 ) -> None:  # fmt: skip
-    """What `adamw_reference` computes, on contiguous tensors: torch's fused step, on fp32 copies that fit in cache."""
-    acc = accumulator(weight.dtype)
-    size = min(_CPU_CHUNK * torch.get_num_threads(), weight.numel())
-    buffers = [torch.empty(size, dtype=acc) for _ in range(4)]
-    tensors = [x.view(-1) for x in (weight, grad, exp_avg, exp_avg_sq)]
-    for start in range(0, weight.numel(), size):
-        w, g, m, v = pieces = [x[start : start + size] for x in tensors]
-        r = None if remainder is None else remainder.view(-1)[start : start + size]
-        exact = [x if x.dtype == acc else y[: len(x)].copy_(x) for x, y in zip(pieces, buffers, strict=True)]
-        if r is not None:
-            exact[0].copy_(join_master(w, r))
-        if factor is not None:
-            exact[1] = torch.mul(exact[1], factor, out=buffers[1][: len(g)])
+    """What `adamw_reference` computes, on contiguous tensors, by torch's fused step.
+
+    What that cannot do is done around it, on fp32 copies of pieces that fit in a core's cache, one thread for each.
+    """
+
+    def fused(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
         torch_adamw(
-            [exact[0]], [exact[1]], [exact[2]], [exact[3]], [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False,
-            maximize=False, beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps,
+            [w], [g], [m], [v], [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
+            beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps,
         )  # fmt: skip
-        _write((w, m, v), r, (exact[0], exact[2], exact[3]), rounding, seed, number, step, first + start // 8)
+
+    tensors = weight, grad, exp_avg, exp_avg_sq
+    acc, dtypes = accumulator(weight.dtype), {x.dtype for x in tensors}
+    exactly = rounding == "nearest" or torch.bfloat16 not in dtypes
+    if len(dtypes) == 1 and exactly and factor is None and remainder is None:
+        fused(*tensors)
+        return
+    flat = [x.view(-1) for x in tensors]
+
+    @torch.no_grad()  # which another thread does not inherit
+    def update(start: int) -> None:
+        pieces = [x[start : start + _CPU_CHUNK] for x in flat]
+        low = None if remainder is None else remainder.view(-1)[start : start + _CPU_CHUNK]
+        w, g, m, v = (x.to(acc) for x in pieces)
+        w = w if low is None else join_master(pieces[0], low)
+        g = g if factor is None else g * factor
+        fused(w, g, m, v)
+        held = pieces[0], pieces[2], pieces[3]
+        _write(held, low, (w, m, v), rounding, seed, number, step, first + start // 8)
+
+    starts = range(0, weight.numel(), _CPU_CHUNK)
+    with ThreadPoolExecutor(max_workers=min(torch.get_num_threads(), len(starts))) as pool:
+        list(pool.map(update, starts))
 
 
 def _write(
