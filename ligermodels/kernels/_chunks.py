@@ -43,11 +43,6 @@ def compact(labels: Tensor, limit: int, ignore_index: int, vocab: int) -> tuple[
     return torch.where(rank[-1] >= limit, vocab + (ignore_index == vocab), kept), source, place
 
 
-def spread(values: Tensor | None, place: Tensor, fill: int) -> Tensor | None:
-    """Per-token results back to the tokens they belong to."""
-    return None if values is None else torch.where(place < 0, fill, values.gather(0, place.clamp(min=0)))
-
-
 class Settings(NamedTuple):
     """How a loss over a linear head runs, as against what it computes."""
 
@@ -126,8 +121,10 @@ class Chunks:
         return torch.where(self.source < 0, 0, values.gather(0, self.source.clamp(min=0)))
 
     def per_token(self, values: Tensor | None, fill: int) -> Tensor | None:
-        """values [R] of the rows -> [T]."""
-        return values if self.place is None else spread(values, self.place, fill)
+        """values [R] of the rows -> [T], `fill` where a token was left out."""
+        if values is None or self.place is None:
+            return values
+        return torch.where(self.place < 0, fill, values.gather(0, self.place.clamp(min=0)))
 
 
 class Gradients:

@@ -9,7 +9,7 @@ written. What differs from torch's fused AdamW, beside `factor`, is how bf16 is 
 - "nearest": as torch does. An update smaller than half a step between neighbours (1/512 of a weight) is lost.
 - "stochastic": up or down, with the odds by which the mean is the exact value: 16 random bits are added to the fp32's
   bits, and those below bf16 cut off. The bits come from Philox4x32-7, by seed, parameter, step and element, and so are
-  the same on every device, for every block size, and after a resume.
+  the same on every device, for every block size, and after a resume. On the CPU they take most of the step's time.
 - `remainder`: the weight is an exact fp32 number for 2 bytes more: master's bits = (weight's bits << 16) + remainder,
   int16. The weight is the master rounded to nearest, ties away from zero: ties to even would need one value more than
   16 bits hold. Beside a weight that was set from outside, an old remainder adds half a step at most.
@@ -22,9 +22,12 @@ https://github.com/NVIDIA/apex.
 """
 
 import math
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._launch import launch
@@ -32,37 +35,45 @@ from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_trito
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
+_CPU_CHUNK = 32768  # the most elements that torch leaves to one thread; in fp32, 128 KiB
 
 
 def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> list[Tensor]:
-    """Philox4x32: four counters below 2^32, as int64 tensors or ints, and a 64-bit key -> four random numbers so."""
-    c = list(counters)
-    keys = [seed & 0xFFFFFFFF, seed >> 32]
+    """Philox4x32: four counters below 2^32, int64 tensors that broadcast or ints, and a 64-bit key -> four random
+    numbers below 2^32."""
+    c0, c1, c2, c3 = counters
+    key0, key1 = seed & 0xFFFFFFFF, seed >> 32
     for _ in range(rounds):
-        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57  # past 2^63 they wrap, which keeps all bits that are read
-        c = [(b >> 32 & 0xFFFFFFFF) ^ c[1] ^ keys[0], b & 0xFFFFFFFF, (a >> 32 & 0xFFFFFFFF) ^ c[3] ^ keys[1],
-             a & 0xFFFFFFFF]  # fmt: skip
-        keys = [(keys[0] + 0x9E3779B9) & 0xFFFFFFFF, (keys[1] + 0xBB67AE85) & 0xFFFFFFFF]
-    return c  # type: ignore[return-value]
+        a, b = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # past 2^63 they wrap, which keeps all bits that are read
+        c0, c2 = (b >> 32) ^ c1, (a >> 32) ^ c3
+        c0 ^= key0  # in place: on the CPU these passes over memory are most of a step
+        c0 &= 0xFFFFFFFF
+        c2 ^= key1
+        c2 &= 0xFFFFFFFF
+        c1, c3 = b, a  # of which the lower halves count
+        key0, key1 = (key0 + 0x9E3779B9) & 0xFFFFFFFF, (key1 + 0xBB67AE85) & 0xFFFFFFFF
+    return [c0, c1 & 0xFFFFFFFF, c2, c3 & 0xFFFFFFFF]  # type: ignore[list-item]
 
 
-def random_bits(x: Tensor, stream: int, *, seed: int, number: int, step: int | Tensor, first: int) -> Tensor:
-    """16 random bits per element of x, as int32 of its shape; eight elements in a row share one call of Philox.
+def random_bits(
+    x: Tensor, streams: list[int], *, seed: int, number: int, step: int | Tensor, first: int
+) -> Tensor:  # fmt: skip
+    """16 random bits per stream and element of x, as int32 [streams, *x.shape]; eight elements share a call of Philox.
 
-    stream: 0 for the weight, 1 and 2 for its moments; number, step, first: as in `adamw`.
+    streams: 0 for the weight, 1 and 2 for its moments; number, step, first: as in `adamw`.
     """
     group = torch.arange(cdiv(x.numel(), 8), device=x.device) + first
     step = step.long() if isinstance(step, Tensor) else step
-    words = philox((group & 0xFFFFFFFF, group >> 32, group * 0 + step, number * 4 + stream), seed)
-    halves = torch.stack([half for word in words for half in (word & 0xFFFF, word >> 16)], dim=-1)
-    return halves.view(-1)[: x.numel()].view(x.shape).int()
+    last = torch.tensor(streams, device=x.device)[:, None] + number * 4
+    a, b, c, d = philox((group & 0xFFFFFFFF, group >> 32, step, last), seed)
+    halves = torch.stack([a | b << 32, c | d << 32], dim=-1).view(torch.int16)  # the lower half of each comes first
+    return (halves.flatten(1)[:, : x.numel()].int() & 0xFFFF).view(len(streams), *x.shape)
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
     """fp32 x to bf16: up where the bits below bf16's plus `bits`, 16 random ones, carry; inf and NaN stay."""
-    raw = x.view(torch.int32)
-    raw = torch.where(x.isfinite(), raw + bits, raw) & -65536
-    return raw.view(torch.float32).bfloat16()
+    raw = x.nan_to_num(math.nan, math.inf, -math.inf).view(torch.int32)  # a NaN to whose bits 16 can be added
+    return (raw.add_(bits) >> 16).short().view(torch.bfloat16)
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
@@ -91,15 +102,67 @@ def adamw_reference(
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(eps)
     w.mul_(1 - lr * weight_decay).sub_((m * (lr / (1 - beta1**t))).div_(root))
+    _write((weight, exp_avg, exp_avg_sq), remainder, (w, m, v), rounding, seed, number, step, first)
+
+
+def _adamw_on_cpu(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, *,
+    step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
+    factor: Tensor | None, rounding: str, seed: int, number: int, first: int,
+) -> None:  # fmt: skip
+    """What `adamw_reference` computes, on contiguous tensors, by torch's fused step.
+
+    What that cannot do is done around it, on fp32 copies of pieces that fit in a core's cache, one thread for each.
+    """
+
+    def fused(w: Tensor, g: Tensor, m: Tensor, v: Tensor) -> None:
+        torch_adamw(
+            [w], [g], [m], [v], [], [torch.tensor(step - 1.0)], fused=True, amsgrad=False, maximize=False,
+            beta1=betas[0], beta2=betas[1], lr=lr, weight_decay=weight_decay, eps=eps,
+        )  # fmt: skip
+
+    tensors = weight, grad, exp_avg, exp_avg_sq
+    acc, dtypes = accumulator(weight.dtype), {x.dtype for x in tensors}
+    exactly = rounding == "nearest" or torch.bfloat16 not in dtypes
+    if len(dtypes) == 1 and exactly and factor is None and remainder is None:
+        fused(*tensors)
+        return
+    flat = [x.view(-1) for x in tensors]
+
+    @torch.no_grad()  # which another thread does not inherit
+    def update(start: int) -> None:
+        pieces = [x[start : start + _CPU_CHUNK] for x in flat]
+        low = None if remainder is None else remainder.view(-1)[start : start + _CPU_CHUNK]
+        w, g, m, v = (x.to(acc) for x in pieces)
+        w = w if low is None else join_master(pieces[0], low)
+        g = g if factor is None else g * factor
+        fused(w, g, m, v)
+        held = pieces[0], pieces[2], pieces[3]
+        _write(held, low, (w, m, v), rounding, seed, number, step, first + start // 8)
+
+    starts = range(0, weight.numel(), _CPU_CHUNK)
+    with ThreadPoolExecutor(max_workers=min(torch.get_num_threads(), len(starts))) as pool:
+        list(pool.map(update, starts))
+
+
+def _write(
+    tensors: tuple[Tensor, Tensor, Tensor], remainder: Tensor | None, exact: tuple[Tensor, Tensor, Tensor],
+    rounding: str, seed: int, number: int, step: int | Tensor, first: int,
+) -> None:  # fmt: skip
+    """Rounds the exact weight and moments into the tensors that hold them."""
+    w, m, v = exact
     if remainder is not None:
-        w, r = split_master(w)
-        remainder.copy_(r)
-    for stream, (held, exact) in enumerate(((weight, w), (exp_avg, m), (exp_avg_sq, v))):
-        if rounding == "stochastic" and held.dtype == torch.bfloat16 and exact.dtype == torch.float32:
-            bits = random_bits(exact, stream, seed=seed, number=number, step=step, first=first)
-            exact = round_stochastically(exact.contiguous(), bits)
-        if held is not exact:  # an fp32 one was changed in place
-            held.copy_(exact)
+        w, low = split_master(w)
+        remainder.copy_(low)
+    pairs = list(zip(tensors, (w, m, v), strict=True))
+    streams = [i for i, (held, x) in enumerate(pairs) if held.dtype == torch.bfloat16 and x.dtype == torch.float32]
+    if streams and rounding == "stochastic":
+        bits = random_bits(w, streams, seed=seed, number=number, step=step, first=first)
+        for stream, some in zip(streams, bits, strict=True):
+            pairs[stream] = pairs[stream][0], round_stochastically(pairs[stream][1], some)
+    for held, x in pairs:
+        if held is not x:  # one of fp32 was changed in place
+            held.copy_(x)
 
 
 @triton.jit
@@ -186,30 +249,33 @@ def adamw(
     Raises InputError for shapes or dtypes that do not fit.
     """
     _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding)
-    if not use_triton(weight) or weight.dtype == torch.float64:
-        adamw_reference(
-            weight, grad, exp_avg, exp_avg_sq, remainder, step=step, lr=lr, betas=betas, eps=eps,
-            weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number, first=first,
-        )  # fmt: skip
+    if not weight.numel():
         return
-    size = weight.numel()
-    if not size:
-        return
-    beta1, beta2 = betas
-    if isinstance(step, Tensor):
-        bias1, bias2 = (math.log(beta) if beta else -math.inf for beta in betas)
-    else:
-        bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
     given = weight, exp_avg, exp_avg_sq, remainder
-    w, m, v, r = held = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
-    launch(
-        _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
-        1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
-        isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
-    )  # fmt: skip
+    held: Any = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
+    w, m, v, r = held
+    options: dict[str, Any] = dict(
+        eps=eps, weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number
+    )
+    if weight.is_cpu and not use_triton(weight):
+        _adamw_on_cpu(w, grad.contiguous(), m, v, r, step=int(step), lr=float(lr), betas=betas, first=first, **options)
+    elif not use_triton(weight) or weight.dtype == torch.float64:
+        adamw_reference(w, grad, m, v, r, step=step, lr=lr, betas=betas, first=first, **options)
+    else:
+        beta1, beta2 = betas
+        if isinstance(step, Tensor):
+            bias1, bias2 = (math.log(beta) if beta else -math.inf for beta in betas)
+        else:
+            bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
+        size = weight.numel()
+        launch(
+            _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
+            1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
+            isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
+        )  # fmt: skip
     for x, y in zip(given, held, strict=True):
         if x is not y:
-            x.copy_(y)  # type: ignore[union-attr, arg-type]
+            x.copy_(y)  # type: ignore[union-attr]
 
 
 def _check(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, rounding: str):

@@ -3,19 +3,17 @@
     (a, b) -> (a * cos - b * sin, b * cos + a * sin)     for a = head[i], b = head[i + R/2], 0 <= i < R/2
 
 What differs from a plain fused rope:
-- The angles come as half tables: cos, sin [1 or B, S, R/2] of the tokens, or [P, R/2] of all positions, whose rows the
-  kernel gathers by position_ids. With `sections` each token stands at several positions (time, row and column in
-  Qwen2-VL) and each section of the R/2 angles turns by its own. Only the first R <= D dims of a head rotate.
+- The angles come as half tables, cos and sin [1 or B, S, R/2]. Only the first R <= D dims of a head rotate.
 - `rope` reads rows [q | k | v] and returns strided views, without copies. Its backward takes the three gradients in any
   strides and writes one packed gradient, which one GEMM reads for the projection's dX.
 - One kernel does all of this: rotation in place, into a new buffer, and (with -sin) the backward.
 
-Saved for the backward: cos, sin and position_ids. Math in fp32 (fp64 for fp64), one rounding.
+Saved for the backward: cos and sin. Math in fp32 (fp64 for fp64), one rounding.
 Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the packed gradient and
 nothing in the forward; dims past R cost 4 except in place, where they are not touched.
 
 Sources: Su et al. 2021, https://arxiv.org/abs/2104.09864; pairs (i, i + R/2) as `rotate_half` of
-https://github.com/huggingface/transformers has them; Wang et al. 2024, https://arxiv.org/abs/2409.12191 (sections).
+https://github.com/huggingface/transformers has them.
 """
 
 import operator
@@ -38,11 +36,8 @@ from ligermodels.kernels._triton import (
 )
 
 
-def rope_qk_reference(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, position_ids: Tensor | None = None,
-    sections: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    cos, sin = (_gather(t, position_ids, sections).to(accumulator(q.dtype)).unsqueeze(2) for t in (cos, sin))
+def rope_qk_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    cos, sin = (t.to(accumulator(q.dtype)).unsqueeze(2) for t in (cos, sin))
     half = cos.shape[-1]
 
     def rotate(x: Tensor) -> Tensor:
@@ -52,20 +47,11 @@ def rope_qk_reference(
     return rotate(q), rotate(k)
 
 
-def _gather(table: Tensor, position_ids: Tensor | None, sections: Sequence[int] | None) -> Tensor:
-    """[1 or B, S, R/2]: the rows of a table [P, R/2] at position_ids, or a table that is that already."""
-    if position_ids is None or sections is None:
-        return table if position_ids is None else table[position_ids]
-    parts = zip(table.split(list(sections), dim=-1), position_ids, strict=True)
-    return torch.cat([part[positions] for part, positions in parts], dim=-1)
-
-
 def rope_reference(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, position_ids: Tensor | None = None,
-    sections: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _split(qkv, (num_heads, num_kv_heads, num_kv_heads))
-    return *rope_qk_reference(q, k, cos, sin, position_ids=position_ids, sections=sections), v
+    return *rope_qk_reference(q, k, cos, sin), v
 
 
 @triton.jit
@@ -90,12 +76,11 @@ def _rotate_heads(
             tl.store(target + rest, tl.load(source + rest, mask=mask), mask=mask)
 
 
-@triton.jit(do_not_specialize=["S", "P"])
+@triton.jit(do_not_specialize=["S"])
 def _rope_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, position_ptr, S, P,
-    out_b, out_s, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b, axis,
-    BACKWARD: tl.constexpr, PACKED: tl.constexpr, COPY: tl.constexpr, V: tl.constexpr, GATHER: tl.constexpr,
-    FIRST: tl.constexpr, SECOND: tl.constexpr,
+    out_ptr, q_ptr, k_ptr, v_ptr, cos_ptr, sin_ptr, S,
+    out_b, out_s, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, table_b,
+    BACKWARD: tl.constexpr, PACKED: tl.constexpr, COPY: tl.constexpr, V: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -104,8 +89,6 @@ def _rope_kernel(
 
     Writes q, k (and v, with V) at out_ptr as one packed row. PACKED: they are read from such rows too, all three
     pointers being that of q. COPY: the output is not the input itself.
-    GATHER: the angles are those of the positions at position_ptr, of one axis up to dim FIRST, of the next up to
-    SECOND, and of a third from there; `axis` lies between them. A position outside of the P rows makes NaN.
     """
     ACC: tl.constexpr = tl.float64 if out_ptr.dtype.element_ty == tl.float64 else tl.float32
     REST: tl.constexpr = COPY and D > 2 * HALF
@@ -113,14 +96,8 @@ def _rope_kernel(
     b = (tl.program_id(0) // S).to(tl.int64)
     dims = tl.arange(0, BLOCK_HALF)
     angles = b * table_b + s * HALF + dims
-    known = dims < HALF
-    if GATHER:
-        section = (dims >= FIRST).to(tl.int64) + (dims >= SECOND).to(tl.int64)
-        positions = tl.load(position_ptr + section * axis + b * table_b + s, mask=known, other=0).to(tl.int64)
-        angles = positions * HALF + dims
-        known = known & (positions >= 0) & (positions < P)
-    cos = tl.load(cos_ptr + angles, mask=known, other=float("nan")).to(ACC)[None, :]
-    sin = tl.load(sin_ptr + angles, mask=known, other=float("nan")).to(ACC)[None, :]
+    cos = tl.load(cos_ptr + angles, mask=dims < HALF, other=0.0).to(ACC)[None, :]
+    sin = tl.load(sin_ptr + angles, mask=dims < HALF, other=0.0).to(ACC)[None, :]
     if BACKWARD:
         sin = -sin
     if PACKED:
@@ -152,8 +129,8 @@ def _split(packed: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
 
 
 def _rotate(
-    out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
-    bounds: tuple[int, int], counts: Sequence[int], *, backward: bool = False, copy: bool = True,
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor | None, cos: Tensor, sin: Tensor, counts: Sequence[int], *,
+    backward: bool = False, copy: bool = True,
 ) -> None:  # fmt: skip
     """Writes the rotated q and k, and v if it is given, into the packed rows of out [B, S, heads * D].
 
@@ -179,23 +156,18 @@ def _rotate(
     )
     most = max(1, 1024 // block_half)
     block_q, block_k = min(next_power_of_2(num_heads), most), min(next_power_of_2(num_kv_heads), most)
-    if position_ids is None:
-        table_b, axis = 0 if cos.shape[0] == 1 else cos.stride(0), 0
-    else:
-        table_b, axis = 0 if position_ids.shape[1] == 1 else length, position_ids.stride(0)
     launch(
         _rope_kernel, (batch * length,),
-        out, q, k, from_v, cos, sin, cos if position_ids is None else position_ids, length, cos.shape[0],
-        out.stride(0), out.stride(1), *strides, table_b, axis,
-        backward, packed, copy, v is not None, position_ids is not None, *bounds, num_heads, num_kv_heads,
-        head_dim, half, block_half, block_rest, block_d, block_q, block_k,
+        out, q, k, from_v, cos, sin, length,
+        out.stride(0), out.stride(1), *strides, 0 if cos.shape[0] == 1 else cos.stride(0),
+        backward, packed, copy, v is not None, num_heads, num_kv_heads, head_dim, half,
+        block_half, block_rest, block_d, block_q, block_k,
         num_warps=max(1, min(4, block_q * block_half // 256)),
     )  # fmt: skip
 
 
 def _rotate_back(
-    grads: Sequence[Tensor | None], cos: Tensor, sin: Tensor, position_ids: Tensor | None, bounds: tuple[int, int],
-    counts: Sequence[int],
+    grads: Sequence[Tensor | None], cos: Tensor, sin: Tensor, counts: Sequence[int]
 ) -> Tensor | None:  # fmt: skip
     """The packed gradient [B, S, heads * D] of (dq, dk) or (dq, dk, dv), each of any strides or None."""
     known = next((g for g in grads if g is not None), None)
@@ -207,7 +179,7 @@ def _rotate_back(
         for g, n in zip(grads, counts, strict=True)
     )
     packed = known.new_empty(batch, length, sum(counts) * dim)
-    _rotate(packed, q, k, v[0] if v else None, cos, sin, position_ids, bounds, counts, backward=True)
+    _rotate(packed, q, k, v[0] if v else None, cos, sin, counts, backward=True)
     return packed
 
 
@@ -222,22 +194,21 @@ class _Rope(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, cos, sin, position_ids, bounds, counts, inplace):
+    def forward(ctx, q, k, cos, sin, counts, inplace):
         compiling, packed = torch.compiler.is_compiling(), k is None
         if not compiling:  # Dynamo cannot trace it, and there no gradient is ever None
             ctx.set_materialize_grads(False)
-        ctx.save_for_backward(cos, sin, position_ids)
-        ctx.bounds, ctx.counts, ctx.packed = bounds, counts, packed
-        angles = cos, sin, position_ids, bounds, counts
+        ctx.save_for_backward(cos, sin)
+        ctx.counts, ctx.packed = counts, packed
         if inplace and not compiling:
             views = _split(q, counts)
-            _rotate(q, q, q, None, *angles, copy=False)
+            _rotate(q, q, q, None, cos, sin, counts, copy=False)
             torch.autograd.graph.increment_version(q)
             return views
         head_dim = q.shape[2] // sum(counts) if packed else q.shape[3]
         written = counts if compiling else counts[:2]
         out = q.new_empty(*q.shape[:2], sum(written) * head_dim)
-        _rotate(out, q, q if packed else k, q if packed and compiling else None, *angles)
+        _rotate(out, q, q if packed else k, q if packed and compiling else None, cos, sin, counts)
         if compiling:
             return out
         return *_split(out, written), *(_split(q, counts)[2:] if packed else ())
@@ -245,28 +216,22 @@ class _Rope(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        cos, sin, position_ids = ctx.saved_tensors
         grads = grads if len(grads) > 1 else _split(grads[0], ctx.counts)
-        d_rows = _rotate_back(grads, cos, sin, position_ids, ctx.bounds, ctx.counts)
+        cos, sin = ctx.saved_tensors
+        d_rows = _rotate_back(grads, cos, sin, ctx.counts)
         dq, dk = (d_rows, None) if ctx.packed or d_rows is None else _split(d_rows, ctx.counts)
-        return dq, dk, *[None] * 6
+        return dq, dk, *[None] * 4
 
 
-def _angles(
-    where: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor, position_ids: Tensor | None,
-    sections: Sequence[int] | None,
-) -> tuple[Tensor, Tensor, Tensor | None, tuple[int, int]]:  # fmt: skip
-    """cos, sin and position_ids, checked, and the dims where the second and third axis begin."""
+def _angles(where: str, x: Tensor, head_dim: int, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin, checked."""
     name = "q" if x.dim() == 4 else "qkv"
     batch, length, half = x.shape[0], x.shape[1], operator.index(cos.shape[-1]) if cos.dim() else 0
-    tables = cos.dim() == 2 and cos.shape[0] > 0
-    if position_ids is None:
-        tables = cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == length
+    tables = cos.dim() == 3 and cos.shape[0] in (1, batch) and cos.shape[1] == length
     if not tables or cos.shape != sin.shape or not cos.is_floating_point() or not sin.is_floating_point():
-        shape = "tables [P, R/2] with position_ids" if position_ids is not None else f"[1 or {batch}, {length}, R/2]"
         raise InputError(
-            f"{where}: cos has {describe(cos)}, sin {describe(sin)}; expected floating point {shape} of both for "
-            f"{name} {tuple(x.shape)}. Are they of another batch, or are position_ids missing?"
+            f"{where}: cos has {describe(cos)}, sin {describe(sin)}; expected floating point [1 or {batch}, {length}, "
+            f"R/2] of both for {name} {tuple(x.shape)}. Are they of another batch?"
         )
     if half == 0 or 2 * half > head_dim:
         raise InputError(
@@ -275,57 +240,19 @@ def _angles(
         )
     if cos.requires_grad or sin.requires_grad:
         raise InputError(f"{where}: cos and sin get no gradient here. Compute them under torch.no_grad().")
-    for table, other in (("cos", cos), ("sin", sin), ("position_ids", position_ids)):
-        if other is not None and other.device != x.device:
+    for table, other in (("cos", cos), ("sin", sin)):
+        if other.device != x.device:
             raise InputError(f"{where}: {table} is on {other.device}, {name} on {x.device}. Move one of them.")
-    if sections is not None and (
-        position_ids is None or not 1 <= len(sections) <= 3 or min(sections) < 0 or sum(sections) != half
-    ):
-        raise InputError(
-            f"{where}: sections={list(sections)} must be up to three sizes, none negative, that add up to the {half} "
-            "angles of a token, and need position_ids"
-        )
-    if position_ids is None:
-        return cos.contiguous(), sin.contiguous(), None, (half, half)
-    _check_positions(where, batch, length, cos.shape[0], position_ids, sections)
-    if sections is None:
-        return cos.contiguous(), sin.contiguous(), position_ids[None].contiguous(), (half, half)
-    return cos.contiguous(), sin.contiguous(), position_ids.contiguous(), (sections[0], sum(sections[:2]))
-
-
-def _check_positions(
-    where: str, batch: int, length: int, rows: int, position_ids: Tensor, sections: Sequence[int] | None
-) -> None:
-    axes, shape = () if sections is None else (len(sections),), position_ids.shape
-    fits = len(shape) == 2 + len(axes) and shape[-1] == length and (shape[-2] == 1 or shape[-2] == batch)
-    if not fits or (axes and shape[0] != axes[0]) or position_ids.dtype not in (torch.int32, torch.int64):
-        raise InputError(
-            f"{where}: position_ids has {describe(position_ids)}; expected int32 or int64 "
-            f"[{''.join(f'{n}, ' for n in axes)}1 or {batch}, {length}]"
-        )
-    if position_ids.device.type == "cpu" and not torch.compiler.is_compiling() and position_ids.numel():
-        low, high = position_ids.aminmax()
-        if low < 0 or high >= rows:
-            raise InputError(
-                f"{where}: position_ids go from {low} to {high}, and the tables hold the positions 0 to {rows - 1}. "
-                "Make longer tables."
-            )
+    return cos.contiguous(), sin.contiguous()
 
 
 def rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, position_ids: Tensor | None = None,
-    sections: Sequence[int] | None = None, inplace: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    qkv: Tensor, cos: Tensor, sin: Tensor, *, num_heads: int, num_kv_heads: int, inplace: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rotates the q and k parts of qkv by position.
 
     qkv: [B, S, (HQ + 2 HK) * D], rows [q | k | v]. R <= D dims of a head rotate, in the pairs (i, i + R/2).
-    cos, sin: fp32, no gradient; without position_ids [1 or B, S, R/2], with them tables [P, R/2] of which token (b, s)
-    takes row position_ids[b, s].
-    position_ids: integers [1 or B, S] from 0 to P - 1. With sections [axes, 1 or B, S]: the first sections[0] of the
-    R/2 angles are those of the first position, the next sections[1] of the second, the last of the third. Qwen2-VL has
-    sections of [16, 24, 24]; the two halves of a vision tower's angles are the tables of one axis, put twice side by
-    side, with two equal sections. A position outside of the tables raises InputError where position_ids are on the
-    CPU; on a GPU, where a check would synchronise, all that it rotates becomes NaN.
+    cos, sin: fp32 [1 or B, S, R/2], no gradient.
     inplace: the caller is done with qkv, and it may be overwritten. It is overwritten by the Triton kernel, with
     its version counter raised, so that a graph that saved qkv for its backward raises there instead of being wrong.
     Under torch.compile, and on the CPU, new memory is used.
@@ -341,7 +268,7 @@ def rope(
             f"rope: qkv has {describe(qkv)}; expected floating point "
             f"[B, S, heads * D] with num_heads + 2 * num_kv_heads = {counts[0]} + 2 * {counts[1]} = {heads} heads."
         )
-    angles = _angles("rope", qkv, operator.index(qkv.shape[2]) // heads, cos, sin, position_ids, sections)
+    angles = _angles("rope", qkv, operator.index(qkv.shape[2]) // heads, cos, sin)
     compiling = torch.compiler.is_compiling()
     if inplace and not compiling:
         owner = qkv if qkv._base is None else qkv._base
@@ -350,18 +277,13 @@ def rope(
         if any(n > 1 and stride == 0 for n, stride in zip(qkv.shape, qkv.stride(), strict=True)):
             raise InputError("rope: inplace=True on expanded memory, whose rows overlap. Pass a clone.")
     if not use_triton(qkv):
-        return rope_reference(
-            qkv, cos, sin, num_heads=counts[0], num_kv_heads=counts[1], position_ids=position_ids, sections=sections
-        )
+        return rope_reference(qkv, cos, sin, num_heads=counts[0], num_kv_heads=counts[1])
     out = _Rope.apply(qkv, None, *angles, counts, inplace and qkv.stride(2) == 1)
     q, k, v = _split(out, counts) if compiling else out
     return q, k, v
 
 
-def rope_qk(
-    q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *, position_ids: Tensor | None = None,
-    sections: Sequence[int] | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotates q [B, S, HQ, D] and k [B, S, HK, D] of any strides, out of place; all else as in `rope`.
 
     Returns both in their shapes, as views of one packed buffer (on the CPU: as new tensors).
@@ -373,9 +295,9 @@ def rope_qk(
             f"rope_qk: q has {describe(q)}, k has {describe(k)}; expected [B, S, heads, D] of the same B, S, D, "
             "floating dtype and device. Is the head dim before the sequence, as attention kernels like it?"
         )
-    angles = _angles("rope_qk", q, operator.index(q.shape[3]), cos, sin, position_ids, sections)
+    angles = _angles("rope_qk", q, operator.index(q.shape[3]), cos, sin)
     if not use_triton(q):
-        return rope_qk_reference(q, k, cos, sin, position_ids=position_ids, sections=sections)
+        return rope_qk_reference(q, k, cos, sin)
     counts = operator.index(q.shape[2]), operator.index(k.shape[2])
     out = _Rope.apply(q, k, *angles, counts, False)
     q, k = _split(out, counts) if torch.compiler.is_compiling() else out

@@ -54,7 +54,8 @@ class AdamW(torch.optim.Optimizer):
         parameter draw the same bits.
     capturable: step counts live on the device, for CUDA graphs. Take a step before capturing.
 
-    DTensors (FSDP2, tensor parallelism) are updated by their local pieces.
+    DTensors (FSDP2, tensor parallelism) are updated by their local pieces. On the CPU a step takes about the time of
+    torch.optim.AdamW's, and with stochastic rounding of bf16 about ten times that: the random bits are what costs.
     Raises InputError for options out of range, complex parameters, and sparse gradients.
     """
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import InputError
+from ligermodels.kernels import adamw as adamw_file
 from ligermodels.kernels.adamw import adamw, adamw_reference, join_master, philox, split_master
 from tests.kernels.on_gpu import assert_captures, large
 
@@ -59,18 +60,27 @@ def test_it_is_the_adamw_of_torch(device, dtype, size, on_device, factor):
 
 
 @pytest.mark.parametrize(
-    ("weight", "states", "options"),
+    ("weight", "states", "remainder", "options"),
     [
-        (torch.bfloat16, torch.bfloat16, dict(seed=2**40 + 7, number=5, first=2**33)),
-        (torch.bfloat16, torch.float32, dict(rounding="nearest")),
-        (torch.float32, torch.bfloat16, dict(seed=1)),
-        (torch.float16, torch.float16, {}),
+        (torch.bfloat16, torch.bfloat16, False, dict(seed=2**40 + 7, number=5, first=2**33)),
+        (torch.bfloat16, torch.bfloat16, True, {}),
+        (torch.bfloat16, torch.bfloat16, True, dict(rounding="nearest")),
+        (torch.bfloat16, torch.float32, False, dict(rounding="nearest")),
+        (torch.float32, torch.bfloat16, False, dict(seed=1)),
+        (torch.float16, torch.float16, False, {}),
     ],
 )
-@pytest.mark.parametrize("on_device", [False, True])
-def test_kernel_and_reference_round_alike(device, weight, states, options, on_device):
-    tensors = start((ODD,), weight, states, device)
+@pytest.mark.parametrize("where", ["numbers on the host", "numbers on the device", "pieces on the CPU"])
+def test_every_path_rounds_as_the_reference(monkeypatch, device, weight, states, remainder, options, where):
+    if where == "pieces on the CPU":
+        device = "cpu"
+        monkeypatch.setattr(adamw_file, "use_triton", lambda x: False)
+        monkeypatch.setattr(adamw_file, "_CPU_CHUNK", 512)
+    on_device = where == "numbers on the device"
+    tensors = start((ODD,), weight, states, device, remainder=remainder)
     grads = torch.randn(3, ODD, device=device).to(weight)
+    if options.get("rounding") != "nearest":
+        options = dict(options, factor=torch.tensor(0.5, device=device))
     found = run(adamw, tensors, grads, on_device=on_device, **options)
     expected = run(adamw_reference, tensors, grads, on_device=on_device, **options)
     for actual, other in zip(found[:3], expected, strict=False):

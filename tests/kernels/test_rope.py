@@ -1,12 +1,11 @@
-"""Rope: pairs of dims, sections of positions, and rotation in place."""
+"""Rope: pairs of dims, and rotation in place."""
 
 import functools
 
 import pytest
 import torch
 
-from ligermodels.errors import InputError
-from ligermodels.kernels.rope import rope, rope_qk, rope_reference
+from ligermodels.kernels.rope import rope, rope_reference
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 
 
@@ -17,12 +16,6 @@ def make(shape, dtype, device):
     positions = torch.randint(8192, (angle_batch, length), device=device)
     angles = positions[..., None] * 10000.0 ** (-torch.arange(rotary // 2, device=device) * 2 / rotary)
     return qkv, angles.cos(), angles.sin(), dict(num_heads=heads, num_kv_heads=kv_heads)
-
-
-def run(op, qkv, cos, sin, grads, **options):
-    leaf = qkv.detach().clone().requires_grad_()
-    outputs = op(leaf * 1, cos, sin, **options)
-    return [*outputs, *torch.autograd.grad(outputs, leaf, grads)]
 
 
 def grads_like(op, qkv, cos, sin, options):
@@ -52,69 +45,6 @@ def test_outputs_are_views(device):
         assert where[0] == where[3] and where[1] == where[2] and (where[1] == where[0]) == inplace
         assert torch.equal(source, qkv) != inplace
         assert torch.equal(v, source[..., -2 * 16 :].unflatten(-1, (2, 16)))
-
-
-def tables(length, rotary, device):
-    """cos and sin of positions 0 to length - 1."""
-    angles = torch.arange(length, device=device)[:, None] * 10000.0 ** (
-        -torch.arange(rotary // 2, device=device) * 2 / rotary
-    )
-    return angles.cos(), angles.sin()
-
-
-def gathered(table, position_ids, sections):
-    """[1 or B, S, R/2] by hand, entry by entry."""
-    axes = position_ids[None] if sections is None else position_ids
-    ends = torch.tensor([table.shape[1]] if sections is None else sections).cumsum(0)
-    columns = [table[axes[int((i >= ends).sum())], i] for i in range(table.shape[1])]
-    return torch.stack(columns, -1)
-
-
-SECTIONS = [None, (2, 1, 3), (3, 3), (0, 6, 0)]
-"""Of the 6 angles of 12 rotated dims: Qwen2-VL has three, a vision tower two; some may be empty."""
-
-
-@pytest.mark.parametrize("sections", SECTIONS, ids=str)
-@pytest.mark.parametrize("batch, inplace", [(1, False), (2, True)])
-def test_positions(device, poison, sections, batch, inplace):
-    """Gathered in the kernel is gathered before it, to the bit, in both directions."""
-    qkv, _, _, heads = make((2, 5, 6, 2, 16, 12, 1), torch.float32, device)
-    cos, sin = tables(50, 12, device)
-    axes = () if sections is None else (len(sections),)
-    ids = torch.randint(50, (*axes, batch, 5), device=device, dtype=torch.int32 if inplace else torch.int64)
-    grads = grads_like(rope_reference, qkv, cos[None, :5], sin[None, :5], heads)
-    own = {"position_ids": ids, "sections": sections}
-    actual = run(rope, qkv, cos, sin, grads, inplace=inplace, **own, **heads)
-    ready = [gathered(t, ids.long(), sections) for t in (cos, sin)]
-    for a, b in zip(actual, run(rope, qkv, *ready, grads, **heads), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(rope_reference(qkv, cos, sin, **own, **heads), rope_reference(qkv, *ready, **heads), strict=True):
-        assert torch.equal(a, b)
-    q, k = (torch.randn(2, 5, n, 16, device=device) for n in (6, 2))
-    for a, b in zip(rope_qk(q, k, cos, sin, **own), rope_qk(q, k, *ready), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("wrong", [-1, 50, 2**31 - 1])
-@pytest.mark.parametrize("axis", [0, 2])
-def test_positions_outside_of_the_tables(device, wrong, axis):
-    """An error on the CPU. On a GPU, NaN in the angles of that section of that token, and nowhere else."""
-    qkv, _, _, heads = make((1, 5, 6, 2, 16, 12, 1), torch.float32, device)
-    cos, sin = tables(50, 12, device)
-    ids = torch.randint(50, (3, 1, 5), device=device)
-    ids[axis, 0, 3] = wrong
-    call = functools.partial(rope, position_ids=ids, sections=(2, 1, 3), **heads)
-    if device == "cpu":
-        with pytest.raises(InputError, match=r"go from .* hold the positions 0 to 49"):
-            call(qkv, cos, sin)
-        return
-    turned = torch.zeros(1, 5, 16, dtype=torch.bool, device=device)
-    start, end = (0, 2) if axis == 0 else (3, 6)
-    turned[0, 3, [*range(start, end), *range(6 + start, 6 + end)]] = True
-    q, k, v = call(qkv, cos, sin)
-    for rotated in (q, k):
-        assert torch.equal(rotated.isnan(), turned.unsqueeze(2).expand_as(rotated))
-    assert v.isfinite().all()
 
 
 def test_inplace_under_a_projection(device):

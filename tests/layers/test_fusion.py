@@ -75,7 +75,7 @@ def recorder(monkeypatch, module, name):
 # ---- what stays fused ----
 
 
-@pytest.mark.parametrize("adapted", ["q_proj", "k_proj", "q_proj v_proj", "o_proj"])
+@pytest.mark.parametrize("adapted", ["q_proj", "k_proj", "v_proj", "q_proj v_proj", "o_proj"])
 def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
     layer = L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8).double()
     x = torch.randn(2, 5, 16, dtype=torch.float64)
@@ -179,6 +179,14 @@ def test_the_obstacle_of_a_module_that_is_not_fusable_is_named(case):
     found = obstacle(module)
     assert (found is None) == is_fusable(module) == (kind is None)
     assert found is None or (found.kind, found.text) == (kind, text)
+
+
+def test_a_hook_on_all_modules_is_an_obstacle():
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    try:
+        assert not is_fusable(nn.Linear(4, 4)) and obstacle(nn.Linear(4, 4)).text == "a hook on all modules"
+    finally:
+        handle.remove()
 
 
 # ---- the report ----

@@ -1,7 +1,6 @@
 """Entries of the table of ops: norms, rotary embedding, token embedding."""
 
 import functools
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -113,15 +112,8 @@ def norm(call, reference, eager, *, add: bool, layer: bool) -> Op:
 # Rotary embedding.
 
 
-def eager_rope_qk(q, k, cos, sin, position_ids=None, sections=None):
+def eager_rope_qk(q, k, cos, sin):
     """apply_rotary_pos_emb of transformers: the doubled table in the dtype of q, rotate_half, cat for the rest."""
-    if position_ids is not None and sections is None:
-        cos, sin = cos[position_ids], sin[position_ids]
-    elif position_ids is not None:
-        cos, sin = (
-            torch.cat([part[p] for part, p in zip(t.split(sections, -1), position_ids, strict=True)], -1)
-            for t in (cos, sin)
-        )
     cos, sin = (torch.cat([t, t], -1).to(q.dtype).unsqueeze(2) for t in (cos, sin))
     rotary = cos.shape[-1]
 
@@ -133,36 +125,24 @@ def eager_rope_qk(q, k, cos, sin, position_ids=None, sections=None):
     return rotate(q), rotate(k)
 
 
-def eager_rope(qkv, cos, sin, *, num_heads, num_kv_heads, position_ids=None, sections=None):
+def eager_rope(qkv, cos, sin, *, num_heads, num_kv_heads):
     q, k, v = qkv.unflatten(-1, (num_heads + 2 * num_kv_heads, -1)).split([num_heads, num_kv_heads, num_kv_heads], 2)
-    return *eager_rope_qk(q, k, cos, sin, position_ids, sections), v
+    return *eager_rope_qk(q, k, cos, sin), v
 
 
 def rotation(call, reference, eager, *, packed: bool) -> Op:
-    def rotary_dims(dim, share):
-        return max(2, int(dim * share) // 2 * 2)
-
-    def make(m, rows, *, kv_heads, groups, dim, share=1.0, axes=0, scale=1.0, positions=None):
-        """axes: 0 for tables per token, else positions that the kernel gathers, on so many axes."""
+    def make(m, rows, *, kv_heads, groups, dim, share=1.0, scale=1.0, positions=None):
         batch = 2 if rows % 2 == 0 and rows else 1
-        length, heads, rotary = rows // batch, kv_heads * groups, rotary_dims(dim, share)
+        length, heads, rotary = rows // batch, kv_heads * groups, max(2, int(dim * share) // 2 * 2)
         if positions is None:
             positions = m.integers(0, 8192, m.draw.choice([1, batch]), length)
-        options: dict[str, Any] = {}
-        tables = {}
-        if axes:
-            shape = (axes,) * (axes > 1) + positions.shape
-            tables["position_ids"] = m.ids(m.integers(0, 500, *shape))
-            positions = torch.arange(500, device=m.device)
-            if axes > 1:
-                options["sections"] = [rotary // 2 - axes + 1] + [1] * (axes - 1)
         angles = positions[..., None] * 10000.0 ** (-torch.arange(rotary // 2, device=m.device) * 2 / rotary)
-        tables = {"cos": angles.cos(), "sin": angles.sin()} | tables
+        tables = {"cos": angles.cos(), "sin": angles.sin()}
         if packed:
             qkv = m(batch, length, (heads + 2 * kv_heads) * dim, scale=scale)
-            return Case({"qkv": qkv} | tables, {"num_heads": heads, "num_kv_heads": kv_heads} | options)
+            return Case({"qkv": qkv} | tables, {"num_heads": heads, "num_kv_heads": kv_heads})
         q, k = (m(batch, length, n, dim, scale=scale) for n in (heads, kv_heads))
-        return Case({"q": q, "k": k} | tables, options)
+        return Case({"q": q, "k": k} | tables, {})
 
     def huge(m):
         m.strided, batch, length = False, 513, 1024
@@ -179,11 +159,10 @@ def rotation(call, reference, eager, *, packed: bool) -> Op:
         choices={
             "dim": Sizes([2, 16, 22, 64, 80, 96, 112, 128, 256], [2, 6, 16, 22]),
             "kv_heads": Sizes([1, 2, 3, 8], [1, 3]), "groups": Sizes([1, 2, 3, 5], [1, 2]),
-            "share": [1.0, 1.0, 0.4, 0.8], "axes": [0, 0, 1, 1, 2, 3],
+            "share": [1.0, 1.0, 0.4, 0.8],
         },
-        complete={"kv_heads": 1, "groups": 2, "dim": 8, "axes": 1},
+        complete={"kv_heads": 1, "groups": 2, "dim": 8},
         row=lambda chosen: chosen["kv_heads"] * (chosen["groups"] + 2) * chosen["dim"],
-        fits=lambda chosen: chosen["axes"] <= rotary_dims(chosen["dim"], chosen["share"]) // 2,
         edges={
             "values of 1e4": lambda m: make(m, 6, scale=1e4, **usual),
             "position zero": lambda m: make(m, 6, positions=torch.zeros(1, 3, device=m.device), **usual),
