@@ -91,7 +91,7 @@ class CausalLM(Pretrained, TrainerInterface):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
-        **inputs: Any,
+        **images: Any,
     ) -> CausalLMOutput:
         """Logits, or with `labels` the loss.
 
@@ -122,11 +122,11 @@ class CausalLM(Pretrained, TrainerInterface):
             transformers and TRL name them, for queries and for keys; here they must be equal. seq_idx, which comes
             with them, is ignored.
         skip_logits: with labels, the opposite of `return_logits`, as Trainer passes it.
-        inputs: images and their sizes; see the model's own forward.
+        images: images and their sizes; see the model's own forward.
 
         Raises InputError where arguments do not fit together.
         """
-        cu_seqlens, max_seqlen = check_inputs(
+        inputs = check_inputs(
             self.decoder,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -140,10 +140,9 @@ class CausalLM(Pretrained, TrainerInterface):
             cu_seq_lens_k=cu_seq_lens_k,
             max_length_q=max_length_q,
         )
-        ids: Tensor = input_ids if inputs_embeds is None else inputs_embeds  # type: ignore[assignment]
-        check_labels(labels, ids, num_items_in_batch, logits_to_keep)
+        check_labels(labels, inputs.tokens, num_items_in_batch, logits_to_keep)
         # Before the blocks, so that the count of labels is on the host when the head asks for it.
-        targets = None if labels is None else Targets(labels, cu_seqlens)
+        targets = None if labels is None else Targets(labels, inputs.cu_seqlens)
         if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
@@ -151,20 +150,12 @@ class CausalLM(Pretrained, TrainerInterface):
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", None)
         output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
+            inputs,
             output_hidden_states=output_hidden_states,
             output_router_logits=output_router_logits,
             output_attentions=output_attentions,
             return_dict=return_dict,
-            checked=True,
-            **inputs,
+            **images,
         )
         headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
