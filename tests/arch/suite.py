@@ -26,6 +26,8 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 LOGITS = 1e-5
 # Gradients pass the same depth twice.
 GRADIENTS = 3e-5
+EVERY = ("test_logits_loss_and_every_gradient", "test_round_trip_is_bit_exact_and_both_generations_of_config_agree")
+"""Tests that run on every entry of TINY without `slow`."""
 
 
 def rope(rope_type, **values):
@@ -147,16 +149,28 @@ def check_compiled(model, ids, labels=None, **inputs):
         torch.testing.assert_close(ours, expected)
 
 
-class Suite:
+class Tiny:
+    """Runs each test on the configurations of `TINY`, on checkpoints that are written once."""
+
     arch: type
     TINY: dict
-    REAL: dict
+    REAL: dict = {}
     ALSO: tuple = ()
     """Entries of TINY for which every property is checked, beside the first."""
     NORM = 1.0
     """What the norms' weights are drawn around; where they act as 1 + weight, 0 is as large."""
-    GENERATE: dict = {}
-    """Further arguments of transformers' generate."""
+
+    def pytest_generate_tests(self, metafunc):
+        names = list(self.TINY)
+        quick = names if metafunc.function.__name__ in EVERY else [names[0], *self.ALSO]
+        marked = [pytest.param(self.TINY[name], id=name, marks=[] if name in quick else pytest.mark.slow)
+                  for name in names]  # fmt: skip
+        if "tiny" in metafunc.fixturenames:
+            metafunc.parametrize("tiny", marked)
+        if "first" in metafunc.fixturenames:
+            metafunc.parametrize("first", marked[:1])
+        if "real" in metafunc.fixturenames:
+            metafunc.parametrize("real", self.REAL.items(), ids=self.REAL)
 
     @pytest.fixture
     def folder(self, tiny, written):
@@ -169,6 +183,11 @@ class Suite:
     @pytest.fixture
     def model(self, folder):
         return self.arch.from_hub(folder, progress=False)
+
+
+class Suite(Tiny):
+    GENERATE: dict = {}
+    """Further arguments of transformers' generate."""
 
     @pytest.fixture
     def ids(self):
@@ -296,16 +315,6 @@ class Suite:
         for forward in (model, model.model):
             output = forward(packed, output_attentions=None, return_dict=True, output_hidden_states=True, **collated)
             assert relative(output.last_hidden_state, inside) < LOGITS
-
-    def test_a_cast_model_is_saved_and_loaded_as_what_it_is(self, folder, model, tmp_path):
-        model.to(torch.float16).save_pretrained(tmp_path / "half")
-        again = self.arch.from_hub(tmp_path / "half", progress=False)
-        assert again.dtype == torch.float16
-        assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
-        widened = self.arch.from_hub(folder, dtype=torch.float64, progress=False).state_dict()
-        for region in weights.regions(again, self.arch.DISK_NAMES):
-            exact = read_tensors(folder)[region.source].double()
-            assert torch.equal(widened[region.param][region.index], exact), region.source
 
     def test_wrong_weights_and_a_wrong_base_are_seen(self, hf, model, ids):
         """Negative controls: what a loader gets wrong must not pass as parity."""

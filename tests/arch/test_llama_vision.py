@@ -16,6 +16,7 @@ from tests.arch.suite import (
     LLAMA3,
     LOGITS,
     Suite,
+    Tiny,
     check_compiled,
     check_gradients,
     read_tensors,
@@ -111,20 +112,9 @@ class TestText(Suite):
             assert theirs_of_the_tower[name] == value, name
 
 
-class TestImages:
+class TestImages(Tiny):
+    arch = LlamaVision
     TINY = {name: TINY[name] for name in TINY if name not in ("plain", "no_cross_blocks")}
-
-    @pytest.fixture
-    def folder(self, tiny, written):
-        return written(tiny)
-
-    @pytest.fixture
-    def hf(self, folder):
-        return theirs(folder)
-
-    @pytest.fixture
-    def model(self, folder):
-        return LlamaVision.from_hub(folder, progress=False)
 
     @pytest.fixture
     def batch(self, tiny):

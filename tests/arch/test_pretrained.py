@@ -96,19 +96,6 @@ class TestArguments:
                 offload_folder="nowhere", max_memory=None, tp_plan=None, weights_only=True, adapter_kwargs={},
             )  # fmt: skip
 
-    @pytest.mark.parametrize(
-        "given, words",
-        [
-            (dict(attn_implementation="sdpa"), "attn_implementation='sdpa' changes nothing"),
-            (dict(trust_remote_code=True), "runs no code from a repository"),
-        ],
-        ids=str,
-    )
-    def test_arguments_without_effect_are_named(self, folders, given, words):
-        with pytest.warns(UserWarning, match=words) as told:
-            load(folders["llama"], **given)
-        assert len(told) == 1
-
     def test_fields_of_the_config_can_be_changed(self, folders):
         model = load(folders["mixtral"], use_cache=False, router_aux_loss_coef=0.5)
         assert model.config.use_cache is False and model.config.router_aux_loss_coef == 0.5
@@ -175,11 +162,6 @@ class TestWeightsAlone:
 
 
 class TestDevices:
-    def test_auto_on_the_cpu(self, folders):
-        pytest.importorskip("accelerate")
-        model = load(folders["llama"], device_map="auto")
-        assert model.hf_device_map == {"": "cpu"} and torch.equal(logits(model), logits(load(folders["llama"])))
-
     @pytest.mark.parametrize("family", FAMILIES)
     def test_modules_on_the_disk(self, folders, family, tmp_path):
         pytest.importorskip("accelerate")

@@ -15,7 +15,6 @@ import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from ligermodels.kernels.linear import joint
 from tests.tools.models import SIZES, assert_same_logs, make_trainer
 
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
@@ -140,27 +139,6 @@ def test_our_model_has_the_parameters_of_theirs(family):
     compare_training(ours, twin, family)
 
 
-def test_an_optimizer_that_holds_theirs_trains_both():
-    theirs = theirs_of("llama").train()
-    twin = copy.deepcopy(theirs)
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (theirs, twin)]
-    ours = None
-    for step in range(4):
-        if step == 2:
-            ours = ligermodels.from_transformers(theirs)
-            attention = ours.model.layers[0].self_attn
-            assert joint([attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight]) is not None
-        losses = []
-        for model, optimizer in zip((ours or theirs, twin), optimizers, strict=True):
-            losses.append(model(ids(seed=step), labels=ids(seed=step)).loss)
-            losses[-1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        torch.testing.assert_close(*losses, rtol=1e-5, atol=0)
-    compare(theirs.eval(), twin.eval())
-    compare(ours.eval(), theirs)
-
-
 def test_the_settings_of_their_model_are_taken_over(folders):
     theirs = load_theirs(folders["llama"], dtype=torch.bfloat16).train()
     theirs.model.embed_tokens.requires_grad_(False)
@@ -242,15 +220,6 @@ def test_options_of_loading(folders, options):
     compare(AutoModelForCausalLM.from_pretrained(folders["llama"], **options), load_theirs(folders["llama"]))
 
 
-def test_a_device_map_offloads_to_disk(folders, tmp_path):
-    pytest.importorskip("accelerate")
-    names = ("model.embed_tokens", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
-    places = {"model.layers.0": "disk", **dict.fromkeys(names, "cpu")}
-    model = AutoModelForCausalLM.from_pretrained(folders["llama"], device_map=places, offload_folder=tmp_path)
-    assert model.model.layers[0].mlp.up_proj.weight.is_meta
-    compare(model, load_theirs(folders["llama"]))
-
-
 def test_an_option_without_effect_is_a_warning(folders):
     with pytest.warns(UserWarning, match="attn_implementation.* changes nothing"):
         AutoModelForCausalLM.from_pretrained(folders["llama"], attn_implementation="flash_attention_2")
@@ -308,17 +277,6 @@ def test_generate_is_ours_and_writes_the_same(folders, family):
 
 
 # Adapters and quantised bases
-
-
-def test_an_adapter_trains_and_merges_as_on_theirs(folders):
-    peft = pytest.importorskip("peft")
-    pair = []
-    for model in (AutoModelForCausalLM.from_pretrained(folders["llama"]), load_theirs(folders["llama"])):
-        torch.manual_seed(0)
-        config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "up_proj"], init_lora_weights=False)
-        pair.append(peft.get_peft_model(model, config))
-    compare_training(*pair, "llama")
-    compare(*(model.merge_and_unload() for model in pair))
 
 
 def test_adapter_folders(folders, tmp_path):

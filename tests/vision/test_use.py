@@ -106,14 +106,6 @@ def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     assert len(set(answers)) == 2 and all(map(len, answers))
 
 
-@pytest.mark.parametrize("image, message", [("missing.png", "missing.png"), ("model/config.json", "not an image")])
-def test_chat_refuses_files_that_are_no_images(built, tmp_path, capsys, monkeypatch, image, message):
-    folder, _ = built
-    monkeypatch.setattr(ligermodels, "load", None)  # refused before the model loads
-    assert main(["chat", str(folder), "--image", str(tmp_path / image)]) == 3
-    assert message in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     "tower", [pytest.param(False, marks=pytest.mark.slow), True], ids=["frozen tower", "trained tower"]
 )
