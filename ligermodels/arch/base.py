@@ -5,12 +5,12 @@ saving are in pretrained.py; what trainers (transformers, TRL, PEFT, accelerate)
 """
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arch.config import ModelConfig, RoutedConfig
+from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
 from ligermodels.arch.inputs import Targets, check_inputs, check_labels
@@ -166,14 +166,12 @@ class CausalLM(Pretrained, TrainerInterface):
             head = unwrapped(self.lm_head)
             computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), self._softcap)
         if "router_logits" in output:
-            output["aux_loss"] = self._balance(output["router_logits"], attention_mask, x.shape[1])
+            tokens = None if attention_mask is None else attention_mask[:, -x.shape[1] :]
+            top_k = cast(Any, self.decoder.config).num_experts_per_tok
+            output["aux_loss"] = load_balancing_loss(output["router_logits"], top_k=top_k, attention_mask=tokens)
             if "loss" in computed:
                 computed["loss"] = computed["loss"] + self.config.router_aux_loss_coef * output["aux_loss"]
         return CausalLMOutput({**computed, **output})
-
-    @property
-    def _softcap(self) -> float | None:
-        return getattr(self.config, "final_logit_softcapping", None)
 
     def _loss(
         self, x: Tensor, targets: Targets, num_items_in_batch: Tensor | int | None, *, with_logits: bool
@@ -189,11 +187,9 @@ class CausalLM(Pretrained, TrainerInterface):
         loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
 
-    def _balance(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None, length: int) -> Tensor:
-        config = self.decoder.config
-        assert isinstance(config, RoutedConfig)
-        tokens = None if attention_mask is None else attention_mask[:, -length:]
-        return load_balancing_loss(router_logits, top_k=config.num_experts_per_tok, attention_mask=tokens)
+    @property
+    def _softcap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
 
     generate = generate
     fusion_report = fusion_report

@@ -1,6 +1,7 @@
 """Activation checkpointing and offload: bit for bit the step that saves everything, in less memory."""
 
 import copy
+import functools
 import itertools
 import weakref
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from ligermodels.arch import ARCHS, inputs
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch
 from ligermodels.training import offload, recompute
-from ligermodels.training.offload import Offload
+from ligermodels.training.offload import Offload, OffloadPass
 
 CONFIG = dict(
     vocab_size=97,
@@ -271,15 +272,15 @@ class TestMemory:
         assert buffers(model) == more
 
     def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
-        kept = offload._SavedTensors(Offload(), {}, 1)
+        pack = functools.partial(OffloadPass(Offload(), [0, 1], 2).pack, 0, [])
         memory = torch.arange(24.0).view(4, 6)
         views = [memory, memory[:, 2:4], memory.t()[1:], memory.to(torch.float64)[2], memory[3:, :0]]
         strides = [view.stride() for view in (*views, memory)]
         with torch.device("meta"):  # whatever the default is, buffers are on the CPU
-            packed, expected = [kept.pack(view) for view in views], [view.clone() for view in views]
+            packed, expected = [pack(view) for view in views], [view.clone() for view in views]
         assert len({id(view.storage) for view in packed}) == 2
         memory.add_(1)
-        packed.append(kept.pack(memory))
+        packed.append(pack(memory))
         expected.append(memory.clone())
         assert len({id(view.storage) for view in packed}) == 3
         del memory, views
@@ -291,11 +292,12 @@ class TestMemory:
 
     def test_parameters_other_classes_and_small_tensors_stay(self, monkeypatch):
         monkeypatch.setattr(offload, "SMALLEST", 64)
-        weight, kept = nn.Parameter(torch.ones(8, 8)), offload._SavedTensors(Offload(), {}, 1)
+        weight = nn.Parameter(torch.ones(8, 8))
+        pack = functools.partial(OffloadPass(Offload(), [0, 1], 2).pack, 0, [])
         stays = [weight, weight.t(), torch.ones(15), torch.ones(20).as_subclass(Other), torch.ones(9, 9).to_sparse()]
-        assert all(isinstance(kept.pack(tensor), torch.Tensor) for tensor in stays)
-        assert kept.pack(weight) is weight
-        assert isinstance(kept.pack(weight * 2), offload._View)
+        assert all(isinstance(pack(tensor), torch.Tensor) for tensor in stays)
+        assert pack(weight) is weight
+        assert isinstance(pack(weight * 2), offload._View)
 
 
 class Other(torch.Tensor):
