@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ligermodels.checkpoint import weights
 from ligermodels.training.recompute import last_mlp
@@ -133,6 +133,36 @@ def check_gradients(hf, model, named_on_disk, allowed=GRADIENTS):
         else:
             found = relative(grad[region.index], expected)
             assert found < allowed, f"{region.source}: relative error {found:.1e}"
+
+
+def check_checkpointing(model, tower, stack, batch, recompute):
+    """The gradients are bit for bit the same and less is saved: by tower and text, and by the tower alone."""
+
+    def step():
+        model.zero_grad()
+        model(**batch).loss.backward()
+
+    plain, expected = saved_bytes(step), {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.gradient_checkpointing_enable({"recompute": recompute})
+    less, policy = saved_bytes(step), tower.checkpointing
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    model.gradient_checkpointing_disable()
+    assert saved_bytes(step) == plain
+    tower.checkpointing = policy
+    policy.prepare(stack)
+    assert less < saved_bytes(step) < plain
+
+
+def check_other_layout(model, folder, tensors, batch, into):
+    """`tensors`, the weights of the folder by other names, load as the same model, which is saved by the folder's."""
+    before = read_tensors(folder)
+    assert before.keys() != tensors.keys()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    other = type(model).from_hub(folder, progress=False)
+    assert torch.equal(other(**batch).logits, model(**batch).logits)
+    other.save_pretrained(into)
+    saved = read_tensors(into)
+    assert before.keys() == saved.keys() and all(torch.equal(before[name], saved[name]) for name in before)
 
 
 def check_compiled(model, ids, labels=None, **inputs):

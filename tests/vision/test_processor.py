@@ -247,9 +247,13 @@ def test_images_nested_or_flat_or_alone(qwen):
 
 
 WRONG = {
-    "none given": ("qwen", (PAD,), r"text 0 has 1 <\|image_pad\|> and 0 images; each image needs its own"),
-    "flat, too many": ("qwen", ([PAD, PAD], [CAT, DOG, OWL]), r"2 texts have \[1, 1\] .*, the images given are \[3\]"),
-    "videos": ("qwen", (CLIP + CLIP, None, [FILM]), r"text 0 has 2 <\|video_pad\|> and 1 videos"),
+    "none given": (
+        "qwen",
+        (PAD,),
+        r"have \[1\] <\|image_pad\|>, the images given are \[0\]; each image needs its own",
+    ),
+    "flat, too many": ("qwen", ([PAD, PAD], [CAT, DOG, OWL]), r"have \[1, 1\] .*, the images given are \[3\]"),
+    "videos": ("qwen", (CLIP + CLIP, None, [FILM]), r"\[2\] <\|video_pad\|>, the videos given are \[1\]"),
     "video file": ("qwen", (CLIP, None, "film.mp4"), "videos= must be a list, not str. Video files are not decoded"),
     "videos of mllama": ("mllama", ("a", None, [FILM]), "this model takes no videos"),
     "bad image": ("qwen", ([PAD, PAD], [[CAT], ["cat.png"]]), "image 0 of text 1: cat.png is not there"),
