@@ -59,8 +59,8 @@ class FusionReport:
 def fusion_report(model: Any) -> FusionReport:
     """Which parts of a CausalLM run as fused ops, as it is wrapped now, and why the others do not.
 
-    It is about eager training on the device that the model is on; on the meta device, about the GPU, where there is
-    one, and about weights as loading lays them. `print(model.fusion_report())` shows a table; `.rows` is the same for
+    It describes eager training on the model's device; for a model on the meta device, on the GPU where there is one,
+    with weights as loading lays them out. `print(model.fusion_report())` shows a table; `.rows` is the same for
     programs.
     """
     device = model.device

@@ -101,7 +101,7 @@ def check_inputs(
         _check_packing(cu_seqlens, max_seqlen, batch_size * length)
     elif max_seqlen is not None:
         raise InputError(f"max_seqlen={max_seqlen} belongs to packed sequences; give cu_seqlens too")
-    elif attention_mask is None and past_key_values is None and not use_cache:
+    elif position_ids is not None and attention_mask is None and past_key_values is None and not use_cache:
         cu_seqlens, max_seqlen = packed_sequences(position_ids, x)
     cache = None
     if past_key_values is not None:
@@ -233,16 +233,16 @@ def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> N
         raise InputError(f"max_seqlen={max_seqlen}, but the longest sequence of cu_seqlens has {longest} tokens")
 
 
-def packed_sequences(position_ids: Tensor | None, x: Tensor) -> tuple[Tensor | None, int | None]:
+def packed_sequences(position_ids: Tensor, x: Tensor) -> tuple[Tensor | None, int | None]:
     """(cu_seqlens, max_seqlen) of the sequences that position_ids [B or 1, S] mark by restarting.
 
     (None, None) if none restarts. Of [4, B, S] the first are the text's; [3, B, S] mark nothing. x: [B, S, ...]. Rows
     are taken one after the other. Synchronises: the number of sequences is read. Raises InputError while a CUDA graph
     is captured, where that cannot be.
     """
-    if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
+    if position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
-    if position_ids is None or position_ids.dim() != 2:
+    if position_ids.dim() != 2:
         return None, None
     if is_captured(position_ids):
         raise InputError(
