@@ -131,6 +131,10 @@ class Decoder(BaseModel):
         cross: CrossStates | None = None,
     ) -> CausalLMOutput:
         """`forward` of checked inputs. cross: of models with cross-attention, what the tokens may attend to."""
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", False)
+        elif output_router_logits and not isinstance(self.config, RoutedConfig):
+            raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
         cache, residual = inputs.cache, None
         x = self.embed_tokens(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
         shape = x.shape
@@ -138,7 +142,7 @@ class Decoder(BaseModel):
             x = x.reshape(1, -1, shape[-1])
         batch = self._batch(x, inputs, cross)
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
-        router_logits: list[Tensor] | None = [] if self._routes(output_router_logits) else None
+        router_logits: list[Tensor] | None = [] if output_router_logits else None
         run = run_block if cache is not None else self.checkpointing.start(x, len(self.layers))
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
@@ -176,14 +180,6 @@ class Decoder(BaseModel):
 
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         self.embed_tokens = embeddings  # type: ignore[assignment]
-
-    def _routes(self, asked: bool | None) -> bool:
-        """Whether router logits are wanted: as asked, else as the config says. Raises InputError without a router."""
-        if not isinstance(self.config, RoutedConfig):
-            if asked:
-                raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
-            return False
-        return self.config.output_router_logits if asked is None else asked
 
     def _batch(self, x: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
         """The inputs of the attention layers besides x: rotary tables and masks."""

@@ -145,15 +145,15 @@ def check_labels(
 
 def _check_tensors(**given: Tensor | None) -> Tensor:
     """The first that is given. Raises InputError where one is no tensor, on another device, or of a wrong dtype."""
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    first_name, first = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
+    first: Any = None
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        first = tensor if first is None else first
         if tensor.device != first.device:
-            raise InputError(
-                f"{name} is on {tensor.device}, {first_name} on {first.device}; move one of them: .to(...)"
-            )
+            raise InputError(f"{name} is on {tensor.device}, the ids on {first.device}; move one of them: .to(...)")
         if name in ("position_ids", "labels", "input_ids") and tensor.dtype not in _IDS:
             raise InputError(f"{name} are {tensor.dtype}; they must be torch.int64 or torch.int32")
     return first

@@ -96,6 +96,11 @@ class TestArguments:
                 offload_folder="nowhere", max_memory=None, tp_plan=None, weights_only=True, adapter_kwargs={},
             )  # fmt: skip
 
+    def test_an_argument_without_effect_is_named_once(self, folders):
+        with pytest.warns(UserWarning, match="attn_implementation='sdpa' changes nothing") as told:
+            load(folders["llama"], attn_implementation="sdpa")
+        assert len(told) == 1
+
     def test_fields_of_the_config_can_be_changed(self, folders):
         model = load(folders["mixtral"], use_cache=False, router_aux_loss_coef=0.5)
         assert model.config.use_cache is False and model.config.router_aux_loss_coef == 0.5
