@@ -15,29 +15,19 @@ import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from tests.arch import llama_vision, qwen2_vl
 from tests.tools.models import SIZES, assert_same_logs, make_trainer
 
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": lambda: transformers.Qwen2Config(**SIZES),
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4),
     "phi3": lambda: transformers.Phi3Config(**SIZES),
     "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=8, query_pre_attn_scalar=8, sliding_window=6),
-    "qwen2_vl": lambda: transformers.Qwen2VLConfig(
-        text_config=dict(SIZES, rope_parameters=ROPE), image_token_id=90, video_token_id=91, vision_start_token_id=92,
-        vision_end_token_id=93, vision_config=dict(depth=2, embed_dim=32, hidden_size=32, num_heads=4, mlp_ratio=2,
-                                                   patch_size=4, initializer_range=0.2),
-    ),
-    "mllama": lambda: transformers.MllamaConfig(
-        text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]), image_token_index=96,
-        vision_config=dict(
-            hidden_size=32, num_hidden_layers=2, num_global_layers=1, attention_heads=4, intermediate_size=44,
-            vision_output_dim=96, image_size=8, patch_size=4, intermediate_layers_indices=[0, 1], max_num_tiles=2,
-            supported_aspect_ratios=[[1, 1], [1, 2], [2, 1]], initializer_range=0.2,
-        ),
-    ),
-}  # fmt: skip
+    "qwen2_vl": lambda: transformers.AutoConfig.for_model(**qwen2_vl.tiny(DRAWN, **DRAWN)),
+    "mllama": lambda: transformers.AutoConfig.for_model(**llama_vision.tiny(DRAWN, **DRAWN)),
+}
+DRAWN = dict(initializer_range=0.2)
 FAMILIES = tuple(CONFIGS)
 TIED = {"llama": {"lm_head.weight"}, "gemma2": {"lm_head.weight"}}
 # fp32 on both sides, a few hundred roundings deep, of logits around 5.
@@ -50,22 +40,16 @@ def ids(rows=2, length=12, seed=0):
 
 
 def images(family):
-    """What a model that reads images takes beside ids, and the ids."""
+    """The ids, and what a model that reads images takes beside them."""
     torch.manual_seed(0)
-    tokens = ids()
     if family == "qwen2_vl":
-        tokens[:, 2:8] = torch.tensor([92, 90, 90, 90, 90, 93])
-        grid = torch.tensor([[1, 4, 4]] * 2)
-        return tokens, dict(
-            pixel_values=torch.randn(32, 96), image_grid_thw=grid, mm_token_type_ids=(tokens == 90).long()
-        )
+        inputs = qwen2_vl.inputs([[2, qwen2_vl.image(2, 2), 4]] * 2)
+        return inputs.pop("input_ids"), inputs
     if family == "mllama":
-        tiles = torch.tensor([[[1, 0]], [[1, 1]]])
-        return tokens, dict(
-            pixel_values=torch.randn(2, 1, 2, 3, 8, 8), aspect_ratio_ids=torch.tensor([[1], [2]]),
-            aspect_ratio_mask=tiles, cross_attention_mask=tiles[:, None].expand(2, 12, 1, 2).contiguous(),
-        )  # fmt: skip
-    return tokens, {}
+        config = llama_vision.tiny()
+        tokens, _, inputs = llama_vision.images(config, llama_vision.placements(config))
+        return tokens, inputs
+    return ids(), {}
 
 
 def theirs_of(family, seed=0, **options):
