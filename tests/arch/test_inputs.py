@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from ligermodels.errors import InputError
 from ligermodels.layers.cache import KVCache
@@ -123,6 +124,8 @@ def test_a_cache_of_fewer_layers_is_refused_before_it_changes():
 
 def test_unusual_arguments_that_can_work_are_computed(model):
     expected = model(IDS).logits
+    theirs = DynamicCache()
+    assert model(IDS, past_key_values=theirs).past_key_values is theirs and theirs.get_seq_length() == S
     equal = torch.testing.assert_close
     equal(model(IDS.int()).logits, expected)
     equal(model(IDS.t().contiguous().t()).logits, expected)

@@ -286,6 +286,10 @@ NO_INPUT = {
         ["8 tokens", "make 7"],
     ),
     "an image too few": (change("image_grid_thw", lambda x: x[1:]), ["[4, 24]", "image_grid_thw"]),
+    "no image at all": (
+        drop("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw"),
+        ["hold 7 tokens", "make 0"],
+    ),
     "no pixels": (drop("pixel_values"), ["image pixels are none", "floats [28, 24]"]),
     "no sizes": (drop("image_grid_thw"), ["image pixels are floats [28, 24]", "ask for none"]),
     "no ids": (
