@@ -208,7 +208,7 @@ class LlamaVisionModel(BaseModel):
         batch_size, length = inputs.tokens.shape[:2]
         if states is not None:
             images += states.shape[1] // (vision.max_num_tiles * vision.num_patches)
-        if mask is None and states is None and "cross_mask" in state:
+        if mask is None and states is None and state["cross_mask"] is not None:
             mask = state["cross_mask"].expand(-1, length, -1, -1)
         if mask is not None:
             shape = (batch_size, length, images, vision.max_num_tiles)
@@ -219,10 +219,7 @@ class LlamaVisionModel(BaseModel):
                     f"cross_attention_mask has shape {list(mask.shape)}, expected {list(shape)}: the tokens, and all "
                     "images so far with their tiles"
                 )
-        state["images"] = images
-        state.pop("cross_mask", None)
-        if mask is not None:
-            state["cross_mask"] = mask[:, -1:].clone()
+        state |= {"images": images, "cross_mask": None if mask is None else mask[:, -1:].clone()}
         if mask is None:
             return CrossStates(states=states)
         mask, rows = cross_mask(mask, vision.num_patches)
