@@ -151,6 +151,9 @@ def check_checkpointing(model, tower, stack, batch, recompute):
     tower.checkpointing = policy
     policy.prepare(stack)
     assert less < saved_bytes(step) < plain
+    for blocks, of_the_tower in ((1, None), (0, 0)):  # a number of blocks is one of the text's
+        model.gradient_checkpointing_enable({"recompute": recompute, "blocks": blocks})
+        assert tower.checkpointing.blocks == of_the_tower
 
 
 def check_other_layout(model, folder, tensors, batch, into):

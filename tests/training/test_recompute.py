@@ -255,6 +255,33 @@ class TestMemory:
             inside.append([size for size in kept if size[-1] in (44, 88) and size not in weights])
         assert inside[0] and not inside[1]
 
+    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
+    def test_saved_tensors_leave_with_the_next_block_and_are_back_for_two_blocks_at_a_time(self, policy, monkeypatch):
+        monkeypatch.setattr(offload, "SMALLEST", 512)  # above the tables of the rotation, which all blocks share
+        model, begun, sent, brought = make(num_hidden_layers=5), [], [], []
+        enable(model, policy, offload=True)
+        for layer in model.decoder.layers:
+            layer.register_forward_pre_hook(lambda layer, inputs: begun.append(layer))
+        send, bring = offload.CopyStream.send, offload.CopyStream.fetch
+
+        def sends(stream, tensor, buffer):
+            assert all(memory.expired() for block, memory in sent if block < len(begun) - 1)
+            sent.append((len(begun), StorageWeakRef(tensor.untyped_storage())))
+            return send(stream, tensor, buffer)
+
+        def brings(stream, storages):
+            assert sum(any(ref() is not None for ref in refs) for refs in brought) <= 1
+            bring(stream, storages)
+            brought.append([weakref.ref(storage.on_device) for storage in storages])
+
+        monkeypatch.setattr(offload.CopyStream, "send", sends)
+        monkeypatch.setattr(offload.CopyStream, "fetch", brings)
+        x, _ = through_blocks(model, torch.randn(2, 16, 32))
+        assert sent and all(memory.expired() for _, memory in sent)
+        x.sum().backward()
+        assert len(brought) == 4  # one for each block; what the last block saves stays where it is
+        assert not any(ref() is not None for refs in brought for ref in refs)
+
     def test_pinned_memory_is_reused(self, ids):
         model = make()
         enable(model, "none", offload=True)
