@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.errors import InputError
 
 _NOTHING_TO_DO = {"low_cpu_mem_usage", "weights_only", "offload_state_dict", "offload_buffers", "disable_mmap"}
@@ -31,7 +32,7 @@ _REFUSED = {
     "from_flax": "weights are read from safetensors",
     "from_tf": "weights are read from safetensors",
     "generation_config": "set model.generation_config after loading",
-    "gguf_file": "`ligermodels convert` makes a folder of a GGUF file",
+    "gguf_file": "give the path of the GGUF file in place of the folder",
     "ignore_mismatched_sizes": "every weight must fit; correct config.json",
     "key_mapping": "rename the tensors on disk",
     "load_in_4bit": 'pass quantization_config={"load_in_4bit": True}',
@@ -107,9 +108,9 @@ def _select(
     return found
 
 
-def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> torch.dtype | str:
-    """The dtype by its newer name or its older one; "auto" where neither is given."""
-    if torch_dtype is not None and dtype not in (None, "auto", torch_dtype):
+def one_dtype(dtype: torch.dtype | str | None, torch_dtype: torch.dtype | str | None) -> str:
+    """torch's name of the dtype, given under either argument; "auto" where neither says. Raises InputError."""
+    names = {dtype_name(given) for given in (dtype, torch_dtype) if given is not None} - {"auto"}
+    if len(names) > 1:
         raise InputError(f"dtype={dtype} and torch_dtype={torch_dtype} are one argument under two names; pass dtype")
-    chosen = torch_dtype if torch_dtype is not None else dtype
-    return "auto" if chosen is None else chosen.removeprefix("torch.") if isinstance(chosen, str) else chosen
+    return names.pop() if names else "auto"

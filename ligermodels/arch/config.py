@@ -3,8 +3,8 @@
 transformers 4 spells the rotary base `rope_theta` with `rope_scaling` beside it and the dtype `torch_dtype`;
 transformers 5 spells them `rope_parameters` and `dtype`. Either is read, both are written: a reader that knows
 one spelling only would otherwise use a wrong base without an error.
-A field that is missing, of the wrong type, or with a value that is not supported raises ConfigError. Unknown keys are
-kept for saving and named in one warning.
+A field that is missing, of the wrong type, or with a value that is not supported raises ConfigError. Other keys are
+kept for saving; one warning names those that are not known to be harmless.
 Source: configuration_utils.py and modeling_rope_utils.py of transformers 4.45, 4.57 and 5.23.
 """
 
@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint import dtypes, files, hub
 from ligermodels.errors import ConfigError
 
 ACTIVATIONS = {
@@ -32,13 +32,6 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 """config.json's name of an activation -> ours."""
-
-DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float64": torch.float64,
-}
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -53,17 +46,34 @@ _DROPPED = {
 }  # fmt: skip
 """Keys without effect on the model, or read under another name; not written back."""
 GENERIC = frozenset("""
-    _name_or_path add_cross_attention architectures bad_words_ids begin_suppress_tokens cache_implementation
-    chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    early_stopping encoder_no_repeat_ngram_size exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id id2label is_decoder is_encoder_decoder label2id length_penalty max_length min_length
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_scores prefix pretraining_tp problem_type pruned_heads remove_invalid_values repetition_penalty return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
-    tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p use_bfloat16
-    model_type dtype torch_dtype bos_token_id eos_token_id pad_token_id tie_word_embeddings
+    _attn_implementation _attn_implementation_internal _auto_class _commit_hash _experts_implementation
+    _experts_implementation_internal _flash_attn_2_enabled _from_model_config _is_quantized _name_or_path
+    _output_attentions add_cross_attention architectures assistant_confidence_threshold assistant_early_exit
+    assistant_ensemble_weight assistant_lookbehind attn_implementation bad_words_ids base_model_ep_plan
+    base_model_fsdp_plan base_model_pp_plan base_model_tp_plan begin_suppress_tokens bos_token_id cache_config
+    cache_implementation chunk_size_feed_forward cls_token_id compile_config constraints continuous_batching_config
+    cross_attention_hidden_size decoder_start_token_id disable_compile distributed_config diversity_penalty do_sample
+    dola_layers dtype early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff
+    eta_cutoff experts_implementation exponential_decay_length_penalty finetuning_task force_words_ids
+    forced_bos_token_id forced_eos_token_id gradient_checkpointing guidance_scale id2label
+    ignore_keys_at_rope_validation is_assistant is_decoder is_encoder_decoder label2id length_penalty low_memory
+    mask_token_id max_cache_len max_length max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens
+    min_p model_type no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
+    num_labels num_return_sequences output_attentions output_hidden_states output_logits output_scores pad_token_id
+    penalty_alpha prefill_chunk_size prefix pretraining_tp problem_type prompt_lookup_num_tokens pruned_heads
+    remove_invalid_values renormalize_logits repetition_penalty return_dict return_dict_in_generate sep_token_id
+    sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind task_specific_params temperature
+    tf_legacy_loss tie_encoder_decoder tie_word_embeddings token_healing tokenizer_class top_h top_k top_p torch_dtype
+    torchscript transformers_version typical_p unk_token_id use_bfloat16 use_mtp watermarking_config
+
+    _model_name_or_path is_llama_config transformers.js_config unsloth_fixed unsloth_version
+
+    layer_types quantization_config rope_interleaved
 """.split())  # fmt: skip  # noqa: SIM905
-"""Keys that transformers 4 writes into any config, whatever the model."""
+"""Keys from which no model here computes anything, in three paragraphs. First, what transformers writes or reads in
+any config: the attributes and internal keys of PreTrainedConfig (4.x and 5.23), the parameters of GenerationConfig
+(5.23), which 4.x saved there too. Second, what other tools write: nanotron's converter (SmolLM2), transformers.js,
+Unsloth. Third, what is refused where its value would change the output."""
 
 
 @dataclass(kw_only=True)
@@ -199,7 +209,7 @@ class ModelConfig(CheckedFields):
         values["rope_parameters"] = cls._rope_from_hf(config)
         others = {key: value for key, value in config.items() if key not in known | _DROPPED}
         values["extra"] = {key: value for key, value in others.items() if key not in ("dtype", "rope_parameters")}
-        if unknown := sorted(values["extra"].keys() - GENERIC - cls.unused):
+        if unknown := _unknown(values["extra"], cls.unused):
             warnings.warn(
                 f"{cls.model_type}: config.json has keys that are not used here: {', '.join(unknown)}. They are kept "
                 "for saving. If one of them changes what the model computes, do not trust its output.",
@@ -214,7 +224,7 @@ class ModelConfig(CheckedFields):
         Raises ConfigError as `from_hf` does, and HubError.
         """
         folder = hub.resolve(id_or_folder, weights=False)
-        return cls.from_hf(reading.read_json(folder / "config.json"))
+        return cls.from_hf(files.read_json(folder / "config.json"))
 
     @classmethod
     def _dtype_from_hf(cls, config: Mapping[str, Any]) -> Any:
@@ -282,7 +292,13 @@ class ModelConfig(CheckedFields):
             if getattr(self, name, 0.0):
                 raise self._error(name, "is not supported; set it to 0.0 if it does not matter to you")
         if self.dtype is not None:
-            self._check_choice("dtype", DTYPES)
+            self._check_choice("dtype", dtypes.NAMES)
+        if self.extra.get("rope_interleaved"):
+            raise ConfigError(f"{self.model_type}: rope_interleaved is set, but halves of a head are rotated here")
+        if (given := self.extra.get("layer_types")) is not None:
+            computed = "full_attention" if self.window(0) is None else "sliding_attention"
+            if given != [computed] * self.num_hidden_layers:
+                raise ConfigError(f"{self.model_type}: layer_types is {given!r}, but every block is {computed} here")
         self._check_rope()
 
     def _check_rope(self) -> None:
@@ -302,7 +318,7 @@ class ModelConfig(CheckedFields):
     @property
     def torch_dtype(self) -> torch.dtype:
         """The dtype that the checkpoint was written in; float32 if config.json does not say."""
-        return DTYPES[self.dtype or "float32"]
+        return getattr(torch, self.dtype or "float32")
 
     @property
     def padding_idx(self) -> int | None:
@@ -366,7 +382,7 @@ class VisionConfig(CheckedFields):
         known = cls.field_names()
         values = {key: value for key, value in config.items() if key in known and value is not None}
         extra = {key: value for key, value in config.items() if key not in known | cls.dropped}
-        if unknown := sorted(extra.keys() - cls.unused):
+        if unknown := _unknown(extra, cls.unused):
             names = ", ".join(unknown)
             warnings.warn(f"{cls.label()} has keys that are kept for saving, but not used here: {names}", stacklevel=6)
         return cls(**values, extra=extra)
@@ -441,6 +457,11 @@ class RoutedConfig(ModelConfig):
     num_experts_per_tok: int = 2
     output_router_logits: bool = False
     router_aux_loss_coef: float = 0.001
+
+
+def _unknown(extra: Mapping[str, Any], unused: frozenset[str]) -> list[str]:
+    """The keys that may ask for something that is not computed here; null asks for nothing."""
+    return sorted(key for key, value in extra.items() if value is not None and key not in GENERIC | unused)
 
 
 def _classes(hint: Any) -> tuple[type, ...]:

@@ -14,8 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch import arguments, placement
-from ligermodels.arch.config import DTYPES, ModelConfig
+from ligermodels.arch.config import ModelConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
+from ligermodels.checkpoint.dtypes import dtype_name
+from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
 from ligermodels.errors import CheckpointError, ConfigError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
@@ -64,7 +66,7 @@ class Pretrained(nn.Module):
         model = cls._on_meta(config, dtype, activation_checkpointing)
         device = torch.device(device or torch.get_default_device())
         if device.type != "meta":
-            model.to_empty(device=device)
+            weights.allocate(model, device)
             model.init_weights(seed)
         return model
 
@@ -97,8 +99,10 @@ class Pretrained(nn.Module):
             folder of weights alone, as Trainer, TRL and accelerate leave it. Default: the folder's own config.json.
         revision: branch, tag or commit. token: True is the one of `hf auth login`. A complete copy in the cache
             needs neither network nor token.
-        dtype: "auto" is config.json's own, and beside `config` that of the weights. torch_dtype: its older name.
-        device: the device of the whole model, which is read one tensor at a time.
+        dtype: "auto" is config.json's own, and beside `config` that of the weights. Names as in `dtypes.NAMES`, such
+            as "bfloat16" or "bf16". torch_dtype: its older name.
+        device: the device of the whole model, which is read one tensor at a time. On the CPU, safetensors of the
+            model's dtype stay mapped: training writes to memory, never to the file, which nobody may cut meanwhile.
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`; modules on "disk" are in
             `offload_folder`.
@@ -116,7 +120,7 @@ class Pretrained(nn.Module):
         place = placement.one_device(device, device_map)
         found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
         folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
-        with reading.unreplaced(folder):
+        with unreplaced(folder):
             values, saved_with = quantization.split(config_values(folder, config, **found))
             made = cls._checked_config(values, changes)
             made._name_or_path = str(id_or_folder)
@@ -126,7 +130,7 @@ class Pretrained(nn.Module):
                 dtype = _dtype_of(opened.headers) or dtype
             model = cls._on_meta(made, dtype, activation_checkpointing)
             if (folder / "generation_config.json").is_file():
-                generation = reading.read_json(folder / "generation_config.json", lenient=True)
+                generation = read_json(folder / "generation_config.json", lenient=True)
                 model.generation_config.update(generation)
         if place is None:
             plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
@@ -136,7 +140,7 @@ class Pretrained(nn.Module):
         load_options |= dict(tied=model.tied_weights, also=cls.ALSO_READ)
         with opened as reader:
             if quantizer is None:
-                weights.load(model, cls.DISK_NAMES, reader, **load_options)
+                weights.load(model, cls.DISK_NAMES, reader, adopt=reader.is_mapped, **load_options)
             else:
                 if place is None:
                     load_options["devices"] = placement.devices(plan, quantization.linears(model, quantizer))
@@ -163,10 +167,9 @@ class Pretrained(nn.Module):
         cls, config: ModelConfig, dtype: torch.dtype | str, activation_checkpointing: str | Mapping[str, Any]
     ) -> Self:
         """The model on the meta device, in its final dtype."""
-        if isinstance(dtype, str):
-            if dtype not in ("auto", *DTYPES):
-                raise ConfigError(f"dtype={dtype!r} is not supported; supported: 'auto', {', '.join(DTYPES)}")
-            dtype = config.torch_dtype if dtype == "auto" else DTYPES[dtype]
+        if not isinstance(dtype, torch.dtype):
+            name = dtype_name(dtype)
+            dtype = config.torch_dtype if name == "auto" else getattr(torch, name)
         with torch.device("meta"):
             model = cls(config)
         model.config.dtype = str(dtype).removeprefix("torch.")
@@ -263,11 +266,11 @@ class Pretrained(nn.Module):
         else:
             tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
             values["quantization_config"] = quantizer.to_dict()
-        files: dict[str, Any] = {"config.json": reading.json_bytes(values)}
+        files: dict[str, Any] = {"config.json": json_bytes(values)}
         if self.generation_config:
-            files["generation_config.json"] = reading.json_bytes(dict(self.generation_config))
+            files["generation_config.json"] = json_bytes(dict(self.generation_config))
         if self.source_folder is not None:
-            files = {**reading.companion_files(self.source_folder, target), **files}
+            files = {**companion_files(self.source_folder, target), **files}
         saving.write_checkpoint(
             target,
             tensors,
@@ -324,13 +327,13 @@ def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig
                 f"{place} is not there: {folder} holds weights alone, as Trainer and accelerate leave them.\n"
                 "  Next: pass config=, the folder or repository that the model came from, or its config."
             )
-        return reading.read_json(place)
+        return read_json(place)
     if isinstance(config, ModelConfig | Mapping):
         return config
     if hasattr(config, "to_json_string"):  # of transformers
         return json.loads(config.to_json_string())
     path = Path(config).expanduser()
-    return reading.read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
+    return read_json(path if path.is_file() else hub.resolve(config, weights=False, **found) / "config.json")
 
 
 def _dtype_of(headers: Mapping[str, weights.TensorInfo]) -> torch.dtype | None:

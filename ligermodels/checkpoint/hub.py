@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from ligermodels.checkpoint.reading import COMPANIONS, PICKLES, SAFETENSORS, weight_files
+from ligermodels.checkpoint.files import COMPANIONS, PICKLES, SAFETENSORS, find_gguf, weight_files
 from ligermodels.errors import HubError, LigermodelsError
 
 
@@ -22,7 +22,9 @@ def resolve(
     weights: bool = True,
     allow_pickle: bool = False,
 ) -> Path:
-    """The local folder of a checkpoint: the given one as it is, or a repository's snapshot.
+    """The local folder of a checkpoint: the given one as it is, a repository's snapshot, or `gguf.folder_of` a GGUF.
+
+    A GGUF is given by its file, or by a folder that holds one and no other weights.
 
     revision: branch, tag or commit. weights: False leaves out the weight files.
     The Hub is asked where a branch or tag is now, unless `local_files_only` or HF_HUB_OFFLINE=1 forbid it. A complete
@@ -35,14 +37,44 @@ def resolve(
         raise HubError(f"subfolder={subfolder!r} must be a path inside the repository or folder")
     repo, local = str(repo_or_folder), Path(os.path.expanduser(repo_or_folder))
     is_id = isinstance(repo_or_folder, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", repo, re.ASCII)
-    if os.path.isdir(local) or not is_id:
-        if not os.path.isdir(local / inside):
-            raise HubError(
-                f"{local / inside} is {'a file' if os.path.exists(local / inside) else 'not there'}. Give "
-                "the folder of a checkpoint, or a repository of the Hub as owner/name."
-            )
-        return local / inside
+    if os.path.exists(local) or not is_id or repo.endswith(".gguf"):
+        folder = local / inside
+        if file := find_gguf(folder):
+            from ligermodels.checkpoint.gguf import folder_of
 
+            return folder_of(file)
+        if os.path.isdir(folder):
+            return folder
+        if os.path.exists(folder):
+            raise HubError(
+                f"{folder} is a file. Give the folder of a checkpoint, such as {folder.parent}, or a GGUF file."
+            )
+        raise HubError(
+            f"{folder.absolute()} is not there. Give the folder of a checkpoint, a GGUF file, or a repository of the "
+            "Hub as owner/name."
+        )
+    try:
+        return _snapshot(
+            repo, inside, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only,
+            weights=weights, allow_pickle=allow_pickle,
+        )  # fmt: skip
+    except HubError as error:
+        error.add_note(f"  If a folder was meant: there is none at {local.absolute()}.")
+        raise
+
+
+def _snapshot(
+    repo: str,
+    inside: PurePosixPath,
+    *,
+    revision: str | None,
+    token: str | bool | None,
+    cache_dir: str | Path | None,
+    local_files_only: bool,
+    weights: bool,
+    allow_pickle: bool,
+) -> Path:
+    """The folder `inside` a repository's snapshot, see `resolve`."""
     from huggingface_hub import constants
 
     where = f"{repo} at revision {revision}" if revision else repo
@@ -69,7 +101,7 @@ def resolve(
         snapshot = cached
     if missing := _missing(snapshot / inside, weights, allow_pickle):
         raise HubError(
-            f"{where} has no {', '.join(missing[:3])}{f' in {subfolder}' if subfolder else ''}.\n"
+            f"{where} has no {', '.join(missing[:3])}{f' in {inside}' if inside.parts else ''}.\n"
             "  Likely: it holds an adapter, a GGUF file or pickled weights (for those, allow_pickle=True), "
             "or the checkpoint is in another subfolder."
         )

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.reading import DTYPES, SAFETENSORS, json_bytes
+from ligermodels.checkpoint.files import SAFETENSORS, absolute, json_bytes, write_errors
+from ligermodels.checkpoint.reading import DTYPES
 from ligermodels.checkpoint.weights import Reader, TensorInfo
 from ligermodels.errors import CheckpointError, HubError, InputError
 
@@ -106,11 +107,6 @@ def replacing(target: Path, size: int, *, is_file: bool = False) -> Iterator[Pat
         shutil.rmtree(staging, ignore_errors=True)
 
 
-def absolute(path: str | Path) -> Path:
-    """Where `path` leads to, with its links followed and its ~ resolved."""
-    return Path(os.path.realpath(os.path.expanduser(path)))
-
-
 def _is_fixed(target: Path) -> bool:
     """Whether the folder has to be filled in place, since it cannot be renamed.
 
@@ -194,7 +190,7 @@ def _write_file(
         start, end = end, end + info.nbytes
         header[name] = {"dtype": _CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-(8 + len(text)) % 64)  # mapped weights lie as torch's own do, and matmuls round alike
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for name in names:
@@ -300,22 +296,3 @@ def _exchange(a: Path, b: Path) -> bool:
     if code not in (errno.ENOSYS, errno.EINVAL):
         raise OSError(code, os.strerror(code), str(b))
     return False
-
-
-@contextlib.contextmanager
-def write_errors(target: Path) -> Iterator[None]:
-    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`."""
-    try:
-        yield
-    except HubError:
-        raise
-    except OSError as error:
-        code = error.errno
-        step = "check the disk, or save elsewhere"
-        if code in (errno.ENOSPC, errno.EDQUOT):
-            step = "free some space, or save elsewhere"
-        elif code in (errno.EACCES, errno.EROFS):
-            step = "you may not write there; save elsewhere"
-        failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
-        failure.errno = code
-        raise failure from error

@@ -78,6 +78,16 @@ def plain_name(name: str) -> str:
     return plain or name
 
 
+def to_halves(weight: Tensor, heads: int) -> Tensor:
+    """Rows [heads * D, ...] of q or k for a rotation of neighbouring rows, in the order for a rotation of halves."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+def to_pairs(weight: Tensor, heads: int) -> Tensor:
+    """The inverse of `to_halves`."""
+    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
+
+
 def regions(model: nn.Module, table: Table) -> list[Region]:
     """The boxes that tile every parameter of `model`, which may be on the meta device.
 
@@ -176,6 +186,7 @@ def load(
     ignore: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
     also: Iterable[Table] = (),
+    adopt: bool = False,
 ) -> None:
     """Allocates the parameters of `model`, all on the meta device, on `device`, and reads their values.
 
@@ -183,16 +194,25 @@ def load(
     progress: shows a bar over bytes on stderr if that is a terminal.
     ignore, tied: as in `check`, which runs first. A tied copy must equal its parameter bit for bit.
     also: tables of other layouts that are read as well; see `layout`.
-    Copies one tensor at a time in file order: host memory beyond the model stays below the largest tensor. Weights
-    that hold NaN or infinity are loaded, and named in one warning. A module with buffers must rebuild them in its own
-    `_apply`.
+    adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself; it has to be nobody
+        else's, as those of a mapped safetensors file are. Without a GPU this leaves one copy of the weights in memory.
+    The rest is copied one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
+    Weights that hold NaN or infinity are loaded, and named in one warning. A module with buffers must rebuild them in
+    its own `_apply`.
     Raises CheckpointError.
     """
     table = layout(model, table, reader.headers, also=also)
     check(model, table, reader.headers, ignore=ignore, tied=tied, where=reader.source)
     check_tied(model, table, reader, tied)
     boxes = {region.source: region for region in regions(model, table)}
-    _allocate(model, device, dtype)
+    adopted: dict[str, Tensor] = {}
+    if adopt and torch.device(device).type == "cpu":
+        params = dict(model.named_parameters())
+        for name, box in boxes.items():
+            is_whole = not box.index and reader.headers[name].dtype == (dtype or params[box.param].dtype)
+            if is_whole and (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
+                adopted[box.param] = tensor
+    allocate(model, device, dtype, adopted)
     params = dict(model.named_parameters())
     finite: dict[str, Tensor] = {}
     total = sum(reader.headers[name].nbytes for name in boxes)
@@ -200,11 +220,39 @@ def load(
     with torch.no_grad(), tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable) as bar:
         for name in reader.headers:
             if name in boxes:
-                box = params[boxes[name].param][boxes[name].index]
-                box.copy_(reader.read(name))
-                finite[name] = torch.stack(box.aminmax()).isfinite().all()  # NaN spreads, and no copy is made
+                box = boxes[name]
+                values = params[box.param][box.index]
+                if box.param not in adopted:
+                    values.copy_(reader.read(name))
+                finite[name] = torch.stack(values.aminmax()).isfinite().all()  # NaN spreads, and no copy is made
                 bar.update(reader.headers[name].nbytes)
     _warn_of_nan(finite, reader.source)
+
+
+def allocate(
+    model: nn.Module,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    adopted: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Gives the parameters of `model`, all on the meta device, memory on `device`; its contents are arbitrary.
+
+    adopted: {parameter: a tensor whose memory it gets}. torch's to_empty imports sympy, which takes a while.
+    """
+    memory: dict[int, Tensor] = {}
+    for name, module in model.named_modules():
+        rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
+        assert rebuilds, f"{name} has buffers but no _apply of its own"
+    for name, param in model.named_parameters():
+        assert param.is_meta, f"only models on the meta device are filled; {name} is on {param.device}"
+        param.data = param.data.to(dtype or param.dtype)
+        if adopted and name in adopted:
+            memory[id(param)] = adopted[name]
+
+    def fill(x: Tensor) -> Tensor:
+        return memory[id(x)] if id(x) in memory else torch.empty(x.shape, dtype=x.dtype, device=device)
+
+    model._apply(fill)
 
 
 def export(
@@ -372,24 +420,12 @@ def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
         )
 
 
-def _allocate(model: nn.Module, device: torch.device | str, dtype: torch.dtype | None) -> None:
-    for name, module in model.named_modules():
-        rebuilds = type(module)._apply is not nn.Module._apply or not list(module.buffers(recurse=False))
-        assert rebuilds, f"{name} has buffers but no _apply of its own"
-    for name, param in model.named_parameters():
-        assert param.is_meta, f"load() fills models on the meta device; {name} is on {param.device}"
-        param.data = param.data.to(dtype or param.dtype)
-    model.to_empty(device=device)
-
-
 # (a name among the unexpected ones, what it means)
 _SIGNS = (
     (r"\.(qweight|qzeros|scales|g_idx)$", "a GPTQ or AWQ checkpoint; use what it was quantised from."),
     (r"\.(absmax|quant_map|SCB)$", "a bitsandbytes checkpoint; use what it was quantised from."),
     (r"weight_(scale|scale_inv|packed)$", "an FP8 or compressed checkpoint; use what it was made from."),
     (r"\.lora_[AB]\.|\.base_layer\.", "an adapter, not a whole model; merge it into its base model first."),
-    (r"^layers\.\d+\.attn\.|^layers\.\d+\.mlp\.gate_up_proj\.",
-     "packed weights under the names of an earlier ligermodels; `ligermodels convert OLD NEW` unpacks them."),
     (r"\.attention\.w[qkvo]\.|^tok_embeddings\.", "Meta's or Mistral's own layout; use the other one."),
     (r"\b(qkv_proj|gate_up_proj)\.", "projections packed on disk, as in Phi-3: of another model_type."),
 )  # fmt: skip

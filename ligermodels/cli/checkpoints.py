@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.cli.arguments import check_source, dtype
 from ligermodels.cli.output import readable_size, say
 from ligermodels.errors import HubError, InputError, LigermodelsError
 
@@ -15,10 +16,11 @@ if TYPE_CHECKING:
 
 _EPILOG = """\
 layouts, detected from the files in the folder:
-  Hugging Face  model.safetensors, or model-*.safetensors and their index; weights packed as earlier versions did
+  Hugging Face  model.safetensors, or model-*.safetensors and their index
   pickled       pytorch_model*.bin, with --allow-pickle
   Meta          consolidated.NN.pth and params.json, with --allow-pickle
   Mistral       consolidated*.safetensors and params.json
+  GGUF          one file.gguf, or a folder that holds one; dequantised
   distributed   .metadata and *.distcp; with --config where there is no config.json, as for a trainer's weights alone
   LoRA adapter  adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
 
@@ -63,7 +65,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "reads SRC. No weights are read.",
         **parser_options,
     )
-    inspect.add_argument("src", metavar="SRC", help="folder, or repository on the Hub, whose weights are not fetched")
+    inspect.add_argument(
+        "src", metavar="SRC", help="folder, GGUF file, or repository on the Hub, whose weights are not fetched"
+    )
     inspect.add_argument("--revision", help="branch, tag or commit of SRC")
     inspect.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
     inspect.set_defaults(run=_inspect)
@@ -75,7 +79,9 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "result and its sources.",
         **parser_options,
     )
-    convert.add_argument("src", metavar="SRC", help="folder, or repository on the Hub; its layout is detected")
+    convert.add_argument(
+        "src", metavar="SRC", help="folder, GGUF file, or repository on the Hub; its layout is detected"
+    )
     convert.add_argument(
         "dst", metavar="DST", nargs="?", help="folder to write, or file with --to gguf; may be left out with --dry-run"
     )
@@ -87,7 +93,7 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
         "llama.cpp (default: hf)",
     )
     convert.add_argument(
-        "--dtype", choices=["keep", "bf16", "fp16", "fp32"], default="keep", help="cast to this (default: keep)"
+        "--dtype", type=dtype, default="auto", help="cast to this, such as bf16 or float32 (default: auto, no cast)"
     )
     division = convert.add_mutually_exclusive_group()
     division.add_argument("--max-shard-size", metavar="SIZE", help="per file, as 5GB or 500MiB (default 5GB)")
@@ -118,13 +124,13 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     verify = commands.add_parser(
         "verify",
         help="whether two checkpoints, of any layouts, are the same model",
-        description="Compares names, shapes, dtypes and bits of A and B, and their logits and likeliest tokens on\n"
-        "fixed prompts, in fp32 on the CPU. Rounding explains a difference of up to 5e-5 of their size;\n"
+        description="Compares configs, names, shapes, dtypes and bits of A and B, and their logits and likeliest\n"
+        "tokens on fixed prompts, in fp32 on the CPU. Rounding explains a difference of up to 5e-5 of their size;\n"
         "0 is usual, and rows of q or k in a wrong order give 2e-4 and more.",
         **parser_options,
     )
-    verify.add_argument("a", metavar="A", help="folder, or repository on the Hub")
-    verify.add_argument("b", metavar="B", help="folder, or repository on the Hub")
+    verify.add_argument("a", metavar="A", help="folder, GGUF file, or repository on the Hub")
+    verify.add_argument("b", metavar="B", help="folder, GGUF file, or repository on the Hub")
     verify.add_argument(
         "--level",
         choices=["keys", "bytes", "logits"],
@@ -137,15 +143,22 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from ligermodels.conversion import Options, convert
+    from ligermodels.conversion.options import Options, check_options
 
     names = [field.name for field in dataclasses.fields(Options) if field.name in args]
-    report = convert(args.src, args.dst, Options(**{name: getattr(args, name) for name in names}))
+    options = Options(**{name: getattr(args, name) for name in names})
+    check_options(args.dst, options)
+    check_source(args.src)
+    from ligermodels.conversion import convert  # and torch
+
+    report = convert(args.src, args.dst, options)
     _report(report, args, "would be written" if args.dry_run else "written")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
+    for src in (args.a, args.b):
+        check_source(src)
     from ligermodels.conversion import verify
 
     reading = {name: getattr(args, name) for name in ("allow_pickle", "config", "rope_factor")}
@@ -184,6 +197,7 @@ def _conversion_status(error: LigermodelsError) -> int:
 
 
 def _inspect(args: argparse.Namespace) -> int:
+    check_source(args.src)
     from ligermodels.conversion import inspect
 
     names = ("revision", "local_files_only", "allow_pickle", "config", "rope_factor")
@@ -199,17 +213,23 @@ def _inspect(args: argparse.Namespace) -> int:
 
 
 def _checkpoint_rows(found: "Inspection") -> dict[str, str]:
-    parts = {f"  {part}": f"{count:,} ({count / found.parameters:.1%})" for part, count in found.parts.items()}
     return {
         "checkpoint": found.folder,
         "layout": found.layout,
         "to use it": found.use,
+        **(_weight_rows(found) if found.tensors else {"weights": "pickles, not read without --allow-pickle"}),
+        "files": _files(found.files),
+        "tokenizer": _tokenizer(found.tokenizer),
+    }
+
+
+def _weight_rows(found: "Inspection") -> dict[str, str]:
+    parts = {f"  {part}": f"{count:,} ({count / found.parameters:.1%})" for part, count in found.parts.items()}
+    return {
         "parameters": f"{found.parameters:,}",
         **parts,
         "stored as": ", ".join(f"{name} ({count:,})" for name, count in found.dtypes.items()),
-        "files": _files(found.files),
         "weights": f"{found.tensors} tensors" + f", {'' if found.ok else 'NOT '}as expected" * bool(found.model),
-        "tokenizer": _tokenizer(found.tokenizer),
     }
 
 
@@ -219,7 +239,7 @@ def _model_rows(found: "Inspection") -> dict[str, str]:
     if not model:
         return {
             name: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
-            for name, value in found.adapter.items()
+            for name, value in (found.adapter or found.params).items()
         }
     rope = {key: f"[{len(value)}]" if isinstance(value, list) else value for key, value in model["rope"].items()}
     return {

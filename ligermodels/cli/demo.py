@@ -5,7 +5,6 @@ again and compares bit for bit; the trained model writes a text; the kernels are
 """
 
 import json
-import math
 import os
 import shlex
 import subprocess
@@ -22,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ligermodels
-from ligermodels.errors import InputError
 from ligermodels.kernels._triton import HAS_TRITON
 
 TEXT = Path(__file__).with_name("demo_text.txt")
@@ -48,33 +46,35 @@ CONFIG = {
 CHAT_TEMPLATE = "{{ bos_token }}{{ messages[-1]['content'] | trim }}{{ '\\n\\n' }}"
 
 
-def run(*, seconds: float, keep: str | Path | None) -> bool:
+def run(*, seconds: float, folder: Path) -> bool:
     """Prints the demo and returns whether all its comparisons held.
 
-    seconds: time for training. keep: the folder for the trained checkpoint; None: a temporary one.
-    Raises InputError if `keep` exists and is not empty.
+    seconds: time for training. folder: for the trained checkpoint.
     """
-    if not 0 < seconds < math.inf:
-        raise InputError(f"--seconds {seconds} must be a positive number")
-    if keep is not None and Path(keep).exists() and (not Path(keep).is_dir() or any(Path(keep).iterdir())):
-        raise InputError(f"--keep {keep} is there already; name a folder that is new or empty")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.cuda.get_device_name() if device == "cuda" else "one CPU thread"
     print(f"ligermodels {ligermodels.__version__} demo, {where}, torch {torch.__version__}")
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more threads cost more than they bring for ops this small
     try:
-        folder = Path(keep or tempfile.mkdtemp(prefix="ligermodels-demo-")).resolve()
         good = _train_and_generate(folder, device, seconds)
         good &= _compare_kernels(device)
     finally:
         torch.set_num_threads(threads)
-    print("\nNext")
-    quoted = shlex.quote(str(folder))
-    print(f"ligermodels generate {quoted} --prompt 'The Wolf Who' --temperature 0.5")
-    print(f"ligermodels chat {quoted}    # type a title, such as The Snail and the Race")
-    print(f"ligermodels inspect {quoted}")
+    print_next(
+        "generate {} --prompt 'The Wolf Who' --temperature 0.5",
+        "chat {}    # type a title, such as The Snail and the Race",
+        "inspect {}",
+        folder=folder,
+    )
     return good
+
+
+def print_next(*commands: str, folder: Path) -> None:
+    """Prints commands to try on the checkpoint in `folder`, which stands where they have {}."""
+    print("\nNext")
+    for command in commands:
+        print(f"ligermodels {command.format(shlex.quote(str(folder)))}")
 
 
 def _train_and_generate(folder: Path, device: str, seconds: float) -> bool:
@@ -84,22 +84,20 @@ def _train_and_generate(folder: Path, device: str, seconds: float) -> bool:
         write_checkpoint(made)
         tokenizer = ligermodels.Tokenizer.from_hub(made)
         model = ligermodels.load(made, device=device, progress=False)
-        parameters = f"{model.num_parameters():,}"
-        print(f"{type(model).__name__}, {parameters} parameters, a vocabulary of {model.config.vocab_size:,} tokens")
+        vocabulary = f"a vocabulary of {model.config.vocab_size:,} tokens"
+        print(f"{type(model).__name__}, {model.num_parameters():,} parameters, {vocabulary}")
         model.save_pretrained(again)
         same = (made / "model.safetensors").read_bytes() == (again / "model.safetensors").read_bytes()
-        good = _report(same, "loaded and saved again: model.safetensors is byte for byte the same")
+        good = report(same, "loaded and saved again: model.safetensors is byte for byte the same")
         print(f"\nTraining for {seconds:g} s on {TEXT.stat().st_size / 1000:.0f} kB of fables")
         train(model, tokenizer, seconds)
         model.save_pretrained(folder)
 
     trained = ligermodels.load(folder, device=device, progress=False)
-    ours, theirs = model.eval().state_dict(), trained.state_dict()
-    same = ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
-    good &= _report(same, f"saved and loaded again: all {parameters} parameters are bit for bit the same")
+    good &= report_same_weights(model.eval(), trained)
     ids = torch.tensor([tokenizer.encode(PROMPT)], device=device)
     with torch.no_grad():
-        good &= _report(torch.equal(model(ids).logits, trained(ids).logits), "and so are the logits")
+        good &= report(torch.equal(model(ids).logits, trained(ids).logits), "and so are the logits")
 
     print("\nWhat it writes now (temperature 0.5, seed 0)")
     start = time.perf_counter()
@@ -176,17 +174,7 @@ def train(model: Any, tokenizer: Any, seconds: float) -> None:
             print(f"step {step:4}  loss {loss.item():.2f}", flush=True)
             shown += seconds / 4
     speed = step * BATCH * LENGTH / (time.perf_counter() - start)
-    print(f"step {step:4}  loss {loss.item():.2f}  {speed:,.0f} tokens/s, peak memory {_peak_memory(model.device)}")
-
-
-def _peak_memory(device: torch.device) -> str:
-    """The peak of this process: on the GPU where it computes there, else resident in main memory."""
-    if device.type == "cuda":
-        return f"{torch.cuda.max_memory_allocated() / 2**20:,.0f} MiB on the GPU"
-    import resource
-
-    unit = 1 if sys.platform == "darwin" else 1024
-    return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**20:,.0f} MiB"
+    print(f"step {step:4}  loss {loss.item():.2f}  {speed:,.0f} tokens/s")
 
 
 # Kernels against fp64, beside PyTorch's own ops
@@ -202,7 +190,7 @@ def _compare_kernels(device: str) -> bool:
     command = [sys.executable, "-m", "ligermodels.cli.demo"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
-        return _report(False, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
+        return report(False, (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1])
     return print_errors(json.loads(done.stdout.splitlines()[-1]))
 
 
@@ -217,7 +205,7 @@ def print_errors(errors: dict[str, list[float]]) -> bool:
         print(f"{op:22}{output:12.1e}{eager_output:12.1e}{gradients:12.1e}{eager_gradients:12.1e}")
         if not (output <= 2 * eager_output + 1e-6 and gradients <= 2 * eager_gradients + 1e-6):
             wrong.append(op)
-    return _report(not wrong, f"too far from fp64: {', '.join(wrong)}" if wrong else "as near to fp64 as PyTorch's ops")
+    return report(not wrong, f"too far from fp64: {', '.join(wrong)}" if wrong else "as near to fp64 as PyTorch's ops")
 
 
 def kernel_errors() -> dict[str, list[float]]:
@@ -276,9 +264,18 @@ def _relative_rms(found: list[Tensor], exact: list[Tensor]) -> float:
     return max(((a.double() - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True))
 
 
-def _report(good: bool, text: str) -> bool:
+def report(good: bool, text: str) -> bool:
+    """Prints the outcome of a comparison and returns it."""
     print(f"{'ok    ' if good else 'FAILED'}  {text}", flush=True)
     return good
+
+
+def report_same_weights(model: Any, reloaded: Any) -> bool:
+    """Compares all weights, prints the outcome and returns it."""
+    ours, theirs = model.state_dict(), reloaded.state_dict()
+    same = ours.keys() == theirs.keys() and all(torch.equal(x, theirs[name]) for name, x in ours.items())
+    parameters = f"{model.num_parameters():,}"
+    return report(same, f"saved and loaded again: all {parameters} parameters are bit for bit the same")
 
 
 if __name__ == "__main__":

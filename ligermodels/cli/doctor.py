@@ -97,10 +97,10 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
 def _fusion(model: str) -> str:
     """The fusion report of the model that config.json in the folder or repository describes."""
     from ligermodels import arch
-    from ligermodels.checkpoint import hub, reading
+    from ligermodels.checkpoint import files, hub
 
     folder = hub.resolve(model, weights=False)
-    config = reading.read_json(folder / "config.json")
+    config = files.read_json(folder / "config.json")
     return str(arch.arch_of(folder).from_config(config, device="meta").fusion_report())
 
 

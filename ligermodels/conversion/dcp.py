@@ -28,10 +28,8 @@ from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.reading import companion_files, read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.huggingface import config_files
-from ligermodels.conversion.source import Source
+from ligermodels.conversion.source import METADATA, Source
 from ligermodels.errors import CheckpointError, ConfigError
-
-METADATA = ".metadata"
 
 _CHECKPOINT = "torch.distributed.checkpoint."
 _ADMITTED = {
@@ -148,10 +146,10 @@ class DcpSource(Source):
                     best, found = hits, prefix
         if not best:
             some = ", ".join(sorted(held)[:3]) or "no tensor"
-            likely = "a checkpoint of another model, or of the optimizer alone; or config.json is another's"
-            if any(re.search(r"\blayers\.\d+\.attn\.", name) for name in held):
-                likely = "packed by an earlier ligermodels; convert it to safetensors with that version first"
-            raise CheckpointError(f"{self.folder} holds no {arch.__name__}: it has {some}.\n  Likely: {likely}.")
+            raise CheckpointError(
+                f"{self.folder} holds no {arch.__name__}: it has {some}.\n"
+                "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."
+            )
         return found
 
     def _check_chunks(self, tensors: Mapping[str, TensorStorageMetadata]) -> None:

@@ -1,7 +1,9 @@
-"""GGUF, the one file that llama.cpp runs: weights, configuration, tokenizer and chat template.
+"""GGUF written: the one file that llama.cpp runs, of weights, configuration, tokenizer and chat template.
+
+checkpoint/gguf.py reads such files.
 
 - Llama, Mistral and Mixtral are its architecture "llama", which rotates neighbouring rows of a head: rows of q and
-  k (and of their biases) are permuted, as for Meta's files. gemma, gemma2, qwen2 and phi3 rotate halves, as
+  k (and of their biases) are permuted, as for Meta's files. gemma, gemma2, qwen2, qwen3 and phi3 rotate halves, as
   config.json's models do, and keep their rows. Phi-3 stays packed: attn_qkv; gate before up in ffn_up.
 - Gemma's norm weights act as 1 + weight, and are written as that sum.
 - Norms, biases and routers are float32 whatever the rest is; sums and casts are made from the stored numbers at once.
@@ -32,38 +34,21 @@ import torch
 from torch import Tensor
 
 from ligermodels.arch.config import ACTIVATIONS, ModelConfig
-from ligermodels.checkpoint.weights import TensorInfo, same_bits
+from ligermodels.checkpoint.gguf import FLOATS, package
+from ligermodels.checkpoint.gguf_config import FAMILIES, llama3_divisors
+from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
 from ligermodels.conversion.gguf_tokenizer import add_tokenizer
-from ligermodels.conversion.meta import to_pairs
 from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
 
 if TYPE_CHECKING:
-    from ligermodels.conversion.verify import Report
+    from ligermodels.conversion.comparison import Report
 
-FAMILIES = {
-    "llama": ("llama", "silu"), "mistral": ("llama", "silu"), "mixtral": ("llama", "silu"),
-    "gemma": ("gemma", "gelu_tanh"), "gemma2": ("gemma2", "gelu_tanh"), "qwen2": ("qwen2", "silu"),
-    "phi3": ("phi3", "silu"),
-}  # fmt: skip
-"""model_type -> (llama.cpp's architecture, the activation that it computes)."""
-
-_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_TYPES = {dtype: name for name, dtype in FLOATS.items()}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+\.weight)")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
 GGUF = "model.gguf"
-
-
-def package() -> Any:
-    """The `gguf` package. Raises ConfigError where it is missing."""
-    try:
-        import gguf
-    except ImportError as error:
-        raise ConfigError(
-            "GGUF files are written by the gguf package, which is missing.\n  Next: pip install 'ligermodels[gguf]'"
-        ) from error
-    return gguf
 
 
 @dataclass(frozen=True)
@@ -218,6 +203,7 @@ def check(model: Any, where: str) -> None:
         odd += [f"{n} null" for n in ("attn_logit_softcapping", "final_logit_softcapping") if getattr(c, n) is None]
         if c.layer_types != ["full_attention" if i % 2 else "sliding_attention" for i in layers]:
             odd.append("layer_types other than sliding, full, sliding, full, ...")
+    odd += ["attention_bias"] * (kind == "qwen3" and c.attention_bias)
     if kind == "phi3" and config.head_dim * config.num_attention_heads != config.hidden_size:
         odd.append(f"head_dim {config.head_dim} (it takes hidden_size / num_attention_heads)")
     odd += _odd_rope(config, model.decoder.rotary_emb, arch)
@@ -303,7 +289,7 @@ def _parts(gguf: Any, view: View, arch: str, dtype: torch.dtype | None) -> dict[
     rope = config.rope_parameters
     tables: dict[Any, Any] = {}
     if rope["rope_type"] == "llama3":
-        tables[kind.ROPE_FREQS] = _llama3_divisors(config, rotary.dim)
+        tables[kind.ROPE_FREQS] = llama3_divisors(rope, rotary.dim)
     if rope["rope_type"] == "longrope":
         tables = {kind.ROPE_FACTORS_LONG: rope["long_factor"], kind.ROPE_FACTORS_SHORT: rope["short_factor"]}
     parts: dict[str, _Part] = {}
@@ -335,15 +321,3 @@ def _parts(gguf: Any, view: View, arch: str, dtype: torch.dtype | None) -> dict[
             offset=1.0 if arch.startswith("gemma") and source.endswith("norm.weight") else 0.0,
         )
     return parts
-
-
-def _llama3_divisors(config: ModelConfig, dim: int) -> list[float]:
-    """What each frequency is divided by: 1 for short waves, `factor` for long ones, between them a blend."""
-    rope = config.rope_parameters
-    low, high, factor = rope["low_freq_factor"], rope["high_freq_factor"], rope["factor"]
-    divisors = []
-    for i in range(0, dim, 2):
-        rotations = rope["original_max_position_embeddings"] * rope["rope_theta"] ** (-i / dim) / (2 * math.pi)
-        share = min(1.0, max(0.0, (rotations - low) / (high - low)))
-        divisors.append(1.0 / ((1.0 - share) / factor + share))
-    return divisors

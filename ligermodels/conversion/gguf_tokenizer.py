@@ -18,41 +18,29 @@ from pathlib import Path
 from typing import Any
 
 from ligermodels.checkpoint import saving
+from ligermodels.checkpoint.gguf_tokenizer import (
+    BYTE,
+    CONTROL,
+    NORMAL,
+    PHI3_TOKENS,
+    PRE_TOKENIZERS,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+)
 from ligermodels.errors import CheckpointError, TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.text.files import read_bytes, read_text
 from ligermodels.text.sentencepiece_backend import SPACE, is_tiktoken
 
-_PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
-_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # sentencepiece's numbers too
 _ADDED_SCORE = -1000.0
-
-_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
-_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@|"
-_CASED_REST = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
-_WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
-_PRE_TOKENIZERS = {
-    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", True): "llama-bpe",
-    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", False): "dbrx",
-    (rf"{_WORDS}\p{{N}}|{_REST}", False): "qwen2",
-    (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", True): "tekken",
-    # Made from tiktoken's ranks, where merges lead to every token: the flag changes nothing.
-    (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
-    (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", False): "gpt-4o",
-    ("ByteLevel", False): "gpt-2",
-    ("Digits ByteLevel", False): "smollm",
-}
-"""(the pattern that splits a text, whether whole words go before merges) -> llama.cpp's name for it."""
 
 
 @dataclass(frozen=True)
 class _Piece:
     text: str
     score: float = 0.0
-    type: int = _NORMAL
+    type: int = NORMAL
 
 
 def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, where: str) -> bool:
@@ -106,7 +94,7 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> boo
     data = read_bytes(model_path) if model_path else b""
     pieces: dict[int, _Piece] | None = None
     if data and not is_tiktoken(data):
-        pieces = _sentencepiece(data)
+        pieces = sentencepiece_pieces(data)
     elif model.get("type") == "BPE" and model.get("byte_fallback"):
         pieces = _from_merges(model, added)
     elif model.get("type") != "BPE":
@@ -136,7 +124,7 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> boo
     writer.add_token_scores([float(piece.score) for piece in tokens])
     starts = [tokenizer.backend.id_to_token(index) or "" for index in tokenizer.encode("a", add_special_tokens=False)]
     writer.add_add_space_prefix("".join(starts).startswith(SPACE))
-    return any(token["special"] and token["rstrip"] for token in flags) and ids.keys() >= _PHI3_TOKENS
+    return any(token["special"] and token["rstrip"] for token in flags) and ids.keys() >= PHI3_TOKENS
 
 
 def _token(
@@ -144,26 +132,26 @@ def _token(
 ) -> _Piece:
     """The token of a row. pieces: sentencepiece's, None for byte-level tokens. special, added: ids that are."""
     if text is None:
-        return _Piece(f"[PAD{index}]", _ADDED_SCORE, _UNUSED)
+        return _Piece(f"[PAD{index}]", _ADDED_SCORE, UNUSED)
     own = pieces.get(index) if pieces is not None else None
     if own is None or own.text != text:
-        kind = _USER_DEFINED if pieces is not None or index in added else _NORMAL
-        own = _Piece(text, _ADDED_SCORE, _CONTROL if index in special else kind)
-    elif own.type in (_NORMAL, _USER_DEFINED) and (index in special or index in added):
-        own = _Piece(text, _ADDED_SCORE, _CONTROL if index in special else _USER_DEFINED)
-    if pieces is not None and own.type == _USER_DEFINED:  # looked for in the text before its spaces are replaced
+        kind = USER_DEFINED if pieces is not None or index in added else NORMAL
+        own = _Piece(text, _ADDED_SCORE, CONTROL if index in special else kind)
+    elif own.type in (NORMAL, USER_DEFINED) and (index in special or index in added):
+        own = _Piece(text, _ADDED_SCORE, CONTROL if index in special else USER_DEFINED)
+    if pieces is not None and own.type == USER_DEFINED:  # looked for in the text before its spaces are replaced
         own = _Piece(own.text.replace(SPACE, " "), own.score, own.type)
     return own
 
 
-def _sentencepiece(data: bytes) -> dict[int, _Piece]:
+def sentencepiece_pieces(data: bytes) -> dict[int, _Piece]:
     """The pieces of a tokenizer.model, a protobuf: its Python library does not tell all of their types."""
     pieces: dict[int, _Piece] = {}
     for number, value in _fields(data):
         if number == 1:
             fields = dict(_fields(value))
             score = struct.unpack("<f", fields.get(2, bytes(4)))[0]
-            pieces[len(pieces)] = _Piece(fields[1].decode(), score, fields.get(3, _NORMAL))
+            pieces[len(pieces)] = _Piece(fields[1].decode(), score, fields.get(3, NORMAL))
         elif number == 2 and dict(_fields(value)).get(3, 1) != 2:
             raise TokenizerError("tokenizer.model is not of sentencepiece's BPE, the one that llama.cpp computes")
         elif number == 3 and dict(_fields(value)).get(4, 1):
@@ -218,7 +206,7 @@ def _from_merges(model: Mapping[str, Any], added: set[int]) -> dict[int, _Piece]
             )
     pieces, unknown = {}, model.get("unk_token")
     for text, index in vocab.items():
-        kind = _BYTE if re.fullmatch("<0x[0-9A-F]{2}>", text) else _UNKNOWN if text == unknown else _NORMAL
+        kind = BYTE if re.fullmatch("<0x[0-9A-F]{2}>", text) else UNKNOWN if text == unknown else NORMAL
         pieces[index] = _Piece(text, -float(ranks.get(text, len(merges))), kind)
     return pieces
 
@@ -249,7 +237,7 @@ def _pre_tokenizer(state: Mapping[str, Any], where: str) -> str:
         cuts += ["ByteLevel"] * (step.get("type") == "ByteLevel" and bool(step.get("use_regex", True)))
     known = all(step.get("type") in ("Split", "Digits", "ByteLevel") for step in steps)
     byte_level = any(step.get("type") == "ByteLevel" and not step.get("add_prefix_space") for step in steps)
-    name = _PRE_TOKENIZERS.get((" ".join(cuts), bool(state["model"].get("ignore_merges"))))
+    name = PRE_TOKENIZERS.get((" ".join(cuts), bool(state["model"].get("ignore_merges"))))
     if name is None or not known or not byte_level:
         raise TokenizerError(
             f"{where}: llama.cpp has no name for how tokenizer.json splits texts: {' '.join(cuts)[:200] or steps!r}.\n"

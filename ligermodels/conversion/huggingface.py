@@ -1,4 +1,4 @@
-"""Hugging Face's layout: config.json and model.safetensors, whole or in shards, or pytorch_model.bin."""
+"""Hugging Face's layout: config.json and model.safetensors, whole or in shards, or pytorch_model.bin; also GGUF."""
 
 from pathlib import Path
 from typing import Any
@@ -6,28 +6,27 @@ from typing import Any
 from torch import Tensor
 
 from ligermodels.checkpoint import reading, saving
-from ligermodels.conversion import native
+from ligermodels.checkpoint.gguf import GgufReader
 from ligermodels.conversion.source import Source
 from ligermodels.errors import InputError
 
 
 class FolderSource(Source):
-    """A folder with config.json and safetensors, or with pickles. What an earlier version packed is seen unpacked.
+    """A folder with config.json and safetensors, or with pickles; or that of a GGUF file (`checkpoint.gguf`).
 
     config_folder: holds config.json and the tokenizer, where `folder` has a trainer's state dict alone.
-    kind: what is unusual about it, "pickled" or "packed".
+    is_pickled: whether the weights are pickles. types: {tensor: how a GGUF file stores it}, {} for other files.
     Raises CheckpointError.
     """
 
     def __init__(self, folder: Path, config_folder: Path | None = None, *, allow_pickle: bool = False):
-        self.folder, self.source = folder, str(folder)
+        self.folder = folder
         self._config_folder = config_folder or folder
         self._config = reading.read_json(self._config_folder / "config.json")
-        opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
-        packed = native.is_native(opened.headers)
-        self._reader = native.Unpacked(opened, self._config.get("model_type")) if packed else opened
-        self.headers, self.places = self._reader.headers, self._reader.places
-        self.kind = "packed" if packed else "pickled" if isinstance(opened, reading.PickleReader) else None
+        self._reader = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
+        self.source, self.headers, self.places = self._reader.source, self._reader.headers, self._reader.places
+        self.is_pickled = isinstance(self._reader, reading.PickleReader)
+        self.types = self._reader.types if isinstance(self._reader, GgufReader) else {}
 
     def read(self, name: str) -> Tensor:
         return self._reader.read(name)

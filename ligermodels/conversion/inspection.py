@@ -12,7 +12,7 @@ import torch
 
 from ligermodels.checkpoint import hub, reading
 from ligermodels.checkpoint.weights import TensorInfo
-from ligermodels.conversion import lora
+from ligermodels.conversion import lora, meta
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.source import MismatchError, Source
 from ligermodels.conversion.sources import KINDS, Kind, kind_of, locate, open_source, weight_paths
@@ -29,6 +29,7 @@ class Inspection:
     tensors, dtypes {name: elements}: as stored; files {weight file: size}.
     parameters, parts {part of the model: elements}: as loaded, where a tied head counts once; of an adapter, its own.
     model: what its config says of the model, {} for an adapter; adapter: what that is, {} for a model.
+    params: params.json of Meta's files where pickles may not be read; then tensors and parameters are 0, model is {}.
     tokenizer: what was found of it, None for nothing, {"problem": ...} for one that cannot be read.
     """
 
@@ -43,6 +44,7 @@ class Inspection:
     files: dict[str, int]
     model: dict[str, Any] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
     tokenizer: dict[str, Any] | None = None
     problem: str | None = None
 
@@ -63,8 +65,10 @@ def inspect(
     config: str | Path | None = None,
     rope_factor: float | None = None,
 ) -> Inspection:
-    """What `src`, a folder or a repository of the Hub, holds. Of a repository that is not in the cache, the headers of
-    its safetensors are fetched, not the weights.
+    """What `src`, a folder, a GGUF file or a repository of the Hub, holds. Of a repository that is not in the
+    cache, the headers of its safetensors are fetched, not the weights.
+
+    Without allow_pickle, params.json alone says what Meta's files hold.
 
     config, rope_factor: as in `Options`. Of Meta's files with a head that may be the embedding, the two are compared;
     no other weights are read. Pickles are mapped, as plain tensors.
@@ -83,6 +87,8 @@ def inspect(
         if config is not None or rope_factor is not None:
             raise InputError(f"{src} holds an adapter; --config and --rope-factor are for models")
         return _of_adapter(str(src), folder, sizes, allow_pickle)
+    if kind == "meta" and not allow_pickle:
+        return _of_unread(str(src), folder, sizes)
     given = Path(os.path.expanduser(config)) if config is not None else None
     source = open_source(folder, allow_pickle=allow_pickle, config=given, rope_factor=rope_factor)
     flags = ["--allow-pickle"] * (kind == "meta")
@@ -110,25 +116,24 @@ def _of_model(
     parts: dict[str, int] = {}
     for name, parameter in model.named_parameters():
         parts[_part(name)] = parts.get(_part(name), 0) + parameter.numel()
-    unusual = source.kind if isinstance(source, FolderSource) else None
-    layout = "of an earlier version, packed" if unusual == "packed" else KINDS[kind]
-    layout += ", pickled" if unusual == "pickled" else ""
-    if kind != "folder" or unusual == "packed" or "--config" in flags:
+    is_pickled = isinstance(source, FolderSource) and source.is_pickled
+    types = source.types if isinstance(source, FolderSource) else {}
+    if kind not in ("folder", "gguf") or "--config" in flags:
         use = shlex.join(["ligermodels", "convert", src, "DST", *flags])
     else:
         options = f", revision={revision!r}" if revision is not None else ""
-        options += ", allow_pickle=True" if unusual == "pickled" else ""
+        options += ", allow_pickle=True" if is_pickled else ""
         use = f"ligermodels.load({src!r}{options})"
     config = model.config
     return Inspection(
         source=src,
         folder=source.source,
-        layout=layout,
+        layout=KINDS[kind] + (", pickled" if is_pickled else ""),
         use=use,
         tensors=len(source.headers),
         parameters=model.num_parameters(),
         parts=parts,
-        dtypes=_dtypes(source.headers),
+        dtypes=_dtypes(source.headers, types),
         files=sizes,
         model={
             "architecture": type(model).__name__,
@@ -147,6 +152,24 @@ def _of_model(
         },
         tokenizer=_tokenizer(config_folder),
         problem=problem,
+    )
+
+
+def _of_unread(src: str, folder: Path, sizes: dict[str, int]) -> Inspection:
+    """Of Meta's files whose pickles may not be read."""
+    params = reading.read_json(folder / meta.PARAMS) if (folder / meta.PARAMS).is_file() else {}
+    return Inspection(
+        source=src,
+        folder=str(folder),
+        layout=KINDS["meta"],
+        use=shlex.join(["ligermodels", "convert", src, "DST", "--allow-pickle"]),
+        tensors=0,
+        parameters=0,
+        parts={},
+        dtypes={},
+        files=sizes,
+        params=params,
+        tokenizer=_tokenizer(folder),
     )
 
 
@@ -224,10 +247,12 @@ def _part(name: str) -> str:
     return {"embed_tokens": "embedding"}.get(path[0], path[0])
 
 
-def _dtypes(headers: Mapping[str, TensorInfo]) -> dict[str, int]:
+def _dtypes(headers: Mapping[str, TensorInfo], types: Mapping[str, str] | None = None) -> dict[str, int]:
+    """types: {tensor: how it is stored}, where that is no dtype of torch."""
     found: dict[str, int] = {}
-    for info in headers.values():
-        found[_name(info.dtype)] = found.get(_name(info.dtype), 0) + math.prod(info.shape)
+    for name, info in headers.items():
+        stored = (types or {}).get(name) or _name(info.dtype)
+        found[stored] = found.get(stored, 0) + math.prod(info.shape)
     return found
 
 
@@ -237,15 +262,17 @@ def _name(dtype: torch.dtype) -> str:
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
     from ligermodels.text import Tokenizer
+    from ligermodels.text.files import versions
 
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+    names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(folder))
+    if not any((folder / name).is_file() for name in names):
         return None
     try:
         tokenizer = Tokenizer.from_hub(folder)
     except TokenizerError as error:
         return {"problem": str(error)}
     return {
-        "file": "tokenizer.json" if tokenizer.files.path("tokenizer.json") else "tokenizer.model",
+        "file": tokenizer.files.vocabulary.name if tokenizer.files.vocabulary else None,
         "vocab_size": tokenizer.vocab_size,
         "stop_ids": list(tokenizer.eos_token_ids),
         "chat_templates": list(tokenizer.files.templates),

@@ -1,7 +1,5 @@
 """A LoRA adapter as PEFT saves it, merged into its base model: W + scale * B A, in fp32, rounded once.
 
-- The adapter may have been trained on today's modules (q_proj) or on those that earlier versions packed (qkv_proj:
-  its rows are split).
 - scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; rank_pattern and alpha_pattern name exceptions.
 - What modules_to_save and `bias` put beside the factors replaces the base's tensor.
 - fan_in_fan_out is for transposed layers (GPT-2); the zoo has none, and PEFT ignores it on plain ones, as here.
@@ -24,7 +22,6 @@ from ligermodels.arch import CausalLM
 from ligermodels.checkpoint import reading, weights
 from ligermodels.checkpoint.reading import companion_files, json_bytes, read_json
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
-from ligermodels.conversion import native
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError
@@ -58,9 +55,6 @@ class _Patch:
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.left.shape) if self.right is None else (self.left.shape[0], self.right.shape[1])
-
-    def rows(self, start: int, end: int) -> "_Patch":
-        return _Patch(self.left[start:end], self.right, self.scale)
 
 
 class MergedSource(Source):
@@ -180,30 +174,14 @@ class MergedSource(Source):
         return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
 
     def _add(self, name: str, patch: _Patch) -> None:
-        """Notes what a patch does to the base's tensors; one for a packed projection is split by rows."""
-        found = self._base_names(name)
-        if not found:
+        """Notes what a patch does to the base's tensor that goes by this name in any layout of the architecture."""
+        is_known = name in self.base.headers or (name == _HEAD and self.base.model.tied_weights)
+        source = name if is_known else self._aliases.get(name)
+        if source is None:
             self._fail(f"the base has no {name}", "the adapter of another model, or of a part that has no weights here")
-        if len(found) > 1:
-            shapes = [self.base.headers[source].shape for source in found]
-            whole = (sum(shape[0] for shape in shapes), *shapes[0][1:])
-            if patch.shape != whole:
-                self._fail_size(name, patch.shape, whole)
-        start = 0
-        for source in found:
-            if source in self._patches:
-                self._fail(f"{source} is changed twice", "adapters of two layouts in one file")
-            end = start + self.base.headers[source].shape[0] if len(found) > 1 else len(patch.left)
-            self._patches[source], start = patch.rows(start, end), end
-
-    def _base_names(self, name: str) -> list[str]:
-        """The base's tensors that go by this name in any layout of the architecture; several if it was packed."""
-        if name in self.base.headers or (name == _HEAD and self.base.model.tied_weights):
-            return [name]
-        if name in self._aliases:
-            return [self._aliases[name]]
-        names = [self._aliases.get(part, part) for part in native.names_of(name, self._config["model_type"])]
-        return names if all(part in self.base.headers for part in names) else []
+        if source in self._patches:
+            self._fail(f"{source} is changed twice", "adapters of two layouts in one file")
+        self._patches[source] = patch
 
     def _untie(self) -> None:
         """Sorts out embedding and head where the base ties them: then both are changed alike, or untied."""

@@ -7,7 +7,7 @@
 - rope.freqs is left out: the model computes it from rope_theta.
 - An output.weight that is absent or equals tok_embeddings.weight bit for bit is a tied head (3.2-1B and 3B).
 
-What params.json does not say:
+What params.json does not say, and no config.json beside it:
 - the factor of `use_scaled_rope`: by `dim`, as published: 32 for 2048 and 3072 (Llama 3.2-1B, 3B), 8 for 4096, 8192 and
   16384 (3.1, 3.3). These are the factors of config.json on the Hub; Meta's model.py has 8 for all. A field
   `rope_scaling_factor`, which is written where the table does not hold, or the argument `rope_factor` overrides it;
@@ -15,8 +15,8 @@ What params.json does not say:
   10000 (Code Llama), else 4096 (Llama 2);
 - the ids of the first and last token: Llama 3's for its vocabulary of 128256, Llama 2's for 32000 and 32016, else none.
 
-Llama 3's tokenizer.model is tiktoken's text, which no reader of Hugging Face folders takes for what it is: it is kept
-as original/tokenizer.model, and no tokenizer.json is made of it. Llama 2's is sentencepiece and keeps its name.
+Llama 3's tokenizer.model is tiktoken's text: tokenizer.json is made of it, and it is kept as original/tokenizer.model.
+Llama 2's is sentencepiece and keeps its name.
 
 Source: args.py and model.py of meta-llama/llama-models (llama3), example_params of Llama 2;
 convert_llama_weights_to_hf.py of transformers' sources.
@@ -39,8 +39,9 @@ from torch import Tensor
 from ligermodels.arch.llama import LlamaConfig
 from ligermodels.checkpoint import reading
 from ligermodels.checkpoint.reading import json_bytes, read_json
-from ligermodels.checkpoint.weights import TensorInfo, same_bits
+from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves, to_pairs
 from ligermodels.conversion.source import Source
+from ligermodels.conversion.tokenizer_files import hugging_face_files
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.text.sentencepiece_backend import is_tiktoken
@@ -105,16 +106,6 @@ def _split(name: str) -> tuple[str, list[str]]:
     return re.sub(r"\.\d+\.", ".{}.", name), re.findall(r"\.(\d+)\.", name)
 
 
-def to_halves(weight: Tensor, heads: int) -> Tensor:
-    """Meta's rows [heads * D, ...] in Hugging Face's order."""
-    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
-
-
-def to_pairs(weight: Tensor, heads: int) -> Tensor:
-    """Hugging Face's rows [heads * D, ...] in Meta's order."""
-    return weight.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(weight.shape)
-
-
 def read_params(path: Path, known: Iterable[str], required: Iterable[str]) -> dict[str, Any]:
     """params.json. Raises CheckpointError for a field that is missing, or unknown here and not switched off."""
     found = read_json(path)
@@ -152,6 +143,18 @@ def config_of(source: Source, params: Mapping[str, Any], head_dim: int) -> dict[
     }
 
 
+def with_config_beside(folder: Path, made: dict[str, Any]) -> dict[str, Any]:
+    """`made` of params.json, and what only a config.json beside it says, as a conversion from Hugging Face leaves it.
+
+    What params.json leaves open is guessed in `made`; config.json knows.
+    """
+    if not (folder / "config.json").is_file():
+        return made
+    beside = reading.read_json(folder / "config.json")
+    guessed = ("max_position_embeddings", "bos_token_id", "eos_token_id")
+    return {**beside, **{name: beside.get(name, value) if name in guessed else value for name, value in made.items()}}
+
+
 class MetaSource(Source):
     """Meta's files under Hugging Face's names.
 
@@ -177,7 +180,7 @@ class MetaSource(Source):
         self.headers = {name: self._info(theirs) for name, theirs in self._names.items()}
         if self._is_tied():
             del self.headers["lm_head.weight"]
-        self._config = self._make_config(rope_factor)
+        self._config = with_config_beside(folder, self._make_config(rope_factor))
 
     def config(self) -> dict[str, Any]:
         """The contents of a config.json; see the module for what params.json does not say."""
@@ -185,9 +188,13 @@ class MetaSource(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
-        path = found.pop("tokenizer.model", None)
-        if isinstance(path, Path):
-            found["original/tokenizer.model" if is_tiktoken(path.read_bytes()) else "tokenizer.model"] = path
+        found |= hugging_face_files(self.folder, self._config["vocab_size"])
+        if (self.folder / "generation_config.json").is_file():
+            found["generation_config.json"] = self.folder / "generation_config.json"
+        path = self.folder / "tokenizer.model"
+        if path.is_file() and is_tiktoken(path.read_bytes()):
+            found.pop("tokenizer.model")
+            found["original/tokenizer.model"] = path
         return found
 
     def read(self, name: str) -> Tensor:
@@ -285,8 +292,8 @@ class MetaTarget:
     """A Llama as consolidated.00.pth ... and params.json.
 
     ranks: how many files; must divide heads and key/value heads. embedding_axis: the dim along which tok_embeddings is
-    cut; None: 0 for a rope_theta of 500000 (Llama 3), else 1. A tied head is written as a copy, as Meta does. The
-    longest text has no field in params.json and is lost.
+    cut; None: 0 for a rope_theta of 500000 (Llama 3), else 1. A tied head is written as a copy, as Meta does.
+    config.json and generation_config.json lie beside params.json, which has no field for the longest text and the ids.
     Raises ConfigError (another architecture), CheckpointError (what Meta's code does not compute), InputError (ranks).
     """
 
@@ -306,9 +313,8 @@ class MetaTarget:
         self._check_ranks(config)
 
     def files(self) -> dict[str, bytes | Path]:
-        """params.json instead of config.json, and Llama 3's tokenizer under Meta's name for it."""
-        left_out = ("config.json", "generation_config.json")
-        files = {name: content for name, content in self._view.files().items() if name not in left_out}
+        """params.json, config.json for what that does not say, and Llama 3's tokenizer under Meta's name for it."""
+        files = self._view.files()
         if "original/tokenizer.model" in files:
             files["tokenizer.model"] = files.pop("original/tokenizer.model")
         return {**files, PARAMS: json_bytes(self._params)}

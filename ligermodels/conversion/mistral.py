@@ -7,13 +7,12 @@
 - params.json with `moe` is a mixtral, without it a mistral. Without `rope_theta`, it is 10000 if there is a
   `sliding_window` (7B v0.1); otherwise Mistral's code and Hugging Face's script differ (1e6 and 1e4), an error.
 - The longest text is `max_position_embeddings` or `max_seq_len`, else 32768: it does not change what is computed.
-- tokenizer.model, tokenizer.model.v3 and tekken.json keep their names; no tokenizer.json is made of them.
+- tokenizer.json is made of tekken.json; else tokenizer.model of the newest tokenizer.model.vN. Both stay.
 
 Source: args.py and transformer.py of mistralai/mistral-inference;
 convert_mistral_weights_to_hf.py and convert_mixtral_weights_to_hf.py of transformers' sources.
 """
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,10 @@ from torch import Tensor
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
 from ligermodels.checkpoint import reading
-from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params, to_halves
+from ligermodels.checkpoint.weights import to_halves
+from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params, with_config_beside
 from ligermodels.conversion.source import Source
+from ligermodels.conversion.tokenizer_files import hugging_face_files
 from ligermodels.errors import CheckpointError
 
 _REQUIRED = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "norm_eps", "vocab_size")
@@ -58,7 +59,7 @@ class MistralSource(Source):
                     )
                 self._stored[name] = opened, theirs
                 self.headers[name], self.places[name] = opened.info(theirs), file
-        self._config = self._make_config()
+        self._config = with_config_beside(folder, self._make_config())
 
     def config(self) -> dict[str, Any]:
         """The contents of a config.json; see the module for what params.json does not say."""
@@ -66,10 +67,9 @@ class MistralSource(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
-        for path in sorted(self.folder.iterdir()):
-            if re.fullmatch(r"tokenizer\.model\.v\w+|tekken\.json|generation_config\.json", path.name):
-                found[path.name] = path
-        return found
+        if (path := self.folder / "generation_config.json").is_file():
+            found[path.name] = path
+        return found | hugging_face_files(self.folder, self._config["vocab_size"])
 
     def read(self, name: str) -> Tensor:
         """The tensor in Hugging Face's order of rows: not to be written to."""

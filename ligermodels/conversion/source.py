@@ -2,12 +2,18 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from torch import Tensor
-
-from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ligermodels.checkpoint.weights import TensorInfo
+
+
+METADATA = ".metadata"
+"""The file that tells a distributed checkpoint apart; dcp.py imports torch.distributed, which takes half a second."""
 
 
 class MismatchError(CheckpointError):
@@ -22,10 +28,10 @@ class Source:
     """
 
     source: str
-    headers: Mapping[str, TensorInfo]
+    headers: Mapping[str, "TensorInfo"]
     places: Mapping[str, str] | None = None
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str) -> "Tensor":
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
         raise NotImplementedError
 
@@ -41,7 +47,7 @@ class Source:
 class Target(Protocol):
     """A checkpoint to be written, planned from headers."""
 
-    headers: Mapping[str, TensorInfo]
+    headers: Mapping[str, "TensorInfo"]
 
     def files(self) -> dict[str, bytes | Path]:
         """The files to write beside the weights: {name: bytes, or the file to copy}."""

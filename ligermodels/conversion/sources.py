@@ -4,16 +4,17 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from ligermodels.checkpoint import hub, reading
-from ligermodels.conversion import dcp, lora, meta, mistral
+from ligermodels.checkpoint import files, hub, reading
+from ligermodels.conversion import lora, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.conversion.source import Source
+from ligermodels.conversion.source import METADATA, Source
 from ligermodels.conversion.view import View
-from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.errors import CheckpointError, InputError
 
-Kind = Literal["folder", "meta", "mistral", "dcp", "adapter"]
+Kind = Literal["folder", "gguf", "meta", "mistral", "dcp", "adapter"]
 KINDS: dict[Kind, str] = {
     "folder": "Hugging Face",
+    "gguf": "GGUF",
     "meta": "Meta's own (consolidated.NN.pth, params.json)",
     "mistral": "Mistral's own (consolidated*.safetensors, params.json)",
     "dcp": "torch distributed checkpoint",
@@ -24,23 +25,16 @@ KINDS: dict[Kind, str] = {
 def locate(
     src: str | Path, *, revision: str | None = None, local_files_only: bool = False, allow_pickle: bool = False
 ) -> Path:
-    """The local folder of a checkpoint, given as a folder or as a repository of the Hub; see `hub.resolve`.
+    """The local folder of a checkpoint, given as a folder, a GGUF file or a repository of the Hub; see `hub.resolve`.
 
     Raises HubError, and CheckpointError where `src` is a file.
     """
     if not str(src):
         raise InputError("the name of a checkpoint is empty: give a folder, or a repository of the Hub as owner/name")
     path = Path(os.path.expanduser(src))
-    if path.is_file():
-        if path.suffix == ".gguf":
-            raise CheckpointError(f"{src} is a GGUF file: llama.cpp reads it. Give the checkpoint it was made from.")
+    if path.is_file() and path.suffix != ".gguf":
         raise CheckpointError(f"{src} is a file. Give the folder that holds the checkpoint.")
-    try:
-        return hub.resolve(src, revision=revision, local_files_only=local_files_only, allow_pickle=allow_pickle)
-    except HubError as error:
-        if not path.is_dir():
-            error.add_note(f"  If a folder was meant: there is none at {path.absolute()}.")
-        raise
+    return hub.resolve(src, revision=revision, local_files_only=local_files_only, allow_pickle=allow_pickle)
 
 
 def kind_of(folder: Path) -> Kind:
@@ -49,7 +43,9 @@ def kind_of(folder: Path) -> Kind:
         names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
     if reading.SAFETENSORS in names or {reading.PICKLES, "config.json"} <= names:
         return "folder"
-    if dcp.METADATA in names:
+    if files.is_gguf_folder(folder):
+        return "gguf"
+    if METADATA in names:
         return "dcp"
     consolidated = {Path(name).suffix for name in names if name.startswith("consolidated")}
     if consolidated & {".pth", ".safetensors"} and (meta.PARAMS in names or "config.json" not in names):
@@ -74,7 +70,7 @@ def open_source(
     """The checkpoint in `folder`, of whichever kind.
 
     config: the folder of config.json and tokenizer, where this one has none; see `takes_config`. rope_factor: for
-    Meta's files, see there. adapter: a LoRA adapter to merge. Raises CheckpointError, HubError, InputError.
+    Meta's files, see there. adapter: a LoRA adapter to merge. Raises CheckpointError, InputError.
     """
     kind = kind_of(folder)
     if kind == "adapter":
@@ -92,7 +88,9 @@ def open_source(
     elif kind == "mistral":
         source = mistral.MistralSource(folder)
     elif kind == "dcp":
-        source = dcp.DcpSource(folder, config)
+        from ligermodels.conversion.dcp import DcpSource
+
+        source = DcpSource(folder, config)
     else:
         source = FolderSource(folder, config, allow_pickle=allow_pickle)
     return source if adapter is None else lora.MergedSource(View(source), adapter, allow_pickle=allow_pickle)
@@ -105,5 +103,7 @@ def weight_paths(folder: Path) -> list[Path]:
         safe = any((folder / f"{reading.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
         single = reading.SAFETENSORS if safe else reading.PICKLES
         return [folder / name for name in reading.weight_files(folder, single)[0]]
+    if kind == "gguf":
+        return [(folder / files.GGUF).resolve()]
     pattern = {"dcp": "*.distcp", "adapter": "adapter_model.*"}.get(kind, "consolidated*")
     return sorted(folder.glob(pattern))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ligermodels.kernels._triton import cdiv, next_power_of_2, tl, triton
+from ligermodels.kernels._triton import assume_constant_result, cdiv, next_power_of_2, tl, triton
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -59,7 +59,7 @@ def tile_at(n_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
     return rows, cols, (rows < n_rows) & (cols < WIDTH)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def tile(width: int) -> tuple[int, int, int]:
     """Columns and rows of a tile of 1024, and tiles per row: the widest that leaves at most a sixteenth of it idle."""
     return _tile(width)

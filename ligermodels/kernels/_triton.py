@@ -42,6 +42,15 @@ def use_triton(x: Tensor) -> bool:
     return HAS_TRITON and (x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu"))
 
 
+def assume_constant_result(function: Callable) -> Callable:
+    """torch.compiler.assume_constant_result without its import of torch._dynamo, which takes a second.
+
+    It sets the same mark as torch 2.11 to 2.13; a test compares the two.
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and statistics over `dtype`: fp64 for fp64, else fp32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -105,7 +114,7 @@ def as_rows(x: Tensor) -> tuple[Tensor, int, int]:
     return x, x.shape[0], x.stride(0)
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def num_sms(index: int | None) -> int:
     """Multiprocessors of CUDA device `index`; a small number where there are none (CPU, interpreter)."""
     return _num_sms(index)

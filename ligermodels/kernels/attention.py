@@ -41,7 +41,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._recompute import attach, only_backward
-from ligermodels.kernels._triton import accumulator, last_dim_contiguous, use_triton
+from ligermodels.kernels._triton import accumulator, assume_constant_result, last_dim_contiguous, use_triton
 from ligermodels.kernels.flash_attention import flash_attention
 from ligermodels.kernels.flash_config import data_centre
 
@@ -271,7 +271,7 @@ def _flash_takes(q: Tensor) -> bool:
     )
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def _has_flash(index: int) -> bool:
     """True on NVIDIA GPUs from Ampere on, where torch was built with FlashAttention-2."""
     built = torch.version.cuda is not None and torch.backends.cuda.is_flash_attention_available()

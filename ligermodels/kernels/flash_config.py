@@ -4,7 +4,7 @@ import functools
 
 import torch
 
-from ligermodels.kernels._triton import next_power_of_2
+from ligermodels.kernels._triton import assume_constant_result, next_power_of_2
 
 
 def config(kernel: str, size: int, itemsize: int, narrow: bool, tma: bool) -> tuple[int, int, int, int]:
@@ -42,7 +42,7 @@ _EXACT = {
 }
 
 
-@torch.compiler.assume_constant_result
+@assume_constant_result
 def data_centre(index: int | None) -> bool:
     """True on NVIDIA's Hopper and Blackwell with a copy engine and more than 200 KiB of shared memory."""
     return _cuda_major(index) in (9, 10)

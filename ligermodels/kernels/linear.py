@@ -65,15 +65,15 @@ def lay_together(parameters: Sequence[nn.Parameter]) -> None:
     """Gives the parameters [N_i, ...] one storage, so that they are `joint`; their values stay as they are, to the bit.
 
     Each stays the object that it is, with its gradient and what an optimizer holds of it. Nothing happens where they
-    are joint already, or cannot be: where one is not exactly an nn.Parameter, is on meta, shares its storage with
-    something else, or differs from the others in dtype, device or the dims after the first.
+    are joint already, or cannot be: where one is not exactly an nn.Parameter, is on meta, is mapped from a file, shares
+    its storage with something else, or differs from the others in dtype, device or the dims after the first.
     """
     first = parameters[0]
     if any(type(p) is not nn.Parameter or p.is_meta or p.layout is not torch.strided for p in parameters):
         return
     if len({(p.dtype, p.device, p.shape[1:], p.dim(), p.is_inference()) for p in parameters}) > 1 or not first.dim():
         return
-    if any(p.numel() == 0 or (p.device.type == "cpu" and p.is_shared()) for p in parameters):
+    if any(p.numel() == 0 or (p.device.type == "cpu" and _is_foreign(p)) for p in parameters):
         return
     left: dict[int, int] = {}  # of each storage, the bytes that are not those of the parameters
     for p in parameters:
@@ -85,6 +85,11 @@ def lay_together(parameters: Sequence[nn.Parameter]) -> None:
         whole = torch.cat([p.data for p in parameters])
         for p, part in zip(parameters, whole.split(_sizes(parameters)), strict=True):
             p.data = part
+
+
+def _is_foreign(x: Tensor) -> bool:
+    """True for memory on the CPU that other processes see, or that torch did not allocate, as that of a mapped file."""
+    return x.is_shared() or not x.untyped_storage().resizable()
 
 
 def _as_one(tensors: Sequence[Tensor]) -> Tensor | None:

@@ -67,6 +67,7 @@ class LayerCache:
         self.length += k.shape[1]
         if seen is not None and not fits:  # only what a later query can see goes into the buffers
             last = slice(total - self._past, None)
+            self._end = 0  # nothing in them stays
             self._append(seen[0][:, last].detach(), seen[1][:, last].detach(), past=0)
         else:
             self._append(k.detach(), v.detach(), past)
@@ -78,6 +79,17 @@ class LayerCache:
     def reset(self) -> None:
         """Forgets the tokens and keeps the memory."""
         self.length = self._end = 0
+
+    def can_crop(self, length: int) -> bool:
+        """Whether the buffers hold all that the token after the first `length` sees."""
+        first = self.length - self._end  # of the tokens in the buffers
+        seen = 0 if self.window is None else length - self.window + 1  # the first that it sees
+        return first <= max(seen, 0) and length <= self.length
+
+    def crop(self, length: int) -> None:
+        """Forgets all but the first `length` tokens, where `can_crop` says so."""
+        self._end -= self.length - length
+        self.length = length
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]; rows: int64 [N], repeats allowed."""
@@ -221,6 +233,18 @@ class KVCache:
         for layer in self._layers:
             layer.reset()
         self.state.clear()
+
+    def crop(self, length: int) -> None:
+        """Forgets all but the first `length` tokens; all of them where a layer with a window no longer has these.
+
+        Images and `state` stay as they are, so `length` must reach past the last image.
+        """
+        layers = [layer for layer in self._layers if isinstance(layer, LayerCache)]
+        if length and all(layer.can_crop(length) for layer in layers):
+            for layer in layers:
+                layer.crop(length)
+        else:
+            self.reset()
 
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i], in every layer and in the tensors of `state`."""

@@ -28,8 +28,9 @@ class Embedding(nn.Embedding):
         self.embed_scale = embed_scale
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
-        self._fill_padding_idx_with_zero()
+        if not self.weight.is_meta:  # there is nothing to draw, and normal_ would import torch._dynamo: a second
+            nn.init.normal_(self.weight, std=0.02)
+            self._fill_padding_idx_with_zero()
 
     def forward(self, input: Tensor) -> Tensor:
         return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.embed_scale)

@@ -37,7 +37,8 @@ class PatchEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        if not self.weight.is_meta:  # there, normal_ imports torch._dynamo
+            nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, pixels: Tensor) -> Tensor:
         if pixels.device != self.weight.device:

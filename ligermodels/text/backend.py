@@ -1,5 +1,6 @@
 """The interface of a tokenizer library, which `JsonBackend` and `SentencePieceBackend` implement."""
 
+import dataclasses
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,14 @@ class Backend(ABC):
 
     added: {id: token} of the added tokens, special ones included.
     base_vocab_size: the number of ids without added tokens.
+    named: {"bos_token": "<s>", ...} of a vocabulary file that names its special tokens; stop_ids: the ids that end a
+    text or a turn, where it tells them.
     """
 
     added: Mapping[int, AddedToken]
     base_vocab_size: int
+    named: Mapping[str, str] = {}
+    stop_ids: tuple[int, ...] = ()
 
     @abstractmethod
     def encode(self, texts: Sequence[str], add_special_tokens: bool, with_offsets: bool = False) -> list[Encoded]: ...
@@ -44,6 +49,13 @@ class Backend(ABC):
     @abstractmethod
     def update(self, files: TokenizerFiles) -> None:
         """Sets the added and special tokens to those of `files`."""
+
+    def complete(self, files: TokenizerFiles) -> TokenizerFiles:
+        """`files` with the special tokens of the vocabulary file where no config says otherwise, be it null."""
+        own = {name: token for name, token in self.named.items() if name not in files.config}
+        return dataclasses.replace(
+            files, named={**own, **files.named}, eos_token_ids=files.eos_token_ids or self.stop_ids
+        )
 
     @property
     def special_ids(self) -> frozenset[int]:

@@ -12,12 +12,14 @@ Checked against transformers 5.23, `PreTrainedTokenizerBase._from_pretrained`.
 """
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from ligermodels.checkpoint.files import check_file, read_json
 from ligermodels.errors import CheckpointError, HubError, TokenizerError
 
 # Classes of transformers that pad on the left by default, and the length that means no limit there.
@@ -28,9 +30,8 @@ MORE_TEMPLATES = "additional_chat_templates"
 
 TOKENIZER_FILES = (
     "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer.model.v3",
     "tekken.json",
+    "tokenizer.model",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -87,6 +88,12 @@ class TokenizerFiles:
         """The path of one of the folder's files, or None."""
         return _existing(self.folder, name)
 
+    @property
+    def vocabulary(self) -> Path | None:
+        """The first of tokenizer.json, tekken.json, tokenizer.model and tokenizer.model.vN with the largest N."""
+        names = ("tokenizer.json", "tekken.json", "tokenizer.model", *versions(self.folder))
+        return next((path for name in names if (path := self.path(name))), None)
+
 
 def read_files(folder: str | Path) -> TokenizerFiles:
     """Reads everything but the vocabulary. Raises TokenizerError for a damaged file."""
@@ -110,7 +117,7 @@ def read_files(folder: str | Path) -> TokenizerFiles:
     eos_ids = [index for source in sources for index in _ids(source, "eos_token_id", folder)]
     pad_ids = [index for source in sources for index in _ids(source, "pad_token_id", folder)]
     sizes = (model.get("vocab_size"), text_model.get("vocab_size"))
-    paths = [path for name in TOKENIZER_FILES if (path := _existing(folder, name))]
+    paths = [path for name in (*TOKENIZER_FILES, *versions(folder)) if (path := _existing(folder, name))]
     return TokenizerFiles(
         folder=folder,
         config=config,
@@ -163,13 +170,23 @@ def read_text(path: Path) -> str:
         raise TokenizerError(f"{path} is not UTF-8: {error}. Likely cause: a damaged or converted file.") from error
 
 
+def versions(folder: Path) -> list[str]:
+    """The names of Mistral's tokenizer.model.vN (v3, v7m1) in a folder, the largest N first."""
+    found = [path.name for path in folder.glob("tokenizer.model.v*") if _version(path.name)]
+    return sorted(found, key=_version, reverse=True)
+
+
+def _version(name: str) -> tuple[int, ...]:
+    """(7, 1) of tokenizer.model.v7m1, () of another name."""
+    match = re.fullmatch(r"tokenizer\.model\.v(\d+)(?:m(\d+))?", name)
+    return (int(match[1]), int(match[2] or 0)) if match else ()
+
+
 def _existing(folder: Path, name: str) -> Path | None:
     """The path of a file, or None. Raises TokenizerError for a link that leaves the folder."""
     path = folder / name
     if not os.path.lexists(path):
         return None
-    from ligermodels.checkpoint.reading import check_file  # it imports torch
-
     try:
         check_file(path, folder)
     except (CheckpointError, HubError) as error:
@@ -186,8 +203,6 @@ def _read_object(folder: Path, name: str) -> dict[str, Any]:
     path = _existing(folder, name)
     if path is None:
         return {}
-    from ligermodels.checkpoint.reading import read_json
-
     try:
         return read_json(path, lenient=name == "generation_config.json")
     except (CheckpointError, HubError) as error:

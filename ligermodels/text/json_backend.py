@@ -16,6 +16,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from reprlib import repr as short
+from typing import Any
 
 from ligermodels.errors import TokenizerError
 from ligermodels.text.backend import Backend, Encoded, decode_utf8
@@ -25,15 +26,9 @@ from ligermodels.text.files import AddedToken, TokenizerFiles, read_text
 class JsonBackend(Backend):
     """A `tokenizers.Tokenizer`."""
 
-    def __init__(self, path: Path, files: TokenizerFiles) -> None:
-        import tokenizers
-
-        text = read_text(path)
-        try:
-            with _native_errors(str(path)):
-                self._native = tokenizers.Tokenizer.from_str(text)
-        except TokenizerError as error:
-            raise TokenizerError(f"{path} cannot be loaded: {_diagnose(text)}. ({error})") from error
+    def __init__(self, path: Path, files: TokenizerFiles, native: Any = None) -> None:
+        """native: the `tokenizers.Tokenizer` of `path`, where that is not a tokenizer.json."""
+        self._native = _read(path) if native is None else native
         self._native.no_truncation()
         self._native.no_padding()
         self._path = path
@@ -102,6 +97,18 @@ class JsonBackend(Backend):
             index: AddedToken(id=index, **token.__getstate__())
             for index, token in self._native.get_added_tokens_decoder().items()
         }
+
+
+def _read(path: Path) -> Any:
+    """The `tokenizers.Tokenizer` of a tokenizer.json."""
+    import tokenizers
+
+    text = read_text(path)
+    try:
+        with _native_errors(str(path)):
+            return tokenizers.Tokenizer.from_str(text)
+    except TokenizerError as error:
+        raise TokenizerError(f"{path} cannot be loaded: {_diagnose(text)}. ({error})") from error
 
 
 def _join_byte_tokens(tokens: Iterable[str]) -> Iterator[str]:

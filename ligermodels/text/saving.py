@@ -3,6 +3,8 @@
 - Changed templates: chat_template.jinja and additional_chat_templates/*.jinja replace all other files with templates.
 - Changed tokens: `added_tokens_decoder` of tokenizer_config.json replaces special_tokens_map.json and
   added_tokens.json; tokenizer.json is rewritten if there are new tokens.
+- A vocabulary that was read from Meta's or Mistral's own files: tokenizer.json is made of ranks (a tekken.json without
+  new tokens stays beside it), a tokenizer.model.vN becomes tokenizer.model, and tokenizer_config.json names the tokens.
 - Changed sides of padding and truncation or model_max_length: tokenizer_config.json.
 
 transformers reads the folder in the same way.
@@ -17,8 +19,10 @@ from typing import Any
 
 from ligermodels.errors import HubError, TokenizerError
 from ligermodels.text.backend import Backend
-from ligermodels.text.files import MORE_TEMPLATES, TOKENIZER_FILES, TokenizerFiles, call_settings
+from ligermodels.text.files import MORE_TEMPLATES, TOKENIZER_FILES, TokenizerFiles, call_settings, versions
 from ligermodels.text.json_backend import JsonBackend
+from ligermodels.text.ranks import RanksBackend
+from ligermodels.text.sentencepiece_backend import SentencePieceBackend
 
 _TOKENS = ("special_tokens_map.json", "added_tokens.json")
 
@@ -31,7 +35,15 @@ def contents(
         found = {path.relative_to(files.folder).as_posix(): path.read_bytes() for path in loaded.paths}
     except OSError as error:
         raise TokenizerError(f"a file that the tokenizer was loaded from cannot be read any more: {error}.") from error
-    config = dict(loaded.config)
+    config, is_ranks = dict(loaded.config), isinstance(backend, RanksBackend)
+    if is_ranks:
+        found = {name: data for name, data in found.items() if not name.startswith("tokenizer.model")}
+        config = {**loaded.named, **config}
+    elif isinstance(backend, SentencePieceBackend):
+        found["tokenizer.model"] = found.pop(backend.path.name)
+        if "tokenizer_config.json" not in found:
+            # transformers adds no BOS by default.
+            config = {**loaded.named, "add_bos_token": True, "tokenizer_class": "LlamaTokenizer"}
     if files.templates != loaded.templates:
         config.pop("chat_template", None)
         found = {name: data for name, data in found.items() if not name.endswith((".jinja", "chat_template.json"))}
@@ -44,8 +56,10 @@ def contents(
             config.pop("extra_special_tokens", None)
             config["additional_special_tokens"] = list(files.extra_special)
         config["added_tokens_decoder"] = {str(index): token.to_dict() for index, token in sorted(backend.added.items())}
-    if files.added != loaded.added and isinstance(backend, JsonBackend):
+    if isinstance(backend, JsonBackend) and (is_ranks or files.added != loaded.added):
         found["tokenizer.json"] = backend.to_json().encode()
+        if files.added != loaded.added:
+            found.pop("tekken.json", None)
         # Classes of transformers that rebuild all but the vocabulary split texts with new tokens differently.
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     stated = call_settings(config, files.folder)
@@ -62,7 +76,8 @@ def write(target: Path, files: Mapping[str, bytes]) -> tuple[str, ...]:
     """
     try:
         target.mkdir(parents=True, exist_ok=True)
-        for path in (*(target / name for name in TOKENIZER_FILES), *(target / MORE_TEMPLATES).glob("*.jinja")):
+        names = (*TOKENIZER_FILES, *versions(target))
+        for path in (*(target / name for name in names), *(target / MORE_TEMPLATES).glob("*.jinja")):
             if path.relative_to(target).as_posix() not in files:
                 path.unlink(missing_ok=True)
         for name, data in files.items():

@@ -1,13 +1,18 @@
 """tokenizer.model through the `sentencepiece` library: Llama 2, Mistral, Mixtral, Gemma, Phi-3.
 
 SentencePiece knows only its own pieces. This module adds what Hugging Face adds:
+- control and unknown pieces are special tokens: `[INST]` in a text is Mistral's token, as in transformers, while
+  SentencePiece and mistral-common take it for text. User-defined pieces are matched by SentencePiece itself;
+- bos, eos, unk and pad are the file's where tokenizer_config.json does not name them. A text that begins with BOS gets
+  no second one (in transformers it does);
 - added and special tokens are split off first, the longest at each place, and never reach SentencePiece;
 - `legacy: false` (the default, as in transformers 5): the dummy prefix space stands before the text's first piece,
   unless an added token comes first. `legacy: true`: before every piece of text between added tokens.
   `add_prefix_space: false`: nowhere;
 - `add_bos_token` (default true) and `add_eos_token` (default false);
 - decoding is that of transformers' converted tokenizer: pieces are joined, U+2581 is a space, runs of byte
-  pieces are UTF-8, the dummy prefix is removed once. A byte in no character is U+FFFD, as in SentencePiece.
+  pieces are UTF-8, the dummy prefix is removed once. A byte in no character is U+FFFD, and a text that begins with the
+  byte piece <0x20> keeps that space, both as in SentencePiece.
 
 Checked against transformers 5.23: LlamaTokenizer (converted) and SentencePieceBackend (slow). A text that
 begins with a space has both the space and the dummy prefix, as in SentencePiece; the converted one merges the two.
@@ -34,11 +39,6 @@ def read_model(path: Path) -> Any:
     import sentencepiece
 
     data = read_bytes(path)
-    if is_tiktoken(data):
-        raise TokenizerError(
-            f"{path} is a tiktoken file (base64), not a SentencePiece model. Next step: take tokenizer.json "
-            "from the Hugging Face version of this checkpoint; Meta's `original/` folder lacks it."
-        )
     try:
         model = sentencepiece.SentencePieceProcessor()
         model.LoadFromSerializedProto(data)
@@ -66,13 +66,22 @@ class SentencePieceBackend(Backend):
         """model: the bytes of the file, where they have been read already."""
         import sentencepiece
 
-        self._path = path
+        self.path = path
         self._native = read_model(path) if model is None else sentencepiece.SentencePieceProcessor(model_proto=model)
         self.base_vocab_size = self._native.get_piece_size()
-        self.update(files)
+        ids = {name: getattr(self._native, f"{name}_id")() for name in ("bos", "eos", "unk", "pad")}
+        self.named = {
+            f"{name}_token": self._native.id_to_piece(index)
+            for name, index in ids.items()
+            if 0 <= index < self.base_vocab_size
+        }
+        every = list(range(self.base_vocab_size))
+        flags = zip(every, self._native.is_control(every), self._native.is_unknown(every), strict=True)
+        self._control = [index for index, is_control, is_unknown in flags if is_control or is_unknown]
+        self.update(self.complete(files) if model is None else files)
 
     def __reduce__(self) -> Any:
-        return type(self), (self._path, self._files, self._native.serialized_model_proto())
+        return type(self), (self.path, self._files, self._native.serialized_model_proto())
 
     def update(self, files: TokenizerFiles) -> None:
         """Sets the added tokens, the dummy prefix and the tokens around a text to those of `files`."""
@@ -86,9 +95,8 @@ class SentencePieceBackend(Backend):
         self._bare = type(self._native)(model_proto=model + _NO_DUMMY_PREFIX)
         self.added = self._collect_added(files)
         self._added_ids = {token.content: token.id for token in self.added.values()}
-        bos, eos = files.named.get("bos_token", "<s>"), files.named.get("eos_token", "</s>")
-        self._before = self._edge(bos) if config.get("add_bos_token", True) else []
-        self._after = self._edge(eos) if config.get("add_eos_token", False) else []
+        self._before = self._edge(files.named.get("bos_token")) if config.get("add_bos_token", True) else []
+        self._after = self._edge(files.named.get("eos_token")) if config.get("add_eos_token", False) else []
         # Two rounds: tokens matched in the raw text, then those matched in the normalised text.
         normalizer = sentencepiece.SentencePieceNormalizer(
             model_proto=model, add_dummy_prefix=False, escape_whitespaces=False, remove_extra_whitespaces=False
@@ -124,8 +132,11 @@ class SentencePieceBackend(Backend):
 
     def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         skipped = self.special_ids if skip_special_tokens else frozenset()
-        text = decode_utf8(b"".join(self._spelled(index) for index in ids if index not in skipped))
-        return text.removeprefix(" ") if self._prefixes else text
+        spelled = [(index, self._spelled(index)) for index in ids if index not in skipped]
+        text = decode_utf8(b"".join(piece for _, piece in spelled))
+        first = next((index for index, piece in spelled if piece), self.base_vocab_size)
+        # The byte piece <0x20> is a space of the text.
+        return text.removeprefix(" ") if self._prefixes and not self._is_byte(first) else text
 
     def token_to_id(self, token: str) -> int | None:
         return self._added_ids[token] if token in self._added_ids else self._find(token)
@@ -182,21 +193,27 @@ class SentencePieceBackend(Backend):
 
     def _spelled(self, index: int) -> bytes:
         """The bytes of an id; none for an id without a token."""
-        if index not in self.added and index < self.base_vocab_size and self._native.is_byte(index):
+        if self._is_byte(index):
             return bytes([int(self._native.id_to_piece(index)[3:5], 16)])
         return (self.id_to_token(index) or "").replace(SPACE, " ").encode()
 
+    def _is_byte(self, index: int) -> bool:
+        return index not in self.added and index < self.base_vocab_size and self._native.is_byte(index)
+
     def _changed(self, text: str) -> TokenizerError:
         return TokenizerError(
-            f"{self._path} changes the text {text[:40]!r} before it splits it into tokens, so that the offsets "
+            f"{self.path} changes the text {text[:40]!r} before it splits it into tokens, so that the offsets "
             "are unknown. Next step: take tokenizer.json from the checkpoint's repository."
         )
 
-    def _edge(self, content: str) -> list[int]:
+    def _edge(self, content: str | None) -> list[int]:
+        """The ids at the beginning or the end of a text for one of the named tokens."""
+        if content is None:
+            return []
         index = self.token_to_id(content)
         if index is None:
             raise TokenizerError(
-                f"{self._path} has no token {content!r}, which the folder's other files add at the edge of every "
+                f"{self.path} has no token {content!r}, which the folder's other files add at the edge of every "
                 "text. Likely cause: added_tokens.json or tokenizer_config.json is missing."
             )
         return [index]
@@ -208,13 +225,13 @@ class SentencePieceBackend(Backend):
             index = self._find(token.content)
             if index not in (None, token.id):
                 raise TokenizerError(
-                    f"{self._path} gives {token.content!r} the id {index}, the folder's other files say "
+                    f"{self.path} gives {token.content!r} the id {index}, the folder's other files say "
                     f"{token.id}. Likely cause: files of two checkpoints mixed."
                 )
         by_content = {token.content: token for token in files.added}
-        control = (self._native.unk_id(), self._native.bos_id(), self._native.eos_id(), self._native.pad_id())
-        own = [self._native.id_to_piece(index) for index in control if 0 <= index < self.base_vocab_size]
-        for content in dict.fromkeys((*files.named.values(), *files.extra_special, *own)):
+        for index in self._control:
+            added.setdefault(index, AddedToken(id=index, content=self._native.id_to_piece(index), special=True))
+        for content in dict.fromkeys((*files.named.values(), *files.extra_special, *self.named.values())):
             if content in by_content:
                 token = dataclasses.replace(by_content[content], special=True)
                 added[token.id] = token

@@ -20,7 +20,7 @@ from ligermodels.text.chat import ChatTemplate, ChatTemplates
 from ligermodels.text.files import TokenizerFiles, call_settings, read_files
 from ligermodels.text.function_schema import function_schema
 from ligermodels.text.json_backend import JsonBackend
-from ligermodels.text.sentencepiece_backend import SentencePieceBackend
+from ligermodels.text.loading import open_backend
 from ligermodels.text.vocabulary import NAMES, Vocabulary
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class Tokenizer(Vocabulary):
     model_max_length: int
 
     def __init__(self, files: TokenizerFiles, backend: Backend, name_or_path: str = "") -> None:
-        self.files = self._loaded = files
+        self.files = self._loaded = files = backend.complete(files)
         self.backend = backend
         self.name_or_path = name_or_path or str(files.folder)
         self.model_input_names = ["input_ids", "attention_mask"]
@@ -95,9 +95,9 @@ class Tokenizer(Vocabulary):
 
     @classmethod
     def from_folder(cls, folder: str | Path, *, name_or_path: str = "") -> "Tokenizer":
-        """From tokenizer.json, else from tokenizer.model. Raises TokenizerError."""
+        """From tokenizer.json, tekken.json, tokenizer.model or tokenizer.model.vN. Raises TokenizerError."""
         files = read_files(folder)
-        backend = _backend(files)
+        backend = open_backend(files)
         if files.model_vocab_size is not None and backend.base_vocab_size > files.model_vocab_size:
             raise TokenizerError(
                 f"{files.folder}: the vocabulary has {backend.base_vocab_size} ids, the model's embedding "
@@ -372,7 +372,7 @@ class Tokenizer(Vocabulary):
         target = Path(save_directory).expanduser()
         paths = saving.write(target, saving.contents(self._loaded, self.files, self.backend, settings))
         if os.path.samefile(target, self.files.folder):
-            self.files = self._loaded = read_files(self.files.folder)
+            self.files = self._loaded = self.backend.complete(read_files(self.files.folder))
         return paths
 
     save = save_pretrained
@@ -468,19 +468,6 @@ def _check_names(variables: Mapping[str, Any], template: ChatTemplate) -> None:
     hint = f"The nearest known name is {nearest[0]!r}." if nearest else others
     raise InputError(
         f"{unknown[0]!r} is no argument of apply_chat_template, and {template.where} does not read it. {hint}"
-    )
-
-
-def _backend(files: TokenizerFiles) -> Backend:
-    if path := files.path("tokenizer.json"):
-        return JsonBackend(path, files)
-    if path := files.path("tokenizer.model"):
-        return SentencePieceBackend(path, files)
-    names = sorted(path.name for path in files.folder.iterdir())[:20]
-    raise TokenizerError(
-        f"{files.folder} has neither tokenizer.json nor tokenizer.model; it has {names}. Next step: take the "
-        "tokenizer's files from the checkpoint's repository (vocab.json, merges.txt and tekken.json are not read by "
-        "themselves)."
     )
 
 

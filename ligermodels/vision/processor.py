@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ligermodels.checkpoint.reading import read_json
+from ligermodels.checkpoint.files import read_json
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.text import Tokenizer, batch
 from ligermodels.vision.mllama import MllamaImageProcessor, cross_attention_mask

@@ -132,7 +132,8 @@ def check_gradients(hf, model, named_on_disk, allowed=GRADIENTS):
             assert grad is None or not grad[region.index].any(), region.source
         else:
             found = relative(grad[region.index], expected)
-            assert found < allowed, f"{region.source}: relative error {found:.1e}"
+            cancels = 10 if expected.numel() == 1 else 1  # a gate's is one sum of terms of both signs
+            assert found < allowed * cancels, f"{region.source}: relative error {found:.1e}"
 
 
 def check_checkpointing(model, tower, stack, batch, recompute):

@@ -213,10 +213,6 @@ def test_wrong_shapes():
         (lambda n: n.replace("q_proj.weight", "q_proj.weight.absmax"), "bitsandbytes"),
         (lambda n: n.replace("q_proj.weight", "q_proj.lora_A.weight"), "adapter"),
         (lambda n: n.replace("self_attn.q_proj", "attention.wq"), "Meta's or Mistral's"),
-        (
-            lambda n: n.removeprefix("model.").replace("self_attn.q_proj", "attn.qkv_proj"),
-            "`ligermodels convert OLD NEW`",
-        ),
         (lambda n: "language_model." + n, "larger model that holds this one under 'language_model.'"),
         (lambda n: n.removeprefix("model."), "bare model, saved without its head: its names lack 'model.'"),
         (lambda n: n.replace("layers.1", "layers.5"), "6 layers on disk, 2 expected"),

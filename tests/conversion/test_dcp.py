@@ -183,10 +183,6 @@ BAD = {
     "attribute by a dotted name": (written(b"\x80\x04\x8c\x05torch\x8c\x0aSize.index\x93."), "Size.index"),
     "a path that leaves": (edited(lambda h: setattr(place(h), "relative_path", "../x.distcp")), "file in its folder"),
     "a lost shard": (edited(lambda h: entry(h).chunks.clear()), "is not whole in its 0 shards"),
-    "packed by an earlier version": (
-        lambda f: save({"model.layers.0.attn.qkv_proj.weight": torch.ones(64, 32)}, f),
-        "an earlier ligermodels",
-    ),
     "no tensor of a model": (edited(lambda h: h.state_dict_metadata.clear()), "holds no Llama"),
     "a shard cut short": (cut, "cannot be read"),
 }  # fmt: skip

@@ -51,6 +51,7 @@ MODELS = {
     "gemma": ("gemma", GEMMA),
     "gemma2": ("gemma2", {**GEMMA, "sliding_window": 8, "query_pre_attn_scalar": 8}),
     "qwen2": ("qwen2", {"rope_scaling": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 16}),
     "phi3": ("phi3", {"sliding_window": 300}),
     "phi3, long": (
         "phi3",
@@ -61,7 +62,7 @@ TEXTS = (*folders.TEXTS, "the the", "the  the", "a\n\n\nb", "314 it's I'LL", "</
 
 
 OF_FAMILY = {"llama": "llama 3", "mistral": "mistral 0.3", "gemma": "gemma 1", "gemma2": "gemma 2", "qwen2": "qwen 2"}
-OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2"}
+OF_FAMILY |= {"mixtral": "mixtral", "phi3": "llama 2", "qwen3": "qwen 2"}
 
 
 @pytest.fixture(scope="session")
@@ -96,7 +97,8 @@ def model_of(tmp_path_factory):
 NAMES = {
     "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "model.layers": "blk",
     "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output", "self_attn.qkv_proj": "attn_qkv", "mlp.gate_proj": "ffn_gate",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm", "self_attn.o_proj": "attn_output",
+    "self_attn.qkv_proj": "attn_qkv", "mlp.gate_proj": "ffn_gate",
     "mlp.gate_up_proj": "ffn_up", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
     "block_sparse_moe.gate": "ffn_gate_inp", "input_layernorm": "attn_norm", "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",

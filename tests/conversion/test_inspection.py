@@ -16,8 +16,7 @@ from tests.conversion import layouts
 from tests.conversion.layouts import PARAMETERS
 
 LAYOUTS = {
-    "hf": "Hugging Face", "sharded": "Hugging Face", "native": "of an earlier version, packed",
-    "bin": "Hugging Face, pickled",
+    "hf": "Hugging Face", "sharded": "Hugging Face", "bin": "Hugging Face, pickled",
     "meta": "Meta's own (consolidated.NN.pth, params.json)", "dcp": "torch distributed checkpoint",
     "mistral": "Mistral's own (consolidated*.safetensors, params.json)",
 }  # fmt: skip
@@ -88,7 +87,7 @@ def test_an_adapter(folders, unread, tmp_path):
 
 
 def test_weights_that_do_not_fit_are_a_finding(folders, capsys, tmp_path):
-    shutil.copytree(folders["native"], tmp_path, dirs_exist_ok=True)
+    shutil.copytree(folders["hf"], tmp_path, dirs_exist_ok=True)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     status, out, err = run(capsys, "inspect", tmp_path, "--allow-pickle")
@@ -99,7 +98,7 @@ def test_weights_that_do_not_fit_are_a_finding(folders, capsys, tmp_path):
 
 
 def test_a_scaled_rope_of_a_size_without_a_factor(folders, capsys, tmp_path):
-    shutil.copytree(folders["meta"], tmp_path / "meta")
+    shutil.copytree(folders["meta"], tmp_path / "meta", ignore=shutil.ignore_patterns("config.json"))
     params = json.loads((tmp_path / "meta" / "params.json").read_text())
     (tmp_path / "meta" / "params.json").write_text(json.dumps({**params, "use_scaled_rope": True}))
     status, _, err = run(capsys, "inspect", tmp_path / "meta", "--allow-pickle")
@@ -111,7 +110,17 @@ def test_a_scaled_rope_of_a_size_without_a_factor(folders, capsys, tmp_path):
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["rope_scaling"]["factor"] == 32.0
     assert run(capsys, "verify", tmp_path / "hf", tmp_path / "meta", *argv)[0] == 0
     status, out, _ = run(capsys, "verify", tmp_path / "hf", tmp_path / "meta", "--allow-pickle", "--rope-factor", 8)
-    assert status == 1 and "config: rope is" in out and "values differ" not in out
+    assert status == 1 and "config: rope_parameters is" in out and "values differ" not in out
     for folder, factor in ((folders["hf"], 8), (tmp_path / "meta", 0)):
         status, _, err = run(capsys, "inspect", folder, "--allow-pickle", "--rope-factor", factor)
         assert status == 2 and "factor" in err
+
+
+def test_metas_files_are_described_without_their_pickles(folders, capsys, monkeypatch):
+    monkeypatch.setattr(reading, "read_pickle", None)
+    status, out, err = run(capsys, "inspect", folders["meta"])
+    assert (status, err) == (0, "") and "not read without --allow-pickle" in out
+    for line in ("layout          Meta's own", "dim             16", "n_layers        2", "2 shards of "):
+        assert line in out
+    found = json.loads(run(capsys, "inspect", folders["meta"], "--json")[1])
+    assert found["use"].endswith("DST --allow-pickle") and found["params"]["n_heads"] == 4

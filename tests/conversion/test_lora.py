@@ -16,7 +16,7 @@ from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.lora import MergedSource
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError
-from tests.conversion.layouts import a_checkpoint, same, stored, write_adapter, write_native
+from tests.conversion.layouts import a_checkpoint, same, stored, write_adapter
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -77,20 +77,6 @@ def test_the_sum_is_rounded_once(tmp_path, dtype, rslora):
             assert weights.same_bits(source.read(name), base.read(name))
 
 
-def test_factors_of_packed_projections_are_split(tmp_path):
-    base = a_base(tmp_path / "base")
-    modules = {f"layers.{i}.attn.qkv_proj": (64, 32) for i in range(2)}
-    modules |= {f"layers.{i}.mlp.gate_up_proj": (88, 32) for i in range(2)}
-    tensors = an_adapter(tmp_path / "adapter", modules)
-    source = MergedSource(base, tmp_path / "adapter")
-    for i in range(2):
-        attn, mlp = f"layers.{i}.attn.qkv_proj", f"layers.{i}.mlp.gate_up_proj"
-        for part, rows in dict(q=slice(0, 32), k=slice(32, 48), v=slice(48, 64)).items():
-            check_sum(source, base, tensors, attn, 1.5, f"model.layers.{i}.self_attn.{part}_proj.weight", rows)
-        for part, rows in dict(gate=slice(0, 44), up=slice(44, 88)).items():
-            check_sum(source, base, tensors, mlp, 1.5, f"model.layers.{i}.mlp.{part}_proj.weight", rows)
-
-
 def test_mixtral_takes_both_layouts_names(tmp_path):
     base = a_base(tmp_path / "base", family="mixtral", num_local_experts=2)
     expert, router = "model.layers.0.block_sparse_moe.experts.1.w1", "model.layers.0.mlp.gate"
@@ -99,6 +85,10 @@ def test_mixtral_takes_both_layouts_names(tmp_path):
     source = MergedSource(base, tmp_path / "adapter")
     check_sum(source, base, tensors, expert, 1.5)
     check_sum(source, base, tensors, router, 1.5, "model.layers.0.block_sparse_moe.gate.weight")
+    both = {router: (2, 32), "model.layers.0.block_sparse_moe.gate": (2, 32)}
+    an_adapter(tmp_path / "both", both, target_modules=".*gate")
+    with pytest.raises(CheckpointError, match="changed twice"):
+        MergedSource(base, tmp_path / "both")
 
 
 def test_an_embedding_has_its_factors_the_other_way_round(tmp_path):
@@ -118,8 +108,7 @@ def test_whole_modules_and_biases_replace(tmp_path):
         "base_model.model.model.embed_tokens.weight": rows,
         "base_model.model.lm_head.modules_to_save.default.weight": rows * 2,
         "base_model.model.model.layers.0.self_attn.q_proj.base_layer.bias": torch.arange(32.0),
-        "base_model.model.layers.1.attn.qkv_proj.base_layer.bias": torch.arange(64.0),
-        "base_model.model.norm.weight": torch.arange(32.0),
+        "base_model.model.model.norm.weight": torch.arange(32.0),
     }
     an_adapter(tmp_path / "adapter", hf_modules("k_proj"), extra=extra, modules_to_save=["embed_tokens"], bias="all")
     (tmp_path / "adapter" / "tokenizer.json").write_text("{}")
@@ -127,7 +116,6 @@ def test_whole_modules_and_biases_replace(tmp_path):
     assert torch.equal(source.read("model.embed_tokens.weight"), rows)
     assert torch.equal(source.read("lm_head.weight"), rows * 2)
     assert torch.equal(source.read("model.layers.0.self_attn.q_proj.bias"), torch.arange(32.0))
-    assert torch.equal(source.read("model.layers.1.self_attn.k_proj.bias"), torch.arange(32.0, 48.0))
     assert torch.equal(source.read("model.norm.weight"), torch.arange(32.0))
     assert source.config() == {**base.config(), "vocab_size": 64}  # three rows were added
     assert source.headers["lm_head.weight"].shape == (64, 32)
@@ -212,11 +200,6 @@ BAD = {
         tensors(lambda t: {**t, "base_model.model.lm_head.weight": torch.ones(70, 32)}),
         "rows",
     ),
-    "packed and split": (
-        tensors(lambda t: {**t, "base_model.model.layers.0.attn.qkv_proj.lora_A.weight": torch.ones(4, 32),
-                           "base_model.model.layers.0.attn.qkv_proj.lora_B.weight": torch.ones(64, 4)}),
-        "changed twice",
-    ),
 }  # fmt: skip
 
 
@@ -251,13 +234,10 @@ def test_a_pickle_is_read_only_where_allowed(tmp_path):
     assert torch.equal(source.read("model.layers.1.self_attn.q_proj.weight"), expected)
 
 
-@pytest.mark.parametrize("layout", ["hf", "dcp", "native"])
+@pytest.mark.parametrize("layout", ["hf", "dcp"])
 def test_the_pipeline_merges_into_any_layout(tmp_path, layout):
     tensors = a_checkpoint(tmp_path / "hf", finite=True)
-    if layout == "native":
-        write_native(tmp_path / "base", tmp_path / "hf")
-    else:
-        convert(tmp_path / "hf", tmp_path / "base", Options(to=layout, progress=False))
+    convert(tmp_path / "hf", tmp_path / "base", Options(to=layout, progress=False))
     write_adapter(tmp_path / "adapter")
     convert(tmp_path / "base", tmp_path / "out", Options(adapter=tmp_path / "adapter", progress=False, verify="logits"))
     source = MergedSource(View(FolderSource(tmp_path / "hf")), tmp_path / "adapter")

@@ -1,6 +1,5 @@
 """Meta's layout both ways: the same bits, Meta's own logits, and what is refused."""
 
-import base64
 import json
 import math
 from pathlib import Path
@@ -9,14 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
+from transformers import AutoTokenizer
 
 from ligermodels import Llama
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.meta import MetaSource
-from ligermodels.errors import CheckpointError, InputError, LigermodelsError
+from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TokenizerError
+from ligermodels.text import Tokenizer, ranks
 from tests.conversion.layouts import logits
+from tests.text import folders
 
 PARAMS = {
     "dim": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": -1, "multiple_of": 16, "norm_eps": 1e-5,
@@ -194,15 +196,45 @@ def test_the_factor_of_scaled_rope_goes_by_size(tmp_path, dim, factor):
     assert opened(tmp_path, rope_factor=5).config()["rope_scaling"]["factor"] == 5.0
 
 
-def test_tokenizers_keep_what_they_are(tmp_path):
-    folder = a_folder(tmp_path, [meta_weights()])
-    (folder / "tokenizer.model").write_bytes(base64.b64encode(b"!") + b" 0\n" + base64.b64encode(b"ab") + b" 1\n")
-    assert opened(folder).files() == {"original/tokenizer.model": folder / "tokenizer.model"}
+def assert_same_tokenizer(source: Path, converted: Path) -> None:
+    """Ours and transformers' reading of a converted folder give the ids of the source's own file."""
+    ours = Tokenizer.from_folder(source)
+    for other in (Tokenizer.from_folder(converted), AutoTokenizer.from_pretrained(converted)):
+        for text in (*folders.TEXTS, "<s>[INST] the cat[/INST]</s>", "<|eot_id|>\n the"):
+            assert other.encode(text, add_special_tokens=False) == ours.encode(text, False), text
+        assert other.encode("the") == ours.encode("the")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id"):
+            assert getattr(other, name) == getattr(ours, name), name
+
+
+def test_a_tiktoken_tokenizer(tmp_path, monkeypatch):
+    tokens = folders.tiktoken_file(tmp_path / "tokenizer.model")
+    rows = len(tokens) + 256
+    folder = a_folder(tmp_path, [meta_weights(vocab=rows)])
+    with pytest.raises(TokenizerError, match=r"tiktoken file of .*take tokenizer.json"):
+        convert(folder, folder / "hf", Options(allow_pickle=True, progress=False))
+    assert not (folder / "hf").exists()
+    monkeypatch.setitem(ranks.TIKTOKEN, len(tokens), ranks.TIKTOKEN[128000])
     convert(folder, folder / "hf", Options(allow_pickle=True, progress=False))
+    assert_same_tokenizer(folder, folder / "hf")
+    assert Tokenizer.from_folder(folder / "hf").eos_token_ids == Tokenizer.from_folder(folder).eos_token_ids
+    assert not (folder / "hf" / "tokenizer.model").exists()
     convert(folder / "hf", folder / "meta", Options(to="meta", progress=False))
     assert (folder / "meta" / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
-    (folder / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02")
-    assert opened(folder).files() == {"tokenizer.model": folder / "tokenizer.model"}
+    # The tokenizer.json that is there is kept.
+    convert(folder / "meta", folder / "again", Options(allow_pickle=True, progress=False))
+    for name in ("tokenizer.json", "tokenizer_config.json", "original/tokenizer.model"):
+        assert (folder / "again" / name).read_bytes() == (folder / "hf" / name).read_bytes()
+
+
+def test_a_sentencepiece_tokenizer(tmp_path):
+    (tmp_path / "tokenizer.model").write_bytes(folders.merged_last(folders.sentencepiece_model(), "er"))
+    with pytest.raises(TokenizerError, match="420 ids, the model's embedding 40 rows"):
+        convert(a_folder(tmp_path, [meta_weights()]), tmp_path / "hf", Options(allow_pickle=True, progress=False))
+    folder = a_folder(tmp_path, [meta_weights(vocab=420)])
+    convert(folder, folder / "hf", Options(allow_pickle=True, progress=False))
+    assert_same_tokenizer(folder, folder / "hf")
+    assert (folder / "hf" / "tokenizer.model").read_bytes() == (folder / "tokenizer.model").read_bytes()
 
 
 # What is refused.

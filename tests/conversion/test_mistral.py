@@ -14,7 +14,10 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.mistral import MistralSource
 from ligermodels.errors import CheckpointError
+from ligermodels.text import Tokenizer
 from tests.conversion.layouts import logits
+from tests.conversion.test_meta import assert_same_tokenizer
+from tests.text import folders
 
 PARAMS = {
     "dim": 24, "n_layers": 2, "head_dim": 8, "hidden_dim": 40, "n_heads": 4, "n_kv_heads": 2, "norm_eps": 1e-5,
@@ -147,3 +150,22 @@ def test_parts_that_are_missing_or_of_two_checkpoints(tmp_path):
     (folder / "consolidated-00002-of-00003.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"missing \(7 of 21\)"):
         convert(folder, None, Options(dry_run=True))
+
+
+@pytest.mark.parametrize(("kind", "text"), [("tekken.json", " the [REF]x"), ("tokenizer.model.v3", "the [REF]x")])
+def test_the_tokenizer_loads(tmp_path, kind, text):
+    if kind == "tekken.json":
+        rows = 30 + len(folders.tekken_file(tmp_path / kind))
+    else:
+        pieces = {"control_symbols": ["[INST]", "[/INST]"], "user_defined_symbols": ["[REF]"]}
+        rows = 420
+        (tmp_path / kind).write_bytes(folders.sentencepiece_model(vocab_size=rows, **pieces))
+    params = PARAMS | {"vocab_size": rows}
+    a_folder(tmp_path, mistral_weights(params), params)
+    convert(tmp_path, tmp_path / "hf", Options(progress=False))
+    assert_same_tokenizer(tmp_path, tmp_path / "hf")
+    tokenizer = Tokenizer.from_folder(tmp_path / "hf")
+    ids = tokenizer.encode("[INST] the [REF]x")
+    assert ids == Tokenizer.from_folder(tmp_path).encode("[INST] the [REF]x")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert (tmp_path / "hf" / kind).read_bytes() == (tmp_path / kind).read_bytes()

@@ -19,7 +19,7 @@ from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, HubError, InputError
-from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored, write_native
+from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, same, stored
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "convert" / "convert_checkpoint.py"
@@ -95,23 +95,25 @@ def test_a_dry_run_reads_headers_only(tmp_path, script, capsys, monkeypatch):
 
 @pytest.mark.parametrize("options", [{"ranks": 2}, {"ranks": 1, "dtype": "fp32"}], ids=str)
 def test_meta_and_back(tmp_path, options):
-    tensors = finite(tmp_path / "hf", rope_theta=500000.0)
+    tensors = finite(tmp_path / "hf", rope_theta=500000.0, max_position_embeddings=300, eos_token_id=[7, 9])
+    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [7, 9], "temperature": 0.6}')
     quiet = {"progress": False, "verify": "logits"}
     convert(tmp_path / "hf", tmp_path / "meta", Options(to="meta", **options, **quiet))
     ranks = {f"consolidated.{rank:02}.pth" for rank in range(options["ranks"])}
-    assert set(names(tmp_path / "meta")) == {*ranks, "params.json", "tokenizer.json"}
+    assert set(names(tmp_path / "meta")) == {
+        *ranks, "params.json", "tokenizer.json", "config.json", "generation_config.json"
+    }  # fmt: skip
     convert(tmp_path / "meta", tmp_path / "back", Options(allow_pickle=True, dtype="bf16", **quiet))
     assert same(stored(tmp_path / "back"), tensors)
+    for name in ("config.json", "generation_config.json"):
+        assert read_json(tmp_path / "back" / name) == read_json(tmp_path / "hf" / name)
 
 
-@pytest.mark.parametrize("kind", ["safetensors", "pickle", "packed", "dcp"])
+@pytest.mark.parametrize("kind", ["safetensors", "pickle", "dcp"])
 def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
     tensors = finite(tmp_path / "hf")
     left = tmp_path / "left"
-    if kind == "packed":
-        write_native(left, tmp_path / "hf")
-    else:
-        convert(tmp_path / "hf", left, Options(to="dcp" if kind == "dcp" else "hf", progress=False))
+    convert(tmp_path / "hf", left, Options(to="dcp" if kind == "dcp" else "hf", progress=False))
     for name in ("chat_template.jinja", "generation_config.json"):
         (tmp_path / "hf" / name).write_bytes(FILES[name])
     for name in ("config.json", "tokenizer.json", "generation_config.json"):

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import ligermodels
 from ligermodels.checkpoint import reading
 from ligermodels.conversion import MismatchError, verify
-from ligermodels.conversion.verify import DIFFERENCE
+from ligermodels.conversion.comparison import DIFFERENCE
 from ligermodels.errors import InputError
 from tests.conversion.layouts import OF_LLAMA, write_all
 
@@ -80,14 +80,14 @@ def test_any_layout_with_any_other(layouts, a, b):
 def test_options_that_neither_takes(layouts):
     for options in ({"config": layouts["hf"]}, {"rope_factor": 8}):
         with pytest.raises(InputError, match="is for"):
-            verify(layouts["hf"], layouts["native"], **options)
+            verify(layouts["hf"], layouts["sharded"], **options)
 
 
 def test_another_config_is_another_model(tmp_path, folder):
     rope = {"rope_type": "default", "rope_theta": 500.0}
     other = changed(folder, tmp_path / "b", rope_theta=500.0, rope_parameters=rope)
     (line,) = verify(folder, other, level="bytes", progress=False).mismatches
-    assert line.startswith("config: rope is ") and "10000.0" in line and "500.0" in line
+    assert line.startswith("config: rope_parameters is ") and "10000.0" in line and "500.0" in line
     line, *_ = verify(folder, other, progress=False).mismatches
     assert line.startswith("logits: they differ by ")
 
@@ -102,7 +102,17 @@ def test_a_window_that_no_prompt_reaches_is_another_model(tmp_path):
     assert verify(tmp_path / "512", tmp_path / "512", level="keys").ok
     for a, b in (("4096", "512"), ("512", "None")):
         (line,) = verify(tmp_path / a, tmp_path / b, progress=False).mismatches
-        assert line.startswith(f"config: the sliding windows of the layers are [{a}, {a}] and [{b}, {b}]")
+        assert line == f"config: sliding_window is {a} and {b}"
+
+
+def test_fields_that_no_logits_show_are_compared(tmp_path, folder):
+    other = changed(folder, tmp_path / "b", max_position_embeddings=256, eos_token_id=[2, 3])
+    (other / "generation_config.json").write_text('{"temperature": 0.5}')
+    assert verify(folder, other, level="keys").mismatches == [
+        "config: max_position_embeddings is 128 and 256",
+        "config: eos_token_id is None and [2, 3]",
+        "generation_config.json: temperature is None and 0.5",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,22 @@ def test_reorder_moves_rows(rows, window, monkeypatch, poison):
         assert_concatenates(layer, [1] * 6, len(rows), [x[order] for x in history])
 
 
+@pytest.mark.parametrize("window, lengths, least", [
+    (None, [5, 1, 1, 1, 1, 1], 0), (1, [5, 1, 1, 1, 1], 8), (4, [5, 1, 1], 6), (4, [3, 40], 43), (40, [9], 0)
+], ids=str)  # fmt: skip
+def test_crop_goes_back_as_far_as_the_windows_reach_and_else_forgets_all(window, lengths, least, monkeypatch, poison):
+    monkeypatch.setattr(cache_file, "SLACK", 3)
+    for crop in range(sum(lengths) + 1):
+        cache = make(windows=[None, window])
+        cache.state["deltas"] = 1
+        histories = [assert_concatenates(layer, lengths) for layer in cache]
+        cache.crop(crop)
+        length = crop if crop >= least else 0
+        assert cache.length == length and bool(cache.state) == bool(length)
+        for layer, history in zip(cache, histories, strict=True):
+            assert_concatenates(layer, [1, 2, 1, 7], history=[x[:, :length] for x in history])
+
+
 @pytest.mark.parametrize("window", [None, 4])
 def test_gradients_reach_the_new_tokens_and_no_buffer(window, monkeypatch):
     monkeypatch.setattr(cache_file, "SLACK", 2)

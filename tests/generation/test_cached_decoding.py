@@ -4,8 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import ligermodels
-from tests.generation.models import LONGROPE, ROPES, llama, padded
+from tests.generation.models import ROPES, llama, padded
 
 
 def cached_logits(model, ids, mask, steps):
@@ -52,31 +51,9 @@ def test_rope_types_decode_as_the_full_forward(rope):
 
 @pytest.mark.parametrize("lengths, extra", [([15], 0), ([16], 0), ([17], 0), ([12, 3], 9), ([16, 4], 1)], ids=str)
 def test_longrope_decodes_as_the_full_forward(lengths, extra):
-    """Below, at and past 16, the original length; with padding it switches by positions, not columns."""
+    """Below, at and past 16, the original length; with padding it switches by positions, not columns. Against
+    transformers: tests/arch/test_phi3.py."""
     assert_is_full_forward(llama((6, None), "longrope"), *padded(lengths, extra), steps=8)
-
-
-@pytest.fixture(scope="module")
-def phi3(tmp_path_factory):
-    """transformers' Phi3 with a window and longrope, and ours of the same checkpoint."""
-    from transformers import Phi3Config, Phi3ForCausalLM
-
-    folder = tmp_path_factory.mktemp("phi3")
-    Phi3ForCausalLM(Phi3Config(
-        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, original_max_position_embeddings=16, sliding_window=6,
-        rope_parameters={"rope_theta": 100.0, "partial_rotary_factor": 1.0, **LONGROPE}, pad_token_id=0,
-        bos_token_id=None, eos_token_id=None, initializer_range=0.3,
-    )).save_pretrained(folder)  # fmt: skip
-    return Phi3ForCausalLM.from_pretrained(folder), ligermodels.load(folder, progress=False)
-
-
-@pytest.mark.parametrize("lengths", [[12], [17, 5, 3]], ids=str)
-def test_longrope_with_a_window_is_phi3_of_transformers(phi3, lengths):
-    theirs, ours = phi3
-    ids, mask = padded(lengths)
-    expected = theirs.generate(ids, attention_mask=mask.long(), max_new_tokens=16, do_sample=False)
-    assert torch.equal(ours.generate(ids, attention_mask=mask, max_new_tokens=16), expected)
 
 
 @pytest.mark.filterwarnings("ignore:prompt and new tokens may reach")

@@ -7,9 +7,9 @@ import tokenizers
 import torch
 
 import ligermodels
-from ligermodels.cli import demo
 from ligermodels.generation import generate
 from ligermodels.generation.stopping import StopText
+from tests.cli.commands import write_checkpoint
 from tests.generation.models import llama
 from tests.text import folders
 
@@ -36,14 +36,7 @@ def test_stop_strings_end_a_row_across_token_borders():
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    """A Llama whose weights are large enough that its text does not repeat, with a tokenizer."""
-    folder = tmp_path_factory.mktemp("generate") / "model"
-    demo.write_checkpoint(folder)
-    model = ligermodels.load(folder, progress=False)
-    for parameter in model.parameters():
-        parameter.data.mul_(3 if parameter.dim() > 1 else 1)
-    model.save_pretrained(folder)
-    return folder
+    return write_checkpoint(tmp_path_factory.mktemp("generate") / "model")
 
 
 def test_streams_through_the_streamer_of_transformers(checkpoint, capsys):

@@ -1,7 +1,9 @@
 """Small tokenizers of every kind in the zoo, trained here and written as Hugging Face folders."""
 
+import base64
 import io
 import json
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +163,68 @@ def sentencepiece_model(**options: Any) -> bytes:
         sentence_iterator=iter(CORPUS), model_writer=writer, **(defaults | options)
     )
     return writer.getvalue()
+
+
+def ranked_tokens() -> list[bytes]:
+    """The tokens of a small byte-level BPE by rank: the 256 bytes in order, a word no merges lead to, others."""
+    native = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(r" ?\p{L}+|\s+|[^\s\p{L}]+"), "isolated")
+    native.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    native.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    native.train_from_iterator(CORPUS, trainer)
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    byte_of = {chr(byte): byte for byte in visible} | {chr(256 + at): byte for at, byte in enumerate(hidden)}
+    longer = [native.id_to_token(index) for index in range(256, native.get_vocab_size())]
+    return [
+        *(bytes([byte]) for byte in range(256)),
+        b" xqzw",
+        *(bytes(byte_of[char] for char in token) for token in longer),
+    ]
+
+
+def tiktoken_file(path: Path) -> list[bytes]:
+    """Writes Meta's kind of tokenizer.model. Returns its tokens."""
+    tokens = ranked_tokens()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(token), rank) for rank, token in enumerate(tokens)))
+    return tokens
+
+
+def tekken_file(path: Path, special: list[str] | None = None, version: str = "v3", **config: Any) -> list[bytes]:
+    """Writes Mistral's tekken.json with 30 special tokens and 7 tokens too many. Returns the tokens that count."""
+    tokens = ranked_tokens()
+    kept = tokens[:-7]
+    content: dict[str, Any] = {
+        "config": {
+            "pattern": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+            "num_vocab_tokens": len(tokens),
+            "default_vocab_size": len(kept) + 30,
+            "default_num_special_tokens": 30,
+            "version": version,
+            **config,
+        },
+        "vocab": [
+            {"rank": rank, "token_bytes": base64.b64encode(token).decode(), "token_str": None}
+            for rank, token in enumerate(tokens)
+        ],
+    }
+    if special is not None:
+        content["special_tokens"] = [
+            {"rank": rank, "token_str": token, "is_control": True} for rank, token in enumerate(special)
+        ]
+    write(path.parent, path.name, content)
+    return kept
+
+
+def merged_last(model: bytes, text: str) -> bytes:
+    """The model with one piece merged after all others, as runs of spaces are in Llama 2 and Mistral."""
+    piece = text.encode()
+    at = model.index(b"\n" + bytes([len(piece)]) + piece + b"\x15") + 3 + len(piece)
+    return model[:at] + struct.pack("<f", -1e9) + model[at + 4 :]
 
 
 def sentencepiece_folder(folder: Path, model: bytes | None = None, **config: Any) -> Path:

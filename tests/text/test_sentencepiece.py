@@ -1,18 +1,17 @@
 """tokenizer.model folders against SentencePiece itself and transformers' tokenizer around it."""
 
+import pickle
 import random
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import sentencepiece
-from transformers import AddedToken, tokenization_utils_sentencepiece
+from transformers import AddedToken, LlamaTokenizer
 
 from ligermodels.errors import TokenizerError
-from ligermodels.text import Tokenizer
-from tests.text import folders
+from ligermodels.text import StreamDecoder, Tokenizer
+from tests.text import folders, transformers_sentencepiece
 
-SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 # Texts with special tokens at the beginning, in a row, and with and without white space beside them.
 MIXED = (
     "<s>the cat",
@@ -26,32 +25,13 @@ MIXED = (
 )
 
 
-class _Proto(SimpleNamespace):
-    """sentencepiece_model_pb2.ModelProto without protobuf: a model that can lose its dummy prefix."""
-
-    @classmethod
-    def FromString(cls, data):
-        return cls(data=data, normalizer_spec=SimpleNamespace(add_dummy_prefix=True))
-
-    def SerializeToString(self):
-        assert self.normalizer_spec.add_dummy_prefix is False
-        return self.data + b"\x1a\x02\x18\x00"
-
-
 @pytest.fixture
 def slow(monkeypatch, tmp_path):
     """make(model, legacy, added): transformers' tokenizer around the SentencePiece library itself."""
-    protobuf = SimpleNamespace(ModelProto=_Proto)
-    monkeypatch.setattr(tokenization_utils_sentencepiece, "import_protobuf", lambda: protobuf)
 
     def make(model, legacy, added=()):
         (tmp_path / "slow.model").write_bytes(model)
-        return tokenization_utils_sentencepiece.SentencePieceBackend(
-            vocab_file=str(tmp_path / "slow.model"),
-            legacy=legacy,
-            added_tokens_decoder=dict(added),
-            **SPECIAL,
-        )
+        return transformers_sentencepiece.slow(monkeypatch, tmp_path / "slow.model", legacy, added)
 
     return make
 
@@ -126,6 +106,88 @@ def test_a_model_without_any_other_file(tmp_path, sentencepiece_model):
     assert tokenizer.encode("the</s>", add_special_tokens=False)[-1] == 2
     assert tokenizer.encode("the")[0] == 1
     assert tokenizer.decode(tokenizer.encode("the cat"), True) == "the cat"
+
+
+@pytest.fixture
+def mistral(tmp_path):
+    """(a folder that holds only a tokenizer.model as Mistral's, with control and user-defined pieces; its model)."""
+    model = folders.sentencepiece_model(control_symbols=["[INST]", "[/INST]"], user_defined_symbols=["<tool>", "∑"])
+    (tmp_path / "tokenizer.model.v3").write_bytes(model)
+    return tmp_path, sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
+def test_control_pieces_are_special_tokens(mistral):
+    folder, native = mistral
+    tokenizer = Tokenizer.from_folder(folder)
+    begin, end = native.piece_to_id("[INST]"), native.piece_to_id("[/INST]")
+    ids = tokenizer.encode("[INST] the cat[/INST]")
+    assert ids == [1, begin, *native.encode("the cat"), end]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the cat"
+    assert tokenizer.decode(ids) == "<s>[INST] the cat[/INST]"
+    for text in ("<s>[INST]the", "<s>the"):
+        assert tokenizer.encode(text) == tokenizer.encode(text, add_special_tokens=False)
+    # sentencepiece matches user-defined pieces itself, with the dummy prefix before them; they are text.
+    for text in ("<tool> the ∑x", "the<tool>"):
+        assert tokenizer.encode(text) == [1, *native.encode(text)]
+        assert tokenizer.decode(tokenizer.encode(text), skip_special_tokens=True) == text
+
+
+def test_the_file_names_its_special_tokens(mistral):
+    folder, native = mistral
+    tokenizer = Tokenizer.from_folder(folder)
+    named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token, tokenizer.pad_token)
+    assert named == ("<s>", "</s>", "<unk>", None)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_ids, tokenizer.unk_token_id) == (1, (2,), 0)
+    tokenizer.bos_token = None
+    assert tokenizer.encode("the") == pickle.loads(pickle.dumps(tokenizer)).encode("the") == native.encode("the")
+    # What a config says counts, null included.
+    folders.write(folder, "tokenizer_config.json", {"eos_token": "[/INST]", "bos_token": None, "unk_token": None})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (None, "[/INST]", None)
+    assert tokenizer.encode("the") == native.encode("the")
+
+
+def test_the_file_of_another_family(tmp_path):
+    """Gemma's: other ids and spellings, a pad token, no dummy prefix."""
+    model = folders.sentencepiece_model(
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3, pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>",
+        add_dummy_prefix=False,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+    assert ids == (0, 1, 2, 3)
+    ids = tokenizer.encode("<bos>the<eos>")
+    assert (ids[0], ids[-1], ids.count(2)) == (2, 1, 1)
+    (tmp_path / "tokenizer.model").write_bytes(folders.sentencepiece_model(bos_id=-1, eos_id=1))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.bos_token is None and tokenizer.decode(tokenizer.encode("the")) == "the"
+
+
+def test_it_is_saved_for_both_libraries(mistral, tmp_path, monkeypatch):
+    folder, native = mistral
+    ours = Tokenizer.from_folder(folder)
+    ours.save_pretrained(tmp_path / "out")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"tokenizer.model", "tokenizer_config.json"}
+    transformers_sentencepiece.install(monkeypatch)
+    theirs = LlamaTokenizer.from_pretrained(tmp_path / "out")
+    for other in (Tokenizer.from_folder(tmp_path / "out"), theirs):
+        assert (other.bos_token_id, other.eos_token_id, other.unk_token_id) == (1, 2, 0)
+        for text in (*MIXED, "[INST] the cat[/INST] a🦊<s>"):
+            assert other.encode(text, add_special_tokens=False) == ours.encode(text, add_special_tokens=False), text
+        assert other.encode("[INST]") == ours.encode("[INST]") == [1, native.piece_to_id("[INST]")]
+
+
+def test_a_byte_piece_of_a_space_is_text(mistral):
+    folder, native = mistral
+    tokenizer = Tokenizer.from_folder(folder)
+    space, letter = native.piece_to_id("<0x20>"), native.piece_to_id("<0x41>")
+    word = native.encode("the")
+    for ids in ([space, *word], [space, letter], [*word, space], [1, space, letter], [*word[:1], space]):
+        assert tokenizer.decode(ids, skip_special_tokens=True) == native.decode(ids), ids
+    assert tokenizer.decode([space, letter]) == " A"
+    stream = StreamDecoder(tokenizer)
+    assert "".join(map(stream.put, [space, letter, *word])) + stream.flush() == tokenizer.decode([space, letter, *word])
 
 
 def tokens(base: int, *contents: tuple[str, dict]) -> dict[str, dict]:

@@ -64,10 +64,12 @@ def said(model, inputs, length, stops) -> list[int]:
 
 def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     folder, theirs = built
+    monkeypatch.setattr("ligermodels.cli.writer.CHUNK", 16)
     images = [folders.draw(70, 90, seed=1), folders.draw(40, 100, seed=2)]
     for number, image in enumerate(images):
         image.save(tmp_path / f"{number}.png")
-    lines = iter(["the cat\n", f"/image {tmp_path / '1.png'}\n", "/image nowhere.png\n", "the dog\n"])
+    show = [f"/image {tmp_path / name}\n" for name in ("0.png", "1.png")]
+    lines = iter(["the cat\n", show[1], "/image nowhere.png\n", "the dog\n", "why\n", "/reset\n", *show, "both\n"])
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: False, readline=lambda: next(lines, "")))
     command = ["chat", str(folder), "--image", str(tmp_path / "0.png"), "--max-new-tokens", "12", "--device", "cpu"]
     status = main(command)
@@ -75,15 +77,18 @@ def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     assert status == 0 and "nowhere.png" in err, err
     processor = ligermodels.Processor.from_folder(folder)
     stops, messages, answers = processor.tokenizer.chat_stop_ids, [], []
-    for image, text in zip(images, ["the cat", "the dog"], strict=True):
-        parts = [{"type": "image", "image": image}, {"type": "text", "text": text}]
-        messages.append({"role": "user", "content": parts})
+    for shown, text in ((images[:1], "the cat"), (images[1:], "the dog"), ([], "why"), (images, "both")):
+        messages = [] if text == "both" else messages
+        parts = [*({"type": "image", "image": image} for image in shown), {"type": "text", "text": text}]
+        messages.append({"role": "user", "content": parts if shown else text})
         inputs = processor.apply_chat_template(messages, add_generation_prompt=True)
         answer = processor.decode(said(theirs, inputs, 12, stops))
         messages.append({"role": "assistant", "content": answer})
         answers.append(answer)
     assert out == "".join(f"{answer}\n" for answer in answers)
-    assert len(set(answers)) == 2 and all(map(len, answers))
+    assert len(set(answers)) == 4 and all(map(len, answers))
+    cached = ["cached" in line for line in err.splitlines() if "tokens/s" in line]
+    assert cached == [False, False, True, False], "text goes on after the images in the cache"
 
 
 def test_chat_refuses_a_missing_image_before_the_model_loads(built, tmp_path, capsys, monkeypatch):

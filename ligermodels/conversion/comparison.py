@@ -1,23 +1,20 @@
-"""Compares two checkpoints: names, shapes, dtypes, bits, and the logits of the two models."""
+"""Compares two checkpoints: configs, names, shapes, dtypes, bits, and the logits of the two models."""
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from ligermodels.arch.config import ModelConfig
-from ligermodels.checkpoint import weights
+from ligermodels.checkpoint import files, weights
+from ligermodels.conversion.options import LEVELS, Level
 from ligermodels.conversion.sources import kind_of, locate, open_source, takes_config
 from ligermodels.conversion.view import View
 from ligermodels.errors import InputError
-
-Level = Literal["none", "keys", "bytes", "logits"]
-LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 
 DIFFERENCE = 5e-5
 """Above this the models differ: the root mean square of what separates their logits, over that of the larger logits,
@@ -60,9 +57,9 @@ def verify(
 ) -> Report:
     """Compares two checkpoints of any layout; each is a folder or a repository of the Hub.
 
-    level: "keys" compares names, shapes and dtypes from the headers, and rope and sliding windows from the configs,
-    which short prompts would not show; "bytes" also compares every bit; "logits" also runs both models on the same
-    prompts, in fp32 on the CPU, one after the other: memory holds one model in fp32.
+    level: "keys" compares names, shapes and dtypes from the headers, and every field of config.json and
+    generation_config.json; "bytes" also compares every bit; "logits" also runs both models on the same prompts, in fp32
+    on the CPU, one after the other: memory holds one model in fp32.
     config, rope_factor: as in `Options`, for those of the two that have none or are Meta's files.
     Raises MismatchError if one of them does not fit its own config; what differs between the two is in the report.
     """
@@ -101,7 +98,7 @@ def compare(a: View, b: View, *, level: Level, report: Report, progress: bool = 
 
 def _keys(a: View, b: View) -> Iterator[str]:
     if type(a.model) is type(b.model):
-        yield from _settings(a.model.config, b.model.config)
+        yield from _settings(a, b)
     else:
         yield f"architecture: {type(a.model).__name__} and {type(b.model).__name__}"
     for name in {**a.headers, **b.headers}:
@@ -115,13 +112,20 @@ def _keys(a: View, b: View) -> Iterator[str]:
             yield f"{name}: {str(a.headers[name].dtype)[6:]} and {str(b.headers[name].dtype)[6:]}"
 
 
-def _settings(a: ModelConfig, b: ModelConfig) -> Iterator[str]:
-    """Differences of the configs that short prompts do not show."""
-    if a.rope_parameters != b.rope_parameters:
-        yield f"config: rope is {a.rope_parameters} and {b.rope_parameters}"
-    windows = [[c.window(i) for i in range(c.num_hidden_layers)] if hasattr(c, "window") else [] for c in (a, b)]
-    if windows[0] != windows[1]:
-        yield f"config: the sliding windows of the layers are {windows[0]} and {windows[1]}"
+def _settings(a: View, b: View) -> Iterator[str]:
+    """Fields of the two configs that differ, and of what generate takes by default; dtypes are those of the tensors."""
+    configs = [{**view.model.config.extra, **view.model.config.values(), "dtype": None} for view in (a, b)]
+    generation = [_generation_config(view) for view in (a, b)]
+    for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
+        for name in {**one, **other}:
+            if one.get(name) != other.get(name):
+                yield f"{where}: {name} is {one.get(name)} and {other.get(name)}"
+
+
+def _generation_config(view: View) -> dict[str, Any]:
+    content = view.files().get("generation_config.json", b"{}")
+    text = content if isinstance(content, bytes) else content.read_bytes()
+    return {**files.lenient_json(text.decode()), "transformers_version": None}
 
 
 def _bytes(a: View, b: View, progress: bool) -> Iterator[str]:

@@ -1,0 +1,238 @@
+"""The files of a checkpoint folder, read without torch: JSON, the names of weight files, links, errors.
+
+No file is read through a link that leaves the folder, but for the blobs of the Hub's cache.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PureWindowsPath
+from typing import Any
+
+from safetensors import SafetensorError
+
+from ligermodels.errors import CheckpointError, HubError, LigermodelsError
+
+TEMPLATES = ("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja")
+TOKENIZER = (
+    "tokenizer.json", "tekken.json", "tokenizer.model", "tokenizer.model.v*", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt",
+)  # fmt: skip
+COMPANIONS = (
+    *TOKENIZER, *TEMPLATES, "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+)  # fmt: skip
+"""The files that belong to a model beside its configs and weights."""
+
+SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
+GGUF = "model.gguf"
+"""The link to a GGUF file, in the folder that gguf.py makes of it."""
+
+
+def absolute(path: str | Path) -> Path:
+    """Where `path` leads to, with its links followed and its ~ resolved."""
+    return Path(os.path.realpath(os.path.expanduser(path)))
+
+
+def check_file(path: Path, home: Path | None = None) -> None:
+    """Raises CheckpointError for a file that is not there, not a regular one, or a link out of the folder `home`.
+
+    home: by default the folder that the file is in. The links of the Hub's cache are allowed.
+    """
+    if not os.path.exists(path):
+        raise CheckpointError(f"{path} is not there. Did a download or copy not finish? Fetch the checkpoint again.")
+    if not os.path.isfile(path):
+        raise CheckpointError(f"{path} is not a regular file. Remove what is there and fetch the checkpoint again.")
+    real, root = path.resolve(), (home or path.parent).resolve()
+    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
+    if not any(real.is_relative_to(place) for place in (root, *blobs)):
+        raise CheckpointError(
+            f"{path} is a link that leaves its folder, to {real}.\n"
+            "  Next: if you trust it, put the file itself in the place of the link."
+        )
+
+
+def companion_files(folder: Path, target: Path | None = None) -> dict[str, Path]:
+    """{name: path} of the tokenizer, template and processor files in `folder`. Raises as `check_file`.
+
+    target: the folder that they are to be saved to. Files that it holds already are left out and, if a tokenizer is
+    among them, all files of the tokenizer: the user has saved one there, perhaps with added tokens.
+    """
+    present = _found(target, COMPANIONS) if target is not None else {}
+    skipped = (*TOKENIZER, *TEMPLATES) if any(name in present for name in TOKENIZER) else ()
+    found = _found(folder, [pattern for pattern in COMPANIONS if pattern not in skipped])
+    for path in found.values():
+        check_file(path, folder)
+    return {name: path for name, path in found.items() if name not in present}
+
+
+def _found(folder: Path, patterns: Iterable[str]) -> dict[str, Path]:
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
+    return {path.relative_to(folder).as_posix(): path for path in paths}
+
+
+def read_json(path: Path, *, lenient: bool = False) -> dict[str, Any]:
+    """The object that a JSON file holds; `lenient` as `lenient_json`. Raises CheckpointError if it holds none."""
+    if not os.path.lexists(path):
+        raise CheckpointError(
+            f"{path} is not there. `ligermodels inspect {path.parent}` says which layout the folder has.\n"
+            "  Weights alone, as trainers leave them, need the model's configuration: config= (--config DIR)."
+        )
+    check_file(path)
+    with read_errors(path):
+        content = path.read_bytes()
+    try:
+        value = lenient_json(content.decode()) if lenient else json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not JSON: {file_kind(content) or error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}, expected an object")
+    return value
+
+
+def lenient_json(text: str) -> Any:
+    """JSON with commas too many or too few, as Llama 3.2 published it (Lightning-AI/litgpt#1752)."""
+    text = re.sub(r",(\s*[}\]])", r"\1", text)
+    while True:
+        try:
+            return json.loads(text)
+        except json.JSONDecodeError as error:
+            if error.msg != "Expecting ',' delimiter" or text[error.pos : error.pos + 1] != '"':
+                raise
+            text = f"{text[: error.pos]},{text[error.pos :]}"
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """A JSON file as the Hub has them: indented, UTF-8, a newline at the end."""
+    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def file_kind(start: bytes) -> str | None:
+    """What a file that cannot be parsed is, from its first bytes."""
+    if start.startswith(b"version https://git-lfs"):
+        return "it is a git-lfs pointer; run `git lfs pull` in that folder."
+    if re.match(rb"\s*<(!doctype|html|head|\?xml)", start, re.IGNORECASE):
+        return "it is an HTML page, saved in place of a download; fetch the file again."
+    if start.startswith((b"PK\x03\x04", b"\x80\x02\x8a")):
+        return "it is a pickle under another name; torch.save wrote it."
+    return "it is a GGUF file." if start.startswith(b"GGUF") else None
+
+
+def weight_files(folder: Path, single: str) -> tuple[list[str], dict[str, str] | None]:
+    """The weight files that a folder should hold and, where there is an index, {tensor: file}.
+
+    single: the name of the file where there is one only. Raises CheckpointError for an index that is damaged or names
+    files elsewhere.
+    """
+    index = folder / f"{single}.index.json"
+    if not os.path.lexists(index):
+        return [single], None
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index} has no weight_map from tensors to files; fetch it again")
+    suffix = Path(single).suffix
+    for file in weight_map.values():
+        if not isinstance(file, str) or not file.endswith(suffix) or not _is_inside(file):
+            raise CheckpointError(f"{index} names {file!r}; expected a {suffix} file in its folder")
+    return sorted(set(weight_map.values())), weight_map
+
+
+def weights_in(folder: str | Path, *, allow_pickle: bool = False) -> str:
+    """The kind of the weights in `folder`: SAFETENSORS or, if it has none and they are allowed, PICKLES; or GGUF.
+
+    Raises CheckpointError where there are none, HubError for a folder that cannot be read.
+    """
+    with read_errors(folder):
+        present = {name.removesuffix(".index.json") for name in os.listdir(folder)}
+    if SAFETENSORS in present:
+        return SAFETENSORS
+    if PICKLES in present and allow_pickle:
+        return PICKLES
+    if PICKLES in present:
+        raise CheckpointError(
+            f"{folder} holds its weights only as pickles (pytorch_model.bin), which can carry code.\n"
+            "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
+        )
+    if is_gguf_folder(Path(folder)):
+        return GGUF
+    raise CheckpointError(
+        f"{folder} holds neither model.safetensors nor its index.\n"
+        "  Likely: an adapter, a GGUF file, Meta's or Mistral's own layout, or an unfinished download."
+    )
+
+
+def find_gguf(path: Path) -> Path | None:
+    """`path` if it is a GGUF file, or the one that it holds if it is a folder without other weights; else None.
+
+    Raises CheckpointError for a folder of several.
+    """
+    if path.is_file():
+        return path if path.suffix == ".gguf" else None
+    if not path.is_dir():
+        return None
+    with read_errors(path):
+        names = sorted(os.listdir(path))
+    files = [name for name in names if name.endswith(".gguf")]
+    others = re.compile(r".*\.(safetensors|bin|pth)(\.index\.json)?|\.metadata")
+    if not files or any(others.fullmatch(name) for name in names):
+        return None
+    if len(files) > 1:
+        raise CheckpointError(
+            f"{path} holds {len(files)} GGUF files: {', '.join(files[:4])}{', ...' * (len(files) > 4)}.\n"
+            f"  Next: give one of them, such as {path / files[0]}"
+        )
+    return path / files[0]
+
+
+def is_gguf_folder(folder: Path) -> bool:
+    """Whether gguf.py has made `folder` of a GGUF file."""
+    return (folder / GGUF).is_symlink()
+
+
+def _is_inside(file: str) -> bool:
+    path = PureWindowsPath(file)  # sees drives, UNC paths and backslashes too
+    return not (path.drive or path.root or ".." in path.parts or "\\" in file or "\0" in file)
+
+
+@contextlib.contextmanager
+def unreplaced(folder: Path) -> Iterator[None]:
+    """For a block that opens several files of `folder`: raises CheckpointError if a save replaces it meanwhile."""
+    with read_errors(folder):
+        before = os.stat(folder)
+    yield
+    with read_errors(folder):
+        after = os.stat(folder)
+    if not os.path.samestat(before, after):
+        raise CheckpointError(f"{folder} was replaced while it was opened, by another save; load it again")
+
+
+@contextlib.contextmanager
+def read_errors(where: str | Path) -> Iterator[None]:
+    """For a block that reads `where` alone: an error of the system or of the files becomes a HubError that names it."""
+    try:
+        yield
+    except LigermodelsError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
+        raise HubError(f"{where} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+@contextlib.contextmanager
+def write_errors(target: Path) -> Iterator[None]:
+    """For a block that writes `target`: what the system refuses in it becomes a HubError, with `errno`."""
+    try:
+        yield
+    except HubError:
+        raise
+    except OSError as error:
+        code = error.errno
+        step = "check the disk, or save elsewhere"
+        if code in (errno.ENOSPC, errno.EDQUOT):
+            step = "free some space, or save elsewhere"
+        elif code in (errno.EACCES, errno.EROFS):
+            step = "you may not write there; save elsewhere"
+        failure = HubError(f"{target} cannot be written: {error}.\n  Next: {step}.")
+        failure.errno = code
+        raise failure from error

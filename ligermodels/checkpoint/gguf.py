@@ -1,0 +1,286 @@
+"""GGUF, llama.cpp's one file of weights, configuration and tokenizer, read as a folder in Hugging Face's layout.
+
+`folder_of` gives that folder: config.json and the tokenizer's files are made from the metadata, the weights are read
+from the file, one tensor at a time. conversion/gguf.py writes such files and says how they differ from a checkpoint;
+this is its inverse:
+- "llama" holds Llama, Mistral and Mixtral: with experts it is a mixtral, with a window a mistral, else a llama, which
+  computes the same as a Mistral without a window. Its rows of q and k are permuted back, so are their biases.
+- 1 is subtracted from Gemma's norm weights. Stacked experts are one tensor each. No output.weight means a tied head.
+- rope_freqs must be Llama 3's rule with its usual numbers; rope_factors_long and _short are LongRoPE's tables.
+- Quantised tensors are dequantised by the gguf package, to fp32. The dtype of a checkpoint is that of its matrices;
+  vectors and routers, which are fp32 in every file, are given in that dtype where it holds their values exactly.
+
+Checked against: gguf 0.19 (constants.py, quants.py), convert_hf_to_gguf.py and src/llama-model.cpp of llama.cpp.
+"""
+
+import functools
+import math
+import mmap
+import os
+import re
+import struct
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ligermodels.checkpoint.files import GGUF, json_bytes, read_errors
+from ligermodels.checkpoint.gguf_config import FAMILIES, TABLES, Fields, config_of
+from ligermodels.checkpoint.gguf_tokenizer import token_ids, tokenizer_files
+from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves
+from ligermodels.errors import CheckpointError, ConfigError
+
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 10: "Q2_K", 11: "Q3_K", 12: "Q4_K",
+    13: "Q5_K", 14: "Q6_K", 20: "IQ4_NL", 23: "IQ4_XS", 30: "BF16",
+}  # fmt: skip
+"""The number of a tensor's type -> its name."""
+
+_TENSORS = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj", "attn_qkv": "self_attn.qkv_proj", "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm", "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
+    "ffn_down_exps": "block_sparse_moe.experts.{}.w2", "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
+}  # fmt: skip
+_OF_FAMILY = {
+    "phi3": {"ffn_up": "mlp.gate_up_proj"},
+    "gemma2": {
+        "ffn_norm": "pre_feedforward_layernorm", "post_attention_norm": "post_attention_layernorm",
+        "post_ffw_norm": "post_feedforward_layernorm",
+    },
+}  # fmt: skip
+_ARRAYS = {0: "u1", 1: "i1", 2: "<u2", 3: "<i2", 4: "<u4", 5: "<i4", 6: "<f4", 7: "?", 10: "<u8", 11: "<i8", 12: "<f8"}
+_STRING, _ARRAY, _FLOAT32 = 8, 9, 6
+_SPLIT = "  Next: join its parts with llama.cpp: llama-gguf-split --merge FIRST_PART WHOLE.gguf"
+
+
+def package() -> Any:
+    """The `gguf` package. Raises ConfigError where it is missing."""
+    try:
+        import gguf
+    except ImportError as error:
+        raise ConfigError(
+            "Quantised GGUF files are read, and all are written, by the gguf package, which is missing.\n"
+            "  Next: pip install 'ligermodels[gguf]'"
+        ) from error
+    return gguf
+
+
+def folder_of(path: Path) -> Path:
+    """A folder in Hugging Face's layout for a GGUF file: config.json, the tokenizer's files and a link to the weights.
+
+    It is temporary and made once in a process. Raises CheckpointError, ConfigError, HubError, TokenizerError.
+    """
+    with read_errors(path):
+        path = path.resolve()
+        stat = path.stat()
+    return _folder_of(path, stat.st_mtime_ns, stat.st_size)
+
+
+@functools.cache
+def _folder_of(path: Path, mtime: int, size: int) -> Path:
+    reader = GgufReader(path)
+    root = tempfile.TemporaryDirectory(prefix="ligermodels-gguf-")
+    _roots.append(root)
+    folder = Path(root.name) / path.stem
+    for name, content in reader.files().items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    (folder / GGUF).symlink_to(path)
+    return folder
+
+
+_roots: list[tempfile.TemporaryDirectory[str]] = []
+"""The folders of `folder_of`, which are deleted when the process ends."""
+
+
+class _Stored(NamedTuple):
+    """A tensor of the file: its type and shape, and where its bytes begin."""
+
+    type: str
+    shape: tuple[int, ...]
+    start: int
+
+    def part(self, index: int, nbytes: int) -> Self:
+        """Box `index` of a stacked tensor, each of `nbytes`."""
+        return self._replace(shape=self.shape[1:], start=self.start + index * nbytes)
+
+
+class GgufFile:
+    """The header of a GGUF file: metadata {key: value}, and tensors {name: type, shape, place}; the rest is mapped.
+
+    The gguf package's own reader takes seconds for a vocabulary of usual size.
+    Raises CheckpointError for a file that is damaged, cut short, or has a type of tensor that is not read.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self._at = path, 8
+        with read_errors(path), path.open("rb") as file:
+            start = file.read(8)
+            if start[:4] != b"GGUF":
+                raise CheckpointError(f"{path} is not a GGUF file. Likely: a download that failed; fetch it again.")
+            if start[4:] not in (b"\2\0\0\0", b"\3\0\0\0"):
+                raise CheckpointError(f"{path} is a GGUF file of version {start[4:].hex()}; 2 and 3 are read")
+            self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        try:
+            count, keys = self._unpack("<QQ")
+            self.metadata = {self._string(): self._value(*self._unpack("<I")) for _ in range(keys)}
+            found = [self._tensor() for _ in range(count)]
+        except (struct.error, ValueError, KeyError, OverflowError, MemoryError) as error:
+            raise CheckpointError(f"{path}: its header is damaged or cut short; fetch it again. ({error})") from error
+        if self.metadata.get("split.count", 0) > 1:
+            raise CheckpointError(f"{path} is one of {self.metadata['split.count']} parts of a model.\n{_SPLIT}")
+        alignment = self.metadata.get("general.alignment", 32)
+        data = -(-self._at // alignment) * alignment
+        self.tensors = {name: stored._replace(start=data + stored.start) for name, stored in found}
+        end = max((stored.start + self.nbytes(stored) for stored in self.tensors.values()), default=0)
+        if end > len(self._map):
+            raise CheckpointError(f"{path} is cut short: {len(self._map):,} of {end:,} bytes; fetch it again.")
+
+    def nbytes(self, stored: _Stored) -> int:
+        """The size of a tensor in the file."""
+        elements = math.prod(stored.shape)
+        if stored.type in FLOATS:
+            return elements * FLOATS[stored.type].itemsize
+        gguf = package()
+        block, size = gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[stored.type]]
+        return elements // block * size
+
+    def read(self, stored: _Stored) -> Tensor:
+        """A view of the mapped file or, of a quantised tensor, its values as fp32."""
+        if stored.type in FLOATS:
+            dtype, count = FLOATS[stored.type], math.prod(stored.shape)
+            return torch.frombuffer(self._map, dtype=dtype, count=count, offset=stored.start).reshape(stored.shape)
+        gguf = package()
+        data = np.frombuffer(self._map, np.uint8, self.nbytes(stored), stored.start)
+        rows = data.reshape(math.prod(stored.shape[:-1]), -1)
+        values = gguf.dequantize(rows, gguf.GGMLQuantizationType[stored.type])
+        return torch.from_numpy(values).reshape(stored.shape)
+
+    def _unpack(self, form: str) -> tuple[Any, ...]:
+        values = struct.unpack_from(form, self._map, self._at)
+        self._at += struct.calcsize(form)
+        return values
+
+    def _string(self) -> str:
+        (size,) = self._unpack("<Q")
+        self._at += size
+        if self._at > len(self._map):
+            raise ValueError("a text runs beyond the end")
+        return self._map[self._at - size : self._at].decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind == _ARRAY:
+            item, count = self._unpack("<IQ")
+            return self._numbers(item, count).tolist() if item in _ARRAYS else [self._value(item) for _ in range(count)]
+        value = self._numbers(kind, 1)[0]
+        return float(str(value)) if kind == _FLOAT32 else value.item()  # 1e-05, and not 9.99999974738e-06
+
+    def _numbers(self, kind: int, count: int) -> np.ndarray:
+        values = np.frombuffer(self._map, _ARRAYS[kind], count, self._at)
+        self._at += values.nbytes
+        return values
+
+    def _tensor(self) -> tuple[str, _Stored]:
+        name, (dims,) = self._string(), self._unpack("<I")
+        shape, (kind, start) = self._unpack(f"<{dims}Q"), self._unpack("<IQ")
+        if kind not in TYPES:
+            raise CheckpointError(
+                f"{self.path}: {name} is quantised as type {kind}, which is not read; supported: "
+                f"{', '.join(TYPES.values())}.\n  Next: take another file of this model."
+            )
+        return name, _Stored(TYPES[kind], shape[::-1], start)
+
+
+class GgufReader:
+    """A GGUF file under Hugging Face's names: a context manager and a `weights.Reader` with a config and files.
+
+    headers: {name: TensorInfo}, in the one dtype of the checkpoint; see the module. types: {name: how it is stored}.
+    is_mapped: as of the other readers.
+    Raises CheckpointError, HubError, and ConfigError for an architecture or a configuration that is not computed here.
+    """
+
+    is_mapped = os.name != "nt"
+
+    def __init__(self, path: Path):
+        self.source, self._file = str(path), GgufFile(path)
+        self._fields = Fields(self._file.metadata, str(path))
+        self._model_type, self._heads = self._fields.model_type, self._fields.number("attention.head_count")
+        self._boxes: dict[str, _Stored] = {}
+        names = _TENSORS | _OF_FAMILY.get(self._model_type, {})
+        for name, stored in self._file.tensors.items():
+            if name in TABLES:
+                continue
+            ours, experts = _renamed(name, names), stored.shape[0] if name.endswith("_exps.weight") else 0
+            nbytes = self._file.nbytes(stored) // max(experts, 1)
+            for expert in range(experts):
+                self._boxes[ours.format(expert)] = stored.part(expert, nbytes)
+            if not experts:
+                self._boxes[ours] = stored
+        self.types = {name: stored.type for name, stored in self._boxes.items()}
+        self.headers = self._headers()
+        self.places = dict.fromkeys(self.headers, path.name)
+        self.metadata: dict[str, str] = {}
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU, in memory of its own: mapped from the file, or new."""
+        tensor = self._values(name)
+        if FAMILIES[self._model_type][0] == "llama" and ".self_attn.q_proj." in name:
+            tensor = to_halves(tensor, self._heads)
+        if FAMILIES[self._model_type][0] == "llama" and ".self_attn.k_proj." in name:
+            tensor = to_halves(tensor, self._fields.get("attention.head_count_kv", self._heads))
+        return tensor.to(self.headers[name].dtype)
+
+    def config(self) -> dict[str, Any]:
+        """The contents of a config.json."""
+        tables = {name: self._file.read(stored) for name, stored in self._file.tensors.items() if name in TABLES}
+        return config_of(self._fields, self.headers, tables)
+
+    def files(self) -> dict[str, bytes]:
+        """config.json, generation_config.json and the tokenizer's files."""
+        config, ids = self.config(), token_ids(self._file.metadata)
+        files = {"config.json": json_bytes(config)}
+        if ids:
+            files["generation_config.json"] = json_bytes(ids)
+        return files | tokenizer_files(self._file.metadata, self._model_type, self.source)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        pass
+
+    def _values(self, name: str) -> Tensor:
+        """As stored, but for Gemma's norms."""
+        tensor = self._file.read(self._boxes[name])
+        return tensor - 1.0 if self._model_type.startswith("gemma") and name.endswith("norm.weight") else tensor
+
+    def _headers(self) -> dict[str, TensorInfo]:
+        small = [name for name, box in self._boxes.items() if len(box.shape) == 1 or name.endswith("moe.gate.weight")]
+        dtypes = {FLOATS.get(box.type, torch.float32) for name, box in self._boxes.items() if name not in small}
+        if not dtypes:
+            raise CheckpointError(f"{self.source} holds no matrices. Is it a model, and not a vocabulary alone?")
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        values = map(self._values, small)
+        exact = dtype != torch.float32 and all(same_bits(x.to(dtype).float(), x.float()) for x in values)
+        of_small = dtype if exact else torch.float32
+        return {name: TensorInfo(of_small if name in small else dtype, box.shape) for name, box in self._boxes.items()}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    """Hugging Face's name of a tensor; one that is unknown keeps its own."""
+    match = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name)
+    if match is None or match[2] not in names:
+        return name
+    prefix = f"model.layers.{match[1]}." if match[1] else ""
+    return f"{prefix}{names[match[2]]}.{match[3]}"

@@ -1,0 +1,246 @@
+"""The tokenizer in a GGUF file's metadata, as the files of a Hugging Face folder.
+
+- "gpt2", byte-level tokens with merges: tokenizer.json, whose pre-tokenizer is the one that `tokenizer.ggml.pre` names.
+- "llama", pieces with scores: tokenizer.model, sentencepiece's BPE. As in llama.cpp, control and user-defined tokens
+  are split off first, and the dummy prefix stands before every text and after every such token.
+Where the tokenizers of a family normalise (NFC of Qwen) or strip (Phi-3's special tokens), which llama.cpp knows by
+name or leaves out, so do these files. Unused tokens after the last used one are not tokens.
+conversion/gguf_tokenizer.py writes these keys. Checked against: src/llama-vocab.cpp of llama.cpp.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from ligermodels.errors import TokenizerError
+
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
+"""The types of tokens; sentencepiece's numbers too."""
+SPACE = "\u2581"
+PHI3_TOKENS = {"<unk>", "<s>", "</s>", "<|endoftext|>"}
+"""Of these, only </s> strips the white space after it, as all other special tokens of Phi-3 do."""
+
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@|"
+_CASED_REST = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
+_WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
+PRE_TOKENIZERS = {
+    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", True): "llama-bpe",
+    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", False): "dbrx",
+    (rf"{_WORDS}\p{{N}}|{_REST}", False): "qwen2",
+    (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", True): "tekken",
+    # Made from tiktoken's ranks, where merges lead to every token: the flag changes nothing.
+    (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
+    (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", False): "gpt-4o",
+    ("ByteLevel", False): "gpt-2",
+    ("Digits ByteLevel", False): "smollm",
+}
+"""(the pattern that splits a text, whether whole words go before merges) -> llama.cpp's name for it."""
+
+_ALIASES = {"llama3": "llama-bpe", "llama-v3": "llama-bpe", "deepseek-r1-qwen": "qwen2"}
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", "[0-9][0-9][0-9]")
+"""What llama.cpp splits by, one after the other, where a file says "default" or nothing."""
+_WITH_BOS = ("llama-bpe", "tekken")
+_NO_ID = (1 << 64) - 1  # -1 in a protobuf
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+def token_ids(metadata: Mapping[str, Any], only_eos: bool = False) -> dict[str, Any]:
+    """bos, eos and pad ids as generation_config.json has them: the ends of a text, a turn and a message are eos ids.
+
+    only_eos: as config.json has them, with the end of a text alone.
+    """
+    ends = [metadata.get(f"tokenizer.ggml.{name}") for name in (_ENDS[:1] if only_eos else _ENDS)]
+    found = list(dict.fromkeys(end for end in ends if end is not None))
+    ids = {
+        "bos_token_id": metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": found[0] if len(found) == 1 else found or None,
+        "pad_token_id": metadata.get("tokenizer.ggml.padding_token_id"),
+    }
+    return {name: value for name, value in ids.items() if value is not None}
+
+
+def tokenizer_files(metadata: Mapping[str, Any], model_type: str, where: str) -> dict[str, bytes]:
+    """{name: content} of tokenizer.json or tokenizer.model, tokenizer_config.json and the chat templates.
+
+    None of them where the file has no tokenizer. Raises TokenizerError.
+    """
+    kind = metadata.get("tokenizer.ggml.model", "none")
+    if kind in ("none", "no_vocab"):
+        return {}
+    if kind not in ("gpt2", "llama"):
+        raise TokenizerError(f"{where}: tokenizer.ggml.model {kind!r} is not supported; supported: gpt2, llama")
+    try:
+        tokens, types = metadata["tokenizer.ggml.tokens"], metadata.get("tokenizer.ggml.token_type")
+        types = types or [NORMAL] * len(tokens)
+        while types and types[-1] == UNUSED:
+            types = types[:-1]
+        tokens = tokens[: len(types)]
+        config = _settings(metadata, tokens)
+        files = {
+            f"additional_chat_templates/{key.removeprefix('tokenizer.chat_template.')}.jinja": text.encode()
+            for key, text in metadata.items()
+            if key.startswith("tokenizer.chat_template.")
+        }
+        if "tokenizer.chat_template" in metadata:
+            files["chat_template.jinja"] = metadata["tokenizer.chat_template"].encode()
+        added = _added(tokens, types, model_type)
+        if kind == "gpt2":
+            config["tokenizer_class"] = "PreTrainedTokenizerFast"
+            files["tokenizer.json"] = _byte_level(metadata, tokens, added, config, where)
+        else:
+            config |= {"tokenizer_class": "GemmaTokenizer" if model_type.startswith("gemma") else "LlamaTokenizer"}
+            config |= {"legacy": True, "added_tokens_decoder": {str(index): token for index, token in added.items()}}
+            files["tokenizer.model"] = _sentencepiece(metadata, tokens, types)
+    except (IndexError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, TokenizerError):
+            raise
+        raise TokenizerError(f"{where}: its tokenizer is damaged: {type(error).__name__}: {error}") from error
+    return files | {"tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False).encode()}
+
+
+def _settings(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """tokenizer_config.json: the named tokens, and whether BOS and EOS are added."""
+    is_llama, pre = metadata["tokenizer.ggml.model"] == "llama", _pre(metadata)
+    config: dict[str, Any] = {
+        "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token", is_llama or pre in _WITH_BOS),
+        "add_eos_token": metadata.get("tokenizer.ggml.add_eos_token", False),
+        "clean_up_tokenization_spaces": False,
+    }
+    for name, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
+        index = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
+        if index is not None and index < len(tokens):
+            config[f"{name}_token"] = tokens[index]
+    return config
+
+
+def _pre(metadata: Mapping[str, Any]) -> str:
+    name = metadata.get("tokenizer.ggml.pre", "default")
+    return _ALIASES.get(name, name)
+
+
+def _added(tokens: list[str], types: list[int], model_type: str) -> dict[int, dict[str, Any]]:
+    """{id: token with its flags} of the tokens that are split off a text before all others."""
+    strips = model_type == "phi3" and set(tokens) >= PHI3_TOKENS
+    plain = PHI3_TOKENS - {"</s>"}
+    return {
+        index: {
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": strips and kind == CONTROL and token not in plain,
+            "normalized": False,
+            "special": kind != USER_DEFINED,
+        }
+        for index, (token, kind) in enumerate(zip(tokens, types, strict=True))
+        if kind in (CONTROL, USER_DEFINED) or (kind == UNKNOWN and token)
+    }
+
+
+def _byte_level(
+    metadata: Mapping[str, Any], tokens: list[str], added: Mapping[int, Any], config: Mapping[str, Any], where: str
+) -> bytes:
+    """tokenizer.json. Raises TokenizerError for a pre-tokenizer that is not known."""
+    pre = _pre(metadata)
+    known = {name: (cuts, whole) for (cuts, whole), name in reversed(PRE_TOKENIZERS.items())}
+    if pre not in (*known, "default"):
+        raise TokenizerError(
+            f"{where}: the pre-tokenizer {pre!r} (tokenizer.ggml.pre) is not supported; supported: "
+            f"{', '.join((*known, 'default'))}.\n  Next: use the checkpoint in Hugging Face's layout."
+        )
+    cuts, ignore_merges = known.get(pre, (_DEFAULT, False))
+    steps: list[dict[str, Any]] = []
+    if isinstance(cuts, tuple):
+        steps = [_split(pattern) for pattern in cuts]
+    elif not cuts.endswith("ByteLevel"):
+        steps = [_split(cuts)]
+    elif cuts.startswith("Digits"):
+        steps = [{"type": "Digits", "individual_digits": True}]
+    by_regex = not isinstance(cuts, tuple) and cuts.endswith("ByteLevel")
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": by_regex}
+    state = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": index, **token} for index, token in added.items()],
+        "normalizer": {"type": "NFC"} if pre == "qwen2" else None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*steps, byte_level]},
+        "post_processor": _around(config, tokens),
+        "decoder": {**byte_level, "use_regex": True},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": ignore_merges,
+            "vocab": {token: index for index, token in enumerate(tokens)},
+            "merges": [merge.split(" ", 1) for merge in metadata["tokenizer.ggml.merges"]],
+        },
+    }
+    return json.dumps(state, ensure_ascii=False).encode()
+
+
+def _split(pattern: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+
+
+def _around(config: Mapping[str, Any], tokens: list[str]) -> dict[str, Any]:
+    """The post-processor, which adds BOS and EOS."""
+    names = [config[f"{name}_token"] for name in ("bos", "eos") if config[f"add_{name}_token"]]
+    special = {name: {"id": name, "ids": [tokens.index(name)], "tokens": [name]} for name in names}
+    parts = {name: {"SpecialToken": {"id": name, "type_id": 0}} for name in names}
+    before = [parts[config["bos_token"]]] if config["add_bos_token"] else []
+    after = [parts[config["eos_token"]]] if config["add_eos_token"] else []
+    one, other = ({"Sequence": {"id": name, "type_id": number}} for number, name in enumerate("AB"))
+    single = [*before, one, *after]
+    return {
+        "type": "TemplateProcessing",
+        "single": single,
+        "pair": [*single, *before, other, *after],
+        "special_tokens": special,
+    }
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> bytes:
+    """tokenizer.model: a ModelProto with the pieces, its trainer's and its normalizer's settings."""
+    scores = metadata["tokenizer.ggml.scores"][: len(tokens)]
+    pieces = []
+    for index, (token, score, kind) in enumerate(zip(tokens, scores, types, strict=True)):
+        if not token:  # sentencepiece has no empty pieces
+            token, kind = f"[PAD{index}]", UNUSED
+        text = token.replace(" ", SPACE).encode()
+        piece = _field(1, text) + b"\x15" + struct.pack("<f", score) + _field(3, kind)
+        pieces.append(_field(1, piece))
+    has_bytes = sum(kind == BYTE for kind in types) == 256
+    ids: list[int | None] = [types.index(UNKNOWN) if UNKNOWN in types else None]
+    ids += [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos", "padding")]
+    trainer = _field(3, 2) + _field(4, len(tokens)) + _field(35, int(has_bytes))  # 2: BPE
+    for number, special in enumerate(ids, start=40):
+        trainer += _field(number, _NO_ID if special is None else special)
+    prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
+    squeezes = metadata.get("tokenizer.ggml.remove_extra_whitespaces", False)
+    normalizer = _field(1, b"identity") + _field(3, int(prefix)) + _field(4, int(squeezes)) + _field(5, 1)
+    return b"".join(pieces) + _field(2, trainer) + _field(3, normalizer)
+
+
+def _field(number: int, value: int | bytes) -> bytes:
+    """A field of a protobuf message."""
+    if isinstance(value, bytes):
+        return _varint(number << 3 | 2) + _varint(len(value)) + value
+    return _varint(number << 3) + _varint(value)
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 127:
+        found.append(value & 127 | 128)
+        value >>= 7
+    return bytes([*found, value])

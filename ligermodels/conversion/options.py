@@ -1,0 +1,86 @@
+"""The options of a conversion, which are checked before anything is read and without torch."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ligermodels.checkpoint.dtypes import dtype_name
+from ligermodels.checkpoint.files import absolute, write_errors
+from ligermodels.errors import InputError
+
+Level = Literal["none", "keys", "bytes", "logits"]
+LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
+KEPT = ("keep", "auto")
+"""The names that leave dtypes as they are."""
+Layout = Literal["hf", "meta", "dcp", "gguf"]
+LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "dcp", "gguf")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The layout to convert a checkpoint to, and how.
+
+    to: "hf", "meta" (Llamas only), "dcp" (under the names that models have in memory, ours and transformers') or
+    "gguf" (one file, for llama.cpp).
+    dtype: "keep" or "auto", no cast; or any name of `dtypes.NAMES`, such as "bf16".
+    max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
+    instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
+    embedding, by default 0 for a rope_theta of 500000 (Llama 3), else 1.
+    adapter: the folder of a LoRA adapter to merge. config: the folder of config.json and tokenizer, for a distributed
+    checkpoint or a trainer's state dict without them. rope_factor: of Meta's files with `use_scaled_rope` and a size
+    without a known one.
+    revision: of a repository. allow_pickle: read pickled weights, as plain tensors.
+    verify: how far the result is compared with the source before it takes its place; see `verify`.
+    overwrite: replace weights and files in the destination.
+    dry_run: plan and check from headers, write nothing. progress: bars on stderr, if that is a terminal.
+    """
+
+    to: Layout = "hf"
+    dtype: str = "keep"
+    max_shard_size: int | str | None = None
+    like: bool = False
+    ranks: int = 1
+    embedding_axis: int | None = None
+    adapter: str | Path | None = None
+    config: str | Path | None = None
+    rope_factor: float | None = None
+    revision: str | None = None
+    allow_pickle: bool = False
+    verify: Level = "none"
+    overwrite: bool = False
+    dry_run: bool = False
+    progress: bool = True
+
+
+def check_options(dst: str | Path | None, options: Options) -> Path | None:
+    """The folder or, for "gguf", the file to write; None for a dry run. Raises InputError."""
+    dtype_name(options.dtype, KEPT)
+    for name, known in (("to", LAYOUTS), ("verify", LEVELS)):
+        if getattr(options, name) not in known:
+            raise InputError(f"{name}={getattr(options, name)!r} is not known; known: {', '.join(known)}")
+    if options.to == "gguf" and dtype_name(options.dtype, KEPT) == "float64":
+        raise InputError("GGUF files hold no weights in float64; give another dtype")
+    if options.to != "hf" and (options.like or options.max_shard_size is not None):
+        raise InputError(f"like and max_shard_size are for the layout hf, not for {options.to}")
+    if (options.ranks != 1 or options.embedding_axis is not None) and options.to != "meta":
+        raise InputError(f"ranks and embedding_axis are for the layout meta, not for {options.to}")
+    if options.embedding_axis not in (None, 0, 1):
+        raise InputError(f"embedding_axis={options.embedding_axis}: expected 0, rows, or 1, columns")
+    if options.to == "gguf" and options.verify == "logits":
+        raise InputError("verify=logits needs a model that runs, and GGUF files run in llama.cpp; give keys or bytes")
+    if options.dry_run and dst is None:
+        return None
+    if not str(dst or ""):
+        raise InputError("DST is missing: give the folder to write, or --dry-run to write nothing")
+    target = absolute(str(dst))
+    with write_errors(target):
+        is_folder, is_file = target.is_dir(), target.is_file()
+        is_filled = is_file or (is_folder and bool(os.listdir(target)))
+    if options.to == "gguf" and is_folder:
+        raise InputError(f"{dst} is a folder; GGUF is one file: give its name, such as {Path(str(dst)) / 'model.gguf'}")
+    if options.to != "gguf" and is_file:
+        raise InputError(f"{dst} is a file; give the name of a folder to write")
+    if is_filled and not options.overwrite:
+        raise InputError(f"{dst} is there and not empty; overwrite=True (--overwrite) saves over it")
+    return None if options.dry_run else target

@@ -1,0 +1,226 @@
+"""Vocabularies that are ranks of byte strings: Meta's tokenizer.model (tiktoken's text) and Mistral's tekken.json.
+
+Neither has merges. tiktoken joins the two neighbours whose joined bytes have the lowest rank; the same for `tokenizers`
+is a merge for every split of a token into two tokens, in the order of the token's rank, as transformers' converters
+make them. A piece of text that is a token as a whole is not merged.
+
+- Meta's file has no names of special tokens: they and the pattern are those of llama-models, whose names the released
+  tokenizer.json of Llama 3.0 and 3.1 have too but for reserved ones (128005 is <|step_id|>, 128011 <|image|>). Names in
+  tokenizer_config.json (added_tokens_decoder) take their place. Llama 3's and Llama 4's files are known, by their size.
+- tekken.json: the first `default_num_special_tokens` ids are the special tokens, the ranks follow. Tokens beyond
+  `default_vocab_size` are left out. Files up to version 7 without `special_tokens` have mistral-common's names.
+- Special tokens are matched in the text, as transformers does, and BOS is added, as in the released tokenizer.json.
+
+Source: models/llama3/tokenizer.py and models/llama4/tokenizer.py of llama-models 0.3;
+tokens/tokenizers/tekken.py of mistral-common 1.13; TikTokenConverter of transformers 5.23.
+"""
+
+import base64
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ligermodels.errors import TokenizerError
+from ligermodels.text.files import TokenizerFiles, read_bytes, read_text
+from ligermodels.text.json_backend import JsonBackend
+
+_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LLAMA_3_PATTERN = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_LLAMA_4_PATTERN = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
+
+
+def _reserved(kind: str, numbers: Iterable[int]) -> tuple[str, ...]:
+    return tuple(f"<|{kind}reserved_special_token_{number}|>" for number in numbers)
+
+
+_LLAMA_3_SPECIAL = (
+    "<|begin_of_text|>", "<|end_of_text|>", *_reserved("", range(2)), "<|finetune_right_pad_id|>", "<|step_id|>",
+    "<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>", "<|eot_id|>", "<|python_tag|>", "<|image|>",
+    *_reserved("", range(2, 246)),
+)  # fmt: skip
+_LLAMA_4_SPECIAL = (
+    "<|begin_of_text|>", "<|end_of_text|>", "<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>",
+    "<|header_start|>", "<|header_end|>", "<|eom|>", "<|eot|>", "<|step|>", *_reserved("text_post_train_", range(6)),
+    "<|python_start|>", "<|python_end|>", "<|finetune_right_pad|>", *_reserved("text_post_train_", range(8, 69)),
+    "<|image_start|>", "<|image_end|>", *_reserved("vision_", range(2)), "<|tile_x_separator|>",
+    "<|tile_y_separator|>", *_reserved("vision_", range(2, 6)), "<|image|>", *_reserved("vision_", [6]), "<|patch|>",
+    *_reserved("vision_", range(7, 1048)), *_reserved("reasoning_", range(8)), "<|reasoning_thinking_start|>",
+    "<|reasoning_thinking_end|>", *_reserved("", range(904)),
+)  # fmt: skip
+_TEKKEN_SPECIAL = (
+    "<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+    "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]", "[PREFIX]", "[MIDDLE]",
+    "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """A vocabulary. tokens: by rank. special: the special tokens, with the ids before or after those of `tokens`.
+
+    named: {"bos_token": "<s>", ...}. stops: the special tokens that end a text or a turn.
+    """
+
+    tokens: tuple[bytes, ...] = ()
+    pattern: str
+    special: tuple[str, ...]
+    special_first: bool = False
+    named: Mapping[str, str]
+    stops: tuple[str, ...] = ()
+
+    @property
+    def first(self) -> int:
+        """The id of the first of `tokens`."""
+        return len(self.special) if self.special_first else 0
+
+    @property
+    def first_special(self) -> int:
+        return 0 if self.special_first else len(self.tokens)
+
+
+def _llama(pattern: str, special: tuple[str, ...], pad: str, *stops: str) -> Ranks:
+    named = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>", "pad_token": pad}
+    return Ranks(pattern=pattern, special=special, named=named, stops=("<|end_of_text|>", *stops))
+
+
+TIKTOKEN = {
+    128000: _llama(_LLAMA_3_PATTERN, _LLAMA_3_SPECIAL, "<|finetune_right_pad_id|>", "<|eom_id|>", "<|eot_id|>"),
+    200000: _llama(_LLAMA_4_PATTERN, _LLAMA_4_SPECIAL, "<|finetune_right_pad|>", "<|eom|>", "<|eot|>"),
+}
+"""{number of tokens in a tiktoken file: what the file does not say}."""
+
+
+class RanksBackend(JsonBackend):
+    """A `tokenizers.Tokenizer` built from ranks."""
+
+    def __init__(self, path: Path, files: TokenizerFiles) -> None:
+        ranks = _read_tekken(path) if path.suffix == ".json" else _read_tiktoken(path)
+        ranks = _renamed(ranks, {token.id: token.content for token in files.added})
+        super().__init__(path, files, _build(ranks, path))
+        self.named = ranks.named
+        self.stop_ids = tuple(self._native.token_to_id(token) for token in ranks.stops)
+
+
+def _read_tiktoken(path: Path) -> Ranks:
+    try:
+        pairs = [line.split() for line in read_bytes(path).splitlines() if line]
+        tokens = tuple(base64.b64decode(token, validate=True) for token, _ in pairs)
+        ranks = [int(rank) for _, rank in pairs]
+    except ValueError as error:
+        raise TokenizerError(
+            f"{path} is not a tiktoken file, a base64 token and its rank in each line ({error}). Likely cause: a "
+            "truncated download."
+        ) from error
+    if ranks != list(range(len(ranks))) or len(tokens) not in TIKTOKEN:
+        raise TokenizerError(
+            f"{path} is a tiktoken file of {len(tokens)} tokens; Llama 3's (128000) and Llama 4's (200000) are read, "
+            "and of others the special tokens are not known. Next step: if it is Llama's, download it again; else "
+            "take tokenizer.json from the Hugging Face version of this checkpoint."
+        )
+    return dataclasses.replace(TIKTOKEN[len(tokens)], tokens=tokens)
+
+
+def _read_tekken(path: Path) -> Ranks:
+    try:
+        content = json.loads(read_text(path))
+        config, declared = content["config"], content.get("special_tokens")
+        count, size = int(config["default_num_special_tokens"]), int(config["default_vocab_size"])
+        if declared is None and int(str(config["version"]).removeprefix("v")) > 7:
+            raise ValueError("a file of version 8 or later without special_tokens")
+        entries = content["vocab"][: size - count]
+        special = _TEKKEN_SPECIAL
+        if declared is not None:
+            ordered = sorted(declared, key=lambda token: token["rank"])
+            special = tuple(token["token_str"] for token in ordered)
+            if [token["rank"] for token in ordered] != list(range(len(special))):
+                raise ValueError("the ranks of special_tokens are not 0, 1, 2, ...")
+        if [entry["rank"] for entry in entries] != list(range(size - count)) or len(special) > count:
+            raise ValueError(f"vocab and special_tokens are not those of a default_vocab_size of {size}")
+        if "<s>" not in special:
+            raise ValueError("special_tokens has no <s>")
+        named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+        return Ranks(
+            tokens=tuple(base64.b64decode(entry["token_bytes"], validate=True) for entry in entries),
+            pattern=config["pattern"],
+            special=(*special, *(f"<SPECIAL_{number}>" for number in range(len(special), count))),
+            special_first=True,
+            named={name: token for name, token in named.items() if token in special},
+        )
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise TokenizerError(
+            f"{path} is not a tekken.json that is read here ({type(error).__name__}: {str(error)[:200]}). Likely "
+            "cause: a truncated download, or a newer kind of file."
+        ) from error
+
+
+def _renamed(ranks: Ranks, names: Mapping[int, str]) -> Ranks:
+    """`ranks` with special tokens of the `names` {id: token}."""
+    special = tuple(names.get(index, token) for index, token in enumerate(ranks.special, ranks.first_special))
+    renamed = dict(zip(ranks.special, special, strict=True))
+    return dataclasses.replace(
+        ranks,
+        special=special,
+        named={name: renamed[token] for name, token in ranks.named.items()},
+        stops=tuple(renamed[token] for token in ranks.stops),
+    )
+
+
+def _build(ranks: Ranks, path: Path) -> Any:
+    """The `tokenizers.Tokenizer`."""
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, processors
+
+    vocab = {token: index for index, token in enumerate(map(_spelled, ranks.tokens), ranks.first)}
+    special = {token: index for index, token in enumerate(ranks.special, ranks.first_special)}
+    if not vocab.keys() >= set(_ALPHABET.values()) or len(vocab | special) != len(ranks.tokens) + len(ranks.special):
+        raise TokenizerError(
+            f"{path} lacks one of the 256 bytes, or has a token twice. Likely cause: a damaged or edited file."
+        )
+    native = tokenizers.Tokenizer(
+        models.BPE(vocab | special if ranks.special_first else vocab, _merges(vocab), ignore_merges=True)
+    )
+    try:
+        split = pre_tokenizers.Split(tokenizers.Regex(ranks.pattern), "isolated")
+    except Exception as error:
+        raise TokenizerError(f"{path}: the pattern that splits a text cannot be read: {error}.") from error
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    native.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    native.decoder = decoders.ByteLevel()
+    native.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in special])
+    bos = ranks.named["bos_token"]
+    template = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, special[bos])]
+    )
+    native.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), template])
+    return native
+
+
+def _merges(vocab: Mapping[str, int]) -> list[tuple[str, str]]:
+    """Every split of each token into two tokens, in the order of the tokens; see the module."""
+    merges: list[tuple[str, str]] = []
+    for token in vocab:
+        splits = []
+        for at in range(1, len(token)):
+            left, right = token[:at], token[at:]
+            if left in vocab and right in vocab:
+                splits.append((vocab[left], vocab[right], left, right))
+        merges += [(left, right) for _, _, left, right in sorted(splits)]
+    return merges
+
+
+def _spelled(token: bytes) -> str:
+    """The token in the byte-level alphabet of GPT-2, which spells each byte as a visible character."""
+    return token.decode("latin-1").translate(_ALPHABET)
+
+
+_VISIBLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_HIDDEN = [byte for byte in range(256) if byte not in _VISIBLE]
+_ALPHABET = {byte: chr(byte) for byte in _VISIBLE} | {byte: chr(256 + at) for at, byte in enumerate(_HIDDEN)}

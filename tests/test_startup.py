@@ -1,0 +1,129 @@
+"""What commands and imports load: the modules that take long are not imported where they are not needed."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ligermodels.checkpoint.dtypes import NAMES, dtype_name
+from ligermodels.errors import InputError
+from ligermodels.kernels._triton import assume_constant_result
+from tests.cli.commands import write_checkpoint
+
+HEAVY = {"torch", "torch._dynamo", "torch.distributed.checkpoint", "transformers", "triton", "sympy"}
+WITH_TORCH = HEAVY - {"torch", "triton"}
+"""What a command that computes does without."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("startup")
+    write_checkpoint(root / "model")
+    (root / "empty").mkdir()
+    for path in (root / "model").iterdir():
+        if path.suffix != ".safetensors":
+            (root / "empty" / path.name).write_bytes(path.read_bytes())
+    return root
+
+
+def loaded(code: str, folder: Path) -> tuple[set[str], str]:
+    """Those of HEAVY that `code` imports, and what it prints."""
+    code += "\nimport sys; print('LOADED', *sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "0"},
+    )  # fmt: skip
+    printed, found, modules = done.stdout.rpartition("LOADED ")
+    assert found, done.stderr
+    return HEAVY & set(modules.split()), printed + done.stderr
+
+
+WITHOUT_TORCH = {
+    "--help": (0, "chat"),
+    "generate --help": (0, "--temperature"),
+    "inspect /nowhere/at/all": (5, "not there"),
+    "verify model ./nowhere": (5, "not there"),
+    "convert model empty": (2, "--overwrite"),
+    "convert model new --dtype int3": (2, "float32 (fp32, "),
+    "convert model new.gguf --to gguf --dtype fp64": (2, "float64"),
+    "generate /nowhere/at/all --prompt x": (3, "not there"),
+    "generate empty --prompt x": (3, "neither model.safetensors"),
+    "generate model --prompt x --temperature -1": (3, "temperature"),
+    "generate model --prompt x --top-p 2": (3, "top_p"),
+    "generate model --prompt x --dtype int3": (2, "float32 (fp32, "),
+    "chat empty": (3, "neither model.safetensors"),
+}
+"""Command -> its exit status, and words that it prints."""
+
+
+def running(command: str) -> str:
+    return f"""
+from ligermodels.cli import main
+try:
+    status = main({command.split()!r})
+except SystemExit as stop:
+    status = stop.code
+print("status", status)
+"""
+
+
+def test_commands_that_need_no_torch(folders):
+    code = "import sys\nsys.stderr = sys.stdout"
+    heavy, printed = loaded("\n".join([code, *map(running, WITHOUT_TORCH)]), folders)
+    assert not heavy
+    outputs = re.split(r"(?<=status \d)\n", printed)
+    for output, (command, (status, words)) in zip(outputs, WITHOUT_TORCH.items(), strict=False):
+        assert f"status {status}" in output and words in output, f"{command}: {output}"
+
+
+TORCH = "import torch, ligermodels\n"
+TEXT = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, pad_token_id=0, rope_theta=1e4)  # fmt: skip
+QWEN2_VL = dict(TEXT, model_type="qwen2_vl", rope_scaling=dict(type="mrope", mrope_section=[1, 1, 2]),
+                vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32))  # fmt: skip
+TOWER = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_global_layers=1, attention_heads=2,
+             image_size=8, patch_size=4, vision_output_dim=32, intermediate_layers_indices=[1])  # fmt: skip
+MLLAMA = dict(model_type="mllama", vision_config=TOWER,
+              text_config=dict(TEXT, model_type="mllama_text_model", cross_attention_layers=[1]))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "code, absent",
+    [
+        ("import ligermodels\nligermodels.Tokenizer.from_hub('model').encode('the')", HEAVY),
+        (running("inspect model"), WITH_TORCH),
+        (running("generate model --prompt the --max-new-tokens 2 --dtype bf16 --device cpu"), WITH_TORCH),
+        ("import ligermodels.layers, ligermodels.training, ligermodels.conversion.pipeline", WITH_TORCH),
+        (TORCH + "ligermodels.load('model').generate(torch.ones(1, 3).long(), max_new_tokens=2)", WITH_TORCH),
+        (TORCH + f"""
+configs = {{"qwen2_vl": {QWEN2_VL}, "mllama": {MLLAMA}}}
+for model_type, arch in ligermodels.ARCHS.items():
+    for device in ("meta", "cpu"):
+        arch.from_config(configs.get(model_type, dict({TEXT}, model_type=model_type)), device=device)""", WITH_TORCH),
+    ],
+    ids=["tokenizer", "inspect", "generate", "imports", "load", "every architecture"],
+)  # fmt: skip
+def test_what_is_not_imported(folders, code, absent):
+    assert not loaded(code, folders)[0] & absent
+
+
+def test_the_mark_of_a_constant_result_is_that_of_torch():
+    def ours(): ...
+    def theirs(): ...
+
+    assert vars(assume_constant_result(ours)) == vars(torch.compiler.assume_constant_result(theirs)) != {}
+
+
+def test_names_of_dtypes():
+    """Each name of torch's, and the dtype itself, means one dtype everywhere."""
+    for name, others in NAMES.items():
+        for given in (name, f"torch.{name}", getattr(torch, name), *others):
+            assert dtype_name(given) == name
+    assert dtype_name("auto") == "auto"
+    for wrong in ("int8", torch.int8, "BF16", "", None, "keep"):
+        with pytest.raises(InputError, match=r"supported: auto, float32 \(fp32, f32, float\)"):
+            dtype_name(wrong)
