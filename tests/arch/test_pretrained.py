@@ -167,6 +167,11 @@ class TestWeightsAlone:
 
 
 class TestDevices:
+    def test_auto_on_the_cpu(self, folders):
+        pytest.importorskip("accelerate")
+        model = load(folders["llama"], device_map="auto")
+        assert model.hf_device_map == {"": "cpu"} and torch.equal(logits(model), logits(load(folders["llama"])))
+
     @pytest.mark.parametrize("family", FAMILIES)
     def test_modules_on_the_disk(self, folders, family, tmp_path):
         pytest.importorskip("accelerate")

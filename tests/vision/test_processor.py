@@ -15,7 +15,8 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 
 import ligermodels
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.vision import Processor
+from ligermodels.vision import MllamaImageProcessor, Processor, Qwen2VLImageProcessor
+from tests.text.folders import byte_level
 from tests.vision import folders
 from tests.vision.folders import draw
 
@@ -352,3 +353,37 @@ def test_inputs_move_and_only_pixels_change_their_dtype(qwen):
     assert {name for name, x in moved.items() if x.dtype == torch.bfloat16} == {"pixel_values"}
     assert {name for name, x in moved.items() if x.device.type == "cpu"} == {"image_grid_thw"}  # read by the host
     assert all(x.device.type == "cpu" for x in inputs.values())
+
+
+def test_videos_in_every_form(qwen):
+    ours, _ = qwen
+    array = np.stack([np.asarray(frame) for frame in FILM])
+    tensor = torch.from_numpy(array).permute(0, 3, 1, 2)
+    expected = ours([CLIP], videos=[[FILM]])
+    for videos in (FILM, [FILM], array, [array], tensor):
+        same(ours(CLIP, videos=videos), expected, list(expected))
+
+
+def test_a_batch_of_conversations(qwen):
+    ours, _ = qwen
+    chats = [CHATS["turns"], CHATS["plain"]]
+    texts = ours.apply_chat_template(chats, tokenize=False)
+    actual = ours.apply_chat_template(chats, padding_side="right")
+    expected = ours(texts, [[CAT, DOG, OWL], []], padding_side="right")
+    same(actual, expected, list(expected))
+
+
+@pytest.mark.parametrize("suffix", ["", "Fast"])
+def test_chosen_by_preprocessor_config_alone(qwen_folder, mllama_folder, tmp_path, suffix):
+    for source, kind in ((qwen_folder, Qwen2VLImageProcessor), (mllama_folder, MllamaImageProcessor)):
+        folder = shutil.copytree(source, tmp_path / kind.__name__)
+        (folder / "config.json").unlink()
+        path = folder / "preprocessor_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"image_processor_type": kind.__name__ + suffix}))
+        assert isinstance(Processor.from_folder(folder).image_processor, kind)
+
+
+def test_the_tokenizer_of_a_text_model(qwen_folder, tmp_path):
+    shutil.copy(qwen_folder / "preprocessor_config.json", byte_level(tmp_path))
+    with pytest.raises(ConfigError, match=r"the tokenizer has no <\|image_pad\|>"):
+        Processor.from_folder(tmp_path)
