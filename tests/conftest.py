@@ -1,7 +1,9 @@
 """Fixtures of the whole suite: the device under test, fixed seeds, and memory that is never zero by luck."""
 
 import functools
+import json
 import os
+import shutil
 import sys
 
 import pytest
@@ -68,3 +70,19 @@ def without_triton(monkeypatch):
     for name, module in list(sys.modules.items()):
         if name.startswith("ligermodels.kernels") and hasattr(module, "use_triton"):
             monkeypatch.setattr(module, "use_triton", lambda x: False)
+
+
+@pytest.fixture(scope="session")
+def written(tmp_path_factory):
+    """A function: (config, norm=) -> a folder with a checkpoint by transformers, a copy that the test may change."""
+    from tests.arch.suite import write_checkpoint
+
+    made = {}
+
+    def copy(config, **options):
+        key = json.dumps([config, options])
+        if key not in made:
+            made[key] = write_checkpoint(config, tmp_path_factory.mktemp("made") / "hf", **options)
+        return shutil.copytree(made[key], tmp_path_factory.mktemp("copy") / "hf")
+
+    return copy

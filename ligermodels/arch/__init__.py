@@ -30,7 +30,7 @@ ARCHS: dict[str, type[CausalLM]] = {
 """model_type of config.json -> the class that reads it: every architecture imported above."""
 
 PUBLIC = {"ARCHS", "load"} | {cls.__name__ for arch in ARCHS.values() for cls in (arch, arch.config_class)}
-"""What is found as `ligermodels.NAME`."""
+"""Names that `ligermodels` exports."""
 
 
 def arch_of(folder: Path, config: Any = None, **found: Any) -> type[CausalLM]:

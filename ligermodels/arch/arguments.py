@@ -63,7 +63,7 @@ _HUB = ("repo_id", "private", "revision", "create_pr", "commit_message", "token"
 
 
 def config_changes(options: Mapping[str, Any], arch: Any) -> dict[str, Any]:
-    """Those of the further keyword arguments of `arch.from_hub` that change fields of its config.
+    """The `options`, further keyword arguments of `arch.from_hub`, that change fields of its config.
 
     Raises InputError for options that are not supported and for unknown names; warns of those without effect.
     """
@@ -72,7 +72,7 @@ def config_changes(options: Mapping[str, Any], arch: Any) -> dict[str, Any]:
 
 
 def hub_options(options: Mapping[str, Any], push_to_hub: bool) -> dict[str, Any]:
-    """Those of the further keyword arguments of `save_pretrained` that are for the Hub. Raises InputError."""
+    """The `options`, further keyword arguments of `save_pretrained`, that are for the Hub. Raises InputError."""
     found = _select(options, _HUB, _REFUSED_SAVING, {"save_function", "save_peft_format"}, _SAVE_PRETRAINED)
     if push_to_hub:
         return found

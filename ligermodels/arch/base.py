@@ -5,12 +5,12 @@ saving are in pretrained.py; what trainers (transformers, TRL, PEFT, accelerate)
 """
 
 import inspect
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from ligermodels.arch.config import ModelConfig, RoutedConfig
+from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
 from ligermodels.arch.inputs import Targets, check_inputs, check_labels
@@ -91,7 +91,7 @@ class CausalLM(Pretrained, TrainerInterface):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
-        **inputs: Any,
+        **images: Any,
     ) -> CausalLMOutput:
         """Logits, or with `labels` the loss.
 
@@ -122,11 +122,11 @@ class CausalLM(Pretrained, TrainerInterface):
             transformers and TRL name them, for queries and for keys; here they must be equal. seq_idx, which comes
             with them, is ignored.
         skip_logits: with labels, the opposite of `return_logits`, as Trainer passes it.
-        inputs: images and their sizes; see the model's own forward.
+        images: images and their sizes; see the model's own forward.
 
         Raises InputError where arguments do not fit together.
         """
-        cu_seqlens, max_seqlen = check_inputs(
+        inputs = check_inputs(
             self.decoder,
             input_ids=input_ids,
             inputs_embeds=inputs_embeds,
@@ -140,10 +140,9 @@ class CausalLM(Pretrained, TrainerInterface):
             cu_seq_lens_k=cu_seq_lens_k,
             max_length_q=max_length_q,
         )
-        ids: Tensor = input_ids if inputs_embeds is None else inputs_embeds  # type: ignore[assignment]
-        check_labels(labels, ids, num_items_in_batch, logits_to_keep)
+        check_labels(labels, inputs.tokens, num_items_in_batch, logits_to_keep)
         # Before the blocks, so that the count of labels is on the host when the head asks for it.
-        targets = None if labels is None else Targets(labels, cu_seqlens)
+        targets = None if labels is None else Targets(labels, inputs.cu_seqlens)
         if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
@@ -151,20 +150,12 @@ class CausalLM(Pretrained, TrainerInterface):
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", None)
         output = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
+            inputs,
             output_hidden_states=output_hidden_states,
             output_router_logits=output_router_logits,
             output_attentions=output_attentions,
             return_dict=return_dict,
-            checked=True,
-            **inputs,
+            **images,
         )
         headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
@@ -175,14 +166,12 @@ class CausalLM(Pretrained, TrainerInterface):
             head = unwrapped(self.lm_head)
             computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), self._softcap)
         if "router_logits" in output:
-            output["aux_loss"] = self._balance(output["router_logits"], attention_mask, x.shape[1])
+            tokens = None if attention_mask is None else attention_mask[:, -x.shape[1] :]
+            top_k = cast(Any, self.decoder.config).num_experts_per_tok
+            output["aux_loss"] = load_balancing_loss(output["router_logits"], top_k=top_k, attention_mask=tokens)
             if "loss" in computed:
                 computed["loss"] = computed["loss"] + self.config.router_aux_loss_coef * output["aux_loss"]
         return CausalLMOutput({**computed, **output})
-
-    @property
-    def _softcap(self) -> float | None:
-        return getattr(self.config, "final_logit_softcapping", None)
 
     def _loss(
         self, x: Tensor, targets: Targets, num_items_in_batch: Tensor | int | None, *, with_logits: bool
@@ -198,11 +187,9 @@ class CausalLM(Pretrained, TrainerInterface):
         loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
 
-    def _balance(self, router_logits: tuple[Tensor, ...], attention_mask: Tensor | None, length: int) -> Tensor:
-        config = self.decoder.config
-        assert isinstance(config, RoutedConfig)
-        tokens = None if attention_mask is None else attention_mask[:, -length:]
-        return load_balancing_loss(router_logits, top_k=config.num_experts_per_tok, attention_mask=tokens)
+    @property
+    def _softcap(self) -> float | None:
+        return getattr(self.config, "final_logit_softcapping", None)
 
     generate = generate
     fusion_report = fusion_report

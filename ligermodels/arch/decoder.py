@@ -1,7 +1,7 @@
 """The stack that every language model of the zoo shares: embedding, rotary tables, blocks, final norm.
 
-`Decoder` is what transformers calls the base model: `model.model`, or `model.model.language_model` where a model also
-reads images.
+`model.model` is what transformers calls the base model, a `BaseModel`: a `Decoder`, or where a model also reads images,
+one with a vision tower whose `language_model` is the `Decoder`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,16 +11,68 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.inputs import check_inputs, pads_only_after
+from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
-from ligermodels.layers.cache import KVCache, as_kv_cache
+from ligermodels.layers.cache import BorrowedCache, KVCache
 from ligermodels.layers.head import keep_table
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 
-class Decoder(nn.Module):
+class BaseModel(nn.Module):
+    """A model without its head: `forward` checks the arguments, `run` of the subclass computes."""
+
+    run: Callable[..., CausalLMOutput]
+
+    def forward(
+        self,
+        input_ids: Tensor | TextInputs | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: KVCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = False,
+        *,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+        output_attentions: bool | None = None,
+        return_dict: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
+        **options: Any,
+    ) -> CausalLMOutput:
+        """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
+
+        Arguments as in `CausalLM.forward`, all but those of the head: TRL, and PEFT with it, call this in its place.
+        input_ids: also the `TextInputs` of a caller that has checked the other arguments.
+        """
+        if output_attentions:
+            raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
+        if return_dict is False:
+            raise InputError("return_dict=False is not supported: the output is a dict with attributes")
+        if not isinstance(input_ids, TextInputs):
+            input_ids = check_inputs(
+                getattr(self, "language_model", self),
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                use_cache=use_cache,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+                cu_seq_lens_q=cu_seq_lens_q,
+                cu_seq_lens_k=cu_seq_lens_k,
+                max_length_q=max_length_q,
+            )
+        return self.run(input_ids, **options)
+
+
+class Decoder(BaseModel):
     """Token ids to the last hidden state.
 
     block: (config, layer) -> a module that maps (x, residual, batch, cache) to (x, residual), and for mixtures of
@@ -70,100 +122,43 @@ class Decoder(nn.Module):
         """Without the reference to the tied head: a copied head sets its own."""
         return {name: value for name, value in self.__dict__.items() if name != "_tied_head"}
 
-    def forward(
+    def run(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = False,
+        inputs: TextInputs,
         *,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
-        output_attentions: bool | None = None,
-        return_dict: bool | None = None,
         cross: CrossStates | None = None,
-        checked: bool = False,
-        cu_seq_lens_q: Tensor | None = None,
-        cu_seq_lens_k: Tensor | None = None,
-        max_length_q: int | None = None,
-        max_length_k: int | None = None,
-        seq_idx: Tensor | None = None,
     ) -> CausalLMOutput:
-        """The last hidden state, with the cache, the hidden states and the router logits that were asked for.
-
-        Arguments as in `CausalLM.forward`, all but those of the head: TRL, and PEFT with it, call this in its place.
-        cross: of models with cross-attention, what the tokens may attend to.
-        checked: the caller has called `check_inputs`, as is done here otherwise.
-        """
-        if output_attentions:
-            raise InputError("output_attentions=True is not supported: the attention weights are never in memory")
-        if return_dict is False:
-            raise InputError("return_dict=False is not supported: the output is a dict with attributes")
-        if not checked:
-            cu_seqlens, max_seqlen = check_inputs(
-                self,
-                input_ids=input_ids,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-                cu_seq_lens_q=cu_seq_lens_q,
-                cu_seq_lens_k=cu_seq_lens_k,
-                max_length_q=max_length_q,
-            )
-        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        batch_size, length = x.shape[:2]
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache(batch_size, length)
-        cache = None if past_key_values is None else self._own_cache(past_key_values)
-        if cu_seqlens is not None:
-            x = x.reshape(1, batch_size * length, -1)
-            if position_ids is not None:
-                axes = position_ids.shape[:-2]
-                position_ids = position_ids.expand(*axes, batch_size, length).reshape(*axes, 1, -1)
-        batch = self._batch(x, attention_mask, position_ids, cu_seqlens, max_seqlen, cache, cross)
+        """`forward` of checked inputs. cross: of models with cross-attention, what the tokens may attend to."""
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", False)
+        elif output_router_logits and not isinstance(self.config, RoutedConfig):
+            raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
+        cache, residual = inputs.cache, None
+        x = self.embed_tokens(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
+        shape = x.shape
+        if inputs.cu_seqlens is not None:
+            x = x.reshape(1, -1, shape[-1])
+        batch = self._batch(x, inputs, cross)
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
-        router_logits: list[Tensor] | None = [] if self._routes(output_router_logits) else None
-        x = self.hidden(x, batch, cache, hidden_states, router_logits).reshape(batch_size, length, -1)
+        router_logits: list[Tensor] | None = [] if output_router_logits else None
+        run = run_block if cache is not None else self.checkpointing.start(x, len(self.layers))
+        for i, layer in enumerate(self.layers):
+            if hidden_states is not None:
+                hidden_states.append((x if residual is None else x + residual).reshape(shape))
+            x, residual, *routed = run(i, layer, x, residual, batch, None if cache is None else cache[i])
+            if router_logits is not None:
+                router_logits += routed
+        x = self.norm(x, residual)[0].reshape(shape)
         output = CausalLMOutput(last_hidden_state=x)
-        if past_key_values is not None:
-            output["past_key_values"] = past_key_values
+        if cache is not None:
+            output["past_key_values"] = cache.cache if isinstance(cache, BorrowedCache) else cache
         if hidden_states is not None:
-            output["hidden_states"] = (*(state.reshape(batch_size, length, -1) for state in hidden_states), x)
+            output["hidden_states"] = (*hidden_states, x)
         if router_logits is not None:
             output["router_logits"] = tuple(router_logits)
         return output
-
-    def hidden(
-        self,
-        x: Tensor,
-        batch: Batch,
-        past_key_values: KVCache | None = None,
-        hidden_states: list[Tensor] | None = None,
-        router_logits: list[Tensor] | None = None,
-    ) -> Tensor:
-        """The last hidden state [B, S, hidden_size] for embeddings of that shape: all blocks and the final norm.
-
-        `hidden_states`, where given, collects the input of each block; `router_logits` what a block returns
-        besides x and residual.
-        """
-        residual = None
-        run = run_block if past_key_values is not None else self.checkpointing.start(x, len(self.layers))
-        for i, layer in enumerate(self.layers):
-            if hidden_states is not None:
-                hidden_states.append(x if residual is None else x + residual)
-            cache = None if past_key_values is None else past_key_values[i]
-            x, residual, *routed = run(i, layer, x, residual, batch, cache)
-            if router_logits is not None:
-                router_logits += routed
-        return self.norm(x, residual)[0]
 
     def new_cache(self, batch_size: int, max_length: int) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_length` tokens."""
@@ -186,37 +181,10 @@ class Decoder(nn.Module):
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         self.embed_tokens = embeddings  # type: ignore[assignment]
 
-    def _own_cache(self, given: Any) -> KVCache:
-        """`given`, or a view of a cache of transformers. Raises InputError for anything else, and another model's."""
-        cache = as_kv_cache(given, self.config.num_hidden_layers)
-        if len(cache) != self.config.num_hidden_layers:
-            raise InputError(
-                f"past_key_values has {len(cache)} layers, the model {self.config.num_hidden_layers}; was it made for "
-                "another model? model.new_cache makes one"
-            )
-        return cache
-
-    def _routes(self, asked: bool | None) -> bool:
-        """Whether router logits are wanted: as asked, else as the config says. Raises InputError without a router."""
-        if not isinstance(self.config, RoutedConfig):
-            if asked:
-                raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
-            return False
-        return self.config.output_router_logits if asked is None else asked
-
-    def _batch(
-        self,
-        x: Tensor,
-        attention_mask: Tensor | None,
-        position_ids: Tensor | None,
-        cu_seqlens: Tensor | None,
-        max_seqlen: int | None,
-        past_key_values: KVCache | None,
-        cross: CrossStates | None,
-    ) -> Batch:
+    def _batch(self, x: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
         """The inputs of the attention layers besides x: rotary tables and masks."""
-        batch_size, length = x.shape[:2]
-        past = 0 if past_key_values is None else past_key_values.length
+        length, past, cu_seqlens = x.shape[1], inputs.past, inputs.cu_seqlens
+        position_ids = inputs.position_ids
         if position_ids is None and cu_seqlens is None and past == 0:
             cos, sin = self.rotary_emb.first(length, x.device)
         else:
@@ -226,15 +194,18 @@ class Decoder(nn.Module):
                     # Whatever the bounds are, this reads within them; torch.repeat_interleave writes beyond its memory.
                     sequence = torch.searchsorted(cu_seqlens, position_ids[0].int(), right=True) - 1
                     position_ids = position_ids - cu_seqlens[sequence]
+            elif cu_seqlens is not None:
+                axes = position_ids.shape[:-2]
+                position_ids = position_ids.expand(*axes, *inputs.tokens.shape[:2]).reshape(*axes, 1, -1)
             cos, sin = self.rotary_emb(position_ids)
-        key_mask = None
-        if attention_mask is not None:
-            if attention_mask.shape != (batch_size, past + length):
-                raise InputError(
-                    f"attention_mask has shape {tuple(attention_mask.shape)}, expected "
-                    f"[{batch_size}, {past + length}]: one entry for each cached and each new token"
-                )
-            key_mask = attention_mask.bool()
-            if past == 0 and not must_not_sync(key_mask) and pads_only_after(key_mask):
-                key_mask = None  # no token before the padding sees it: attention is causal
-        return Batch(cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, cross=cross)
+        key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
+        if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
+            key_mask = None  # no token before the padding sees it: attention is causal
+        return Batch(
+            cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross
+        )
+
+
+def _pads_only_after(mask: Tensor) -> bool:
+    """True if no row of mask [B, S] has a token after a gap. Synchronises."""
+    return bool((mask[:, 1:] <= mask[:, :-1]).all())

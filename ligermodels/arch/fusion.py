@@ -59,8 +59,8 @@ class FusionReport:
 def fusion_report(model: Any) -> FusionReport:
     """Which parts of a CausalLM run as fused ops, as it is wrapped now, and why the others do not.
 
-    It is about eager training on the device that the model is on; on the meta device, about the GPU, where there is
-    one, and about weights as loading lays them. `print(model.fusion_report())` shows a table; `.rows` is the same for
+    It describes eager training on the model's device; for a model on the meta device, on the GPU where there is one,
+    with weights as loading lays them out. `print(model.fusion_report())` shows a table; `.rows` is the same for
     programs.
     """
     device = model.device
@@ -73,13 +73,13 @@ def fusion_report(model: Any) -> FusionReport:
             continue  # what PEFT keeps beside the copy that is trained
         for row in _rows_of(module, model.dtype, device, name in gathered):
             found.setdefault((re.sub(r"\d+", "#", name), *row), []).append(name)
-    head = unwrapped(model.lm_head)
-    if takes_labels(head):
-        found["lm_head", "lm_head, loss", "one op", True, ""] = ["lm_head"]
+    if takes_labels(unwrapped(model.lm_head)):
+        head: Found = ("lm_head, loss", "one op", True, "")
     else:
         reason = obstacle(model.lm_head, LMHead)
         why = reason.text if reason is not None else "what wraps it"
-        found["lm_head", "lm_head, loss", "logits, all in memory", False, why] = ["lm_head"]
+        head = ("lm_head, loss", "logits, all in memory", False, why)
+    found["lm_head", *head] = ["lm_head"]
     rows = (FusionRow(tuple(names), *key[1:]) for key, names in found.items())
     return FusionReport(_kernels(device), tuple(rows))
 
@@ -113,7 +113,9 @@ def _rows_of(module: nn.Module, dtype: torch.dtype, device: torch.device, gather
 def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: str | None = None) -> Found:
     """Of linear modules of one input, and for an MLP the one of its output."""
     names = [*inputs, *([] if output is None else [output])]
-    part, reasons = " | ".join(names), _reasons(layer, names, gathered)
+    part = " | ".join(names)
+    found = {name: obstacle(layer.get_submodule(name)) for name in names}
+    reasons = {name: o.text for name, o in found.items() if o is not None and not (gathered and o.kind == "weight")}
     if not reasons:
         together, why = _together(layer, inputs, gathered)
         one = "one op" if output else "one matmul"
@@ -126,17 +128,8 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
     by_text: dict[str, list[str]] = {}
     for name, text in reasons.items():
         by_text.setdefault(text, []).append(name)
-    why = "; ".join(f"{', '.join(found)}: {text}" for text, found in by_text.items())
+    why = "; ".join(f"{', '.join(names)}: {text}" for text, names in by_text.items())
     return part, "; ".join(runs) or ("each by itself" if len(names) > 1 else "by itself"), False, why
-
-
-def _reasons(layer: nn.Module, names: Sequence[str], gathered: bool) -> dict[str, str]:
-    """Of the modules that are not plain, why."""
-    found = {name: obstacle(layer.get_submodule(name)) for name in names}
-    return {
-        name: reason.text for name, reason in found.items()
-        if reason is not None and not (gathered and reason.kind == "weight")
-    }  # fmt: skip
 
 
 def _together(layer: Any, names: Sequence[str], gathered: bool) -> tuple[bool, str]:
@@ -170,21 +163,12 @@ def _kernels(device: torch.device) -> str:
 
 
 def short_names(names: Sequence[str]) -> str:
-    """Names that differ in numbers as one: model.layers.0-15.mlp."""
-    patterns: dict[str, list[tuple[int, ...]]] = {}
-    for name in names:
-        patterns.setdefault(re.sub(r"\d+", "#", name), []).append(tuple(map(int, re.findall(r"\d+", name))))
-    shown = []
-    for pattern, numbers in patterns.items():
-        for column in zip(*numbers, strict=True):
-            pattern = pattern.replace("#", _ranges(sorted(set(column))), 1)
-        shown.append(pattern)
-    return ", ".join(shown)
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    runs = []
-    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        ends = [number for _, number in run]
-        runs.append(str(ends[0]) if len(ends) == 1 else f"{ends[0]}-{ends[-1]}")
-    return ",".join(runs)
+    """Names that differ in numbers alone as one: model.layers.0-15.mlp."""
+    shown = re.sub(r"\d+", "#", names[0])
+    for column in zip(*(re.findall(r"\d+", name) for name in names), strict=True):
+        numbers, ranges = sorted({int(number) for number in column}), []
+        for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+            ends = [number for _, number in run]
+            ranges.append(str(ends[0]) if len(ends) == 1 else f"{ends[0]}-{ends[-1]}")
+        shown = shown.replace("#", ",".join(ranges), 1)
+    return shown

@@ -1,8 +1,8 @@
-"""Gemma 1 (2B, 7B, CodeGemma) and fine-tunes: Llama on a wide gated MLP of GELU, around the embedding's own scale.
+"""Gemma 1 (2B, 7B, CodeGemma) and fine-tunes: Llama with a wide GELU MLP and a scaled embedding.
 
 - Norm weights are stored around 0 and act as 1 + weight; the whole norm is fp32, with one rounding at its end.
-- Embeddings are multiplied by sqrt(hidden_size), rounded to the weights' dtype (bf16: 55.5 for 3072). The head reads
-  the table as it is, and is always it unless config.json says otherwise. `inputs_embeds` are taken as scaled already.
+- Embeddings are multiplied by sqrt(hidden_size), rounded to the weights' dtype (bf16: 55.5 for 3072). The head is
+  tied to the unscaled table unless config.json says otherwise. `inputs_embeds` are taken as scaled already.
 - The activation is GELU by tanh, also where config.json says "gelu", as the released files do.
 - `head_dim` is 256 whatever the width: 16 heads make 4096 out of 3072 in the 7B.
 

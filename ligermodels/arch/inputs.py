@@ -1,4 +1,4 @@
-"""Checks of a forward's arguments, the packed sequences that they mark, and the targets of the loss.
+"""The checked inputs of a text model, and the targets of the loss.
 
 Types, dtypes and shapes are always checked. Values are checked for tensors on the CPU, outside of torch.compile. On a
 GPU reading them would synchronise: ids and labels outside the vocabulary end in a device-side assertion there, and the
@@ -6,6 +6,7 @@ values of a mask and of cu_seqlens are trusted.
 """
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,14 +14,48 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.layers.cache import BorrowedCache, KVCache
+from ligermodels.layers.batch import MovableInputs
+from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 from ligermodels.layers.losses import check_count
 from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
-COLLATED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q"})
-"""cu_seqlens and max_seqlen as the collators of transformers and TRL name them."""
 _IDS = (torch.int64, torch.int32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextInputs(MovableInputs):
+    """What a text model reads in one forward pass, as `check_inputs` returns it; see `CausalLM.forward`.
+
+    cache: the KVCache to read and extend; None without one. cu_seqlens, max_seqlen: of packed sequences, by whichever
+    argument they were marked; None where nothing is packed.
+    """
+
+    input_ids: Tensor | None
+    inputs_embeds: Tensor | None
+    attention_mask: Tensor | None
+    position_ids: Tensor | None
+    cache: KVCache | None
+    cu_seqlens: Tensor | None
+    max_seqlen: int | None
+
+    @property
+    def tokens(self) -> Tensor:
+        """The ids [B, S], or the embeddings [B, S, hidden_size]."""
+        return self.input_ids if self.inputs_embeds is None else self.inputs_embeds  # type: ignore[return-value]
+
+    @property
+    def past(self) -> int:
+        """The number of tokens in the cache."""
+        return 0 if self.cache is None else self.cache.length
+
+    def check_own_cache(self) -> None:
+        """Raises InputError for a cache of transformers, in which a model with images could not store their state."""
+        if isinstance(self.cache, BorrowedCache):
+            raise InputError(
+                f"past_key_values is a {type(self.cache.cache).__name__}; a model that reads images needs a KVCache, "
+                "as model.new_cache makes"
+            )
 
 
 def check_inputs(
@@ -34,14 +69,13 @@ def check_inputs(
     use_cache: bool | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
-    cu_seq_lens_q: Tensor | None = None,
-    cu_seq_lens_k: Tensor | None = None,
-    max_length_q: int | None = None,
-) -> tuple[Tensor | None, int | None]:
-    """Checks the arguments of a forward pass, which are those of `CausalLM.forward`.
+    cu_seq_lens_q: Tensor | None,
+    cu_seq_lens_k: Tensor | None,
+    max_length_q: int | None,
+) -> TextInputs:
+    """Checks the arguments of a forward pass, which are those of `CausalLM.forward`, and creates the cache.
 
-    Returns (cu_seqlens, max_seqlen) of packed sequences: as given, by either name, or as position_ids mark them; (None,
-    None) where nothing is packed. Raises InputError for arguments that do not fit together.
+    Raises InputError for arguments that do not fit together.
     """
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give either input_ids or inputs_embeds, and not both")
@@ -56,30 +90,35 @@ def check_inputs(
         raise InputError(f"ids have shape {tuple(ids)}, expected [batch, sequence]")
     if x.numel() == 0:
         raise InputError(f"the batch has shape {tuple(x.shape)}, which holds no token; leave empty batches out")
+    batch_size, length = x.shape[:2]
     if inputs_embeds is not None:
         _check_embeds(decoder, inputs_embeds)
     if position_ids is not None:
         _check_position_shape(position_ids, x.shape[:2], decoder.position_axes)
-    if attention_mask is not None:
-        _check_mask(attention_mask)
     if cu_seqlens is not None:
         if past_key_values is not None or use_cache or attention_mask is not None:
             raise InputError("packed sequences (cu_seqlens) go with neither attention_mask nor a cache")
-        _check_packing(cu_seqlens, max_seqlen, x.shape[:2].numel())
+        _check_packing(cu_seqlens, max_seqlen, batch_size * length)
     elif max_seqlen is not None:
         raise InputError(f"max_seqlen={max_seqlen} belongs to packed sequences; give cu_seqlens too")
-    elif attention_mask is None and past_key_values is None and not use_cache:
-        return packed_sequences(position_ids, x)
-    return cu_seqlens, max_seqlen
-
-
-def check_own_cache(cache: Any) -> None:
-    """Raises InputError for a cache of transformers, in which a model with images could not remember them."""
-    if cache is not None and (not isinstance(cache, KVCache) or isinstance(cache, BorrowedCache)):
-        raise InputError(
-            f"past_key_values is a {type(cache).__name__}; a model that reads images needs a KVCache, as "
-            "model.new_cache makes"
-        )
+    elif position_ids is not None and attention_mask is None and past_key_values is None and not use_cache:
+        cu_seqlens, max_seqlen = packed_sequences(position_ids, x)
+    cache = None
+    if past_key_values is not None:
+        cache = _check_cache(past_key_values, decoder.config.num_hidden_layers)
+    elif use_cache:
+        cache = decoder.new_cache(batch_size, length)
+    if attention_mask is not None:
+        _check_mask(attention_mask, batch_size, length + (0 if cache is None else cache.length))
+    return TextInputs(
+        input_ids=input_ids,
+        inputs_embeds=inputs_embeds,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        cache=cache,
+        cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
+    )
 
 
 def check_labels(
@@ -106,15 +145,15 @@ def check_labels(
 
 def _check_tensors(**given: Tensor | None) -> Tensor:
     """The first that is given. Raises InputError where one is no tensor, on another device, or of a wrong dtype."""
-    tensors = {name: tensor for name, tensor in given.items() if tensor is not None}
-    first_name, first = next(iter(tensors.items()))
-    for name, tensor in tensors.items():
+    first: Any = None
+    for name, tensor in given.items():
+        if tensor is None:
+            continue
         if not isinstance(tensor, Tensor):
             raise InputError(f"{name} is a {type(tensor).__name__}; it must be a torch.Tensor")
+        first = tensor if first is None else first
         if tensor.device != first.device:
-            raise InputError(
-                f"{name} is on {tensor.device}, {first_name} on {first.device}; move one of them: .to(...)"
-            )
+            raise InputError(f"{name} is on {tensor.device}, the ids on {first.device}; move one of them: .to(...)")
         if name in ("position_ids", "labels", "input_ids") and tensor.dtype not in _IDS:
             raise InputError(f"{name} are {tensor.dtype}; they must be torch.int64 or torch.int32")
     return first
@@ -151,7 +190,12 @@ def _check_position_shape(position_ids: Tensor, shape: torch.Size, axes: int) ->
         raise InputError(f"position_ids have shape {tuple(position_ids.shape)}, expected {expected}; 1 row is enough")
 
 
-def _check_mask(mask: Tensor) -> None:
+def _check_mask(mask: Tensor, batch_size: int, length: int) -> None:
+    if mask.shape != (batch_size, length):
+        raise InputError(
+            f"attention_mask has shape {tuple(mask.shape)}, expected [{batch_size}, {length}]: one entry for each "
+            "cached and each new token"
+        )
     if mask.dtype == torch.bool or mask.device.type != "cpu" or torch.compiler.is_compiling():
         return
     if (other := mask[(mask != 0) & (mask != 1)]).numel():
@@ -159,6 +203,17 @@ def _check_mask(mask: Tensor) -> None:
             f"attention_mask holds {other[0].item()}; it must be 1 at tokens and 0 at padding. Additive masks and the "
             "numbers of packed sequences are not supported: see position_ids and cu_seqlens"
         )
+
+
+def _check_cache(given: Any, num_layers: int) -> KVCache:
+    """`given`, or a view of a cache of transformers. Raises InputError for anything else, and another model's."""
+    cache = as_kv_cache(given, num_layers)
+    if len(cache) != num_layers:
+        raise InputError(
+            f"past_key_values has {len(cache)} layers, the model {num_layers}; was it made for another model? "
+            "model.new_cache makes one"
+        )
+    return cache
 
 
 def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> None:
@@ -178,16 +233,16 @@ def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> N
         raise InputError(f"max_seqlen={max_seqlen}, but the longest sequence of cu_seqlens has {longest} tokens")
 
 
-def packed_sequences(position_ids: Tensor | None, x: Tensor) -> tuple[Tensor | None, int | None]:
+def packed_sequences(position_ids: Tensor, x: Tensor) -> tuple[Tensor | None, int | None]:
     """(cu_seqlens, max_seqlen) of the sequences that position_ids [B or 1, S] mark by restarting.
 
     (None, None) if none restarts. Of [4, B, S] the first are the text's; [3, B, S] mark nothing. x: [B, S, ...]. Rows
     are taken one after the other. Synchronises: the number of sequences is read. Raises InputError while a CUDA graph
     is captured, where that cannot be.
     """
-    if position_ids is not None and position_ids.dim() == 3 and len(position_ids) == 4:
+    if position_ids.dim() == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
-    if position_ids is None or position_ids.dim() != 2:
+    if position_ids.dim() != 2:
         return None, None
     if is_captured(position_ids):
         raise InputError(
@@ -205,11 +260,6 @@ def packed_sequences(position_ids: Tensor | None, x: Tensor) -> tuple[Tensor | N
     return torch.tensor(bounds, dtype=torch.int32, device=position_ids.device), longest
 
 
-def pads_only_after(mask: Tensor) -> bool:
-    """True if no row of mask [B, S] has a token after a gap. Synchronises."""
-    return bool((mask[:, 1:] <= mask[:, :-1]).all())
-
-
 class Targets:
     """`labels` [B, S], the label of the next token at each position, and how many of them count.
 
@@ -224,7 +274,6 @@ class Targets:
             targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
         self.labels = targets
         self._count: Tensor | None = None
-        self._copied: torch.cuda.Event | None = None
         if not targets.is_cuda or must_not_sync(targets):  # in the latter case all rows are computed
             return
         count = (targets != IGNORE_INDEX).sum()
@@ -235,7 +284,7 @@ class Targets:
 
     def count(self) -> int | None:
         """How many labels count; None where that is not known, or cheaply found out by the caller (on the CPU)."""
-        if self._count is None or self._copied is None:
+        if self._count is None:
             return None
         self._copied.synchronize()
         return int(self._count)

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import ACTIVATIONS, GENERIC
-from ligermodels.arch.decoder import Decoder
-from ligermodels.arch.inputs import check_own_cache
+from ligermodels.arch.decoder import BaseModel, Decoder
+from ligermodels.arch.inputs import TextInputs
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTower
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
-from ligermodels.layers.cache import CrossCache, KVCache
+from ligermodels.layers.cache import CrossCache
 
 EXTRA_ROWS = 8
 """Rows of the embedding beyond the vocabulary of the head."""
@@ -152,7 +152,7 @@ def _block(config: LlamaVisionConfig, layer: int) -> nn.Module:
     return (CrossBlock if layer in config.cross_attention_layers else LlamaBlock)(config, layer)
 
 
-class LlamaVisionModel(nn.Module):
+class LlamaVisionModel(BaseModel):
     """Vision tower, projector and text model: ids and pixels to the last hidden state."""
 
     def __init__(self, config: LlamaVisionConfig):
@@ -162,14 +162,9 @@ class LlamaVisionModel(nn.Module):
         self.language_model = Decoder(config, _block, extra_rows=EXTRA_ROWS)
         self.multi_modal_projector = nn.Linear(config.vision_config.vision_output_dim, config.hidden_size)
 
-    def forward(
+    def run(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = False,
+        inputs: TextInputs,
         *,
         pixel_values: Tensor | None = None,
         aspect_ratio_ids: Tensor | None = None,
@@ -177,11 +172,8 @@ class LlamaVisionModel(nn.Module):
         cross_attention_mask: Tensor | None = None,
         **options: Any,
     ) -> CausalLMOutput:
-        """As `Decoder.forward`, with images; see `LlamaVision.forward`."""
-        check_own_cache(past_key_values)
-        tokens = input_ids if inputs_embeds is None else inputs_embeds
-        if use_cache and past_key_values is None and tokens is not None:
-            past_key_values = self.language_model.new_cache(*tokens.shape[:2])
+        """As `Decoder.run`, with images; see `LlamaVision.forward`."""
+        inputs.check_own_cache()
         states = None
         if pixel_values is not None:
             if aspect_ratio_ids is None or aspect_ratio_mask is None:
@@ -189,17 +181,7 @@ class LlamaVisionModel(nn.Module):
                     "pixel_values need their aspect_ratio_ids and aspect_ratio_mask; the processor makes all"
                 )
             states = self.image_states(pixel_values, aspect_ratio_ids, aspect_ratio_mask)
-        cross = None if tokens is None else self._cross(states, cross_attention_mask, tokens, past_key_values)
-        return self.language_model(
-            input_ids,
-            attention_mask,
-            position_ids,
-            past_key_values,
-            inputs_embeds,
-            use_cache,
-            cross=cross,
-            **options,
-        )
+        return self.language_model(inputs, cross=self._cross(states, cross_attention_mask, inputs), **options)
 
     def image_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
         """The states of the images that the text attends to, [B, images * tiles * P, hidden_size]."""
@@ -217,20 +199,19 @@ class LlamaVisionModel(nn.Module):
         )
         return self.multi_modal_projector(features).reshape(len(pixel_values), -1, self.config.hidden_size)
 
-    def _cross(
-        self, states: Tensor | None, mask: Tensor | None, tokens: Tensor, cache: KVCache | None
-    ) -> CrossStates | None:
+    def _cross(self, states: Tensor | None, mask: Tensor | None, inputs: TextInputs) -> CrossStates | None:
         """The states and masks for the cross blocks; None without images. The cache stores the last token's mask."""
-        past, state = (0, {}) if cache is None else (cache.length, cache.state)
+        state: dict[str, Any] = {} if inputs.cache is None else inputs.cache.state
         if states is None and "images" not in state:
             return None
-        vision, length, images = self.config.vision_config, tokens.shape[1], state.get("images", 0)
+        vision, past, images = self.config.vision_config, inputs.past, state.get("images", 0)
+        batch_size, length = inputs.tokens.shape[:2]
         if states is not None:
             images += states.shape[1] // (vision.max_num_tiles * vision.num_patches)
-        if mask is None and states is None and "cross_mask" in state:
+        if mask is None and states is None and state["cross_mask"] is not None:
             mask = state["cross_mask"].expand(-1, length, -1, -1)
         if mask is not None:
-            shape = (tokens.shape[0], length, images, vision.max_num_tiles)
+            shape = (batch_size, length, images, vision.max_num_tiles)
             if mask.dim() == 4 and mask.shape[1] == past + length:
                 mask = mask[:, past:]
             if mask.shape != shape:
@@ -238,11 +219,7 @@ class LlamaVisionModel(nn.Module):
                     f"cross_attention_mask has shape {list(mask.shape)}, expected {list(shape)}: the tokens, and all "
                     "images so far with their tiles"
                 )
-        if cache is not None:
-            state["images"] = images
-            state.pop("cross_mask", None)
-            if mask is not None:
-                state["cross_mask"] = mask[:, -1:].clone()
+        state |= {"images": images, "cross_mask": None if mask is None else mask[:, -1:].clone()}
         if mask is None:
             return CrossStates(states=states)
         mask, rows = cross_mask(mask, vision.num_patches)

@@ -91,8 +91,10 @@ class LlamaVisionTowerConfig(VisionConfig):
 
 
 def patches(tiles: Tensor, size: int) -> Tensor:
-    """Rows of pixels [N, patches, channels * size^2] of tiles [N, channels, S, S], row by row; what is left over at the
-    right and at the bottom belongs to none."""
+    """Rows of pixels [N, patches, channels * size^2] of tiles [N, channels, S, S], row by row.
+
+    Pixels beyond the last whole patch, at the right and at the bottom, are dropped.
+    """
     rows, columns = tiles.shape[-2] // size, tiles.shape[-1] // size
     tiles = tiles[..., : rows * size, : columns * size].unflatten(-1, (columns, size)).unflatten(-3, (rows, size))
     return tiles.permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)  # from [N, channels, rows, p, columns, p]
@@ -112,7 +114,7 @@ class TileEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Adds to states [N, tiles, P, hidden_size] what belongs to the patch, and what to patch, tile and aspect ratio."""
+    """Adds to states [N, tiles, P, hidden_size] an embedding of the patch, and a gated one of patch, tile and ratio."""
 
     def __init__(self, config: LlamaVisionTowerConfig):
         super().__init__()

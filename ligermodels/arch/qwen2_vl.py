@@ -13,7 +13,7 @@ Checked against: models/qwen2_vl/modeling_qwen2_vl.py of transformers 5.23; posi
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from ligermodels.arch.base import CausalLM, CausalLMOutput
 from ligermodels.arch.config import VisionConfig
-from ligermodels.arch.decoder import Decoder
-from ligermodels.arch.inputs import COLLATED, check_inputs, check_own_cache
+from ligermodels.arch.decoder import BaseModel, Decoder
+from ligermodels.arch.inputs import TextInputs
 from ligermodels.arch.qwen2 import Qwen2Block, Qwen2Config
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import MLP, Attention, Batch, LayerNorm, VisionRotary
-from ligermodels.layers.cache import KVCache
 from ligermodels.layers.multimodal import Grids, PatchEmbedding, VisionInputs, patch_cells
 from ligermodels.training.recompute import Checkpointing
 
@@ -230,7 +229,7 @@ class VisionTower(nn.Module):
         return self.merger(x, residual)
 
 
-class Qwen2VLModel(nn.Module):
+class Qwen2VLModel(BaseModel):
     """Vision tower and text model: ids and pixels to the last hidden state."""
 
     def __init__(self, config: Qwen2VLConfig):
@@ -239,100 +238,60 @@ class Qwen2VLModel(nn.Module):
         self.visual = VisionTower(config.vision_config)
         self.language_model = Decoder(config, Qwen2Block, position_axes=3)
 
-    def forward(
+    def run(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: KVCache | None = None,
-        inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = False,
+        inputs: TextInputs,
         *,
         pixel_values: Tensor | None = None,
         pixel_values_videos: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
         video_grid_thw: Tensor | None = None,
         mm_token_type_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
-        checked: bool = False,
         **options: Any,
     ) -> CausalLMOutput:
-        """As `Decoder.forward`, with images; see `Qwen2VL.forward`."""
-        if not checked:
-            collated = {name: options.pop(name) for name in COLLATED & options.keys()}
-            cu_seqlens, max_seqlen = check_inputs(
-                self.language_model,
-                input_ids=input_ids,
-                inputs_embeds=inputs_embeds,
-                attention_mask=attention_mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                use_cache=use_cache,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-                **collated,
-            )
-        check_own_cache(past_key_values)
-        ids, cache, x = input_ids, past_key_values, inputs_embeds if input_ids is None else input_ids
-        assert x is not None
+        """As `Decoder.run`, with images; see `Qwen2VL.forward`."""
+        inputs.check_own_cache()
+        ids, embeds = inputs.input_ids, inputs.inputs_embeds
         images = self.config.images(image_grid_thw, video_grid_thw)
         pixels = images.pixels(pixel_values, pixel_values_videos, width=self.visual.patch_width)
-        if use_cache and cache is None:
-            cache = self.language_model.new_cache(*x.shape[:2])
-        check = images.check_count(ids) if ids is not None and (images or cache is None or not cache.length) else None
+        check = images.check_count(ids) if ids is not None and (images or not inputs.past) else None
         if pixels is not None:
             if ids is None:
                 raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")
-            made = self.visual(pixels, images.grids)
-            input_ids, inputs_embeds = None, images.merge_embeddings(self.language_model.embed_tokens(ids), ids, made)
-        output = self.language_model(
-            input_ids,
-            attention_mask,
-            self._positions(position_ids, x, attention_mask, cache, images, cu_seqlens),
-            cache,
-            inputs_embeds,
-            use_cache,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
-            checked=True,
-            **options,
-        )
+            tokens = self.visual(pixels, images.grids)
+            embeds = images.merge_embeddings(self.language_model.embed_tokens(ids), ids, tokens)
+        positions = self._positions(inputs, images)
+        output = self.language_model(replace(inputs, inputs_embeds=embeds, position_ids=positions), **options)
         if check:
             check()
         return output
 
-    def _positions(
-        self,
-        given: Tensor | None,
-        ids: Tensor,  # or embeddings, where there are no images
-        mask: Tensor | None,
-        cache: KVCache | None,
-        images: VisionInputs,
-        cu_seqlens: Tensor | None,
-    ) -> Tensor | None:
-        """The positions for the text model. The cache stores rope_deltas [B, 1], by how much positions exceed the
-        number of tokens."""
-        text, threefold = given, None
-        if given is not None and given.dim() == 3:
-            text, threefold = None, given[-3:]
-        past, deltas = (0, None) if cache is None else (cache.length, cache.state.get("rope_deltas"))
-        if threefold is None and not images:
+    def _positions(self, inputs: TextInputs, images: VisionInputs) -> Tensor | None:
+        """The positions for the text model: [3, B, S], or [B, S] or None where the three are equal.
+
+        The cache stores rope_deltas [B, 1], by how much positions exceed the number of tokens.
+        """
+        ids, mask, cache, past = inputs.tokens, inputs.attention_mask, inputs.cache, inputs.past
+        text, positions = inputs.position_ids, None
+        if text is not None and text.dim() == 3:
+            positions, text = text[-3:], None
+        deltas = None if cache is None else cache.state.get("rope_deltas")
+        if positions is None and not images:
             if deltas is None:
                 return text
             if text is None and mask is None:
                 text = torch.arange(past, past + ids.shape[1], device=ids.device)
             if text is not None:
                 return text + deltas
-        if threefold is None:
+        if positions is None:
             counts = self.config.video_rule == "4.x"
-            threefold = images.positions(
-                ids, mask, past=past, deltas=deltas, cu_seqlens=cu_seqlens, frames_count=counts
+            positions = images.positions(
+                ids, mask, past=past, deltas=deltas, cu_seqlens=inputs.cu_seqlens, frames_count=counts
             )
         if cache is not None:
-            tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
-            cache.state["rope_deltas"] = (threefold.amax((0, 2))[:, None] + 1 - tokens).expand(len(ids), 1)
-        return threefold
+            num_tokens = past + ids.shape[1] if mask is None else mask.long().sum(1, keepdim=True)
+            cache.state["rope_deltas"] = (positions.amax((0, 2))[:, None] + 1 - num_tokens).expand(len(ids), 1)
+        return positions
 
 
 class Qwen2VL(CausalLM):

@@ -189,17 +189,11 @@ class TrainerInterface(nn.Module):
     gradient_checkpointing = is_gradient_checkpointing
 
     def _set_checkpointing(self, settings: str | Mapping[str, Any]) -> None:
-        blocks = self.decoder.layers
-        self.decoder.checkpointing = Checkpointing.of(settings, len(blocks))
-        self.decoder.checkpointing.prepare(blocks)
-        towers: list[Any] = [module for module in self.model.modules() if "checkpointing" in vars(module)]
-        for tower in towers:
-            if tower is self.decoder:
-                continue
-            tower.checkpointing = self.decoder.checkpointing.for_all()
-            for stack in tower.modules():
-                if isinstance(stack, nn.ModuleList):
-                    tower.checkpointing.prepare(stack)
+        policy = Checkpointing.of(settings, len(self.decoder.layers))
+        for owner in [module for module in self.model.modules() if "checkpointing" in vars(module)]:
+            owner.checkpointing = policy if owner is self.decoder else policy.for_all()  # type: ignore[assignment]
+            for stack in [module for module in owner.modules() if isinstance(module, nn.ModuleList)]:
+                owner.checkpointing.prepare(stack)  # type: ignore[operator, union-attr]
 
     def enable_input_require_grads(self) -> None:
         """Makes the embedding's output require a gradient, as adapters under checkpointing may need."""

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class _Inputs:
+class MovableInputs:
     """Named tensors that a block is called with."""
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Self:
@@ -20,7 +20,7 @@ class _Inputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossStates(_Inputs):
+class CrossStates(MovableInputs):
     """What the tokens of one forward pass attend to in cross-attention.
 
     states: [B, N, states_size] of new images; None where all keys and values are in the cache already.
@@ -35,7 +35,7 @@ class CrossStates(_Inputs):
     mlp_rows: Tensor | None = None
 
 
-class Batch(_Inputs):
+class Batch(MovableInputs):
     """Positions, padding and packing of the tokens of one forward pass.
 
     cos, sin: fp32 [1 or B, S, R/2], from `RotaryEmbedding`; None without rotary positions.

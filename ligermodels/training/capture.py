@@ -78,7 +78,11 @@ class CapturedStep:
         self._lrs: list[Tensor] = []
         self._drop_gradients()
         if self._device.type == "cuda":
-            self._check_capturable()
+            if not all(group.get("capturable") for group in self._groups):
+                raise InputError(
+                    f"CapturedStep: {type(optimizer).__name__} does not count its steps on the device; build it with "
+                    "capturable=True"
+                )
             try:
                 with torch.cuda.device(self._device):
                     self._capture()
@@ -209,12 +213,12 @@ class CapturedStep:
             p.grad = None
 
     def _buffer(self, name: str, value: Any) -> Any:
-        if value is not None and not isinstance(value, Tensor | bool | int | float | str):
+        if value is None or isinstance(value, bool | int | float | str):
+            return value
+        if not isinstance(value, Tensor):
             raise InputError(
                 f"CapturedStep: {name} is a {type(value).__name__}; inputs are tensors, numbers, strings or None"
             )
-        if not isinstance(value, Tensor):
-            return value
         if value.requires_grad:
             raise InputError(f"CapturedStep: {name} requires a gradient, which would stay inside the graph; detach it")
         return value.to("cpu" if name in self._fixed else self._device, copy=True)
@@ -224,14 +228,14 @@ class CapturedStep:
             raise InputError(f"CapturedStep: the inputs are {sorted(inputs)}, the example's {sorted(self._inputs)}")
         for name, value in inputs.items():
             example = self._inputs[name]
-            if isinstance(value, Tensor) != isinstance(example, Tensor):
-                raise InputError(f"CapturedStep: {name} is a {type(value).__name__}, the example's is not")
-            if isinstance(value, Tensor) and (value.shape != example.shape or value.dtype != example.dtype):
+            if _kind(value) != _kind(example):
                 raise InputError(
-                    f"CapturedStep: {name} is {value.dtype} {list(value.shape)}, the example's {example.dtype} "
-                    f"{list(example.shape)}. A graph has one shape: pad the batch, or make a CapturedStep for each"
+                    f"CapturedStep: {name} is {_kind(value)}, the example's {_kind(example)}. A graph has one shape: "
+                    "pad the batch, or make a CapturedStep for each"
                 )
-            if name in self._fixed and not _equal(value, example):
+            if name not in self._fixed:
+                continue
+            if not (torch.equal(value.to(example.device), example) if isinstance(value, Tensor) else value == example):
                 raise InputError(
                     f"CapturedStep: {name} is {value!r}, the example's {example!r}, which is part of the graph. Give a "
                     "0-dim tensor in place of a number that changes, if the model takes one"
@@ -239,13 +243,6 @@ class CapturedStep:
         for what, value in self._state_of_capture().items():
             if value != self._captured[what]:
                 raise InputError(f"CapturedStep: {what} changed after the capture; make a new CapturedStep")
-
-    def _check_capturable(self) -> None:
-        if not all(group.get("capturable") for group in self._groups):
-            raise InputError(
-                f"CapturedStep: {type(self.optimizer).__name__} does not count its steps on the device; build it with "
-                "capturable=True"
-            )
 
 
 def _device(model: nn.Module, parameters: list[nn.Parameter]) -> torch.device:
@@ -277,7 +274,5 @@ def _first_cause(error: BaseException) -> str:
     return f"{str(error).splitlines()[0] if str(error) else type(error).__name__}{where}"
 
 
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return torch.equal(a.to(b.device), b)
-    return type(a) is type(b) and a == b
+def _kind(value: Any) -> str:
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

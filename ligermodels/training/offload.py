@@ -1,10 +1,11 @@
-"""Saved activations of blocks in pinned host memory: copied out behind the forward, back ahead of the backward.
+"""Offload of saved activations to pinned host memory: copied out during the forward, back before the backward.
 
 Copies run on a stream of their own while the next block computes, and come back one block ahead of their use. That
 costs no time where a block computes for longer than its bytes travel: an H200 moves 54 GB/s each way, so that a block
 that saves 4096 bytes per token ("block", H = 2048) has to take 0.08 us per token and direction.
 """
 
+import functools
 import math
 import weakref
 from collections import defaultdict, deque
@@ -53,67 +54,43 @@ class OffloadPass:
         blocks = [i for i in blocks if i < last]
         self.offload = offload
         self.free_after_block = {i: -(-(n + 1) * last // len(blocks)) for n, i in enumerate(blocks)}
-        self.fetches: defaultdict[int, list[_SavedTensors]] = defaultdict(list)
+        self.fetches: defaultdict[int, list[StorageRefs]] = defaultdict(list)
         self.storages: dict[StorageWeakRef, weakref.ref[OffloadedStorage]] = {}
         offload.free_after(math.inf)  # left over from a step that raised
 
     def run(self, i: int, block: Callable[..., Any], *inputs: Any) -> Any:
         """block(*inputs), which is block i."""
         if i in self.free_after_block:
-            saved = _SavedTensors(self.offload, self.storages, self.free_after_block[i])
-            self.fetches[max(i + 1, saved.free_after_block - 1)].append(saved)
-            with saved_tensors_hooks(saved.pack, _unpack):
+            own: StorageRefs = []
+            self.fetches[max(i + 1, self.free_after_block[i] - 1)].append(own)
+            with saved_tensors_hooks(functools.partial(self.pack, i, own), _unpack):
                 outputs = block(*inputs)
         else:
             outputs = block(*inputs)
         self.offload.free_after(i)
-        for saved in self.fetches.pop(i, ()):
+        for refs in self.fetches.pop(i, ()):
             if outputs[0].requires_grad:
-                outputs[0].register_hook(saved.fetch)  # runs when the backward of this block begins
+                # Runs when the backward of this block begins.
+                outputs[0].register_hook(functools.partial(_fetch, refs))
         return outputs
 
+    def pack(self, i: int, own: "StorageRefs", tensor: Tensor) -> "Tensor | _View":
+        """Offloads large activations that block i saves, each storage once, and adds new ones to `own`.
 
-class _SavedTensors:
-    """The tensors that one block saves for its backward."""
-
-    def __init__(
-        self, offload: Offload, storages: dict[StorageWeakRef, "weakref.ref[OffloadedStorage]"], free_after_block: int
-    ):
-        self.offload = offload
-        self.storages = storages
-        self.free_after_block = free_after_block
-        self.own: list[weakref.ref[OffloadedStorage]] = []
-
-    def pack(self, tensor: Tensor) -> "Tensor | _View":
-        """Offloads large activations, each storage once. Small tensors and parameters stay where they are."""
-        storage = _storage_to_offload(tensor)
-        if storage is None:
+        Small tensors and parameters stay where they are.
+        """
+        strided = type(tensor) is Tensor and tensor.layout == torch.strided and tensor.device.type != "meta"
+        if not strided or isinstance(tensor._base, nn.Parameter) or tensor.untyped_storage().nbytes() < SMALLEST:
             return tensor if tensor.is_leaf else tensor.detach()  # with its node it would hold itself
-        key = StorageWeakRef(storage)
+        key = StorageWeakRef(tensor.untyped_storage())
         known = self.storages.get(key)
-        offloaded = None if known is None else known()
-        if offloaded is None or offloaded.version != tensor._version:
-            stream = self.offload.stream(tensor.device)
-            buffer = stream.host_buffer(storage.nbytes())
-            offloaded = OffloadedStorage(stream, buffer, tensor, storage, self.free_after_block)
-            self.storages[key] = weakref.ref(offloaded)
-            self.own.append(weakref.ref(offloaded))
-        offloaded.uses += 1
-        return _View(offloaded, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-
-    def fetch(self, _: Tensor | None = None) -> None:
-        """Starts the copies back to the device."""
-        found = [storage for ref in self.own if (storage := ref()) is not None and storage.on_device is None]
-        for stream in {storage.stream for storage in found}:
-            stream.fetch([storage for storage in found if storage.stream is stream])
-
-
-def _storage_to_offload(tensor: Tensor) -> torch.UntypedStorage | None:
-    """None where the tensor stays on the device."""
-    if type(tensor) is not Tensor or isinstance(tensor._base, nn.Parameter) or tensor.layout != torch.strided:
-        return None
-    storage = tensor.untyped_storage()
-    return storage if storage.nbytes() >= SMALLEST and tensor.device.type != "meta" else None
+        storage = None if known is None else known()
+        if storage is None or storage.version != tensor._version:
+            storage = OffloadedStorage(self.offload.stream(tensor.device), tensor, self.free_after_block[i])
+            self.storages[key] = weakref.ref(storage)
+            own.append(weakref.ref(storage))
+        storage.uses += 1
+        return _View(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
 class _View(NamedTuple):
@@ -133,21 +110,26 @@ def _unpack(saved: Tensor | _View) -> Tensor:
     return torch.empty(0, dtype=saved.dtype, device=memory.device).set_(memory, saved.offset, saved.shape, saved.stride)
 
 
+def _fetch(refs: "StorageRefs", _: Tensor) -> None:
+    """Starts the copies of these storages back to the device."""
+    found = [storage for ref in refs if (storage := ref()) is not None and storage.on_device is None]
+    for stream in {storage.stream for storage in found}:
+        stream.fetch([storage for storage in found if storage.stream is stream])
+
+
 class OffloadedStorage:
     """Memory that is on the host for as long as autograd holds a view of it, and on the device while it is read."""
 
-    def __init__(
-        self, stream: "CopyStream", buffer: Tensor, tensor: Tensor, storage: torch.UntypedStorage, free_after_block: int
-    ):
+    def __init__(self, stream: "CopyStream", tensor: Tensor, free_after_block: int):
         self.stream = stream
-        self.buffer = buffer
         self.version = tensor._version
-        self.nbytes = storage.nbytes()
+        self.nbytes = tensor.untyped_storage().nbytes()
+        self.buffer = stream.host_buffer(self.nbytes)
         self.on_device: Tensor | None = None
         self.ready: Any = None
         self.uses = self.used = 0
         self.outgoing: _Copies | None = None
-        self.outgoing = stream.send(tensor, storage, buffer)
+        self.outgoing = stream.send(tensor, self.buffer)
         stream.outgoing.append((free_after_block, weakref.ref(self)))
 
     def __del__(self) -> None:
@@ -173,6 +155,9 @@ class OffloadedStorage:
         if self.used == self.uses:  # another backward through the same graph fetches them again
             self.on_device, self.ready, self.used = None, None, 0
         return on_device
+
+
+StorageRefs = list[weakref.ref[OffloadedStorage]]
 
 
 class _Copies(NamedTuple):
@@ -212,9 +197,9 @@ class CopyStream:
             return free.pop()
         return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self.stream is not None)
 
-    def send(self, tensor: Tensor, storage: torch.UntypedStorage, buffer: Tensor) -> _Copies:
+    def send(self, tensor: Tensor, buffer: Tensor) -> _Copies:
         """Starts a copy of the tensor's storage to the host."""
-        source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage)
+        source = torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
         return self._copy([(buffer[: len(source)], source)], [tensor.detach()])
 
     def free_after(self, block: float) -> None:

@@ -8,10 +8,10 @@
 
 H is the hidden size, q and kv the widths of queries and keys, I that of the gated MLP.
 
-Under "block", a block runs on (x + residual, None), which gives a norm the bits that (x, residual) gives it; in the
-backward, the gradient of the sum in 16 bits is rounded once more. An MLP at the end of a block recomputes its inside as
-well: the second run of the block ends where the MLP has saved its input, and the MLP then works in chunks of tokens
-(`gated_mlp`), so that a longer text needs no more memory there.
+Under "block", a block runs on (x + residual, None): its first norm has the same bits as on (x, residual), and in the
+backward the gradient of the sum, in 16 bits, is rounded once more. An MLP at the end of a block saves only its input in
+the second run and recomputes gate and up in chunks of tokens (`gated_mlp`), so that a longer text needs no more memory
+there.
 
 `offload` sends what the blocks save to pinned host memory; see offload.py.
 """
@@ -77,8 +77,8 @@ def _draws(block: nn.Module) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpointing:
-    """The policy of one model. recompute: "none", "mlp" or "block". blocks: the first so many blocks; None: all.
-    every_n_layers: of those, blocks 0, n, 2n, ... options: of torch.utils.checkpoint."""
+    """The policy of one model. recompute: "none", "mlp" or "block". blocks: it applies to so many of the first blocks;
+    None: to all. every_n_layers: of those, to blocks 0, n, 2n, ... options: of torch.utils.checkpoint."""
 
     recompute: str = "none"
     blocks: int | None = None
@@ -129,7 +129,7 @@ class Checkpointing:
         return self.blocks != 0 and (self.recompute != "none" or self.offload is not None)
 
     def for_all(self) -> Self:
-        """The same policy for all blocks of another stack; for none of them where it is for none here."""
+        """The same policy for all blocks of another stack, or for none where `blocks` is 0."""
         return dataclasses.replace(self, blocks=None if self.blocks != 0 else 0)
 
     def covers(self, i: int) -> bool:
@@ -145,8 +145,8 @@ class Checkpointing:
                     module.recompute = wanted and self.covers(i)  # type: ignore[assignment]
 
     def start(self, x: Tensor, num_blocks: int) -> Callable[..., Any]:
-        """How one forward pass on x runs its blocks, all and in order: run(i, block, x, residual, *inputs), which
-        returns what block(x, residual, *inputs) returns.
+        """Returns run(i, block, x, residual, *inputs), which calls block(x, residual, *inputs) under this policy, for
+        one forward pass on x through all blocks in order.
 
         Raises InputError where offloading meets torch.compile or a CUDA graph.
         """

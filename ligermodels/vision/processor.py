@@ -6,9 +6,9 @@ Checked against transformers 5.23, processing_utils.ProcessorMixin and the proce
 """
 
 import base64
-import binascii
+import itertools
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,18 +69,16 @@ class Processor:
         self.image_token = "<|image|>" if isinstance(image_processor, MllamaImageProcessor) else "<|image_pad|>"
         self.video_token = "<|video_pad|>" if video_processor else None
         self._template = template
-        self._tokens = {"image": self._id(self.image_token)}
-        if self.video_token:
-            self._tokens["video"] = self._id(self.video_token)
-
-    def _id(self, token: str) -> int:
-        index = self.tokenizer.token_to_id(token)
-        if index is None:
-            raise ConfigError(
-                f"{self.tokenizer.files.folder}: the tokenizer has no {token}. Likely cause: the tokenizer of a text "
-                "model beside the image processor of another checkpoint."
-            )
-        return index
+        self._tokens: dict[str, int] = {}
+        for kind, token in (("image", self.image_token), ("video", self.video_token)):
+            index = None if token is None else tokenizer.token_to_id(token)
+            if index is not None:
+                self._tokens[kind] = index
+            elif token is not None:
+                raise ConfigError(
+                    f"{tokenizer.files.folder}: the tokenizer has no {token}. Likely cause: the tokenizer of a text "
+                    "model beside the image processor of another checkpoint."
+                )
 
     @classmethod
     def from_hub(
@@ -99,16 +97,10 @@ class Processor:
         """
         from ligermodels.checkpoint import hub
 
-        folder = hub.resolve(
-            id_or_folder,
-            revision=revision,
-            subfolder=subfolder,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            weights=False,
+        found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
+        return cls.from_folder(
+            hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, weights=False, **found)
         )
-        return cls.from_folder(folder)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Processor":
@@ -267,40 +259,34 @@ class Processor:
 
     def _per_text(self, kind: str, given: Any, rows: list[list[int]]) -> list[list[Any]]:
         """The images (or videos) of each text. Raises InputError if their number is not that of the placeholders."""
-        token = self._tokens[kind]
-        wanted = [row.count(token) for row in rows]
+        wanted = [row.count(self._tokens[kind]) for row in rows]
         is_one = _is_image if kind == "image" else _is_video
         if given is None:
-            shared: list[list[Any]] = [[] for _ in rows]
+            nested: list[list[Any]] = [[] for _ in rows]
         elif is_one(given):
-            shared = [[given]]
+            nested = [[given]]
         elif not isinstance(given, list | tuple):
             raise InputError(f"{kind}s= must be a list, not {type(given).__name__}.{_FILM if kind == 'video' else ''}")
-        elif all(is_one(item) for item in given):
-            items: Iterator[Any] = iter(given)
-            total = len(given) == sum(wanted)
-            shared = [[next(items) for _ in range(n)] for n in wanted] if total else [list(given)]
+        elif all(map(is_one, given)):
+            items = iter(given)
+            nested = [list(itertools.islice(items, n)) for n in wanted] if len(given) == sum(wanted) else [list(given)]
         elif all(isinstance(some, list | tuple) and all(map(is_one, some)) for some in given):
-            shared = [list(some) for some in given]
+            nested = [list(some) for some in given]
         else:
             wrong = next(item for item in given if not is_one(item))
             raise InputError(
                 f"{kind}s= must be a list of {kind}s, or one list of them for each text; it holds "
                 f"{type(wrong).__name__} ({str(wrong)[:60]}).{_FILM if kind == 'video' else ''}"
             )
-        found = [len(some) for some in shared]
-        if found == wanted:
-            return shared
-        name = self.image_token if kind == "image" else self.video_token
-        if len(found) == len(wanted):
-            row = next(row for row, pair in enumerate(zip(found, wanted, strict=True)) if pair[0] != pair[1])
-            where = f"text {row} has {wanted[row]} {name} and {found[row]} {kind}s"
-        else:
-            where = f"{len(wanted)} texts have {wanted} {name}, the {kind}s given are {found}"
-        raise InputError(
-            f"{where}; each {kind} needs its own {name} in the text. Likely cause: a text written without "
-            f"apply_chat_template, {kind}s that were left out, or lists that are not nested by text."
-        )
+        found = [len(some) for some in nested]
+        if found != wanted:
+            name = self.image_token if kind == "image" else self.video_token
+            raise InputError(
+                f"the texts have {wanted} {name}, the {kind}s given are {found}; each {kind} needs its own "
+                f"{name} in the text. Likely cause: a text written without apply_chat_template, {kind}s that were left "
+                "out, or lists that are not nested by text."
+            )
+        return nested
 
     def _expanded(self, kind: str, rows: list[list[int]], grids: Tensor) -> list[list[int]]:
         """Repeats each placeholder once for each token of its grid."""
@@ -399,7 +385,7 @@ def _without_source(part: Mapping[str, Any], taken: dict[str, list[Any]]) -> Map
         if name == "base64" and isinstance(value, str) and not value.startswith("data:"):
             try:
                 value = base64.b64decode(value)
-            except (ValueError, binascii.Error) as error:
+            except ValueError as error:
                 raise InputError(f"base64 of an image part cannot be decoded: {error}.") from error
         taken[kind].append(value)
     return {"type": kind} | {name: value for name, value in part.items() if name not in (*_SOURCES[kind], "type")}

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ligermodels.checkpoint import weights
 from ligermodels.training.recompute import last_mlp
@@ -26,6 +26,8 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 LOGITS = 1e-5
 # Gradients pass the same depth twice.
 GRADIENTS = 3e-5
+EVERY = ("test_logits_loss_and_every_gradient", "test_round_trip_is_bit_exact_and_both_generations_of_config_agree")
+"""Tests that run on every entry of TINY without `slow`."""
 
 
 def rope(rope_type, **values):
@@ -134,6 +136,39 @@ def check_gradients(hf, model, named_on_disk, allowed=GRADIENTS):
             assert found < allowed * cancels, f"{region.source}: relative error {found:.1e}"
 
 
+def check_checkpointing(model, tower, stack, batch, recompute):
+    """The gradients are bit for bit the same and less is saved: by tower and text, and by the tower alone."""
+
+    def step():
+        model.zero_grad()
+        model(**batch).loss.backward()
+
+    plain, expected = saved_bytes(step), {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.gradient_checkpointing_enable({"recompute": recompute})
+    less, policy = saved_bytes(step), tower.checkpointing
+    assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
+    model.gradient_checkpointing_disable()
+    assert saved_bytes(step) == plain
+    tower.checkpointing = policy
+    policy.prepare(stack)
+    assert less < saved_bytes(step) < plain
+    for blocks, of_the_tower in ((1, None), (0, 0)):  # a number of blocks is one of the text's
+        model.gradient_checkpointing_enable({"recompute": recompute, "blocks": blocks})
+        assert tower.checkpointing.blocks == of_the_tower
+
+
+def check_other_layout(model, folder, tensors, batch, into):
+    """`tensors`, the weights of the folder by other names, load as the same model, which is saved by the folder's."""
+    before = read_tensors(folder)
+    assert before.keys() != tensors.keys()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    other = type(model).from_hub(folder, progress=False)
+    assert torch.equal(other(**batch).logits, model(**batch).logits)
+    other.save_pretrained(into)
+    saved = read_tensors(into)
+    assert before.keys() == saved.keys() and all(torch.equal(before[name], saved[name]) for name in before)
+
+
 def check_compiled(model, ids, labels=None, **inputs):
     """The whole model is one graph, and its loss and gradients are those of the eager model."""
     torch.compiler.reset()
@@ -148,16 +183,28 @@ def check_compiled(model, ids, labels=None, **inputs):
         torch.testing.assert_close(ours, expected)
 
 
-class Suite:
+class Tiny:
+    """Runs each test on the configurations of `TINY`, on checkpoints that are written once."""
+
     arch: type
     TINY: dict
-    REAL: dict
+    REAL: dict = {}
     ALSO: tuple = ()
     """Entries of TINY for which every property is checked, beside the first."""
     NORM = 1.0
     """What the norms' weights are drawn around; where they act as 1 + weight, 0 is as large."""
-    GENERATE: dict = {}
-    """Further arguments of transformers' generate."""
+
+    def pytest_generate_tests(self, metafunc):
+        names = list(self.TINY)
+        quick = names if metafunc.function.__name__ in EVERY else [names[0], *self.ALSO]
+        marked = [pytest.param(self.TINY[name], id=name, marks=[] if name in quick else pytest.mark.slow)
+                  for name in names]  # fmt: skip
+        if "tiny" in metafunc.fixturenames:
+            metafunc.parametrize("tiny", marked)
+        if "first" in metafunc.fixturenames:
+            metafunc.parametrize("first", marked[:1])
+        if "real" in metafunc.fixturenames:
+            metafunc.parametrize("real", self.REAL.items(), ids=self.REAL)
 
     @pytest.fixture
     def folder(self, tiny, written):
@@ -170,6 +217,11 @@ class Suite:
     @pytest.fixture
     def model(self, folder):
         return self.arch.from_hub(folder, progress=False)
+
+
+class Suite(Tiny):
+    GENERATE: dict = {}
+    """Further arguments of transformers' generate."""
 
     @pytest.fixture
     def ids(self):
@@ -297,16 +349,6 @@ class Suite:
         for forward in (model, model.model):
             output = forward(packed, output_attentions=None, return_dict=True, output_hidden_states=True, **collated)
             assert relative(output.last_hidden_state, inside) < LOGITS
-
-    def test_a_cast_model_is_saved_and_loaded_as_what_it_is(self, folder, model, tmp_path):
-        model.to(torch.float16).save_pretrained(tmp_path / "half")
-        again = self.arch.from_hub(tmp_path / "half", progress=False)
-        assert again.dtype == torch.float16
-        assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "float16"
-        widened = self.arch.from_hub(folder, dtype=torch.float64, progress=False).state_dict()
-        for region in weights.regions(again, self.arch.DISK_NAMES):
-            exact = read_tensors(folder)[region.source].double()
-            assert torch.equal(widened[region.param][region.index], exact), region.source
 
     def test_wrong_weights_and_a_wrong_base_are_seen(self, hf, model, ids):
         """Negative controls: what a loader gets wrong must not pass as parity."""

@@ -113,6 +113,21 @@ REFUSED = {
         (dict(rope_scaling={**SU, "original_max_position_embeddings": 32}), "top level"),
         (dict(partial_rotary_factor=1.5), "rotate 12 dims"),
     ],
+    "qwen2_vl": [
+        (dict(vision_config=dict(hidden_size=32, embed_dim=36, num_heads=16)), "embed_dim=36.*num_heads=16"),
+        (dict(vision_config=dict(hidden_size=32, hidden_act="relu")), "hidden_act='relu'.*quick_gelu"),
+        (dict(rope_parameters=dict(mrope_section=[1, 1, 1])), r"mrope_section is \[1, 1, 1\].*together 4"),
+        (dict(video_rule="4.57"), "video_rule='4.57'.*4.x, 5.x"),
+        (dict(text_config={"model_type": "llama"}), "text_config.*qwen2_vl_text"),
+    ],
+    "mllama": [
+        (dict(attention_bias=True), "attention_bias=True.*has none"),
+        (dict(cross_attention_layers=[2]), r"cross_attention_layers=\[2\].*0 to 1"),
+        (dict(cross_attention_layers=[0, 1]), "leave one out"),
+        (dict(cross_attention_layers=[1], vision_config=dict(hidden_act="silu")), "hidden_act='silu'.*quick_gelu"),
+        (dict(vision_config=dict(supported_aspect_ratios=[[3, 2]])), "at most 4 tiles"),
+        (dict(vision_config=dict(vision_output_dim=768)), "vision_output_dim=768.*must be 7680"),
+    ],
 }
 
 
@@ -122,6 +137,8 @@ REFUSED = {
     ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items())[:50] if isinstance(value, dict) else "",
 )
 def test_what_cannot_work_is_refused(family, changes, words):
+    if family == "qwen2_vl":
+        changes = {"vision_config": dict(hidden_size=32), "rope_parameters": dict(mrope_section=[1, 1, 2]), **changes}
     with pytest.raises(ConfigError, match=f"(?s){words}"):
         ARCHS[family].from_config({**GOOD, **OF_ALL, **changes}, device="meta")
 

@@ -1,6 +1,8 @@
 """Llama: every switch of its configuration on tiny checkpoints, and the released sizes."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -85,6 +87,26 @@ def test_an_adapter_around_the_head_is_not_passed_by(model):
         assert model.lm_head.delta.weight.grad.abs().sum() > 0
     finally:
         model.lm_head = head
+
+
+class ModulesToSave(torch.nn.Module):
+    """Trains a copy of a module, as PEFT's wrapper of this name does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.original_module = module
+        self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(module)})
+
+
+@pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_tied_head_keeps_the_table_of_which_a_copy_is_trained(made):
+    """Also the head of a copied model; transformers' tied head keeps its table as well."""
+    model = made(ligermodels.Llama.from_config({**tiny(tie_word_embeddings=True), "initializer_range": 0.3}))
+    table = model.model.embed_tokens
+    wrapper = model.model.embed_tokens = ModulesToSave(table)
+    assert model.lm_head.weight is table.weight
+    model.model.embed_tokens = wrapper.modules_to_save["default"]  # merged
+    assert model.lm_head.weight is table.weight and "lm_head.weight" in model.state_dict()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -5,23 +5,23 @@ import json
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
 
 from ligermodels.arch.config import GENERIC
 from ligermodels.arch.llama_vision import LlamaVision, LlamaVisionConfig
-from ligermodels.errors import ConfigError, InputError
+from ligermodels.errors import InputError
 from tests.arch.llama_vision import images, placements, tiny
 from tests.arch.suite import (
     GRADIENTS,
     LLAMA3,
     LOGITS,
     Suite,
+    Tiny,
+    check_checkpointing,
     check_compiled,
     check_gradients,
-    read_tensors,
+    check_other_layout,
     relative,
     rope,
-    saved_bytes,
     theirs,
     theirs_logits,
 )
@@ -111,20 +111,9 @@ class TestText(Suite):
             assert theirs_of_the_tower[name] == value, name
 
 
-class TestImages:
+class TestImages(Tiny):
+    arch = LlamaVision
     TINY = {name: TINY[name] for name in TINY if name not in ("plain", "no_cross_blocks")}
-
-    @pytest.fixture
-    def folder(self, tiny, written):
-        return written(tiny)
-
-    @pytest.fixture
-    def hf(self, folder):
-        return theirs(folder)
-
-    @pytest.fixture
-    def model(self, folder):
-        return LlamaVision.from_hub(folder, progress=False)
 
     @pytest.fixture
     def batch(self, tiny):
@@ -225,40 +214,15 @@ class TestImages:
     @pytest.mark.parametrize("recompute", ["block", "mlp"])
     def test_checkpointing_of_tower_and_text_gives_the_same_gradients(self, model, batch, recompute):
         ids, labels, shown = batch
+        tower = model.model.vision_model
+        check_checkpointing(
+            model, tower, tower.transformer.layers, dict(input_ids=ids, labels=labels, **shown), recompute
+        )
 
-        def step():
-            model.zero_grad()
-            model(ids, labels=labels, **shown).loss.backward()
-
-        plain = saved_bytes(step)
-        expected = {name: p.grad.clone() for name, p in model.named_parameters()}
-        model.gradient_checkpointing_enable({"recompute": recompute})
-        whole = saved_bytes(step)
-        assert all(torch.equal(p.grad, expected[name]) for name, p in model.named_parameters())
-        tower = model.model.vision_model.checkpointing
-        model.gradient_checkpointing_disable()
-        assert saved_bytes(step) == plain
-        model.model.vision_model.checkpointing = tower
-        tower.prepare(model.model.vision_model.transformer.layers)
-        assert whole < saved_bytes(step) < plain  # the tower alone
-
-    def test_round_trip_and_the_other_layout(self, folder, model, batch, tmp_path):
+    def test_the_other_layout(self, hf, folder, model, batch, tmp_path):
         ids, _, shown = batch
-        model.save_pretrained(tmp_path / "ours")
-        before, after = read_tensors(folder), read_tensors(tmp_path / "ours")
-        assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-        expected = theirs_logits(theirs(folder), ids, **shown)
-        assert torch.equal(theirs_logits(theirs(tmp_path / "ours"), ids, **shown), expected)
-        hf = theirs(folder)
         tensors = {name: parameter.detach().clone() for name, parameter in hf.named_parameters()}
-        assert tensors.keys().isdisjoint(before) and on_disk(tensors).keys() == before.keys()
-        (folder / "model.safetensors").unlink()
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        other = LlamaVision.from_hub(folder, progress=False)
-        assert torch.equal(other(ids, **shown).logits, model(ids, **shown).logits)
-        other.save_pretrained(tmp_path / "again")
-        again = read_tensors(tmp_path / "again")
-        assert before.keys() == again.keys() and all(torch.equal(before[name], again[name]) for name in before)
+        check_other_layout(model, folder, tensors, dict(input_ids=ids, **shown), tmp_path / "ours")
 
 
 ARGUMENTS = ("pixel_values", "aspect_ratio_ids", "aspect_ratio_mask")
@@ -322,28 +286,6 @@ def test_what_is_not_ours_in_the_file_is_named_and_saved_where_it_was():
     saved = ours.to_hf()
     assert (saved["of_the_root"], saved["text_config"]["of_the_text"]) == (3, 2)
     assert saved["vision_config"]["of_the_tower"] == 1 and "of_the_text" not in saved
-
-
-@pytest.mark.parametrize(
-    "changes, words",
-    [
-        (dict(model_type="llama"), ["model_type 'llama'"]),
-        (dict(text=dict(attention_bias=True)), ["attention_bias=True", "has none"]),
-        (dict(text=dict(cross_attention_layers=[4])), ["cross_attention_layers=[4]", "0 to 3"]),
-        (dict(text=dict(cross_attention_layers=[0, 1, 2, 3])), ["leave one out"]),
-        (dict(vision=dict(hidden_act="silu")), ["hidden_act='silu'", "quick_gelu"]),
-        (dict(vision=dict(supported_aspect_ratios=[[3, 2]])), ["at most 4 tiles"]),
-        (dict(vision=dict(vision_output_dim=7680)), ["vision_output_dim=7680", "must be 64"]),
-    ],
-    ids=str,
-)
-def test_what_cannot_work_is_refused(changes, words):
-    config = tiny()
-    for part in ("text", "vision"):
-        config[f"{part}_config"].update(changes.pop(part, {}))
-    with pytest.raises(ConfigError) as error:
-        LlamaVisionConfig.from_hf({**config, **changes})
-    assert all(word in str(error.value) for word in words), str(error.value)
 
 
 def test_arguments_that_do_not_fit_are_named(loaded):

@@ -171,16 +171,6 @@ def test_the_original_length_is_read_at_the_top_level(folder, ids):
     assert Phi3Config.from_hf(missing).rope_parameters["original_max_position_embeddings"] == 4096
 
 
-def test_what_transformers_4_has_no_place_for_stays_out_of_rope_scaling():
-    def saved(**changes):
-        config = Phi3Config.from_hf(tiny(rope_parameters=longrope(**changes)))
-        assert Phi3Config.from_hf(config.to_hf()) == config
-        return set(config.to_hf()["rope_scaling"]) - {"type", "short_factor", "long_factor"}
-
-    assert saved() == saved(factor=8.0) == saved(attention_factor=None) == set()
-    assert saved(factor=4.0, attention_factor=1.2) == {"factor", "attention_factor"}
-
-
 def test_phi_4_mini_rotates_96_of_128_dims():
     for path in (FIXTURES / "Phi-4-mini-instruct.json", FIXTURES / "v5" / "Phi-4-mini-instruct.json"):
         model = ligermodels.Phi3.from_config(json.loads(path.read_text()), device="meta")

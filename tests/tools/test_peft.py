@@ -167,18 +167,6 @@ def test_the_adapter_names_its_base(folders, tmp_path):
     assert peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "ours").peft_config["default"].r == 4
 
 
-def test_a_resized_vocabulary_is_saved_with_the_adapter(folders, tmp_path):
-    """PEFT compares the size with the base's config.json, which it reads by the config's class."""
-    ours, theirs = both(folders, "qwen2")
-    for name, model in (("ours", ours), ("theirs", theirs)):
-        model.resize_token_embeddings(101)
-        wrap(model, lora()).save_pretrained(tmp_path / name)
-    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")]
-    assert files[0].keys() == files[1].keys()
-    assert files[0]["base_model.model.lm_head.weight"].shape == (101, 32)
-    assert type(ours.config).from_pretrained(folders["qwen2"]).vocab_size == 97
-
-
 def test_several_adapters(folders):
     ours, theirs = wrapped_alike(folders, "llama", lora(target_modules=USUAL, init_lora_weights=False))
     found = []
@@ -281,3 +269,15 @@ def test_adapted_models_generate(folders, kind):
     expected = theirs.generate(**options)
     assert ours.generate(**options).tolist() == expected.tolist()
     assert models.theirs(folders["llama"]).generate(**options).tolist() != expected.tolist()
+
+
+def test_a_resized_vocabulary_is_saved_with_the_adapter(folders, tmp_path):
+    """PEFT compares the size with the base's config.json, which it reads by the config's class."""
+    ours, theirs = both(folders, "qwen2")
+    for name, model in (("ours", ours), ("theirs", theirs)):
+        model.resize_token_embeddings(101)
+        wrap(model, lora()).save_pretrained(tmp_path / name)
+    files = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs")]
+    assert files[0].keys() == files[1].keys()
+    assert files[0]["base_model.model.lm_head.weight"].shape == (101, 32)
+    assert type(ours.config).from_pretrained(folders["qwen2"]).vocab_size == 97

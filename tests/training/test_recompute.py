@@ -1,6 +1,7 @@
 """Activation checkpointing and offload: bit for bit the step that saves everything, in less memory."""
 
 import copy
+import functools
 import itertools
 import weakref
 from contextlib import nullcontext
@@ -15,7 +16,7 @@ from ligermodels.arch import ARCHS, inputs
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch
 from ligermodels.training import offload, recompute
-from ligermodels.training.offload import Offload
+from ligermodels.training.offload import Offload, OffloadPass
 
 CONFIG = dict(
     vocab_size=97,
@@ -255,7 +256,7 @@ class TestMemory:
         assert inside[0] and not inside[1]
 
     @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
-    def test_what_travels_leaves_with_the_next_block_and_is_back_for_two_blocks_at_a_time(self, policy, monkeypatch):
+    def test_saved_tensors_leave_with_the_next_block_and_are_back_for_two_blocks_at_a_time(self, policy, monkeypatch):
         monkeypatch.setattr(offload, "SMALLEST", 512)  # above the tables of the rotation, which all blocks share
         model, begun, sent, brought = make(num_hidden_layers=5), [], [], []
         enable(model, policy, offload=True)
@@ -263,22 +264,22 @@ class TestMemory:
             layer.register_forward_pre_hook(lambda layer, inputs: begun.append(layer))
         send, bring = offload.CopyStream.send, offload.CopyStream.fetch
 
-        def sends(lane, tensor, memory, *where):
+        def sends(stream, tensor, buffer):
             assert all(memory.expired() for block, memory in sent if block < len(begun) - 1)
-            sent.append((len(begun), StorageWeakRef(memory)))
-            return send(lane, tensor, memory, *where)
+            sent.append((len(begun), StorageWeakRef(tensor.untyped_storage())))
+            return send(stream, tensor, buffer)
 
-        def brings(lane, records):
+        def brings(stream, storages):
             assert sum(any(ref() is not None for ref in refs) for refs in brought) <= 1
-            bring(lane, records)
-            brought.append([weakref.ref(record.on_device) for record in records])
+            bring(stream, storages)
+            brought.append([weakref.ref(storage.on_device) for storage in storages])
 
         monkeypatch.setattr(offload.CopyStream, "send", sends)
         monkeypatch.setattr(offload.CopyStream, "fetch", brings)
         x, _ = through_blocks(model, torch.randn(2, 16, 32))
         assert sent and all(memory.expired() for _, memory in sent)
         x.sum().backward()
-        assert len(brought) == 4  # a block each; what the last block keeps stays where it is
+        assert len(brought) == 4  # one for each block; what the last block saves stays where it is
         assert not any(ref() is not None for refs in brought for ref in refs)
 
     def test_pinned_memory_is_reused(self, ids):
@@ -298,15 +299,15 @@ class TestMemory:
         assert buffers(model) == more
 
     def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
-        kept = offload._SavedTensors(Offload(), {}, 1)
+        pack = functools.partial(OffloadPass(Offload(), [0, 1], 2).pack, 0, [])
         memory = torch.arange(24.0).view(4, 6)
         views = [memory, memory[:, 2:4], memory.t()[1:], memory.to(torch.float64)[2], memory[3:, :0]]
         strides = [view.stride() for view in (*views, memory)]
         with torch.device("meta"):  # whatever the default is, buffers are on the CPU
-            packed, expected = [kept.pack(view) for view in views], [view.clone() for view in views]
+            packed, expected = [pack(view) for view in views], [view.clone() for view in views]
         assert len({id(view.storage) for view in packed}) == 2
         memory.add_(1)
-        packed.append(kept.pack(memory))
+        packed.append(pack(memory))
         expected.append(memory.clone())
         assert len({id(view.storage) for view in packed}) == 3
         del memory, views
@@ -318,11 +319,12 @@ class TestMemory:
 
     def test_parameters_other_classes_and_small_tensors_stay(self, monkeypatch):
         monkeypatch.setattr(offload, "SMALLEST", 64)
-        weight, kept = nn.Parameter(torch.ones(8, 8)), offload._SavedTensors(Offload(), {}, 1)
+        weight = nn.Parameter(torch.ones(8, 8))
+        pack = functools.partial(OffloadPass(Offload(), [0, 1], 2).pack, 0, [])
         stays = [weight, weight.t(), torch.ones(15), torch.ones(20).as_subclass(Other), torch.ones(9, 9).to_sparse()]
-        assert all(isinstance(kept.pack(tensor), torch.Tensor) for tensor in stays)
-        assert kept.pack(weight) is weight
-        assert isinstance(kept.pack(weight * 2), offload._View)
+        assert all(isinstance(pack(tensor), torch.Tensor) for tensor in stays)
+        assert pack(weight) is weight
+        assert isinstance(pack(weight * 2), offload._View)
 
 
 class Other(torch.Tensor):

@@ -8,37 +8,25 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import MllamaForConditionalGeneration, Qwen2VLForConditionalGeneration
-from transformers.models.mllama import MllamaConfig
-from transformers.models.qwen2_vl import Qwen2VLConfig
+import transformers
 
 import ligermodels
 from ligermodels.cli import main
+from tests.arch import llama_vision
+from tests.arch import qwen2_vl as small_qwen2_vl
+from tests.arch.suite import auto_class
 from tests.vision import folders
 
-TEXT = dict(
-    hidden_size=32, intermediate_size=48, num_attention_heads=4, num_key_value_heads=2,
-    max_position_embeddings=1024, initializer_range=0.4,
-)  # fmt: skip
+SIZES = dict(max_position_embeddings=1024, initializer_range=0.4)
 
 
 def qwen2_vl(folder: Path):
     folders.qwen2_vl(folder, min_pixels=56 * 56, max_pixels=112 * 112)
     tokenizer = ligermodels.Tokenizer.from_folder(folder)
-    ids = {
-        name: tokenizer.token_to_id(f"<|{token}|>")
-        for name, token in [
-            ("image_token_id", "image_pad"), ("video_token_id", "video_pad"), ("eos_token_id", "im_end"),
-            ("vision_start_token_id", "vision_start"), ("vision_end_token_id", "vision_end"),
-        ]
-    }  # fmt: skip
-    vision = dict(depth=2, embed_dim=16, num_heads=2, mlp_ratio=2, hidden_size=32)
-    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
-    config = Qwen2VLConfig.from_dict(
-        {**TEXT, **ids, "num_hidden_layers": 2, "vocab_size": tokenizer.vocab_size, "rope_scaling": rope,
-         "vision_config": vision, "model_type": "qwen2_vl", "tie_word_embeddings": False}
-    )  # fmt: skip
-    return Qwen2VLForConditionalGeneration(config)
+    names = ("image_token_id", "video_token_id", "eos_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = ("image_pad", "video_pad", "im_end", "vision_start", "vision_end")
+    ids = {name: tokenizer.token_to_id(f"<|{token}|>") for name, token in zip(names, tokens, strict=True)}
+    return small_qwen2_vl.tiny(dict(patch_size=14), vocab_size=tokenizer.vocab_size, **ids, **SIZES)
 
 
 def mllama(folder: Path):
@@ -47,28 +35,20 @@ def mllama(folder: Path):
     # Llama 3's own tokenizer keeps two line ends together whatever follows; this one does not.
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text().replace("\n\n", "\n"))
-    rows = tokenizer.token_to_id("<|image|>")
-    eos = tokenizer.token_to_id("<|eot_id|>")
-    text = dict(
-        TEXT, num_hidden_layers=3, cross_attention_layers=[1], vocab_size=rows, eos_token_id=eos, pad_token_id=0
-    )
-    vision = dict(
-        hidden_size=16, attention_heads=2, num_hidden_layers=2, num_global_layers=1, intermediate_size=24,
-        intermediate_layers_indices=[0], image_size=28, patch_size=14, max_num_tiles=4, vision_output_dim=32,
-    )  # fmt: skip
-    model = MllamaForConditionalGeneration(MllamaConfig(vision_config=vision, text_config=text, image_token_index=rows))
-    with torch.no_grad():
-        for name, gate in model.named_parameters():
-            if "gate" in name and gate.numel() == 1:
-                gate.fill_(0.7)
-    return model
+    rows, eos = tokenizer.token_to_id("<|image|>"), tokenizer.token_to_id("<|eot_id|>")
+    config = llama_vision.tiny(dict(image_size=28, patch_size=14), vocab_size=rows, eos_token_id=eos, **SIZES)
+    return {**config, "image_token_index": rows}
 
 
 @pytest.fixture(params=[qwen2_vl, mllama], ids=lambda build: build.__name__)
 def built(request, tmp_path):
     """(folder, transformers' model): a checkpoint of random weights that transformers wrote, with a processor."""
+    config = transformers.AutoConfig.for_model(**request.param(tmp_path / "model"))
     torch.manual_seed(0)
-    model = request.param(tmp_path / "model").eval()
+    model = auto_class(config).from_config(config, dtype=torch.float32).eval()
+    for name, gate in model.named_parameters():
+        if "gate" in name and gate.numel() == 1:
+            torch.nn.init.constant_(gate, 0.7)
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model", model
 
@@ -111,12 +91,10 @@ def test_chat_about_images(built, tmp_path, capsys, monkeypatch):
     assert cached == [False, False, True, False], "text goes on after the images in the cache"
 
 
-@pytest.mark.parametrize("image, message", [("missing.png", "missing.png"), ("model/config.json", "not an image")])
-def test_chat_refuses_files_that_are_no_images(built, tmp_path, capsys, monkeypatch, image, message):
-    folder, _ = built
-    monkeypatch.setattr(ligermodels, "load", None)  # refused before the model loads
-    assert main(["chat", str(folder), "--image", str(tmp_path / image)]) == 3
-    assert message in capsys.readouterr().err
+def test_chat_refuses_a_missing_image_before_the_model_loads(built, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(ligermodels, "load", None)
+    assert main(["chat", str(built[0]), "--image", str(tmp_path / "missing.png")]) == 3
+    assert "missing.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
