@@ -17,6 +17,7 @@ from ligermodels.conversion.dcp import DcpTarget
 from ligermodels.conversion.gguf import GgufTarget
 from ligermodels.conversion.huggingface import SafetensorsTarget
 from ligermodels.conversion.meta import MetaTarget
+from ligermodels.conversion.mistral import MistralTarget
 from ligermodels.conversion.source import MismatchError, Source, Target
 from ligermodels.conversion.sources import locate, open_source
 from ligermodels.conversion.verify import LEVELS, Level, Report, compare
@@ -26,16 +27,16 @@ from ligermodels.errors import InputError
 DTYPES: dict[str, torch.dtype | None] = {
     "keep": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32
 }  # fmt: skip
-Layout = Literal["hf", "meta", "dcp", "gguf"]
-LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "dcp", "gguf")
+Layout = Literal["hf", "meta", "mistral", "dcp", "gguf"]
+LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "mistral", "dcp", "gguf")
 
 
 @dataclass(frozen=True)
 class Options:
     """The layout to convert a checkpoint to, and how.
 
-    to: "hf", "meta" (Llamas only), "dcp" (under the names that models have in memory, ours and transformers') or
-    "gguf" (one file, for llama.cpp).
+    to: "hf", "meta" (Llamas only), "mistral" (Mistral and Mixtral only), "dcp" (under the names that models have in
+    memory, ours and transformers') or "gguf" (one file, for llama.cpp).
     dtype: "keep", "bf16", "fp16" or "fp32".
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
     instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the
@@ -149,6 +150,8 @@ def _target(view: View, name: str, options: Options) -> Target:
     """What is to be written, planned. name: the model's, for people."""
     if options.to == "meta":
         return MetaTarget(view, ranks=options.ranks, embedding_axis=options.embedding_axis)
+    if options.to == "mistral":
+        return MistralTarget(view)
     if options.to == "dcp":
         return DcpTarget(view)
     if options.to == "gguf":

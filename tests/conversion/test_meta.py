@@ -150,7 +150,7 @@ def test_logits_are_metas_and_not_without_the_permutation(tmp_path, ranks, axis,
     source = opened(a_folder(tmp_path, cut(state, ranks, axis)))
     with torch.no_grad():
         right = (as_model(source)(ids).logits - expected).abs().max()
-        monkeypatch.setattr("ligermodels.conversion.meta.to_halves", lambda x, heads: x)
+        monkeypatch.setattr("ligermodels.conversion.consolidated.to_halves", lambda x, heads: x)
         wrong = (as_model(source)(ids).logits - expected).abs().max()
     assert right < 2e-5 * expected.abs().max()
     assert wrong > 1e-3 * expected.abs().max()
@@ -308,9 +308,9 @@ def hf_config(**changes) -> dict:
 
 
 BAD_WRITES = {
-    "bias": ({"attention_bias": True}, {}, CheckpointError, "does not compute attention_bias"),
-    "head_dim": ({"head_dim": 16}, {}, CheckpointError, "does not compute head_dim"),
-    "rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, CheckpointError, "compute rope_scaling"),
+    "bias": ({"attention_bias": True}, {}, CheckpointError, "no place for attention_bias"),
+    "head_dim": ({"head_dim": 16}, {}, CheckpointError, "no place for head_dim"),
+    "rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, CheckpointError, "place for rope_scaling"),
     "ranks": ({}, {"ranks": 4}, InputError, "must divide"),
 }
 

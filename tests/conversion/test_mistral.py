@@ -80,7 +80,7 @@ def test_logits_are_mistrals_and_not_without_the_permutation(tmp_path, changes, 
             return (model.eval()(ids).logits - expected).abs().max() / expected.abs().max()
 
     assert error() < 2e-5
-    monkeypatch.setattr("ligermodels.conversion.mistral.to_halves", lambda x, heads: x)
+    monkeypatch.setattr("ligermodels.conversion.consolidated.to_halves", lambda x, heads: x)
     assert error() > 1e-3
 
 
