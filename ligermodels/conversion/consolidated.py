@@ -127,9 +127,9 @@ def with_config_beside(folder: Path, made: dict[str, Any]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # unknown keys are named when the model is made
-            return beside if parse(beside).values() == parse(config).values() else {**made, **config}
+            return beside if parse(beside).values() == parse(config).values() else config
     except ConfigError:
-        return {**made, **config}
+        return config
 
 
 class ConsolidatedSource(Source):

@@ -11,11 +11,12 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from ligermodels import Llama
+from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.meta import MetaSource
-from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TokenizerError
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer, ranks
 from tests.conversion.layouts import logits
 from tests.text import folders
@@ -307,17 +308,23 @@ def hf_config(**changes) -> dict:
     return config | changes
 
 
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 BAD_WRITES = {
-    "bias": ({"attention_bias": True}, {}, CheckpointError, "no place for attention_bias"),
-    "head_dim": ({"head_dim": 16}, {}, CheckpointError, "no place for head_dim"),
-    "rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, CheckpointError, "place for rope_scaling"),
-    "ranks": ({}, {"ranks": 4}, InputError, "must divide"),
+    "bias": ("meta", "llama", {"attention_bias": True}, {}, CheckpointError, "no place for attention_bias"),
+    "head_dim": ("meta", "llama", {"head_dim": 16}, {}, CheckpointError, "no place for head_dim"),
+    "rope": ("meta", "llama", LINEAR, {}, CheckpointError, "no place for rope_scaling"),
+    "ranks": ("meta", "llama", {}, {"ranks": 4}, InputError, "must divide"),
+    "a mistral": ("meta", "mistral", {}, {}, ConfigError, "is a mistral; Meta's layout is that of Llamas"),
+    "rope of a mistral": ("mistral", "mistral", LINEAR, {}, CheckpointError, "Mistral's .* no place for rope_scaling"),
+    "gelu": ("mistral", "mixtral", {"hidden_act": "gelu"}, {}, CheckpointError, "no place for hidden_act"),
+    "ranks of a mistral": ("mistral", "mistral", {}, {"ranks": 2}, InputError, "for the layout meta, not for mistral"),
+    "a llama": ("mistral", "llama", {}, {}, ConfigError, "is a llama; .* mistral and mixtral .*\n.*--to meta"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_WRITES)
 def test_what_cannot_be_written(tmp_path, case):
-    changes, options, error, message = BAD_WRITES[case]
-    Llama.from_config(hf_config(**changes), device="cpu").save_pretrained(tmp_path / "hf")
+    to, family, changes, options, error, message = BAD_WRITES[case]
+    ARCHS[family].from_config(hf_config(**changes), device="cpu").save_pretrained(tmp_path / "hf")
     with pytest.raises(error, match=message):
-        convert(tmp_path / "hf", None, Options(to="meta", dry_run=True, **options))
+        convert(tmp_path / "hf", None, Options(to=to, dry_run=True, **options))
