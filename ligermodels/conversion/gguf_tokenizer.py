@@ -99,8 +99,14 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> boo
         pieces = _from_merges(model, added)
     elif model.get("type") != "BPE":
         raise TokenizerError(f"{where}: llama.cpp does not support a tokenizer of type {model.get('type')!r}")
-    if odd := _normalizers(state.get("normalizer")) - {"NFC", "Prepend", "Replace"}:
+    normalizers = _normalizers(state.get("normalizer"))
+    if odd := normalizers - {"NFC", "Prepend", "Replace"}:
         raise TokenizerError(f"{where}: llama.cpp does not compute the normalizer {', '.join(odd)} of tokenizer.json")
+    if "NFC" in normalizers:
+        warnings.warn(
+            f"{where}: llama.cpp leaves out the NFC of tokenizer.json: decomposed characters get other ids.",
+            stacklevel=5,
+        )
     if tokenizer.vocab_size > rows:
         warnings.warn(
             f"{where}: the tokens from id {rows} on, to {tokenizer.vocab_size - 1}, are left out: the embedding has no "

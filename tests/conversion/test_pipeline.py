@@ -125,7 +125,12 @@ def test_their_own_layout_and_back(tmp_path, case):
         assert (back / name).read_bytes() == (hf / name).read_bytes()
     # What params.json says of the model, alone.
     (theirs / "config.json").unlink()
-    lost = ("config: bos_token_id is ", "config: eos_token_id is ", "config: id2label is ", "config: router_aux_loss_coef ")
+    lost = (
+        "config: bos_token_id is ",
+        "config: eos_token_id is ",
+        "config: id2label is ",
+        "config: router_aux_loss_coef ",
+    )
     lost += ("config: max_position_embeddings is ",) * (to == "meta")
     if "dtype" not in options:
         found = verify(hf, theirs, level="bytes", allow_pickle=True, progress=False)
