@@ -224,7 +224,7 @@ def _warn_of_losses(view: View) -> None:
     """Warns of what the file does not hold; see `check` and gguf_tokenizer.py for the window and NFC."""
     lost = []
     if view.model.config.model_type.startswith("gemma"):
-        lost.append("GGUF holds Gemma's norm weights as 1 + weight in fp32, which rounds weights below 1e-5.")
+        lost.append("GGUF holds Gemma's norm weights as 1 + weight in fp32: read back, they are rounded to 1e-7.")
     if view.model.config.rope_parameters["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     if settings := [name for name, value in generation_config(view).items() if name in _SAMPLING and value is not None]:
