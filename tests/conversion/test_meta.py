@@ -13,12 +13,11 @@ from transformers import AutoTokenizer
 from ligermodels import Llama
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.meta import MetaSource
 from ligermodels.errors import CheckpointError, ConfigError, InputError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer, ranks
-from tests.conversion.layouts import logits
+from tests.conversion.layouts import logits, same
 from tests.text import folders
 
 PARAMS = {
@@ -82,11 +81,6 @@ def loaded(folder: Path) -> list[dict[str, Tensor]]:
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pth"))]
 
 
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(same_bits(a[name], b[name]) for name in a)
-
-
 def as_model(source: MetaSource) -> Llama:
     model = Llama.from_config(source.config(), device="meta", dtype=torch.float32)
     weights.load(
@@ -117,12 +111,12 @@ def test_there_and_back_both_ways(tmp_path, kv_heads, groups, half, ranks, axis,
     convert(tmp_path / "b", tmp_path / "hf", Options(**options))
     convert(tmp_path / "hf", tmp_path / "c", Options(to="meta", **options))
     for there, back in zip(theirs, loaded(tmp_path / "b"), strict=True):
-        assert_same(there, back)
-    assert_same(state, loaded(tmp_path / "c")[0])
+        assert same(there, back)
+    assert same(state, loaded(tmp_path / "c")[0])
     hf = load_file(tmp_path / "hf" / "model.safetensors")
     for folder in "abc":
         source = opened(tmp_path / folder)
-        assert_same(hf, read_all(source))
+        assert same(hf, read_all(source))
         assert source.config() == opened(tmp_path / "a").config()
 
 
@@ -135,7 +129,7 @@ def test_a_tied_head_is_left_out_and_written_back(tmp_path, axis):
     options = Options(to="meta", ranks=2, embedding_axis=axis, allow_pickle=True, verify="bytes", progress=False)
     convert(tmp_path / "in", tmp_path / "out", options)
     for there, back in zip(cut(state, 2, axis), loaded(tmp_path / "out"), strict=True):
-        assert_same(there, back)
+        assert same(there, back)
     del state["output.weight"]
     config = opened(a_folder(tmp_path / "bare", cut(state, 2, axis))).config()
     assert config["tie_word_embeddings"] and config["vocab_size"] == VOCAB

@@ -16,7 +16,7 @@ from ligermodels.conversion.mistral import MistralSource
 from ligermodels.errors import CheckpointError
 from ligermodels.text import Tokenizer
 from tests.conversion.layouts import logits, names, same
-from tests.conversion.test_meta import assert_same_tokenizer
+from tests.conversion.test_meta import assert_same_tokenizer, read_all
 from tests.text import folders
 
 PARAMS = {
@@ -54,10 +54,6 @@ def a_folder(folder: Path, state: dict[str, Tensor] | None = None, params: dict 
         file = f"consolidated-{n + 1:05}-of-{parts:05}.safetensors" if parts > 1 else "consolidated.safetensors"
         save_file({name: state[name] for name in names[n::parts]}, folder / file)
     return folder
-
-
-def read_all(source: MistralSource) -> dict[str, Tensor]:
-    return {name: source.read(name) for name in source.headers}
 
 
 @pytest.mark.parametrize(
