@@ -228,7 +228,7 @@ def _warn_of_losses(view: View) -> None:
     if view.model.config.rope_parameters["rope_type"] == "longrope":
         lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
     if settings := [name for name, value in generation_config(view).items() if name in _SAMPLING and value is not None]:
-        lost.append(f"GGUF has no place for {', '.join(settings)} of generation_config.json: give llama.cpp what you want of it.")
+        lost.append(f"GGUF has no place for {', '.join(settings)} of generation_config.json: set them in llama.cpp.")
     for line in lost:
         warnings.warn(f"{view.source}: {line}", stacklevel=4)
 

@@ -71,8 +71,10 @@ def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, whe
         token = tokenizer.files.named.get(f"{kind}_token")
         ids[kind] = tokenizer.token_to_id(token) if token else None
     ids["pad"] = tokenizer.files.pad_token_id if ids["pad"] is None else ids["pad"]
-    if len(tokenizer.chat_stop_ids) > len(tokenizer.eos_token_ids):
-        ids["eot"] = tokenizer.chat_stop_ids[-1]
+    stops = [index for index in tokenizer.chat_stop_ids if index != ids["eos"]]
+    ids |= dict(zip(("eot", "eom"), reversed(stops), strict=False))
+    if len(stops) > 2:
+        warnings.warn(f"{where}: GGUF has places for three stop ids; {stops[:-2]} are left out.", stacklevel=4)
     for kind, index in ids.items():
         if index is not None and index < rows:
             getattr(writer, f"add_{kind}_token_id")(index)

@@ -176,6 +176,16 @@ def test_it_opens_by_its_name_and_by_its_folder(model, tmp_path, monkeypatch):
         ligermodels.load(tmp_path)
 
 
+def test_several_stop_ids(tmp_path):
+    source = small_model(tmp_path / "hf", "llama 3")
+    (source / "generation_config.json").write_text('{"eos_token_id": [421, 7, 422]}')
+    to_gguf(source, tmp_path / "model.gguf")
+    assert sorted(Tokenizer.from_hub(tmp_path / "model.gguf").eos_token_ids) == [7, 421, 422]
+    (source / "generation_config.json").write_text('{"eos_token_id": [421, 7, 8, 422]}')
+    with pytest.warns(UserWarning, match=r"three stop ids; \[7\] are left out"):
+        to_gguf(source, tmp_path / "model.gguf", overwrite=True)
+
+
 def test_the_commands_take_it(model, capsys, tmp_path):
     assert cli.main(["inspect", str(model)]) == 0
     out = capsys.readouterr().out
