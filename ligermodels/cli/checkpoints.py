@@ -87,10 +87,10 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     )
     convert.add_argument(
         "--to",
-        choices=["hf", "meta", "dcp", "gguf"],
+        choices=["hf", "meta", "mistral", "dcp", "gguf"],
         default="hf",
-        help="layout to write: Hugging Face's, Meta's (Llamas), a torch distributed checkpoint, or one GGUF file for "
-        "llama.cpp (default: hf)",
+        help="layout to write: Hugging Face's, Meta's (Llamas), Mistral's (Mistral, Mixtral), a torch distributed "
+        "checkpoint, or one GGUF file for llama.cpp (default: hf)",
     )
     convert.add_argument(
         "--dtype", type=dtype, default="auto", help="cast to this, such as bf16 or float32 (default: auto, no cast)"

@@ -115,14 +115,15 @@ def _keys(a: View, b: View) -> Iterator[str]:
 def _settings(a: View, b: View) -> Iterator[str]:
     """Fields of the two configs that differ, and of what generate takes by default; dtypes are those of the tensors."""
     configs = [{**view.model.config.extra, **view.model.config.values(), "dtype": None} for view in (a, b)]
-    generation = [_generation_config(view) for view in (a, b)]
+    generation = [generation_config(view) for view in (a, b)]
     for where, (one, other) in (("config", configs), ("generation_config.json", generation)):
         for name in {**one, **other}:
             if one.get(name) != other.get(name):
                 yield f"{where}: {name} is {one.get(name)} and {other.get(name)}"
 
 
-def _generation_config(view: View) -> dict[str, Any]:
+def generation_config(view: View) -> dict[str, Any]:
+    """The contents of generation_config.json but for the version that wrote it; {} without one."""
     content = view.files().get("generation_config.json", b"{}")
     text = content if isinstance(content, bytes) else content.read_bytes()
     return {**files.lenient_json(text.decode()), "transformers_version": None}

@@ -27,7 +27,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,17 +37,16 @@ from ligermodels.arch.config import ACTIVATIONS, ModelConfig
 from ligermodels.checkpoint.gguf import FLOATS, package
 from ligermodels.checkpoint.gguf_config import FAMILIES, llama3_divisors
 from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_pairs
+from ligermodels.conversion.comparison import Report, generation_config
 from ligermodels.conversion.gguf_tokenizer import add_tokenizer
 from ligermodels.conversion.view import View
 from ligermodels.errors import ConfigError, InputError
-
-if TYPE_CHECKING:
-    from ligermodels.conversion.comparison import Report
 
 _TYPES = {dtype: name for name, dtype in FLOATS.items()}
 _FILE_TYPES = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\.(\w+\.weight)")
 _PHI3 = re.compile("phi-?3", re.IGNORECASE)
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty")
 GGUF = "model.gguf"
 
 
@@ -80,6 +79,7 @@ class GgufTarget:
         self._view = view
         config: Any = view.model.config
         check(view.model, view.source)
+        _warn_of_losses(view)
         arch, _ = FAMILIES[config.model_type]
         self._parts = _parts(gguf, view, arch, dtype)
         self.headers: Mapping[str, TensorInfo] = {name: part.info for name, part in self._parts.items()}
@@ -115,7 +115,7 @@ class GgufTarget:
         finally:
             writer.close()
 
-    def compare(self, folder: Path, *, level: str, report: "Report") -> None:
+    def compare(self, folder: Path, *, level: str, report: Report) -> None:
         """Adds to `report` what the file, read back by the gguf package, has otherwise.
 
         level: "keys" compares metadata, names, shapes and types; "bytes" every bit too.
@@ -218,6 +218,19 @@ def check(model: Any, where: str) -> None:
             "longer texts. Run it with a context of that size (-c) where this matters.",
             stacklevel=4,
         )
+
+
+def _warn_of_losses(view: View) -> None:
+    """Warns of what the file does not hold; see `check` and gguf_tokenizer.py for the window and NFC."""
+    lost = []
+    if view.model.config.model_type.startswith("gemma"):
+        lost.append("GGUF holds Gemma's norm weights as 1 + weight in fp32: read back, they are rounded to 1e-7.")
+    if view.model.config.rope_parameters["rope_type"] == "longrope":
+        lost.append("llama.cpp takes the long or the short frequencies by its context size (-c), not by the text's.")
+    if settings := [name for name, value in generation_config(view).items() if name in _SAMPLING and value is not None]:
+        lost.append(f"GGUF has no place for {', '.join(settings)} of generation_config.json: set them in llama.cpp.")
+    for line in lost:
+        warnings.warn(f"{view.source}: {line}", stacklevel=4)
 
 
 def _odd_rope(config: ModelConfig, rotary: Any, arch: str) -> list[str]:

@@ -71,8 +71,10 @@ def add_tokenizer(writer: Any, files: Mapping[str, bytes | Path], rows: int, whe
         token = tokenizer.files.named.get(f"{kind}_token")
         ids[kind] = tokenizer.token_to_id(token) if token else None
     ids["pad"] = tokenizer.files.pad_token_id if ids["pad"] is None else ids["pad"]
-    if len(tokenizer.chat_stop_ids) > len(tokenizer.eos_token_ids):
-        ids["eot"] = tokenizer.chat_stop_ids[-1]
+    stops = [index for index in tokenizer.chat_stop_ids if index != ids["eos"]]
+    ids |= dict(zip(("eot", "eom"), reversed(stops), strict=False))
+    if len(stops) > 2:
+        warnings.warn(f"{where}: GGUF has places for three stop ids; {stops[:-2]} are left out.", stacklevel=4)
     for kind, index in ids.items():
         if index is not None and index < rows:
             getattr(writer, f"add_{kind}_token_id")(index)
@@ -99,8 +101,14 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> boo
         pieces = _from_merges(model, added)
     elif model.get("type") != "BPE":
         raise TokenizerError(f"{where}: llama.cpp does not support a tokenizer of type {model.get('type')!r}")
-    if odd := _normalizers(state.get("normalizer")) - {"NFC", "Prepend", "Replace"}:
+    normalizers = _normalizers(state.get("normalizer"))
+    if odd := normalizers - {"NFC", "Prepend", "Replace"}:
         raise TokenizerError(f"{where}: llama.cpp does not compute the normalizer {', '.join(odd)} of tokenizer.json")
+    if "NFC" in normalizers:
+        warnings.warn(
+            f"{where}: llama.cpp leaves out the NFC of tokenizer.json: decomposed characters get other ids.",
+            stacklevel=5,
+        )
     if tokenizer.vocab_size > rows:
         warnings.warn(
             f"{where}: the tokens from id {rows} on, to {tokenizer.vocab_size - 1}, are left out: the embedding has no "

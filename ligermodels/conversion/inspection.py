@@ -37,11 +37,11 @@ class Inspection:
     folder: str
     layout: str
     use: str
-    tensors: int
-    parameters: int
-    parts: dict[str, int]
-    dtypes: dict[str, int]
     files: dict[str, int]
+    tensors: int = 0
+    parameters: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
+    dtypes: dict[str, int] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
     adapter: dict[str, Any] = field(default_factory=dict)
     params: dict[str, Any] = field(default_factory=dict)
@@ -163,10 +163,6 @@ def _of_unread(src: str, folder: Path, sizes: dict[str, int]) -> Inspection:
         folder=str(folder),
         layout=KINDS["meta"],
         use=shlex.join(["ligermodels", "convert", src, "DST", "--allow-pickle"]),
-        tensors=0,
-        parameters=0,
-        parts={},
-        dtypes={},
         files=sizes,
         params=params,
         tokenizer=_tokenizer(folder),

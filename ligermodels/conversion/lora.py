@@ -82,7 +82,8 @@ class MergedSource(Source):
             info = self.headers[name]
             grows = patch.right is None and name in (self._embedding, _HEAD) and patch.shape[1:] == info.shape[1:]
             if patch.shape != info.shape and not grows:
-                self._fail_size(name, patch.shape, info.shape)
+                what = f"{name} would change by {list(patch.shape)}, the base has {list(info.shape)}"
+                self._fail(what, "the adapter of another model, or of another size")
             self.headers[name] = TensorInfo(info.dtype, patch.shape)
         rows = {name: self.headers[name].shape[0] for name in (self._embedding, _HEAD) if name in self.headers}
         if any(name in base.headers and base.headers[name].shape[0] != count for name, count in rows.items()):
@@ -122,10 +123,6 @@ class MergedSource(Source):
 
     def _fail(self, what: str, likely: str) -> NoReturn:
         raise CheckpointError(f"{self.folder} cannot be merged into {self.base.source}: {what}.\n  Likely: {likely}.")
-
-    def _fail_size(self, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> NoReturn:
-        what = f"{name} would change by {list(found)}, the base has {list(expected)}"
-        self._fail(what, "the adapter of another model, or of another size")
 
     def _check_finite(self, name: str, merged: Tensor) -> None:
         if not merged.isfinite().all():

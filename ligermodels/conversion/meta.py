@@ -2,8 +2,6 @@
 
 - Each .pth is one tensor-parallel rank. wq, wk, wv, w1, w3 and output are cut by rows, wo and w2 by columns; norms are
   in every file. tok_embeddings is cut by columns in Llama 2 and by rows in Llama 3: its shape says which.
-- Meta rotates neighbouring rows of a head (0, 1), (2, 3), ..., Hugging Face the halves (0, D/2), (1, D/2 + 1), ...: the
-  rows of wq and wk are permuted within each head.
 - rope.freqs is left out: the model computes it from rope_theta.
 - An output.weight that is absent or equals tok_embeddings.weight bit for bit is a tied head (3.2-1B and 3B).
 
@@ -28,8 +26,6 @@ import mmap
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +34,25 @@ from torch import Tensor
 
 from ligermodels.arch.llama import LlamaConfig
 from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.reading import json_bytes, read_json
-from ligermodels.checkpoint.weights import TensorInfo, same_bits, to_halves, to_pairs
-from ligermodels.conversion.source import Source
-from ligermodels.conversion.tokenizer_files import hugging_face_files
+from ligermodels.checkpoint.weights import TensorInfo, same_bits
+from ligermodels.conversion.consolidated import (
+    EMBEDDING,
+    PARAMS,
+    ConsolidatedSource,
+    ConsolidatedTarget,
+    config_of,
+    params_of,
+    place_of,
+    read_params,
+    with_config_beside,
+)
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, ConfigError, InputError
-from ligermodels.text.sentencepiece_backend import is_tiktoken
 
-PARAMS = "params.json"
 ROPE_FACTORS = {2048: 32.0, 3072: 32.0, 4096: 8.0, 8192: 8.0, 16384: 8.0}
 """dim of a Llama with scaled rope -> its factor."""
 
-_EMBEDDING, _QUERIES = "tok_embeddings.weight", "layers.0.attention.wq.weight"
+_QUERIES = "layers.0.attention.wq.weight"
 _GATE = "layers.0.feed_forward.w1.weight"
 _SCALED_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 _LLAMA3_THETA = 500000.0
@@ -59,103 +61,7 @@ _KNOWN = {"dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "multiple_of
 _KNOWN |= {"rope_theta", "use_scaled_rope", "rope_scaling_factor", "max_batch_size", "max_seq_len"}
 
 
-@dataclass(frozen=True)
-class Place:
-    """What a tensor of Meta's is called by Hugging Face, the dim along which ranks cut it, whose rows are permuted."""
-
-    name: str
-    axis: int | None = None
-    heads: str = ""
-
-
-_EXPERT = "model.layers.{}.block_sparse_moe.experts.{}."
-PLACES = {
-    "tok_embeddings.weight": Place("model.embed_tokens.weight", 0),
-    "layers.{}.attention_norm.weight": Place("model.layers.{}.input_layernorm.weight"),
-    "layers.{}.attention.wq.weight": Place("model.layers.{}.self_attn.q_proj.weight", 0, "n_heads"),
-    "layers.{}.attention.wk.weight": Place("model.layers.{}.self_attn.k_proj.weight", 0, "n_kv_heads"),
-    "layers.{}.attention.wv.weight": Place("model.layers.{}.self_attn.v_proj.weight", 0),
-    "layers.{}.attention.wo.weight": Place("model.layers.{}.self_attn.o_proj.weight", 1),
-    "layers.{}.ffn_norm.weight": Place("model.layers.{}.post_attention_layernorm.weight"),
-    "layers.{}.feed_forward.w1.weight": Place("model.layers.{}.mlp.gate_proj.weight", 0),
-    "layers.{}.feed_forward.w2.weight": Place("model.layers.{}.mlp.down_proj.weight", 1),
-    "layers.{}.feed_forward.w3.weight": Place("model.layers.{}.mlp.up_proj.weight", 0),
-    "layers.{}.feed_forward.gate.weight": Place("model.layers.{}.block_sparse_moe.gate.weight"),
-    **{f"layers.{{}}.feed_forward.experts.{{}}.{w}.weight": Place(f"{_EXPERT}{w}.weight") for w in ("w1", "w2", "w3")},
-    "norm.weight": Place("model.norm.weight"),
-    "output.weight": Place("lm_head.weight", 0),
-}
-"""{Meta's or Mistral's name: its place}; {} is the number of a layer or expert."""
-
-
-def place_of(name: str) -> Place:
-    """The place of one of Meta's or Mistral's tensors; one that is unknown keeps its name."""
-    pattern, numbers = _split(name)
-    place = PLACES.get(pattern)
-    return Place(name) if place is None else Place(place.name.format(*numbers), place.axis, place.heads)
-
-
-def meta_name(name: str) -> str:
-    """Meta's name of one of Hugging Face's tensors."""
-    pattern, numbers = _split(name)
-    return next(theirs for theirs, place in PLACES.items() if place.name == pattern).format(*numbers)
-
-
-def _split(name: str) -> tuple[str, list[str]]:
-    """A name with {} for each number in it, and the numbers."""
-    return re.sub(r"\.\d+\.", ".{}.", name), re.findall(r"\.(\d+)\.", name)
-
-
-def read_params(path: Path, known: Iterable[str], required: Iterable[str]) -> dict[str, Any]:
-    """params.json. Raises CheckpointError for a field that is missing, or unknown here and not switched off."""
-    found = read_json(path)
-    params: dict[str, Any] = found["model"] if isinstance(found.get("model"), dict) else found
-    if missing := [name for name in required if params.get(name) is None]:
-        raise CheckpointError(f"{path} lacks {', '.join(missing)}. Is it the params.json of this model, and whole?")
-    unknown = [key for key, value in params.items() if key not in known and value not in (None, False, -1)]
-    if unknown:
-        raise CheckpointError(
-            f"{path} holds {', '.join(map(ascii, unknown[:5]))}, and what it changes is not known here.\n"
-            "  Likely: a vision, quantised or newer model, or Mistral's params.json beside Meta's weights, or the "
-            "other way round. Use the checkpoint in Hugging Face's layout."
-        )
-    return params
-
-
-def config_of(source: Source, params: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    """What the params.json of a Llama or a Mistral says, in the fields of a config.json."""
-    embedding = source.headers.get("model.embed_tokens.weight")
-    if embedding is None:
-        raise CheckpointError(f"{source.source} lacks {_EMBEDDING}. Is it a whole language model of this layout?")
-    dtype = str(embedding.dtype).removeprefix("torch.")
-    return {
-        "vocab_size": embedding.shape[0],
-        "hidden_size": params["dim"],
-        "num_hidden_layers": params["n_layers"],
-        "num_attention_heads": params["n_heads"],
-        "num_key_value_heads": params.get("n_kv_heads") or params["n_heads"],
-        "head_dim": head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": float(params["norm_eps"]),
-        "tie_word_embeddings": "lm_head.weight" not in source.headers,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-    }
-
-
-def with_config_beside(folder: Path, made: dict[str, Any]) -> dict[str, Any]:
-    """`made` of params.json, and what only a config.json beside it says, as a conversion from Hugging Face leaves it.
-
-    What params.json leaves open is guessed in `made`; config.json knows.
-    """
-    if not (folder / "config.json").is_file():
-        return made
-    beside = reading.read_json(folder / "config.json")
-    guessed = ("max_position_embeddings", "bos_token_id", "eos_token_id")
-    return {**beside, **{name: beside.get(name, value) if name in guessed else value for name, value in made.items()}}
-
-
-class MetaSource(Source):
+class MetaSource(ConsolidatedSource):
     """Meta's files under Hugging Face's names.
 
     allow_pickle: .pth files are pickles; they are read as plain tensors, and only when this says so.
@@ -173,7 +79,6 @@ class MetaSource(Source):
                 "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from them, and nothing else."
             )
         self._params = read_params(folder / PARAMS, _KNOWN, ("dim", "n_layers", "n_heads", "norm_eps"))
-        self._heads = {"n_kv_heads": self._params["n_heads"], **self._params}
         self._ranks = [reading.read_pickle(path) for path in files]
         self._check_ranks(files)
         self._names = {place_of(name).name: name for name in self._ranks[0] if name != "rope.freqs"}
@@ -182,25 +87,10 @@ class MetaSource(Source):
             del self.headers["lm_head.weight"]
         self._config = with_config_beside(folder, self._make_config(rope_factor))
 
-    def config(self) -> dict[str, Any]:
-        """The contents of a config.json; see the module for what params.json does not say."""
-        return dict(self._config)
-
-    def files(self) -> dict[str, bytes | Path]:
-        found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
-        found |= hugging_face_files(self.folder, self._config["vocab_size"])
-        if (self.folder / "generation_config.json").is_file():
-            found["generation_config.json"] = self.folder / "generation_config.json"
-        path = self.folder / "tokenizer.model"
-        if path.is_file() and is_tiktoken(path.read_bytes()):
-            found.pop("tokenizer.model")
-            found["original/tokenizer.model"] = path
-        return found
-
     def read(self, name: str) -> Tensor:
         """The whole tensor in Hugging Face's order of rows: not to be written to."""
         theirs = self._names[name]
-        place, parts = place_of(theirs), [rank[theirs] for rank in self._ranks]
+        parts = [rank[theirs] for rank in self._ranks]
         axis = self._axis(theirs)
         if axis is None and not all(same_bits(parts[0], part) for part in parts[1:]):
             warnings.warn(
@@ -208,12 +98,11 @@ class MetaSource(Source):
                 "checkpoints in one folder?",
                 stacklevel=2,
             )
-        whole = parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, axis)
-        return to_halves(whole, self._heads[place.heads]) if place.heads else whole
+        return self._in_halves(theirs, parts[0] if axis is None or len(parts) == 1 else torch.cat(parts, axis))
 
     def _check_ranks(self, files: list[Path]) -> None:
         """Raises CheckpointError where the ranks are not of one checkpoint, or not all of them are here."""
-        first, count, needed = self._ranks[0], len(files), (_EMBEDDING, _QUERIES, _GATE)
+        first, count, needed = self._ranks[0], len(files), (EMBEDDING, _QUERIES, _GATE)
         if not all(name in first for name in needed):
             raise CheckpointError(
                 f"{files[0]} holds no Llama in Meta's layout: {', '.join(needed)} are expected, and there are "
@@ -233,7 +122,7 @@ class MetaSource(Source):
             )
 
     def _axis(self, theirs: str) -> int | None:
-        if theirs == _EMBEDDING:
+        if theirs == EMBEDDING:
             return 0 if self._ranks[0][theirs].shape[1] == self._params["dim"] else 1
         return place_of(theirs).axis
 
@@ -288,7 +177,7 @@ class MetaSource(Source):
         return {"rope_type": "llama3", "factor": float(factor), **_SCALED_ROPE}
 
 
-class MetaTarget:
+class MetaTarget(ConsolidatedTarget):
     """A Llama as consolidated.00.pth ... and params.json.
 
     ranks: how many files; must divide heads and key/value heads. embedding_axis: the dim along which tok_embeddings is
@@ -301,23 +190,15 @@ class MetaTarget:
         config: Any = view.model.config
         if config.model_type != LlamaConfig.model_type:
             raise ConfigError(f"{view.source} is a {config.model_type}; Meta's layout is that of Llamas alone")
-        self._view, self._ranks, self.headers = view, ranks, view.headers
-        self._params = _params(config)
-        self._heads = {"n_heads": config.num_attention_heads, "n_kv_heads": config.num_key_value_heads}
+        super().__init__(view, _params(config))
+        self._ranks = ranks
         if embedding_axis is None:
             embedding_axis = 0 if self._params["rope_theta"] == _LLAMA3_THETA else 1
-        self._sources = {meta_name(name): name for name in view.headers}
         if config.tie_word_embeddings:
-            self._sources["output.weight"] = "model.embed_tokens.weight"
-        self._axes = {theirs: place_of(theirs).axis for theirs in self._sources} | {_EMBEDDING: embedding_axis}
+            self._sources["output.weight"] = self._sources[EMBEDDING]
+            self.headers = {**self.headers, "output.weight": self.headers[EMBEDDING]}
+        self._axes = {theirs: place_of(theirs).axis for theirs in self._sources} | {EMBEDDING: embedding_axis}
         self._check_ranks(config)
-
-    def files(self) -> dict[str, bytes | Path]:
-        """params.json, config.json for what that does not say, and Llama 3's tokenizer under Meta's name for it."""
-        files = self._view.files()
-        if "original/tokenizer.model" in files:
-            files["tokenizer.model"] = files.pop("original/tokenizer.model")
-        return {**files, PARAMS: json_bytes(self._params)}
 
     def write(self, folder: Path) -> None:
         """The files are made at their full size and filled through a mapping: memory holds one tensor."""
@@ -327,8 +208,7 @@ class MetaTarget:
 
     def _fill(self, ranks: list[dict[str, Tensor]], theirs: str) -> None:
         """Writes one tensor into the ranks' files."""
-        tensor, heads, axis = self._view.read(self._sources[theirs]), place_of(theirs).heads, self._axes[theirs]
-        tensor = to_pairs(tensor, self._heads[heads]) if heads else tensor
+        tensor, axis = self._read(theirs), self._axes[theirs]
         boxes = [tensor] * len(ranks) if axis is None else tensor.chunk(len(ranks), axis)
         for rank, box in zip(ranks, boxes, strict=True):
             rank[theirs].copy_(box)
@@ -338,9 +218,8 @@ class MetaTarget:
         ranks = self._ranks
         if not 1 <= ranks <= 99:
             raise InputError(f"{ranks} shards (--ranks): expected 1 to 99")
-        shapes = {theirs: self.headers[source].shape for theirs, source in self._sources.items()}
-        cut = [shapes[theirs][axis] for theirs, axis in self._axes.items() if axis is not None]
-        if any(size % ranks for size in (*cut, *self._heads.values())):
+        cut = [self.headers[theirs].shape[axis] for theirs, axis in self._axes.items() if axis is not None]
+        if any(size % ranks for size in (*cut, config.num_attention_heads, config.num_key_value_heads)):
             raise InputError(
                 f"{ranks} shards (--ranks) must divide {config.num_attention_heads} heads, "
                 f"{config.num_key_value_heads} key/value heads, an intermediate size of {config.intermediate_size}, "
@@ -350,8 +229,8 @@ class MetaTarget:
     def _blank(self, path: Path) -> dict[str, Tensor]:
         """One rank's file at its full size, and its tensors, mapped so that writing to them writes to the file."""
         state = {}
-        for theirs, source in self._sources.items():
-            info, axis = self.headers[source], self._axes[theirs]
+        for theirs, info in self.headers.items():
+            axis = self._axes[theirs]
             shape = [size // self._ranks if i == axis else size for i, size in enumerate(info.shape)]
             state[theirs] = torch.empty(shape, dtype=info.dtype)  # never touched: takes no memory
         try:
@@ -382,26 +261,15 @@ def _shard_files(folder: Path) -> list[Path]:
 def _params(config: Any) -> dict[str, Any]:
     """params.json. Raises CheckpointError for what Meta's code does not compute."""
     rope = dict(config.rope_parameters)
-    rope_type, theta, factor = rope.pop("rope_type"), rope.pop("rope_theta"), rope.pop("factor", None)
+    rope_type, _, factor = rope.pop("rope_type"), rope.pop("rope_theta"), rope.pop("factor", None)
     odd = [name for name in ("attention_bias", "mlp_bias") if getattr(config, name)]
-    odd += ["hidden_act"] * (config.hidden_act not in ("silu", "swish"))
     odd += ["head_dim"] * (config.head_dim * config.num_attention_heads != config.hidden_size)
     odd += ["rope_scaling"] * (rope_type != "default" and (rope_type, rope) != ("llama3", _SCALED_ROPE))
-    if odd:
-        raise CheckpointError(
-            f"Meta's code does not compute {', '.join(odd)} of this config.json.\n  Next: keep Hugging Face's layout."
-        )
-    params: dict[str, Any] = {
-        "dim": config.hidden_size,
-        "n_layers": config.num_hidden_layers,
-        "n_heads": config.num_attention_heads,
-        "n_kv_heads": config.num_key_value_heads,
-        "vocab_size": config.vocab_size,
+    params = {
+        **params_of(config, "Meta", odd),
         # Meta's code takes int(ffn_dim_multiplier * int(8 / 3 * dim)), rounded up to a multiple of multiple_of.
         "multiple_of": 1,
         "ffn_dim_multiplier": (config.intermediate_size + 0.5) / int(8 * config.hidden_size / 3),
-        "norm_eps": config.rms_norm_eps,
-        "rope_theta": theta,
     }
     if rope_type == "llama3":
         params["use_scaled_rope"] = True

@@ -1,13 +1,13 @@
-"""Mistral's own files with Hugging Face's names: consolidated.safetensors, params.json, its tokenizer.
+"""Mistral's own files to Hugging Face's names and back: consolidated.safetensors, params.json, its tokenizer.
 
 - The names are Meta's; the file is whole, or cut between tensors (consolidated-00001-of-00003.safetensors, with an
   index, which is not needed, or without), never within one.
 - A mixture of experts has feed_forward.gate and feed_forward.experts.{e}.w1, w2, w3.
-- Rotation is of neighbouring rows, as in Meta's files: the rows of wq and wk are permuted within each head.
 - params.json with `moe` is a mixtral, without it a mistral. Without `rope_theta`, it is 10000 if there is a
   `sliding_window` (7B v0.1); otherwise Mistral's code and Hugging Face's script differ (1e6 and 1e4), an error.
 - The longest text is `max_position_embeddings` or `max_seq_len`, else 32768: it does not change what is computed.
 - tokenizer.json is made of tekken.json; else tokenizer.model of the newest tokenizer.model.vN. Both stay.
+- A tied head (`tied_embeddings`) is in neither layout's files.
 
 Source: args.py and transformer.py of mistralai/mistral-inference;
 convert_mistral_weights_to_hf.py and convert_mixtral_weights_to_hf.py of transformers' sources.
@@ -20,19 +20,26 @@ from torch import Tensor
 
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
-from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.weights import to_halves
-from ligermodels.conversion.meta import PARAMS, config_of, place_of, read_params, with_config_beside
-from ligermodels.conversion.source import Source
-from ligermodels.conversion.tokenizer_files import hugging_face_files
-from ligermodels.errors import CheckpointError
+from ligermodels.checkpoint import reading, saving
+from ligermodels.conversion.consolidated import (
+    PARAMS,
+    ConsolidatedSource,
+    ConsolidatedTarget,
+    config_of,
+    params_of,
+    place_of,
+    read_params,
+    with_config_beside,
+)
+from ligermodels.conversion.view import View
+from ligermodels.errors import CheckpointError, ConfigError
 
 _REQUIRED = ("dim", "n_layers", "head_dim", "hidden_dim", "n_heads", "norm_eps", "vocab_size")
 _KNOWN = {*_REQUIRED, "n_kv_heads", "rope_theta", "sliding_window", "tied_embeddings", "moe"}
 _KNOWN |= {"model_type", "max_seq_len", "max_batch_size", "max_position_embeddings"}
 
 
-class MistralSource(Source):
+class MistralSource(ConsolidatedSource):
     """Mistral's files under Hugging Face's names.
 
     Files are mapped: `read` allocates a tensor only where rows are permuted, one copy of wq or wk.
@@ -44,7 +51,6 @@ class MistralSource(Source):
         self._params = read_params(folder / PARAMS, _KNOWN, _REQUIRED)
         if self._params.get("model_type") not in (None, "transformer"):
             raise CheckpointError(f"{folder / PARAMS}: model_type {self._params['model_type']!r} is not computed here")
-        self._heads = {"n_kv_heads": self._params["n_heads"], **self._params}
         names = sorted(path.name for path in folder.glob("consolidated*.safetensors"))
         self._stored: dict[str, tuple[reading.SafetensorsFile, str]] = {}
         self.headers, self.places = {}, {}
@@ -61,21 +67,10 @@ class MistralSource(Source):
                 self.headers[name], self.places[name] = opened.info(theirs), file
         self._config = with_config_beside(folder, self._make_config())
 
-    def config(self) -> dict[str, Any]:
-        """The contents of a config.json; see the module for what params.json does not say."""
-        return dict(self._config)
-
-    def files(self) -> dict[str, bytes | Path]:
-        found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
-        if (path := self.folder / "generation_config.json").is_file():
-            found[path.name] = path
-        return found | hugging_face_files(self.folder, self._config["vocab_size"])
-
     def read(self, name: str) -> Tensor:
         """The tensor in Hugging Face's order of rows: not to be written to."""
         opened, theirs = self._stored[name]
-        tensor, heads = opened.read(theirs), place_of(theirs).heads
-        return to_halves(tensor, self._heads[heads]) if heads else tensor
+        return self._in_halves(theirs, opened.read(theirs))
 
     def _make_config(self) -> dict[str, Any]:
         params, path, window = self._params, self.folder / PARAMS, self._params.get("sliding_window")
@@ -105,3 +100,37 @@ class MistralSource(Source):
             config["num_local_experts"] = moe["num_experts"]
             config["num_experts_per_tok"] = moe["num_experts_per_tok"]
         return config
+
+
+class MistralTarget(ConsolidatedTarget):
+    """A Mistral or Mixtral as consolidated.safetensors and params.json.
+
+    Raises ConfigError (another architecture), CheckpointError (what params.json has no place for).
+    """
+
+    def __init__(self, view: View):
+        config: Any = view.model.config
+        if config.model_type not in (MistralConfig.model_type, MixtralConfig.model_type):
+            raise ConfigError(
+                f"{view.source} is a {config.model_type}; Mistral's layout is that of mistral and mixtral alone.\n"
+                "  Next: keep another layout; --to meta is for Llamas."
+            )
+        params = {
+            **params_of(config, "Mistral", ["rope_scaling"] * (config.rope_parameters["rope_type"] != "default")),
+            "head_dim": config.head_dim,
+            "hidden_dim": config.intermediate_size,
+            "sliding_window": config.sliding_window,
+            "tied_embeddings": config.tie_word_embeddings,
+            "max_position_embeddings": config.max_position_embeddings,
+        }
+        if config.model_type == MixtralConfig.model_type:
+            params["moe"] = {
+                "num_experts": config.num_local_experts,
+                "num_experts_per_tok": config.num_experts_per_tok,
+            }
+        super().__init__(view, params)
+
+    def write(self, folder: Path) -> None:
+        names = saving.align(self.headers, [*self.headers])
+        saving.write_shards(folder, self.headers, map(self._read, names), [names])
+        (folder / reading.SAFETENSORS).rename(folder / "consolidated.safetensors")

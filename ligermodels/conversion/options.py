@@ -13,16 +13,16 @@ Level = Literal["none", "keys", "bytes", "logits"]
 LEVELS: tuple[Level, ...] = ("none", "keys", "bytes", "logits")
 KEPT = ("keep", "auto")
 """The names that leave dtypes as they are."""
-Layout = Literal["hf", "meta", "dcp", "gguf"]
-LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "dcp", "gguf")
+Layout = Literal["hf", "meta", "mistral", "dcp", "gguf"]
+LAYOUTS: tuple[Layout, ...] = ("hf", "meta", "mistral", "dcp", "gguf")
 
 
 @dataclass(frozen=True)
 class Options:
     """The layout to convert a checkpoint to, and how.
 
-    to: "hf", "meta" (Llamas only), "dcp" (under the names that models have in memory, ours and transformers') or
-    "gguf" (one file, for llama.cpp).
+    to: "hf", "meta" (Llamas only), "mistral" (Mistral and Mixtral only), "dcp" (under the names that models have in
+    memory, ours and transformers') or "gguf" (one file, for llama.cpp).
     dtype: "keep" or "auto", no cast; or any name of `dtypes.NAMES`, such as "bf16".
     max_shard_size: as in `save_pretrained`, by default "5GB"; like: divide into files as the source is divided
     instead. For "meta", ranks: how many consolidated.NN.pth; embedding_axis: the dim along which they cut the

@@ -16,6 +16,7 @@ from ligermodels.conversion.comparison import Report, compare
 from ligermodels.conversion.gguf import GgufTarget
 from ligermodels.conversion.huggingface import SafetensorsTarget
 from ligermodels.conversion.meta import MetaTarget
+from ligermodels.conversion.mistral import MistralTarget
 from ligermodels.conversion.options import KEPT, Options, check_options
 from ligermodels.conversion.source import MismatchError, Source, Target
 from ligermodels.conversion.sources import locate, open_source
@@ -81,6 +82,8 @@ def _target(view: View, name: str, options: Options) -> Target:
     """What is to be written, planned. name: the model's, for people."""
     if options.to == "meta":
         return MetaTarget(view, ranks=options.ranks, embedding_axis=options.embedding_axis)
+    if options.to == "mistral":
+        return MistralTarget(view)
     if options.to == "dcp":
         from ligermodels.conversion.dcp import DcpTarget
 

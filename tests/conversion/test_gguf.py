@@ -322,6 +322,27 @@ def test_every_released_model_is_computed(path):
     assert any("window" in str(warning.message) for warning in caught) == (path.stem in windows)
 
 
+LOSSES = {
+    "llama": (), "gemma": ("as 1 + weight in fp32",), "gemma2": ("as 1 + weight in fp32",), "phi3": (),
+    "phi3, long": ("by its context size",), "qwen2": ("leaves out the NFC",),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_each_loss_is_a_line_on_stderr(tmp_path, model_of, capsys, name):
+    source = shutil.copytree(model_of(name), tmp_path / "source")
+    if name == "qwen2":
+        state = read_json(source / "tokenizer.json") | {"normalizer": {"type": "NFC"}}
+        (source / "tokenizer.json").write_text(json.dumps(state))
+    sampling = ({"temperature": 0.6, "top_k": 7}, ("temperature, top_k of generation_config.json",))
+    for settings, named in (sampling, ({"eos_token_id": 2, "top_p": None}, ())):
+        (source / "generation_config.json").write_text(json.dumps(settings))
+        assert cli.main(["convert", str(source), str(tmp_path / "out.gguf"), "--to", "gguf", "--overwrite"]) == 0
+        lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+        assert len(lines) == len(LOSSES[name] + named)
+        assert all(any(words in line for line in lines) for words in LOSSES[name] + named)
+
+
 def test_a_window_that_is_left_out_is_named(tmp_path):
     source = small_model(tmp_path / "source", "llama 3", "mistral", sliding_window=64)
     with pytest.warns(UserWarning, match="leaves out the window of 64 tokens"):

@@ -20,7 +20,7 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert, inspect, verify
 from ligermodels.errors import CheckpointError, ConfigError, HubError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer
-from tests.conversion.gguf_files import KINDS, fields_of, small_model, tensors_of, to_gguf
+from tests.conversion.gguf_files import KINDS, small_model, tensors_of, to_gguf
 from tests.conversion.test_gguf import MODELS, TEXTS, model_of  # noqa: F401  # a fixture
 
 QUIET = {"progress": False}
@@ -65,25 +65,15 @@ def test_every_family_there_and_back(tmp_path, model_of, name, dtype):  # noqa: 
 def quantised(source, target, type_name):
     """A copy of a GGUF file whose matrices are quantised, and its tensors as the gguf package dequantises them."""
     kind, expected = gguf.GGMLQuantizationType[type_name], {}
-    reader = gguf.GGUFReader(source)
-    writer = gguf.GGUFWriter(target, fields_of(source)["general.architecture"])
-    for key, field in reader.fields.items():
-        if not key.startswith("GGUF.") and key != "general.architecture":
-            inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
-            writer.add_key_value(key, field.contents(), field.types[0], sub_type=inner)
-    for tensor in reader.tensors:
+
+    def values_of(tensor):
         values = np.array(tensor.data).reshape(tensor.shape.tolist()[::-1])
-        if len(tensor.shape) > 1 and tensor.shape[0] % gguf.GGML_QUANT_SIZES[kind][0] == 0:
-            values = blocks(values, kind)
-            writer.add_tensor(tensor.name, values, raw_dtype=kind)
-            expected[tensor.name] = torch.from_numpy(gguf.dequantize(values, kind))
-        else:
-            writer.add_tensor(tensor.name, values)
-            expected[tensor.name] = torch.from_numpy(values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+        is_quantised = len(tensor.shape) > 1 and tensor.shape[0] % gguf.GGML_QUANT_SIZES[kind][0] == 0
+        values = blocks(values, kind) if is_quantised else values
+        expected[tensor.name] = torch.from_numpy(gguf.dequantize(values, kind) if is_quantised else values)
+        return values, kind if is_quantised else None
+
+    rewritten(source, target, values_of=values_of)
     return expected
 
 
@@ -186,6 +176,16 @@ def test_it_opens_by_its_name_and_by_its_folder(model, tmp_path, monkeypatch):
         ligermodels.load(tmp_path)
 
 
+def test_several_stop_ids(tmp_path):
+    source = small_model(tmp_path / "hf", "llama 3")
+    (source / "generation_config.json").write_text('{"eos_token_id": [421, 7, 422]}')
+    to_gguf(source, tmp_path / "model.gguf")
+    assert sorted(Tokenizer.from_hub(tmp_path / "model.gguf").eos_token_ids) == [7, 421, 422]
+    (source / "generation_config.json").write_text('{"eos_token_id": [421, 7, 8, 422]}')
+    with pytest.warns(UserWarning, match=r"three stop ids; \[7\] are left out"):
+        to_gguf(source, tmp_path / "model.gguf", overwrite=True)
+
+
 def test_the_commands_take_it(model, capsys, tmp_path):
     assert cli.main(["inspect", str(model)]) == 0
     out = capsys.readouterr().out
@@ -211,8 +211,8 @@ def test_floats_are_mapped_from_the_file(model):
 # Refused
 
 
-def rewritten(model, target, change):
-    """A copy of the file with other metadata."""
+def rewritten(model, target, change=lambda fields: None, values_of=lambda tensor: (np.array(tensor.data), None)):
+    """A copy of the file with other metadata, or other (values, type) of its tensors."""
     reader = gguf.GGUFReader(model)
     fields = {key: (field.contents(), field.types) for key, field in reader.fields.items() if "GGUF." not in key}
     change(fields)
@@ -221,7 +221,8 @@ def rewritten(model, target, change):
         inner = types[-1] if types[0] == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, value, types[0], sub_type=inner)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data))
+        values, kind = values_of(tensor)
+        writer.add_tensor(tensor.name, values, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

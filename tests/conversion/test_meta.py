@@ -11,13 +11,13 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from ligermodels import Llama
+from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 from ligermodels.conversion.meta import MetaSource
-from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TokenizerError
+from ligermodels.errors import CheckpointError, ConfigError, InputError, LigermodelsError, TokenizerError
 from ligermodels.text import Tokenizer, ranks
-from tests.conversion.layouts import logits
+from tests.conversion.layouts import logits, same
 from tests.text import folders
 
 PARAMS = {
@@ -81,11 +81,6 @@ def loaded(folder: Path) -> list[dict[str, Tensor]]:
     return [torch.load(path, weights_only=True) for path in sorted(folder.glob("*.pth"))]
 
 
-def assert_same(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert all(same_bits(a[name], b[name]) for name in a)
-
-
 def as_model(source: MetaSource) -> Llama:
     model = Llama.from_config(source.config(), device="meta", dtype=torch.float32)
     weights.load(
@@ -116,12 +111,12 @@ def test_there_and_back_both_ways(tmp_path, kv_heads, groups, half, ranks, axis,
     convert(tmp_path / "b", tmp_path / "hf", Options(**options))
     convert(tmp_path / "hf", tmp_path / "c", Options(to="meta", **options))
     for there, back in zip(theirs, loaded(tmp_path / "b"), strict=True):
-        assert_same(there, back)
-    assert_same(state, loaded(tmp_path / "c")[0])
+        assert same(there, back)
+    assert same(state, loaded(tmp_path / "c")[0])
     hf = load_file(tmp_path / "hf" / "model.safetensors")
     for folder in "abc":
         source = opened(tmp_path / folder)
-        assert_same(hf, read_all(source))
+        assert same(hf, read_all(source))
         assert source.config() == opened(tmp_path / "a").config()
 
 
@@ -134,7 +129,7 @@ def test_a_tied_head_is_left_out_and_written_back(tmp_path, axis):
     options = Options(to="meta", ranks=2, embedding_axis=axis, allow_pickle=True, verify="bytes", progress=False)
     convert(tmp_path / "in", tmp_path / "out", options)
     for there, back in zip(cut(state, 2, axis), loaded(tmp_path / "out"), strict=True):
-        assert_same(there, back)
+        assert same(there, back)
     del state["output.weight"]
     config = opened(a_folder(tmp_path / "bare", cut(state, 2, axis))).config()
     assert config["tie_word_embeddings"] and config["vocab_size"] == VOCAB
@@ -150,7 +145,7 @@ def test_logits_are_metas_and_not_without_the_permutation(tmp_path, ranks, axis,
     source = opened(a_folder(tmp_path, cut(state, ranks, axis)))
     with torch.no_grad():
         right = (as_model(source)(ids).logits - expected).abs().max()
-        monkeypatch.setattr("ligermodels.conversion.meta.to_halves", lambda x, heads: x)
+        monkeypatch.setattr("ligermodels.conversion.consolidated.to_halves", lambda x, heads: x)
         wrong = (as_model(source)(ids).logits - expected).abs().max()
     assert right < 2e-5 * expected.abs().max()
     assert wrong > 1e-3 * expected.abs().max()
@@ -307,17 +302,23 @@ def hf_config(**changes) -> dict:
     return config | changes
 
 
+LINEAR = {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
 BAD_WRITES = {
-    "bias": ({"attention_bias": True}, {}, CheckpointError, "does not compute attention_bias"),
-    "head_dim": ({"head_dim": 16}, {}, CheckpointError, "does not compute head_dim"),
-    "rope": ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, {}, CheckpointError, "compute rope_scaling"),
-    "ranks": ({}, {"ranks": 4}, InputError, "must divide"),
+    "bias": ("meta", "llama", {"attention_bias": True}, {}, CheckpointError, "no place for attention_bias"),
+    "head_dim": ("meta", "llama", {"head_dim": 16}, {}, CheckpointError, "no place for head_dim"),
+    "rope": ("meta", "llama", LINEAR, {}, CheckpointError, "no place for rope_scaling"),
+    "ranks": ("meta", "llama", {}, {"ranks": 4}, InputError, "must divide"),
+    "a mistral": ("meta", "mistral", {}, {}, ConfigError, "is a mistral; Meta's layout is that of Llamas"),
+    "rope of a mistral": ("mistral", "mistral", LINEAR, {}, CheckpointError, "Mistral's .* no place for rope_scaling"),
+    "gelu": ("mistral", "mixtral", {"hidden_act": "gelu"}, {}, CheckpointError, "no place for hidden_act"),
+    "ranks of a mistral": ("mistral", "mistral", {}, {"ranks": 2}, InputError, "for the layout meta, not for mistral"),
+    "a llama": ("mistral", "llama", {}, {}, ConfigError, "is a llama; .* mistral and mixtral .*\n.*--to meta"),
 }
 
 
 @pytest.mark.parametrize("case", BAD_WRITES)
 def test_what_cannot_be_written(tmp_path, case):
-    changes, options, error, message = BAD_WRITES[case]
-    Llama.from_config(hf_config(**changes), device="cpu").save_pretrained(tmp_path / "hf")
+    to, family, changes, options, error, message = BAD_WRITES[case]
+    ARCHS[family].from_config(hf_config(**changes), device="cpu").save_pretrained(tmp_path / "hf")
     with pytest.raises(error, match=message):
-        convert(tmp_path / "hf", None, Options(to="meta", dry_run=True, **options))
+        convert(tmp_path / "hf", None, Options(to=to, dry_run=True, **options))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ligermodels import Mistral, Mixtral
@@ -15,8 +15,8 @@ from ligermodels.conversion import Options, convert
 from ligermodels.conversion.mistral import MistralSource
 from ligermodels.errors import CheckpointError
 from ligermodels.text import Tokenizer
-from tests.conversion.layouts import logits
-from tests.conversion.test_meta import assert_same_tokenizer
+from tests.conversion.layouts import logits, names, same
+from tests.conversion.test_meta import assert_same_tokenizer, read_all
 from tests.text import folders
 
 PARAMS = {
@@ -56,10 +56,6 @@ def a_folder(folder: Path, state: dict[str, Tensor] | None = None, params: dict 
     return folder
 
 
-def read_all(source: MistralSource) -> dict[str, Tensor]:
-    return {name: source.read(name) for name in source.headers}
-
-
 @pytest.mark.parametrize(
     "changes", [{}, {"sliding_window": 5}, {"n_kv_heads": 1}, {"tied_embeddings": True}, MOE],
     ids=["grouped", "window", "one key head", "tied", "experts"],
@@ -80,7 +76,7 @@ def test_logits_are_mistrals_and_not_without_the_permutation(tmp_path, changes, 
             return (model.eval()(ids).logits - expected).abs().max() / expected.abs().max()
 
     assert error() < 2e-5
-    monkeypatch.setattr("ligermodels.conversion.mistral.to_halves", lambda x, heads: x)
+    monkeypatch.setattr("ligermodels.conversion.consolidated.to_halves", lambda x, heads: x)
     assert error() > 1e-3
 
 
@@ -100,8 +96,13 @@ def test_every_bit_arrives_however_the_files_are_cut(tmp_path, dtype, changes):
         halves = torch.cat([x for head in rows for x in (head[0::2], head[1::2])])
         assert same_bits(expected[f"model.layers.0.self_attn.{letter}_proj.weight"], halves)
     found = read_all(MistralSource(a_folder(tmp_path / "3", state, params, parts=3)))
-    assert found.keys() == expected.keys()
-    assert all(same_bits(found[name], expected[name]) for name in expected)
+    assert same(found, expected)
+    convert(tmp_path / "3", tmp_path / "hf", Options(progress=False))
+    convert(tmp_path / "hf", tmp_path / "own", Options(to="mistral", progress=False, verify="bytes"))
+    assert same(load_file(tmp_path / "own" / "consolidated.safetensors"), state)
+    written = json.loads((tmp_path / "own" / "params.json").read_text())
+    added = {"sliding_window": None, "tied_embeddings": False, "max_position_embeddings": 32768}
+    assert written == params | added
 
 
 # What is refused.
@@ -168,4 +169,9 @@ def test_the_tokenizer_loads(tmp_path, kind, text):
     ids = tokenizer.encode("[INST] the [REF]x")
     assert ids == Tokenizer.from_folder(tmp_path).encode("[INST] the [REF]x")
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
-    assert (tmp_path / "hf" / kind).read_bytes() == (tmp_path / kind).read_bytes()
+    convert(tmp_path / "hf", tmp_path / "own", Options(to="mistral", progress=False))
+    assert (tmp_path / "own" / kind).read_bytes() == (tmp_path / kind).read_bytes()
+    convert(tmp_path / "own", tmp_path / "back", Options(progress=False))
+    assert names(tmp_path / "back") == names(tmp_path / "hf")
+    for name in names(tmp_path / "hf"):
+        assert (tmp_path / "back" / name).read_bytes() == (tmp_path / "hf" / name).read_bytes()

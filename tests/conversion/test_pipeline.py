@@ -23,7 +23,7 @@ from tests.conversion.layouts import EXTRA, FILES, SIZES, a_checkpoint, names, s
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "convert" / "convert_checkpoint.py"
-LAYOUTS_OF_FOLDERS = ["hf", "meta", "dcp"]
+LAYOUTS_OF_FOLDERS = ["hf", "meta", "mistral", "dcp"]
 
 
 @pytest.fixture(scope="module")
@@ -93,20 +93,57 @@ def test_a_dry_run_reads_headers_only(tmp_path, script, capsys, monkeypatch):
 # The other layouts, through the one entrance
 
 
-@pytest.mark.parametrize("options", [{"ranks": 2}, {"ranks": 1, "dtype": "fp32"}], ids=str)
-def test_meta_and_back(tmp_path, options):
-    tensors = finite(tmp_path / "hf", rope_theta=500000.0, max_position_embeddings=300, eos_token_id=[7, 9])
-    (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [7, 9], "temperature": 0.6}')
+THERE_AND_BACK = {
+    "meta": ("llama", {"rope_theta": 500000.0}, {"ranks": 2}),
+    "meta, cast": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, {"dtype": "fp32"}),
+    "mistral": ("mistral", {}, {}),  # config.json names no window, and it is 4096
+    "mistral, window": ("mistral", {"sliding_window": 5, "rope_theta": 1e6, "rms_norm_eps": 1e-5}, {"dtype": "fp32"}),
+    "mistral, tied": ("mistral", {"sliding_window": None, "tied": True, "head_dim": 8, "bos_token_id": 3}, {}),
+    "mixtral": ("mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1}, {}),
+    "mixtral, tied": ("mixtral", {"sliding_window": 7, "tied": True, "router_aux_loss_coef": 0.5}, {}),
+}
+
+
+@pytest.mark.parametrize("case", THERE_AND_BACK)
+def test_their_own_layout_and_back(tmp_path, case):
+    to, (family, fields, options) = case.split(",")[0].replace("mixtral", "mistral"), THERE_AND_BACK[case]
+    hf, theirs, back = (tmp_path / name for name in ("hf", "theirs", "back"))
+    fields = {"max_position_embeddings": 300, "eos_token_id": [7, 9], "id2label": {"0": "mine"}, **fields}
+    tensors = a_checkpoint(hf, family, dtype=torch.bfloat16, finite=True, **fields)
+    (hf / "generation_config.json").write_text('{"eos_token_id": [7, 9], "temperature": 0.6}')
     quiet = {"progress": False, "verify": "logits"}
-    convert(tmp_path / "hf", tmp_path / "meta", Options(to="meta", **options, **quiet))
-    ranks = {f"consolidated.{rank:02}.pth" for rank in range(options["ranks"])}
-    assert set(names(tmp_path / "meta")) == {
-        *ranks, "params.json", "tokenizer.json", "config.json", "generation_config.json"
-    }  # fmt: skip
-    convert(tmp_path / "meta", tmp_path / "back", Options(allow_pickle=True, dtype="bf16", **quiet))
-    assert same(stored(tmp_path / "back"), tensors)
-    for name in ("config.json", "generation_config.json"):
-        assert read_json(tmp_path / "back" / name) == read_json(tmp_path / "hf" / name)
+    report = convert(hf, theirs, Options(to=to, **options, **quiet))
+    weights = [path for path in theirs.iterdir() if path.name.startswith("consolidated")]
+    assert len(weights) == options.get("ranks", 1) and 0 < sum(x.stat().st_size for x in weights) - report.bytes < 32768
+    assert set(names(theirs)) == {*(path.name for path in weights), "params.json", "config.json", *FILES}
+    assert verify(hf, theirs, level="logits", allow_pickle=True, progress=False).ok or "dtype" in options
+    convert(theirs, back, Options(allow_pickle=True, dtype="bf16" if "dtype" in options else "keep", **quiet))
+    assert same(stored(back), tensors)
+    spelled = {"dtype": "bfloat16"} if "dtype" in options else {}  # as every cast spells it
+    assert read_json(back / "config.json") == read_json(hf / "config.json") | spelled
+    for name in FILES:
+        assert (back / name).read_bytes() == (hf / name).read_bytes()
+    # What params.json says of the model, alone.
+    (theirs / "config.json").unlink()
+    lost = (
+        "config: bos_token_id is ",
+        "config: eos_token_id is ",
+        "config: id2label is ",
+        "config: router_aux_loss_coef ",
+    )
+    lost += ("config: max_position_embeddings is ",) * (to == "meta")
+    if "dtype" not in options:
+        found = verify(hf, theirs, level="bytes", allow_pickle=True, progress=False)
+        assert not [line for line in found.mismatches if not line.startswith(lost)]
+
+
+def test_params_that_contradict_the_config_beside_them(tmp_path):
+    a_checkpoint(tmp_path / "hf", "mistral", finite=True, sliding_window=8, eos_token_id=7)
+    convert(tmp_path / "hf", tmp_path / "theirs", Options(to="mistral", progress=False))
+    params = read_json(tmp_path / "theirs" / "params.json")
+    (tmp_path / "theirs" / "params.json").write_bytes(json_bytes({**params, "sliding_window": 6}))
+    found = verify(tmp_path / "hf", tmp_path / "theirs", level="bytes", progress=False)
+    assert found.mismatches == ["config: sliding_window is 8 and 6"]
 
 
 @pytest.mark.parametrize("kind", ["safetensors", "pickle", "dcp"])
@@ -140,7 +177,7 @@ def test_a_state_dict_that_a_trainer_left_alone(tmp_path, kind):
 @pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
 def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
     """At each read, the memory of no tensor that was read before is still held: all in one file, and cast."""
-    finite(tmp_path / "hf")
+    finite(tmp_path / "hf", "mistral" if to == "mistral" else "llama")
     alive, read = [], View.read
 
     def watched(view, name):
@@ -161,7 +198,7 @@ def test_one_tensor_is_in_memory(tmp_path, monkeypatch, to):
 
 @pytest.mark.parametrize("to", LAYOUTS_OF_FOLDERS)
 def test_an_error_leaves_the_old_folder(tmp_path, monkeypatch, to):
-    finite(tmp_path / "hf")
+    finite(tmp_path / "hf", "mistral" if to == "mistral" else "llama")
     old = a_checkpoint(tmp_path / "out", seed=1)
     read, count = View.read, iter(range(1000))
 
