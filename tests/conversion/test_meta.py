@@ -179,8 +179,8 @@ def test_a_model_of_ours_written_for_meta_gives_its_logits(tmp_path):
 
 def test_shards_of_an_earlier_conversion_go(tmp_path):
     Llama.from_config(hf_config()).save_pretrained(tmp_path / "hf")
-    for ranks in (2, 1):
-        options = Options(to="meta", ranks=ranks, overwrite=True, verify="bytes", progress=False)
+    for count in (2, 1):
+        options = Options(to="meta", ranks=count, overwrite=True, verify="bytes", progress=False)
         convert(tmp_path / "hf", tmp_path / "meta", options)
     assert len(loaded(tmp_path / "meta")) == 1
 
