@@ -181,21 +181,6 @@ def test_head_chunks_change_nothing(device, monkeypatch):
         torch.testing.assert_close(chunked, whole)
 
 
-@pytest.mark.parametrize("options, length, own", [
-    ({}, 9, False), ({"causal": False}, 5, False), ({}, 1, False), ({}, 5, True), ({"window": 3}, 9, True),
-    ({"window": 9}, 9, False), ({"softcap": 2.0}, 9, True), ({"softcap": 2.0}, 1, True), ({"window": 3}, 1, False),
-], ids=str)  # fmt: skip
-def test_which_engine(options, length, own, device, monkeypatch):
-    module, calls = importlib.import_module("ligermodels.kernels.attention"), []
-    flash = module.flash_attention
-    monkeypatch.setattr(module, "flash_attention", lambda *args, **o: calls.append(o) or flash(*args, **o))
-    _, q, k, v = inputs(length, 9, dtype=torch.float16, device=device)
-    torch.testing.assert_close(
-        attention(q, k, v, **options), attention_reference(q, k, v, **options), rtol=1e-2, atol=1e-2
-    )
-    assert len(calls) == own
-
-
 @pytest.mark.parametrize("heads", [(4, 2), (4, 4), (3, 1)])
 def test_compiles_with_symbolic_sizes(heads):
     """torch's own attention takes no symbolic bool for its grouped heads."""

@@ -146,8 +146,6 @@ def hook(*args, **kwargs):
 
 UNUSUAL = {
     "a pre-run hook": lambda m, kernel: m.setattr(kernel, "pre_run_hooks", [hook]),
-    "debug": lambda m, kernel: m.setattr(triton.knobs.runtime, "debug", True),
-    "instrumentation": lambda m, kernel: m.setattr(triton.knobs.compilation, "instrumentation_mode", "x"),
     "an enter hook": lambda m, kernel: m.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [hook]),
     "torch.compile": lambda m, kernel: m.setattr(torch.compiler, "is_compiling", lambda: True),
     "an unknown Triton": lambda m, kernel: m.setattr(_launch, "_DIRECT", False),

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import forward_ad
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import ligermodels.layers as L
-from ligermodels.errors import InputError
 from ligermodels.kernels.linear import joint, lay_together, linear, packed_linear
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
@@ -89,25 +87,6 @@ def test_what_happened_to_the_norms_output_counts(device):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_checkpointed(device, early_stop):
-    leaves, dy = after_norm(device)
-    expected = torch.autograd.grad(normed(*leaves).sin(), leaves, dy)
-    with set_checkpoint_early_stop(early_stop):
-        y = checkpoint(lambda *t: normed(*t).sin(), *leaves, use_reentrant=False)
-    for a, b in zip(torch.autograd.grad(y, leaves, dy), expected, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_saved_on_the_host(device):
-    case = several(device, "joint")
-    expected = gradients(packed_linear, *case)
-    with torch.autograd.graph.save_on_cpu():
-        actual = gradients(packed_linear, *case)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b)  # the weights come back apart, and matmuls of other sizes may sum otherwise
-
-
 class Other(torch.Tensor):
     """A tensor of another type, as quantization and sharding put in the place of a weight."""
 
@@ -125,12 +104,6 @@ def test_left_to_torch(device):
     x, weights, biases, _ = several(device, "joint")
     assert type(packed_linear(x, [weights[0], weights[1].detach().as_subclass(Other)])) is Other
     assert packed_linear(x[0], weights, biases).shape == (sum(COLUMNS),)
-
-
-def test_errors(device):
-    x, weights, biases, _ = several(device, "apart")
-    with pytest.raises(InputError, match="3 weights and 2 biases"):
-        packed_linear(x, weights, biases[:2])
 
 
 # In a block.
@@ -229,14 +202,6 @@ def test_how_many_matmuls(device, laid):
         torch.autograd.grad(y, [x, *weights, *biases], dy)
     assert len(forward.matmuls) == each and len(backward.matmuls) == 1 + each
     assert not {"cat", "copy_", "clone", "_to_copy", "add", "add_"} & {*forward.names, *backward.names}
-    for some in ([], [1], [0, 2]):
-        for i, w in enumerate(weights):
-            w.requires_grad_(i in some)
-        y, saved = saved_by(lambda: packed_linear(x, weights, biases))
-        assert (x.data_ptr() in {t.data_ptr() for t in saved}) == bool(some)
-        with Seen() as backward:
-            y.backward(dy)
-        assert len(backward.matmuls) == len(some) + each
 
 
 @each_laid

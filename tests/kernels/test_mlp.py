@@ -182,16 +182,6 @@ def test_adds_to_the_gradient_in_place(device, poison, laid, mode):
     assert joint([t.grad for t in parameters[:2]]) is not None
 
 
-def test_without_triton_z_is_recomputed_too(without_triton):
-    inputs, dy = make("cpu", True, 3, 7)
-    results = []
-    for mode in ("saved", "recomputed"):
-        y, saved = saved_by(lambda m=mode: op_of(True, m)(*inputs))
-        results.append([y, *torch.autograd.grad(y, inputs, dy)])
-        assert any(t.shape[-1] == INNER for t in saved if t.dim() == 3) is (mode == "saved")
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
 # Activations.
 
 
