@@ -5,14 +5,13 @@ import json
 
 import pytest
 import torch
-from torch import nn
 
 import ligermodels
-from benchmarks import commits, convergence, train_step
+from benchmarks import convergence, train_step
 from benchmarks import kernels as harness
 from benchmarks.kernel_cases import OPS
 from benchmarks.train_cases import CASES, MODELS
-from benchmarks.train_step import LOGITS_FACTOR, Baseline, compare_first_steps, disagreement
+from benchmarks.train_step import LOGITS_FACTOR, Baseline, disagreement
 from ligermodels import kernels
 
 # Kernels
@@ -181,57 +180,7 @@ def test_logits_loss_and_gradient_norm_are_compared(name, change):
     assert [reason.split()[0] for reason in reasons] == ([name] if name else [])
 
 
-def test_the_first_step_must_agree_at_full_depth():
-    def row(name, loss, norm):
-        return {"baseline": name, "losses": [loss], "first_gradient_norm": norm, "tokens_per_s": 1.0}
-
-    rows = [row("ligermodels", 6.0, 2.1), row("hf+liger", 6.01, 2.0), row("hf", 6.0, 2.0)]
-    compare_first_steps(rows)
-    assert ["note" in row for row in rows] == ["tokens_per_s" not in row for row in rows] == [True, False, False]
-    model = nn.Linear(30, 40)
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.99))
-    model(torch.randn(5, 30)).square().sum().backward()
-    norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm().item()
-    optimizer.step()
-    assert train_step.first_gradient_norm(optimizer) == pytest.approx(norm, rel=1e-5)
-
-
-def test_the_search_goes_on_after_a_length_that_does_not_fit(tmp_path, in_this_process, monkeypatch):
-    build = train_step.build
-
-    def limited(*arguments):
-        model = build(*arguments)
-
-        def fail(module, *gradients):
-            if gradients[0][0].shape[1] > 64:
-                raise RuntimeError("CUDA out of memory")
-
-        model.model.layers[0].input_layernorm.register_full_backward_hook(fail)
-        return model
-
-    monkeypatch.setattr(train_step, "build", limited)
-    code, (row,) = run_case(tmp_path, "llama-1b", "--longest", "1", "--baselines", "ligermodels")
-    assert code == 0 and row["length"] == 64 and row["tokens_per_s"] > 0
-
-
 # Commits, convergence
-
-
-def test_two_checkouts_are_compared_only_where_they_compute_the_same():
-    def run(loss, seconds, gib):
-        return {"a": dict(loss=loss, seconds=seconds, gib=gib, tokens=100), "b": dict(seconds=1.0, gib=1.0, tokens=5)}
-
-    runs = {"other": [run(6.0, 2.0, 8.0), run(6.0, 4.0, 8.0)], "this": [run(6.001, 1.0, 4.0), run(6.001, 1.0, 6.0)]}
-    (row, _), red = commits.compare(runs)
-    assert red == [] and row["speed"] == pytest.approx(3.0) and row["memory"] == 0.75
-    runs["this"][0]["a"]["loss"] = 6.1
-    assert "a: the first loss is 6.1" in commits.compare(runs)[1][0]
-
-
-@pytest.mark.slow
-def test_two_checkouts_run(capsys):
-    assert commits.main([str(commits.HERE), "--dry", "--rounds", "1"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(commits.CASES) - 1  # all but FSDP2's
 
 
 def test_convergence_is_measured_and_written(tmp_path, capsys):

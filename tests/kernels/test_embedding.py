@@ -1,4 +1,4 @@
-"""Embedding: runs of equal ids, ids without a row, gradients that are added in place."""
+"""Embedding: runs of equal ids, a rounded scale, gradients that are added in place."""
 
 import importlib
 

@@ -151,12 +151,6 @@ def test_without_triton(without_triton, name):
     assert_equal_but_for_rounding(actual, expected, torch.finfo(torch.float32).eps / 2**4)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in OPS if name != "flash_attention"])  # which is Triton's alone
-def test_without_triton_it_compiles_whole(without_triton, name):
-    assert_compiles(*positional(name, torch.float32, "cpu"), backend="aot_eager")
-
-
 # How an op behaves under autograd.
 
 

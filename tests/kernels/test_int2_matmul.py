@@ -1,4 +1,4 @@
-"""The matmul of ternary weights in 2 bits: their layout, exact sums, scales."""
+"""The matmul of ternary weights in 2 bits: their layout, exact sums."""
 
 import pytest
 import torch
@@ -62,23 +62,6 @@ def test_leading_dims_and_layouts(device, poison):
     assert torch.equal(narrow.long(), exact(odd[0, :, 3:9], w[:, :6]))
     out = int2_matmul(a, wide, scale_a=scale, out_dtype=torch.float32)
     torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None])
-
-
-@pytest.mark.parametrize("m", [3, 40])
-def test_scales_and_bias(device, poison, m):
-    """In low precision too they are applied in fp32, and the result is rounded once."""
-    a, packed = int8(m, 65, device=device), pack_int2(ternary(13, 65, device=device))
-    scale_a, scale_w, bias = (torch.rand(n, device=device).half() + 0.1 for n in (m, 13, 13))
-    for options in (
-        {},
-        {"scale_a": scale_a},
-        {"scale_w": scale_w[:1]},
-        dict(scale_a=scale_a, scale_w=scale_w, bias=bias),
-    ):
-        for out_dtype in (torch.float32, torch.float16):
-            out = int2_matmul(a, packed, out_features=13, out_dtype=out_dtype, **options)
-            expected = int2_matmul_reference(a, packed, out_features=13, out_dtype=out_dtype, **options)
-            torch.testing.assert_close(out, expected, rtol=torch.finfo(out_dtype).eps, atol=1e-3)
 
 
 @pytest.mark.gpu

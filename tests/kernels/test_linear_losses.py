@@ -83,19 +83,6 @@ def assert_same(actual, expected, rtol, atol):
 
 
 @each_op
-def test_chunks_change_nothing(device, name):
-    """1 and 2 chunks of 200 tokens; log-probabilities compute the logits of a chunk again in the backward."""
-    call, runs = problem(name, 200, 30, device, torch.float32, ignored=0.85), []
-    row = 64 * 4 * LOGITS[name]
-    for count, workspace_bytes in ((1, 2**30), (2, 128 * row)):
-        with Seen() as seen:
-            runs.append(results(OPS[name][0], call, workspace_bytes=workspace_bytes, num_valid=200, **metrics(name)))
-        again = 1 if name == "logprobs" and count > 1 else 0
-        assert len(seen.matmuls) == (LOGITS[name] + 2 + again) * count
-    assert_same(runs[1], runs[0], 2e-5, 2e-6)  # fp32 sums of 200 terms in another order
-
-
-@each_op
 @pytest.mark.parametrize("grad", [False, True])
 def test_logits_are_never_whole(device, name, grad):
     """All results of 300 tokens from 128 rows of logits at a time; rows start on multiples of 64 elements."""
@@ -228,16 +215,15 @@ def test_a_teacher_nearer_than_rounded_logits_can_tell(device, poison, tokens, v
 
 
 @each_op
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
-def test_compiled(device, name, dtype):
-    """One graph, gradients included, with the fused op opaque in it; fp16 hands one more tensor to the backward."""
-    call = problem(name, 20, 20, device, dtype, scale=0.5)
+def test_compiled(device, name):
+    """One graph, gradients included, with the fused op opaque in it."""
+    call = problem(name, 20, 20, device, torch.float32, scale=0.5)
     options = metrics(name)
     torch.compiler.reset()
     backend = "inductor" if device == "cuda" else "aot_eager"
     compiled = torch.compile(lambda **call: OPS[name][0](**call, **options), fullgraph=True, backend=backend)
     # Upstream is multiplied in at another place, which rounds to the dtype once more.
-    tolerance = 2**-10 if dtype == torch.float16 else 1e-4 if device == "cuda" else 1e-5
+    tolerance = 1e-4 if device == "cuda" else 1e-5
     actual = results(compiled, call)
     assert_same(actual, results(OPS[name][0], call, **options), tolerance, tolerance)
 

@@ -1,4 +1,4 @@
-"""Mixture of experts: routing of equals and extremes, sorted slots, what is saved and computed."""
+"""Mixture of experts: routing of equals and extremes, what is saved and recomputed."""
 
 import functools
 import itertools

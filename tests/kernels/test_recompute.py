@@ -1,7 +1,5 @@
 """Recompute handles: what they recompute, to the bit, and when a tensor has none."""
 
-import io
-
 import pytest
 import torch
 
@@ -59,13 +57,3 @@ def test_a_change_in_place_ends_it(device, change):
     with torch.no_grad():
         change(y)
     assert handle_of(y) is None and handle_of(view) is None
-
-
-def test_written_to_disk_without_it(device):
-    """As a tensor of a plain file: torch.save writes the attributes of a tensor as well."""
-    y = rms_norm(torch.randn(4, 8, device=device, requires_grad=True))
-    file = io.BytesIO()
-    torch.save(y, file)
-    file.seek(0)
-    read = torch.load(file, weights_only=True)
-    assert torch.equal(read, y) and handle_of(read) is None

@@ -1,4 +1,4 @@
-"""Rope: pairs of dims, and rotation in place."""
+"""Rope: rotation in place."""
 
 import functools
 

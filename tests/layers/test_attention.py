@@ -1,5 +1,4 @@
-"""Attention and cross-attention against plain compositions: masks, windows, caches, packing, gradients."""
-
+"""Attention and cross-attention against plain compositions: masks, windows, packing, gradients."""
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels.attention import attention_reference
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import attention
-from ligermodels.layers.cache import CrossCache, KVCache
+from ligermodels.layers.cache import KVCache
 
 
 def batch_of(length, head_dim=8, start=0, **options):
@@ -70,22 +69,6 @@ def test_attention(options, rotated, name):
     assert_same(layer, actual, plain_attention(layer, x, batch), x)
     unmasked = L.Batch(cos=batch.cos, sin=batch.sin)
     assert torch.allclose(actual, layer(x, unmasked)) == (not masks)
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_cached_steps_are_the_full_forward(options):
-    """A prompt in two pieces and then tokens one by one, the first row left-padded."""
-    layer, x = make_attention(**options), torch.randn(2, 9, 16, dtype=torch.float64)
-    mask = torch.ones(2, 9, dtype=torch.bool)
-    mask[0, :2] = False
-    cache = KVCache(1, 2, 4, 2, 8, dtype=torch.float64, device="cpu")
-    with torch.no_grad():
-        whole = layer(x, batch_of(9, key_mask=mask))
-        steps = [
-            layer(x[:, start:end], batch_of(end - start, start=start, key_mask=mask[:, :end]), cache[0])
-            for start, end in [(0, 3), (3, 6), (6, 7), (7, 8), (8, 9)]
-        ]
-    torch.testing.assert_close(torch.cat(steps, 1)[mask], whole[mask])
 
 
 def test_rotation_is_in_place_only_where_no_hook_holds_the_buffer(monkeypatch):
@@ -171,25 +154,6 @@ def test_cross_attention(num_kv_heads, masked, length, states_size, poison):
     assert all(grad.any() for grad in ours)
     if masked:
         assert not torch.allclose(outputs[0], plain_cross(layer, x, states))
-
-
-def test_cached_states_are_projected_once_and_new_ones_follow():
-    layer, cache = make_cross(), CrossCache()
-    x = torch.randn(2, 3, 12, dtype=torch.float64)
-    states = torch.randn(2, 7, 12, dtype=torch.float64)
-    mask = random_mask(2, 3, 7)
-    calls = []
-    layer.k_proj.register_forward_hook(lambda *call: calls.append(call[1][0].shape[1]))
-    first = layer(x, L.Batch(cross=L.CrossStates(states=states[:, :4], mask=mask[..., :4] | True)), cache)
-    torch.testing.assert_close(first, plain_cross(layer, x, states[:, :4]))
-    for given in (None, mask[..., :4] | ~mask[..., :4].any(-1, keepdim=True)):
-        again = layer(x, L.Batch(cross=L.CrossStates(states=None, mask=given)), cache)
-        torch.testing.assert_close(again, plain_cross(layer, x, states[:, :4], given))
-    both = layer(x, L.Batch(cross=L.CrossStates(states=states[:, 4:], mask=mask)), cache)
-    torch.testing.assert_close(both, plain_cross(layer, x, states, mask))
-    one = layer(x[:, :1], L.Batch(cross=L.CrossStates(states=None, mask=mask[:, :1])), cache)
-    torch.testing.assert_close(one, plain_cross(layer, x[:, :1], states, mask[:, :1]))
-    assert calls == [4, 3]
 
 
 def test_cross_states_that_do_not_fit_are_named():

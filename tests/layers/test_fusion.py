@@ -5,19 +5,14 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 import ligermodels
 import ligermodels.layers as L
 from ligermodels import errors
 from ligermodels.arch.fusion import short_names
-from ligermodels.kernels.linear import joint
 from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import attention, linear, mlp
 from ligermodels.layers.linear import obstacle
@@ -200,50 +195,6 @@ def test_report_of_heads_norms_and_experts():
     assert rows(model, "experts") == {"model.layers.0-2.mlp.experts": ("one op, grouped matmuls", True, "")}
 
 
-@pytest.fixture
-def one_rank(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
-
-
-def test_report_under_fsdp_is_of_the_gathered_weights(one_rank, monkeypatch):
-    """Outside of a forward they are sharded; in it they are plain, each in memory of its own."""
-    model = llama()
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=one_rank)
-    fully_shard(model, mesh=one_rank)
-    assert rows(model, QKV) == {
-        "model.layers.0-2.self_attn": ("one op, a matmul for each", True, "FSDP gathers each weight by itself")
-    }
-    packed, joints, real = recorder(monkeypatch, attention, "packed_linear"), [], attention.attention
-    monkeypatch.setattr(attention, "attention", lambda *q, **o: joints.append(joint(packed[-1][0][1])) or real(*q, **o))
-    model(torch.randint(97, (1, 5)))
-    assert len(packed) == 3 and joints == [None] * 3  # as the report says
-
-
-# ---- the engine of attention ----
-
-
-def test_engine_is_the_one_that_runs():
-    """Without a GPU: with fake tensors of one."""
-    with FakeTensorMode():
-        for device, dtype, size, options, name, why in [
-            ("cuda", torch.bfloat16, 64, {}, "torch's engines; packed: flash_attention in Triton", ""),
-            ("cuda", torch.bfloat16, 64, {"window": 8}, "flash_attention in Triton", ""),
-            ("cuda", torch.bfloat16, 256, {"softcap": 5.0}, "flash_attention in Triton", ""),
-            ("cuda", torch.bfloat16, 512, {"softcap": 5.0}, "attention_reference, scores in memory", "head_dim 512"),
-            ("cuda", torch.bfloat16, 512, {"window": 8}, "torch's engines, with a mask", "head_dim 512"),
-            ("cuda", torch.float32, 64, {}, "torch's engines; packed: with a mask", "torch.float32"),
-            ("cuda", torch.float32, 64, {"softcap": 5.0}, "attention_reference, scores in memory", "Hopper"),
-            ("cpu", torch.bfloat16, 64, {"softcap": 5.0}, "attention_reference, scores in memory", "no GPU"),
-        ]:
-            if device == "cuda" and not attention_op.use_triton(torch.empty(1, device=device)):
-                pytest.skip("needs Triton")
-            found = attention_op.engine(torch.empty(1, 1, 1, size, dtype=dtype, device=device), **options)
-            assert found[0] == name and (why in found[1] if why else found[1] == ""), (found, name, why)
-
-
 # ---- the warning ----
 
 
@@ -269,4 +220,5 @@ def test_in_training_on_a_gpu_an_adapter_is_warned_of_once(monkeypatch):
     )
     assert "model.fusion_report()" in message
     model.lm_head = Adapter(nn.Linear(32, 97))
-    assert not warned(lambda: model(ids, labels=ids, return_logits=True))  # they were asked for
+    (message,) = warned(lambda: model(ids, labels=ids))
+    assert f"not fused with lm_head, because of {ADAPTER}" in message

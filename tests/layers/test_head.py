@@ -11,11 +11,10 @@ from torch import nn
 
 import ligermodels.layers as L
 from ligermodels.errors import InputError
-from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.cross_entropy import CrossEntropyOutput, cross_entropy
 from ligermodels.kernels.jsd import jsd
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_jsd import linear_jsd
-from ligermodels.layers import head, losses
 
 IDS = torch.tensor([[1, 3, 1], [0, 10, 1]])
 
@@ -152,48 +151,27 @@ def test_options_that_do_not_go_together(options, message):
         L.LMHead(6, 13)(torch.randn(2, 6), **{"labels": torch.tensor([0, 1]), **options})
 
 
-OPTIONS = {
-    "ignore_index": 7,
-    "label_smoothing": 0.1,
-    "z_loss": 0.01,
-    "reduction": "sum",
-    "token_scaling": True,
-    "return_z_loss": True,
-    "return_token_accuracy": True,
-    "return_predicted_tokens": True,
-    "return_entropy": True,
-    "softcap": 5.0,
-}
-FUSED_OPTIONS = {"accum_dtype": None, "workspace_bytes": 4096}
-PER_CALL = {"num_items_in_batch": 3, "num_valid": 4}
-
-
-def recorder(monkeypatch, module, name):
-    calls = []
-    monkeypatch.setattr(module, name, lambda *args, **options: calls.append(options))
-    return calls
-
-
-def test_every_option_reaches_the_op(monkeypatch):
-    """And there is none that the head and the losses do not know."""
-    x, labels, weight = torch.randn(2, 6), torch.zeros(2, dtype=torch.int64), torch.randn(13, 6)
-    everything = OPTIONS | FUSED_OPTIONS | PER_CALL | {"class_weight": torch.rand(13), "bias": None}
-    assert set(inspect.signature(linear_cross_entropy).parameters) == {"x", "weight", "labels", *everything}
-    lm_head, modules = L.LMHead(6, 13), [
-        L.LinearCrossEntropyLoss(everything["class_weight"], **OPTIONS, **FUSED_OPTIONS),
-        L.CrossEntropyLoss(everything["class_weight"], **OPTIONS),
-    ]  # fmt: skip
-    calls = recorder(monkeypatch, head, "linear_cross_entropy")
-    lm_head(x, labels, **{name: value for name, value in everything.items() if name != "bias"})
-    lm_head.workspace_bytes = 128
-    lm_head(x, labels)
-    assert calls[0] == everything and calls[1]["workspace_bytes"] == 128
-    calls = recorder(monkeypatch, losses, "linear_cross_entropy")
-    modules[0](x, weight, labels, **PER_CALL)
-    assert calls.pop() == everything
-    calls = recorder(monkeypatch, losses, "cross_entropy")
-    modules[1](x, labels, num_items_in_batch=3)
-    assert calls.pop() == OPTIONS | {"class_weight": everything["class_weight"], "num_items_in_batch": 3}
+def test_cross_entropies_hand_their_options_on():
+    """And know all of the op's."""
+    x, weight, labels = torch.randn(6, 5), torch.randn(9, 5), torch.tensor([0, 1, 3, 8, 7, 5])
+    options = dict(ignore_index=7, label_smoothing=0.1, z_loss=0.01, reduction="sum", token_scaling=True, softcap=5.0)
+    options |= {name: True for name in inspect.signature(cross_entropy).parameters if name.startswith("return_")}
+    fused, rest = {"accum_dtype": None, "workspace_bytes": 4096}, {"class_weight": torch.rand(9)}
+    known = {*options, *fused, *rest, "num_items_in_batch", "num_valid", "bias"}
+    assert {"x", "weight", "labels", *known} == set(inspect.signature(linear_cross_entropy).parameters)
+    expected = linear_cross_entropy(x, weight, labels, **options, **fused, **rest)
+    module = L.LinearCrossEntropyLoss(rest["class_weight"], **options, **fused)
+    lm_head, plain = L.LMHead(5, 9), L.CrossEntropyLoss(rest["class_weight"], **options)
+    for found in (
+        module(x, weight, labels),
+        lm_head(x, labels, weight=weight, **options, **fused, **rest),
+        plain(F.linear(x, weight), labels),
+    ):
+        torch.testing.assert_close(tuple(found), tuple(expected))
+    options["reduction"] = "mean"
+    expected = linear_cross_entropy(x, weight, labels, **options, num_items_in_batch=30)
+    found = L.LinearCrossEntropyLoss(**options)(x, weight, labels, num_items_in_batch=30, num_valid=5)
+    torch.testing.assert_close(tuple(found), tuple(expected))
 
 
 def test_cross_entropy_loss_takes_the_place_of_torchs():

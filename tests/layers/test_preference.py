@@ -14,7 +14,6 @@ from ligermodels.layers.preference import (
     LinearORPOLoss,
     LinearSimPOLoss,
     dpo_loss,
-    kto_kl,
     kto_loss,
     log_odds,
     orpo_loss,
@@ -221,10 +220,9 @@ def test_cpo_is_its_formula(device, loss_type, e, average):
     torch.testing.assert_close(output.rejected_logps, rejected.detach())
     torch.testing.assert_close(output.rejected_rewards, BETA * rejected.detach())
     if loss_type == "simpo":  # the module of this name has no NLL by default
-        loss = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)(
-            batch.x, batch.weight, batch.labels, bias=batch.bias
-        ).loss
-        assert_loss(loss, CPO[loss_type](chosen - rejected, e).mean(), batch.trained)
+        simpo = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)
+        loss = simpo(batch.x, batch.weight, batch.labels, bias=batch.bias).loss
+        torch.testing.assert_close(loss.detach(), CPO[loss_type](chosen - rejected, e).mean().detach())
 
 
 DESIRABLE = [True, False, True, True, False, False]
@@ -294,13 +292,6 @@ def test_apo_zero_unpaired_has_no_reference_point():
     module = LinearKTOLoss(loss_type="apo_zero_unpaired")
     with pytest.raises(InputError, match="no reference point"):
         module(batch.x, batch.weight, batch.labels, desirable, kl=torch.tensor(0.1))
-
-
-def test_the_reference_point_of_kto_is_not_negative():
-    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
-    assert kto_kl(logps, torch.tensor([-3.0, -1.0])) == 0.5 and kto_kl(logps, torch.zeros(2)) == 0
-    kl = kto_kl(logps).requires_grad_()
-    assert not torch.autograd.grad(kto_loss(logps, logps < -1, kl=kl).sum(), kl, allow_unused=True)[0]
 
 
 def test_a_batch_with_one_kind_only():
@@ -414,20 +405,6 @@ def test_packed_equals_padded(device, name):
         packed(batch.x, 1.0), batch.weight, packed(batch.labels, 5), bias=batch.bias, cu_seqlens=bounds
     )
     torch.testing.assert_close(logps, batch.sums()[0])
-
-
-def test_sequence_logps_are_what_ref_logps_wants(device):
-    batch = Batch(device, torch.float32)
-    precomputed = sequence_logps(batch.ref_x, batch.ref_weight, batch.labels, bias=batch.ref_bias)
-    torch.testing.assert_close(precomputed.double(), batch.sums(ref=True)[0], rtol=1e-5, atol=1e-5)
-    module = LinearDPOLoss(average_log_prob=True)
-    states = {"ref_x": batch.ref_x, "ref_weight": batch.ref_weight, "ref_bias": batch.ref_bias}
-    first = module(batch.x, batch.weight, batch.labels, **states)
-    second = module(batch.x, batch.weight, batch.labels, ref_logps=precomputed)
-    assert torch.equal(first.loss, second.loss)
-    mean = sequence_logps(batch.x, batch.weight, batch.labels, average_log_prob=True)
-    sums = sequence_logps(batch.x, batch.weight, batch.labels)
-    torch.testing.assert_close(mean * (batch.labels != IGNORED).sum(1), sums)
 
 
 def test_softcap_and_ignore_index():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import RotaryEmbedding, VisionRotary
+from ligermodels.layers import RotaryEmbedding
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -37,7 +37,11 @@ TYPES = {
     },
     "yarn, ramp beyond": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 10**14},
     "yarn, no ramp": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 6},
+    "yarn, attention_factor": YARN | {"rope_type": "yarn", "attention_factor": 1.3},
+    "yarn, mscale": YARN | {"rope_type": "yarn", "mscale": 0.707, "mscale_all_dim": 1.0},
     "longrope": LONGROPE,
+    "longrope, factor": LONGROPE | {"factor": 3.0},
+    "longrope, attention_factor": LONGROPE | {"attention_factor": 1.25},
 }  # fmt: skip
 
 
@@ -62,43 +66,6 @@ def test_equals_transformers_to_the_bit(name, length):
         assert torch.equal(torch.cat([ours, ours], -1), full)
 
 
-OPTIONS = {
-    "yarn, attention_factor": (TYPES["yarn"] | {"attention_factor": 1.3, "beta_fast": None}, 7),
-    "yarn, mscale": (TYPES["yarn"] | {"mscale": 0.707, "mscale_all_dim": 1.0}, 7),
-    "longrope, factor, long": (LONGROPE | {"factor": 3.0}, 300),
-    "longrope, attention_factor": (LONGROPE | {"attention_factor": 1.25}, 300),
-    **{f"{name}, partial": (TYPES[name], 300) for name in ("linear", "dynamic", "llama3", "yarn", "longrope")},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_and_partial_rotation_equal_transformers_to_the_bit(name):
-    """head_dim 32 whole or, as Phi-4-mini has it, 128 by 3/4: 96 dims turn, by lists of 48 factors."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling, length = copy.deepcopy(OPTIONS[name])
-    ours = {"rope_theta": 5e5, **scaling}  # the older `type` alone, or a stale one beside rope_type
-    scaling = {key: value for key, value in {"rope_type": scaling.get("type"), **scaling}.items() if key != "type"}
-    head_dim, partial = (128, 0.75) if "partial" in name else (32, 1.0)
-    if "partial" in name and scaling["rope_type"] == "longrope":
-        factors = {"short_factor": [1.0 + i / 7 for i in range(48)], "long_factor": [1.5 + i for i in range(48)]}
-        scaling, ours = scaling | factors, ours | factors
-    config = transformers.LlamaConfig(
-        hidden_size=2 * head_dim,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": partial, **copy.deepcopy(scaling)},
-    )
-    in_call = torch.tensor(length) if scaling["rope_type"] == "dynamic" else length
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=in_call)
-    angles = torch.arange(length)[None, :, None].float() * inv_freq
-    options = {"theta": 5e5, "max_position_embeddings": 128, "partial_rotary_factor": partial}
-    cos, sin = RotaryEmbedding(head_dim, scaling=ours, **options)(torch.arange(length)[None])
-    assert cos.shape == (1, length, int(head_dim * partial) // 2)
-    assert torch.equal(cos, angles.cos() * factor) and torch.equal(sin, angles.sin() * factor)
-
-
 @pytest.mark.parametrize("name", TYPES)
 def test_needs_recompute_where_the_tables_of_a_longer_call_differ(name):
     """Compares the tables of the first `past` tokens of a call of `past` tokens and of one of `length`."""
@@ -111,19 +78,6 @@ def test_needs_recompute_where_the_tables_of_a_longer_call_differ(name):
         else:  # transformers leaves cached keys as they are, and so must a cache here
             assert not rotary.needs_recompute(past, length)
     assert not rotary.needs_recompute(0, 17), "there are no keys yet"
-
-
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_length_of_the_call_decides_and_leaves_nothing_behind(name):
-    """Short, long, short: the third call is the first again, and one row makes the whole call long."""
-    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
-    short, long = torch.arange(16)[None], torch.arange(17)[None]
-    first = rotary(short)
-    grown = rotary(long)
-    assert not torch.equal(grown[0][:, :16], first[0])
-    assert all(map(torch.equal, rotary(short), first))
-    both = rotary(torch.stack([torch.arange(16), torch.arange(1, 17)]))
-    assert torch.equal(both[0][:1], grown[0][:, :16])
 
 
 @pytest.mark.parametrize("change", [
@@ -209,19 +163,6 @@ def test_each_section_uses_its_own_position(scaling, sections):
     for text in (positions[0], positions[:1, :1].expand(3, 1, 5)):
         expected = plain(text if text.dim() == 2 else text[0])
         assert all(torch.equal(a, b) for a, b in zip(rotary(text), expected, strict=True))
-
-
-@pytest.mark.parametrize("head_dim", [80, 8, 4])
-def test_patches_use_row_and_column(head_dim):
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
-
-    config = transformers.AutoConfig.for_model("qwen2_vl", vision_config=dict(embed_dim=2 * head_dim, num_heads=2))
-    positions = torch.randint(2000, (2, 12))
-    rotary = VisionRotary(head_dim).to(torch.bfloat16)
-    theirs = Qwen2VLVisionRotaryEmbedding(config.vision_config)(positions, positions.T)
-    for ours, expected in zip(rotary(positions), theirs, strict=True):
-        assert ours.dtype == torch.float32 and torch.equal(torch.cat([ours, ours], dim=-1), expected)
 
 
 def test_positions_and_sizes_that_do_not_fit():

@@ -117,16 +117,6 @@ def test_warming_up_leaves_nothing_behind():
     assert_same(step, losses, model, expected_losses, expected)
 
 
-def test_states_that_begin_unknown_are_named():
-    model, optimizer = noisy(torch.optim.NAdam)
-    step = CapturedStep(model, optimizer, x=torch.ones(3, 8))
-    with pytest.raises(InputError, match="NAdam makes a state, mu_product"):
-        step._warm_up()
-    model, optimizer = noisy(torch.optim.NAdam)
-    loop(model, optimizer, [{"x": torch.ones(3, 8)}])
-    CapturedStep(model, optimizer, x=torch.ones(3, 8))._warm_up()
-
-
 def test_inputs_unlike_the_example_are_refused():
     model, optimizer = noisy()
     step = CapturedStep(model, optimizer, x=torch.ones(3, 8), scale=None, power=2)
@@ -315,8 +305,7 @@ model = Waits(8, 4, device="cuda")
 before = model.weight.detach().clone()
 adamw = torch.optim.AdamW(model.parameters(), capturable=True)
 x = torch.ones(3, 8, device="cuda")
-for optimizer, extra in [(torch.optim.AdamW(model.parameters()), ""), (adamw, "held"), (adamw, "")]:
-    held = model(x) if extra else None
+for optimizer in (torch.optim.AdamW(model.parameters()), adamw):
     try:
         CapturedStep(model, optimizer, x=x)
         print("captured")
@@ -329,7 +318,6 @@ assert torch.equal(model.weight, before) and model.weight.grad is None
     command = [sys.executable, str(tmp_path / "waits.py")]
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=paths)
     assert done.returncode == 0, done.stderr
-    first, second, third = done.stdout.splitlines()
+    first, second = done.stdout.splitlines()
     assert "build it with capturable=True" in first
-    assert "reads weight is still alive" in second and "an output of an earlier forward" in second
-    assert "cannot be captured" in third and "return y * float(y)" in third
+    assert "cannot be captured" in second and "return y * float(y)" in second

@@ -281,7 +281,7 @@ class TestSettings:
         assert loaded.is_gradient_checkpointing and model.gradient_checkpointing
         for one in (loaded, model):
             assert [layer.mlp.recompute for layer in one.decoder.layers] == [True, True, False]
-            assert_same(step(one, ids), expected)
+        assert_same(step(model, ids), expected)
         model.gradient_checkpointing_disable()
         assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.decoder.layers)
 
