@@ -185,7 +185,7 @@ def test_bad_calls_raise(device, name):
                 OPS[name].call(**{n: value for n, value in arguments.items() if value is not None})
 
 
-@pytest.mark.parametrize("bad", [-7, 5000])
+@pytest.mark.parametrize("bad", [-7, 7])
 @pytest.mark.parametrize("name", IDS)
 def test_ids_out_of_range(without_triton, name, bad):
     """On the CPU they raise InputError, which names them. What a GPU does with them is in each op's docstring."""
@@ -196,7 +196,7 @@ def test_ids_out_of_range(without_triton, name, bad):
     assert not refused(op.call, case, {argument: ids}, str(bad))
 
 
-@pytest.mark.parametrize("bad", [-7, 5000])
+@pytest.mark.parametrize("bad", [-7, 7])
 @pytest.mark.parametrize("name", IDS)
 def test_ids_out_of_range_of_kernels(device, name, bad):
     """Nothing synchronises: what such an id decides is NaN, and what it does not is as it was."""

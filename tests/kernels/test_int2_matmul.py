@@ -60,8 +60,9 @@ def test_leading_dims_and_layouts(device, poison):
         assert torch.equal(out.long(), exact(x.reshape(-1, 20), w).view(*x.shape[:-1], 12))
     narrow = int2_matmul(odd[0, :, 3:9], wide[:, :6], out_dtype=torch.int32)  # whole words apart, but no whole number
     assert torch.equal(narrow.long(), exact(odd[0, :, 3:9], w[:, :6]))
-    out = int2_matmul(a, wide, scale_a=scale, out_dtype=torch.float32)
-    torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None])
+    scale_w, bias = torch.rand(2, 12, device=device)
+    out = int2_matmul(a, wide, scale_a=scale, scale_w=scale_w, bias=bias, out_dtype=torch.float32)
+    torch.testing.assert_close(out, exact(a.reshape(6, 20), w).view(2, 3, 12) * scale[..., None] * scale_w + bias)
 
 
 @pytest.mark.gpu

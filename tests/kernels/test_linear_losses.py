@@ -150,6 +150,7 @@ def test_ignored_rows_are_not_multiplied(device, poison, name):
 def test_more_valid_labels_than_announced(device, name):
     call = problem(name, 144, 30, device, ignored=0.0)
     assert OPS[name][0](**call, num_valid=128).isnan().any()
+    torch.testing.assert_close(OPS[name][0](**call, num_valid=144), OPS[name][1](**call))
     # 100 announces anything up to the next multiple of 128.
     call["labels"] = call["labels"].masked_fill(torch.arange(144, device=device) >= 128, IGNORE)
     torch.testing.assert_close(OPS[name][0](**call, num_valid=100), OPS[name][1](**call))

@@ -121,10 +121,11 @@ def test_what_an_adapter_leaves_of_the_gated_mlp_is_fused(monkeypatch, adapted, 
 
 def test_what_other_tests_do_not_wrap_is_an_obstacle():
     """Hooks, adapters, a parametrization and another class are in test_layers.py."""
-    hooked, sharded = nn.Linear(4, 4), nn.Linear(4, 4)
+    before, hooked, sharded = (nn.Linear(4, 4) for _ in range(3))
+    before.register_forward_pre_hook(lambda *_: None)
     hooked.register_full_backward_hook(lambda *_: None)
     sharded.weight = nn.Parameter(TwoTensor(torch.randn(4, 4), torch.randn(4, 4)))
-    assert obstacle(nn.Linear(4, 4)) is None
+    assert obstacle(nn.Linear(4, 4)) is None and obstacle(before).text == "a forward hook"
     assert obstacle(hooked).text == "a backward hook" and obstacle(sharded).text == "its weight, a TwoTensor"
     handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
     try:

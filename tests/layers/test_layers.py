@@ -1,4 +1,4 @@
-"""MLPs and blocks against plain compositions of torch.nn, and what must be called: hooks and adapters."""
+"""Norms, MLPs and blocks against plain compositions of torch.nn, and what must be called: hooks and adapters."""
 
 import copy
 import functools
@@ -11,6 +11,21 @@ from torch import nn
 import ligermodels.layers as L
 from ligermodels.layers.linear import is_fusable
 from tests.layers.test_attention import assert_same, batch_of
+
+
+def test_norms_begin_as_one_add_and_normalise():
+    x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
+    for offset in (0.0, 1.0):
+        layer = L.RMSNorm(6, eps=0.1, offset=offset, cast_before_weight=offset == 0)
+        for given, total in (((x,), x), ((x, residual), x + residual)):
+            y, stream = layer(*given)
+            torch.testing.assert_close((y, stream), (F.rms_norm(total, (6,), eps=0.1), total))
+        with torch.no_grad():
+            layer.weight += 1
+        torch.testing.assert_close(layer(x)[0], 2 * F.rms_norm(x, (6,), eps=0.1))
+    layer = L.LayerNorm(6, eps=0.1)
+    torch.testing.assert_close(layer(x, residual)[0], F.layer_norm(x + residual, (6,), eps=0.1))
+
 
 ACTIVATIONS = {
     "silu": F.silu,
