@@ -163,8 +163,9 @@ def test_head_chunks_change_nothing(device, monkeypatch):
     results = []
     for head_chunks in (False, True):
         out = attention(q, k, v, head_chunks=head_chunks)
-        assert (handle_of(out) is not None) is head_chunks
-        y = linear(attach_to_view(out, out.flatten(2)), weight)
+        joined = attach_to_view(out, out.flatten(2))
+        assert (handle_of(out) is not None) is (handle_of(joined) is not None) is head_chunks
+        y = linear(joined, weight)
         results.append((out, y, *torch.autograd.grad(y.square().sum(), [packed, weight])))
     for whole, chunked in zip(*results, strict=True):
         torch.testing.assert_close(chunked, whole)

@@ -27,8 +27,6 @@ OPS = {
     "logprobs": (linear_logprobs, linear_logprobs_reference),
     "jsd": (linear_jsd, linear_jsd_reference),
 }
-LOGITS = {"cross entropy": 1, "logprobs": 1, "jsd": 2}
-"""How many matmuls make logits."""
 each_op = pytest.mark.parametrize("name", OPS)
 
 
