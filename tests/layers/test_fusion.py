@@ -99,7 +99,6 @@ def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
         ("", {"gated_mlp"}),
         ("gate_proj", {"glu_linear"}),
         ("up_proj", {"glu_linear"}),
-        ("gate_proj up_proj", {"glu_linear"}),
         ("down_proj", {"glu", "packed_linear"}),
         ("gate_proj down_proj", {"glu"}),
     ],
