@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.kernels import adamw as adamw_file
-from ligermodels.kernels.adamw import adamw, adamw_reference, join_master, philox, split_master
+from ligermodels.kernels.adamw import adamw, adamw_reference, join_master, split_master
 from tests.kernels.on_gpu import assert_captures, large
 
 BETAS = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -91,17 +91,6 @@ def test_every_path_rounds_as_the_reference(monkeypatch, device, weight, states,
         torch.testing.assert_close(actual, other, rtol=2 * eps, atol=2 * eps * other.float().abs().mean().item())
 
 
-def test_philox_gives_the_known_answers():
-    """Of https://github.com/DEShawResearch/random123, tests/kat_vectors."""
-    for rounds, fill, answer in [
-        (7, 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
-        (7, 0xFFFFFFFF, "5207ddc2 45165e59 4d8ee751 8c52f662"),
-        (10, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
-    ]:
-        words = philox((torch.tensor(fill),) * 4, fill << 32 | fill, rounds)
-        assert " ".join(f"{int(word):08x}" for word in words) == answer
-
-
 def test_stochastic_rounding_is_right_in_the_mean(device):
     size = 8192
     low, ulp = 1.0, 2**-7
@@ -152,13 +141,6 @@ def test_masters_are_kept_in_all_their_bits(device):
     master = torch.cat([raw, raw | -(2**31), infinite, infinite | -(2**31)]).view(torch.float32)
     weight, remainder = split_master(master)
     assert torch.equal(bits_of(join_master(weight, remainder)), bits_of(master))
-    assert (
-        (weight.double() - master.double())
-        .abs()
-        .nan_to_num(0)
-        .le((master.bfloat16().double() - master.double()).abs().nan_to_num(0))
-        .all()
-    )  # none lies nearer
     tie = master.view(torch.int32) & 0xFFFF == 0x8000
     assert (weight[tie].double().abs() > master[tie].double().abs()).all()
     assert torch.equal(weight[~tie], master[~tie].bfloat16())
@@ -171,14 +153,10 @@ def test_masters_are_kept_in_all_their_bits(device):
 
 
 def test_errors(device):
-    w, m, v, r = start((4,), torch.bfloat16, torch.bfloat16, device, remainder=True)
+    w, m, v, _ = start((4,), torch.bfloat16, torch.bfloat16, device)
     options = dict(PLAIN)
     with pytest.raises(InputError, match=r"grad torch.bfloat16 \(3,\).* expected floating dtypes of one shape"):
         adamw(w, w[:3], m, v, **options)
-    with pytest.raises(InputError, match="remainder in int16"):
-        adamw(w, w, m, v, r.int(), **options)
-    with pytest.raises(InputError, match="completes bf16 weights"):
-        adamw(w.float(), w, m, v, r, **options)
     with pytest.raises(InputError, match="supported: stochastic, nearest"):
         adamw(w, w, m, v, **options, rounding="up")
 

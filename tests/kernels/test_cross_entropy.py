@@ -1,8 +1,7 @@
-"""Cross entropy: metrics, divisors, ignored labels, and probabilities near 1."""
+"""Cross entropy: metrics, divisors, ignored labels."""
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.kernels import CrossEntropyOutput, cross_entropy, cross_entropy_reference
@@ -99,30 +98,3 @@ def test_argmax_is_the_first_of_equals(device):
     several_tiles = cross_entropy(torch.zeros(1, 20000, device=device), torch.tensor([0], device=device), **METRICS)
     assert several_tiles.predicted_tokens.item() == 0
     assert out.token_accuracy.item() == pytest.approx(2 / 3) and out.token_accuracy.dtype == torch.float32
-
-
-def test_a_confident_gradient_does_not_cancel(device):
-    """At p = 0.999 the label's gradient is p - 1 = -0.001: exact to one rounding of the dtype, not of half(p)."""
-    dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    logits = torch.zeros(1, 9, dtype=dtype, device=device)
-    logits[0, 4] = 9.0
-    logits.requires_grad_()
-    labels = torch.tensor([4], device=device)
-    wide = logits.detach().double().requires_grad_()
-    actual = results(cross_entropy(logits, labels), logits)["grad0"].double()
-    exact = results(cross_entropy_reference(wide, labels), wide)["grad0"]
-    # Half an ulp of the store, and fp32's 2^-24 on p against 2^-10 of 1 - p.
-    rounding = torch.finfo(dtype).eps / 2 + 2.0**-13
-    assert ((actual - exact).abs() <= rounding * exact.abs()).all()
-
-
-def test_another_ignore_index(device):
-    """A class, in place of -100."""
-    logits = torch.randn(9, 11, device=device, requires_grad=True)
-    labels = torch.tensor([7, 3, 7, 0, 10, 7, 1, 2, 7], device=device)
-    for reduction in ("mean", "sum", "none"):
-        found = cross_entropy(logits, labels, ignore_index=7, reduction=reduction)
-        expected = F.cross_entropy(logits, labels, ignore_index=7, reduction=reduction)
-        torch.testing.assert_close(found, expected)
-        grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (found, expected)]
-        torch.testing.assert_close(*grads)

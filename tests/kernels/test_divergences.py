@@ -1,4 +1,4 @@
-"""KL divergence and JSD: no probability, near equals, broadcasting, mixed dtypes, ignored tokens."""
+"""KL divergence and JSD: no probability, broadcasting, mixed dtypes, ignored tokens."""
 
 import pytest
 import torch
@@ -61,38 +61,6 @@ def test_kl_div_of_other_dtypes_and_shapes(device, poison):
             assert_same(actual, expected, 1e-3, 2e-3)
     assert kl_div(x, x).dtype == torch.float32 and kl_div(x, x, reduction="none").dtype == torch.float16
     assert kl_div(torch.tensor(-1.0, device=device), torch.tensor(0.5, device=device)).shape == ()
-
-
-def test_jsd_by_hand():
-    """beta weighs the teacher: beta = 0 is KL(teacher || student), and the mixture holds beta of the teacher."""
-    s, t = torch.tensor([0.2, 0.8], dtype=torch.float64), torch.tensor([0.7, 0.3], dtype=torch.float64)
-    forward = 0.7 * torch.log(t[0] / s[0]) + 0.3 * torch.log(t[1] / s[1])
-    m = 0.9 * t + 0.1 * s
-    mixed = 0.9 * (t * torch.log(t / m)).sum() + 0.1 * (s * torch.log(s / m)).sum()
-    for beta, expected in ((0.0, forward), (0.9, mixed)):
-        torch.testing.assert_close(jsd_reference(s.log(), t.log(), beta=beta), expected)
-
-
-@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
-def test_near_equals_keep_their_digits(device, beta):
-    """Student and teacher 1 % apart, and both at a peak of p = 0.9999 or 1 - 1e-6, where eager fp32 has no digit left.
-
-    The loss is of second order in the difference, the sum of first-order terms that cancel: 2^-24 of those is allowed.
-    """
-    x = torch.randn(4, 301, dtype=torch.float64)
-    y = x + 0.01 * torch.randn(4, 301, dtype=torch.float64)
-    x[1, 7] = y[1, 7] = 16.0
-    x[2, 7] = y[2, 7] = 20.0
-    x[3] = y[3] = 0.0
-    x, y = (z.log_softmax(-1).float().to(device).requires_grad_() for z in (x, y))
-    exact = results(jsd_reference, [z.detach().double().requires_grad_() for z in (x, y)], beta=beta, reduction="none")
-    actual = results(jsd, [x, y], beta=beta, reduction="none")
-    assert torch.equal(actual[0][3], torch.zeros_like(actual[0][3])) and not actual[1][3].any()
-    first_order = (exact[1].abs() + exact[2].abs()).sum(-1)
-    assert ((actual[0].double() - exact[0]).abs() <= 2**-22 * first_order).all()
-    for a, e in zip(actual[1:], exact[1:], strict=True):
-        # Two exp and log1p to 4 ulp each, and four products; fp64 loses the digits of equal rows.
-        torch.testing.assert_close(a.double(), e, rtol=2e-6, atol=1e-18)
 
 
 @pytest.mark.parametrize("beta", BETAS)

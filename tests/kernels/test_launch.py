@@ -1,4 +1,4 @@
-"""`launch` runs the compiled variant that Triton would run, and leaves unusual launches to Triton."""
+"""`launch` runs the compiled variant that Triton would run, and leaves unusual kernels to Triton."""
 
 import functools
 import random
@@ -138,34 +138,6 @@ def test_takes_the_variant_that_triton_takes(monkeypatch, seed, options):
 
 def addresses(values):
     return [v.data_ptr() if isinstance(v, torch.Tensor) else v for v in values]
-
-
-def hook(*args, **kwargs):
-    pass
-
-
-UNUSUAL = {
-    "a pre-run hook": lambda m, kernel: m.setattr(kernel, "pre_run_hooks", [hook]),
-    "debug": lambda m, kernel: m.setattr(triton.knobs.runtime, "debug", True),
-    "instrumentation": lambda m, kernel: m.setattr(triton.knobs.compilation, "instrumentation_mode", "x"),
-    "an enter hook": lambda m, kernel: m.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [hook]),
-    "torch.compile": lambda m, kernel: m.setattr(torch.compiler, "is_compiling", lambda: True),
-    "an unknown Triton": lambda m, kernel: m.setattr(_launch, "_DIRECT", False),
-}
-
-
-@pytest.mark.parametrize("unusual", UNUSUAL)
-def test_leaves_the_unusual_to_triton(monkeypatch, unusual):
-    fake, x = Fake(monkeypatch, plain), torch.zeros(16)
-    for _ in range(2):
-        launch(fake.kernel, (5,), x, 7)
-    assert len(fake.compiled) == len(fake.direct) == 1
-    with monkeypatch.context() as m:
-        UNUSUAL[unusual](m, fake.kernel)
-        launch(fake.kernel, (5,), x, 7)
-    assert len(fake.compiled) == 2 and len(fake.direct) == 1
-    launch(fake.kernel, (5,), x, 7)
-    assert len(fake.compiled) == 2 and len(fake.direct) == 2
 
 
 @pytest.mark.parametrize("what", ["annotated", "scratch", "descriptors", "a grid that is a function"])

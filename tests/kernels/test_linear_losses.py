@@ -27,8 +27,6 @@ OPS = {
     "logprobs": (linear_logprobs, linear_logprobs_reference),
     "jsd": (linear_jsd, linear_jsd_reference),
 }
-LOGITS = {"cross entropy": 1, "logprobs": 1, "jsd": 2}
-"""How many matmuls make logits."""
 each_op = pytest.mark.parametrize("name", OPS)
 
 
@@ -83,19 +81,6 @@ def assert_same(actual, expected, rtol, atol):
 
 
 @each_op
-def test_chunks_change_nothing(device, name):
-    """1 and 2 chunks of 200 tokens; log-probabilities compute the logits of a chunk again in the backward."""
-    call, runs = problem(name, 200, 30, device, torch.float32, ignored=0.85), []
-    row = 64 * 4 * LOGITS[name]
-    for count, workspace_bytes in ((1, 2**30), (2, 128 * row)):
-        with Seen() as seen:
-            runs.append(results(OPS[name][0], call, workspace_bytes=workspace_bytes, num_valid=200, **metrics(name)))
-        again = 1 if name == "logprobs" and count > 1 else 0
-        assert len(seen.matmuls) == (LOGITS[name] + 2 + again) * count
-    assert_same(runs[1], runs[0], 2e-5, 2e-6)  # fp32 sums of 200 terms in another order
-
-
-@each_op
 @pytest.mark.parametrize("grad", [False, True])
 def test_logits_are_never_whole(device, name, grad):
     """All results of 300 tokens from 128 rows of logits at a time; rows start on multiples of 64 elements."""
@@ -109,12 +94,11 @@ def test_logits_are_never_whole(device, name, grad):
         assert_same(found, expected, 2e-5, 2e-5)  # fp32 sums of 300 terms in another order
 
 
-@pytest.mark.parametrize("hidden, parts", [pytest.param(16, 1, marks=pytest.mark.slow), (256, 2)])
-def test_fp32_accumulation_is_as_exact_as_one_chunk(device, hidden, parts):
+def test_fp32_accumulation_is_as_exact_as_one_chunk(device):
     """Over 3 chunks; half precision is not. Where dweight is larger than the workspace, of 131 rows 128 and 3 are
     summed apart, and rounded into the memory of the 128."""
     dtype = torch.bfloat16 if device == "cuda" else torch.float16
-    call = problem("cross entropy", 384, 131, device, dtype, hidden, 0.0, (4 / hidden) ** 0.25, bias=False)
+    call = problem("cross entropy", 384, 131, device, dtype, 256, 0.0, 1 / 64**0.25, bias=False)
     exact = results(linear_cross_entropy_reference, wide(call), reduction="sum")["weight"]
 
     def error(**options):
@@ -125,7 +109,7 @@ def test_fp32_accumulation_is_as_exact_as_one_chunk(device, hidden, parts):
     with Seen() as seen:
         # 2 % for the order of summation inside the matmuls.
         assert error(accum_dtype=torch.float32, workspace_bytes=1) <= 1.02 * once
-    assert len(seen.matmuls) == 3 * (2 + parts)  # logits, dx, and dweight in its parts
+    assert len(seen.matmuls) == 3 * (2 + 2)  # logits, dx, and dweight in two parts
     assert error(accum_dtype=None, workspace_bytes=1) > 1.02 * once
 
 
@@ -164,6 +148,7 @@ def test_ignored_rows_are_not_multiplied(device, poison, name):
 def test_more_valid_labels_than_announced(device, name):
     call = problem(name, 144, 30, device, ignored=0.0)
     assert OPS[name][0](**call, num_valid=128).isnan().any()
+    torch.testing.assert_close(OPS[name][0](**call, num_valid=144), OPS[name][1](**call))
     # 100 announces anything up to the next multiple of 128.
     call["labels"] = call["labels"].masked_fill(torch.arange(144, device=device) >= 128, IGNORE)
     torch.testing.assert_close(OPS[name][0](**call, num_valid=100), OPS[name][1](**call))
@@ -173,10 +158,9 @@ def test_more_valid_labels_than_announced(device, name):
 
 
 @each_op
-@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
-def test_weight_grad_in_place(device, poison, name, dtype):
+def test_weight_grad_in_place(device, poison, name):
     """Micro-batches of 2 chunks add to one .grad, as exactly as autograd."""
-    call = problem(name, 130, 30, device, dtype, ignored=0.95, bias=False)
+    call = problem(name, 130, 30, device, torch.float16, ignored=0.95, bias=False)
     call["labels"][-1] = 3  # in the second chunk
     weight = next(n for n in call if n in ("weight", "student_weight"))
     (marked,) = adding_in_place(call[weight])
@@ -209,8 +193,7 @@ def test_fp16_gradients_do_not_underflow(device, name):
 
 
 @pytest.mark.parametrize("tokens, vocab, options", [
-    (20, 300, {}), (20, 300, {"beta": 0.0}), (20, 300, {"beta": 1.0}),
-    pytest.param(150, 300, {"reduction": "none"}, marks=pytest.mark.slow),
+    (20, 300, {}), (20, 300, {"beta": 1.0}),
     (6, 7000, {"weight_hard": 0.1, "beta": 0.0, "reduction": "none"}),  # rows of several tiles
 ], ids=str)  # fmt: skip
 def test_a_teacher_nearer_than_rounded_logits_can_tell(device, poison, tokens, vocab, options):
@@ -230,33 +213,16 @@ def test_a_teacher_nearer_than_rounded_logits_can_tell(device, poison, tokens, v
     assert max(errors.values()) < torch.finfo(dtype).eps, errors
 
 
-def test_minus_infinity(device):
-    """Classes masked out through the bias: they have no probability and no gradient, and NaN does not appear."""
-    call = problem("logprobs", 5, 9, device, torch.float32, ignored=0.0)
-    masked = torch.zeros(9, dtype=torch.bool, device=device)
-    masked[[0, 4, 8]] = True
-    call["bias"] = call["bias"].detach().masked_fill(masked, -torch.inf).requires_grad_()
-    call["labels"] = torch.tensor([1, 2, 3, 5, 6], device=device)
-    some = call | {n: call[n].detach()[~masked].requires_grad_() for n in ("weight", "bias")}
-    some["labels"] = call["labels"] - 1 - (call["labels"] > 4).long()
-    actual, expected = results(linear_logprobs, call), results(linear_logprobs_reference, some)
-    for n in ("weight", "bias"):
-        assert not actual[n][masked].any()
-        actual[n] = actual[n][~masked]
-    assert_same(actual, expected, 1e-5, 1e-6)
-
-
 @each_op
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.slow)])
-def test_compiled(device, name, dtype):
-    """One graph, gradients included, with the fused op opaque in it; fp16 hands one more tensor to the backward."""
-    call = problem(name, 20, 20, device, dtype, scale=0.5)
+def test_compiled(device, name):
+    """One graph, gradients included, with the fused op opaque in it."""
+    call = problem(name, 20, 20, device, torch.float32, scale=0.5)
     options = metrics(name)
     torch.compiler.reset()
     backend = "inductor" if device == "cuda" else "aot_eager"
     compiled = torch.compile(lambda **call: OPS[name][0](**call, **options), fullgraph=True, backend=backend)
     # Upstream is multiplied in at another place, which rounds to the dtype once more.
-    tolerance = 2**-10 if dtype == torch.float16 else 1e-4 if device == "cuda" else 1e-5
+    tolerance = 1e-4 if device == "cuda" else 1e-5
     actual = results(compiled, call)
     assert_same(actual, results(OPS[name][0], call, **options), tolerance, tolerance)
 

@@ -4,11 +4,8 @@ import functools
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ligermodels.kernels import (
-    activate_reference,
     gated_mlp,
     mlp,
 )
@@ -124,30 +121,6 @@ def test_tiles_bound_what_exists_at_once(device):
         assert len(seen.matmuls) == 2 * (3 if workspace < 150 * 160 else 1)
 
 
-@each_mlp
-@pytest.mark.parametrize("mode", ["saved", "recomputed"])
-@pytest.mark.parametrize("early_stop", [True, False])
-def test_checkpointed(device, poison, gated, mode, early_stop):
-    """The second run ends with what the MLP saves, of which the down matmul is not, unless it is told to go on."""
-    inputs, dy = make(device, gated, 2, 9)
-    inputs.append(torch.randn(HIDDEN, HIDDEN, device=device).requires_grad_())
-    op = op_of(gated, mode)
-
-    def block(x, *parameters):
-        return op(F.linear(x, parameters[-1]), *parameters[:-1])
-
-    expected = run(block, inputs, dy)
-    with Seen() as forward, set_checkpoint_early_stop(early_stop):
-        y = checkpoint(block, *inputs, use_reentrant=False)
-    with Seen() as backward:
-        grads = torch.autograd.grad(y, inputs, dy)
-    for a, b in zip([y, *grads], expected, strict=True):
-        assert torch.equal(a, b)
-    # Each of the three layers has two matmuls in the backward. To them, again: the first layer and, once, z.
-    again = 2 if early_stop else 3 + (mode != "saved")
-    assert (len(forward.matmuls), len(backward.matmuls)) == (3, 6 + again)
-
-
 @each_mode
 def test_the_last_backward_alone_writes_over_what_is_saved(device, poison, mode):
     inputs, dy = make(device, True, 2, 70)
@@ -180,29 +153,6 @@ def test_adds_to_the_gradient_in_place(device, poison, laid, mode):
         memory.append([t.grad.data_ptr() for t in parameters[:3]])
     assert memory[0] == memory[1] == memory[2]
     assert joint([t.grad for t in parameters[:2]]) is not None
-
-
-def test_without_triton_z_is_recomputed_too(without_triton):
-    inputs, dy = make("cpu", True, 3, 7)
-    results = []
-    for mode in ("saved", "recomputed"):
-        y, saved = saved_by(lambda m=mode: op_of(True, m)(*inputs))
-        results.append([y, *torch.autograd.grad(y, inputs, dy)])
-        assert any(t.shape[-1] == INNER for t in saved if t.dim() == 3) is (mode == "saved")
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-# Activations.
-
-
-@pytest.mark.parametrize("ours, theirs", [
-    ("quick_gelu", "quick_gelu"), ("gelu", "gelu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("silu", "silu"),
-])  # fmt: skip
-def test_references_are_those_of_transformers(ours, theirs):
-    """By the name that a config.json gives them."""
-    functions = pytest.importorskip("transformers.activations").ACT2FN
-    x = torch.randn(5, 64) * 3
-    torch.testing.assert_close(activate_reference(x, activation=ours), functions[theirs](x), rtol=0, atol=0)
 
 
 # Of a GPU alone. `test_every_op.py` has tiles of 128 tokens, and weights that lie apart.

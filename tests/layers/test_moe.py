@@ -1,15 +1,13 @@
-"""The mixture of experts against transformers' block, and what may not slip past it: hooks, adapters, jitter."""
+"""The mixture of experts: its load balancing loss, jitter, and which modules are called."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock, load_balancing_loss_func
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import ligermodels.layers as L
-from ligermodels.errors import InputError
 
 HIDDEN, INNER, EXPERTS, TOP_K = 16, 24, 5, 2
 
@@ -20,33 +18,6 @@ def moe():
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.5)
     return module
-
-
-@pytest.mark.parametrize("activation, name", [("silu", "silu"), ("gelu_tanh", "gelu_pytorch_tanh"), ("gelu", "gelu")])
-@pytest.mark.parametrize("num_experts, top_k", [(8, 3), (1, 1)])
-def test_same_as_transformers(activation, name, num_experts, top_k):
-    sizes = dict(hidden_size=HIDDEN, intermediate_size=INNER, hidden_act=name)
-    config = MixtralConfig(num_local_experts=num_experts, num_experts_per_tok=top_k, **sizes)
-    config._experts_implementation = "eager"
-    theirs = MixtralSparseMoeBlock(config)
-    ours = L.MoE(HIDDEN, INNER, num_experts=num_experts, top_k=top_k, activation=activation)
-    names = {"gate.weight": "gate.weight"}
-    for key, parameter in theirs.named_parameters():
-        nn.init.normal_(parameter, std=0.5)
-        with torch.no_grad():
-            ours.get_parameter(names.get(key, key)).copy_(parameter)
-    x = torch.randn(3, 7, HIDDEN, requires_grad=True)
-    dy, d_logits = torch.randn(3, 7, HIDDEN), torch.randn(21, num_experts)
-    y, logits = ours(x)
-    expected, expected_logits = theirs(x), theirs.gate(x)[0]
-    torch.testing.assert_close(y, expected)
-    torch.testing.assert_close(logits, expected_logits)
-    parameters = [ours.get_parameter(names.get(key, key)) for key, _ in theirs.named_parameters()]
-    actual = torch.autograd.grad((y, logits), [x, *parameters], (dy, d_logits))
-    wanted = torch.autograd.grad((expected, expected_logits), [x, *theirs.parameters()], (dy, d_logits))
-    for a, b in zip(actual, wanted, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-        assert b.abs().sum() > 0 or top_k == 1
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -62,13 +33,6 @@ def test_load_balancing_loss(masked, dtype):
         assert a.abs().sum() > 0
     if masked:
         assert not torch.equal(actual, L.load_balancing_loss(logits, top_k=TOP_K))
-
-
-def test_load_balancing_loss_errors():
-    with pytest.raises(InputError, match="at least one"):
-        L.load_balancing_loss([], top_k=2)
-    with pytest.raises(InputError, match="has 6 positions; the router saw 5"):
-        L.load_balancing_loss([torch.randn(5, 3)], top_k=2, attention_mask=torch.ones(2, 3))
 
 
 def test_jitter(moe):
@@ -98,18 +62,3 @@ def test_modules_are_called(moe):
         module.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
     moe(torch.randn(1, 3, HIDDEN))
     assert calls == ["gate", "experts", ""]
-
-    class Adapter(nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x):
-            return self.inner(x) + torch.arange(EXPERTS) * 100.0
-
-    x = torch.randn(1, 3, HIDDEN)
-    moe.gate = Adapter(moe.gate)
-    y, logits = moe(x)
-    assert (logits.argmax(-1) == EXPERTS - 1).all()
-    gate, up = (x @ moe.experts.gate_up_proj[-1].t()).chunk(2, -1)
-    torch.testing.assert_close(y, nn.functional.silu(gate) * up @ moe.experts.down_proj[-1].t())

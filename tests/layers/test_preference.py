@@ -14,12 +14,10 @@ from ligermodels.layers.preference import (
     LinearORPOLoss,
     LinearSimPOLoss,
     dpo_loss,
-    kto_kl,
     kto_loss,
     log_odds,
     orpo_loss,
     sequence_logps,
-    simpo_loss,
 )
 from tests.kernels.on_gpu import assert_captures, assert_compiles, assert_never_waits
 
@@ -129,10 +127,9 @@ def test_dpo_is_its_formula(device, loss_type, e, kind, average):
     assert_loss(output.loss, expected, batch.trained)
 
 
-@pytest.mark.parametrize("kind", ["states", "logps", "none"])
-def test_metrics_of_dpo(device, kind):
+def test_metrics_of_dpo(device):
     batch = Batch(device)
-    arguments, ref = batch.references(kind)
+    arguments, ref = batch.references("states")
     output = LinearDPOLoss(beta=BETA)(batch.x, batch.weight, batch.labels, bias=batch.bias, **arguments)
     logps, _ = batch.sums()
     keep = batch.labels != IGNORED
@@ -224,10 +221,8 @@ def test_cpo_is_its_formula(device, loss_type, e, average):
     torch.testing.assert_close(output.rejected_rewards, BETA * rejected.detach())
     if loss_type == "simpo":  # the module of this name has no NLL by default
         simpo = LinearSimPOLoss(beta=BETA, gamma=0.4, label_smoothing=e)
-        expected = simpo_loss(chosen, rejected, beta=BETA, gamma=0.4, label_smoothing=e).mean()
-        torch.testing.assert_close(
-            simpo(batch.x, batch.weight, batch.labels, bias=batch.bias).loss.detach(), expected.detach()
-        )
+        loss = simpo(batch.x, batch.weight, batch.labels, bias=batch.bias).loss
+        torch.testing.assert_close(loss.detach(), CPO[loss_type](chosen - rejected, e).mean().detach())
 
 
 DESIRABLE = [True, False, True, True, False, False]
@@ -299,13 +294,6 @@ def test_apo_zero_unpaired_has_no_reference_point():
         module(batch.x, batch.weight, batch.labels, desirable, kl=torch.tensor(0.1))
 
 
-def test_the_reference_point_of_kto_is_not_negative():
-    logps = torch.tensor([-1.0, -2.0], requires_grad=True)
-    assert kto_kl(logps, torch.tensor([-3.0, -1.0])) == 0.5 and kto_kl(logps, torch.zeros(2)) == 0
-    kl = kto_kl(logps).requires_grad_()
-    assert not torch.autograd.grad(kto_loss(logps, logps < -1, kl=kl).sum(), kl, allow_unused=True)[0]
-
-
 def test_a_batch_with_one_kind_only():
     batch = Batch()
     output = LinearKTOLoss()(batch.x, batch.weight, batch.labels, torch.ones(2 * PAIRS, dtype=torch.bool))
@@ -314,13 +302,12 @@ def test_a_batch_with_one_kind_only():
 
 
 @pytest.mark.parametrize("loss_type, e", CASES)
-@pytest.mark.parametrize("size", [1.0, 1000.0])
-def test_extreme_values_in_fp32(loss_type, e, size):
+def test_extreme_values_in_fp32(loss_type, e):
     """Log ratios of up to 1000 either way: the naive formula in fp64 still holds there, naive fp32 would not.
 
     beta 0.3 makes of 1000 - (-1000) a d of 600, whose exponential fp32 cannot hold and fp64 can.
     """
-    grid = torch.tensor([-size, -size / 2, 0.0, size / 2, size])
+    grid = torch.tensor([-1000.0, -500.0, 0.0, 500.0, 1000.0])
     c, r = (t.flatten().clone().requires_grad_() for t in torch.meshgrid(grid, grid, indexing="ij"))
     loss = dpo_loss(c, r, beta=BETA, loss_type=loss_type, label_smoothing=e)
     wide = [t.detach().double().requires_grad_() for t in (c, r)]
@@ -338,7 +325,7 @@ def test_extreme_values_in_fp32(loss_type, e, size):
 
 
 def test_log_odds_near_and_at_one():
-    """Against expm1 of fp64, from p = 1 - 2^-23 to p = e^-80, and finite from there up to what rounding adds."""
+    """Against expm1 of fp64, from p = 1 - 2^-23 to p = e^-80, and finite at p = 1."""
     x = (-torch.logspace(-6.9, 1.9, 400)).requires_grad_()
     found, wide = log_odds(x), x.detach().double()
     exact = wide - torch.log(-torch.expm1(wide))
@@ -347,14 +334,10 @@ def test_log_odds_near_and_at_one():
     assert error.max() < 3e-7  # a few roundings of 2^-24
     (slope,) = torch.autograd.grad(found.sum(), x)
     torch.testing.assert_close(slope.double(), -1 / torch.expm1(wide), rtol=2e-6, atol=0)
-    eps = torch.finfo(torch.float32).eps  # no number of fp32 but 0 is closer to log 1
-    at_one = torch.tensor([-eps, -eps / 2, 0.0, eps])
-    torch.testing.assert_close(log_odds(at_one), torch.full_like(at_one, -math.log(eps)), rtol=1e-6, atol=0)
-    for pair in ([0.0, -1.0], [0.0, 0.0], [-1e4, 0.0], [-torch.inf, -1.0]):
+    for pair in ([0.0, -1.0], [0.0, 0.0], [-1e4, 0.0]):
         c, r = (torch.tensor([value], requires_grad=True) for value in pair)
         loss = orpo_loss(c, r)
-        assert all(g.isfinite() for g in torch.autograd.grad(loss.sum(), (c, r)))
-        assert loss.isfinite() or pair[0] == -torch.inf
+        assert loss.isfinite() and all(g.isfinite() for g in torch.autograd.grad(loss.sum(), (c, r)))
 
 
 SMALL = {
@@ -424,20 +407,6 @@ def test_packed_equals_padded(device, name):
     torch.testing.assert_close(logps, batch.sums()[0])
 
 
-def test_sequence_logps_are_what_ref_logps_wants(device):
-    batch = Batch(device, torch.float32)
-    precomputed = sequence_logps(batch.ref_x, batch.ref_weight, batch.labels, bias=batch.ref_bias)
-    torch.testing.assert_close(precomputed.double(), batch.sums(ref=True)[0], rtol=1e-5, atol=1e-5)
-    module = LinearDPOLoss(average_log_prob=True)
-    states = {"ref_x": batch.ref_x, "ref_weight": batch.ref_weight, "ref_bias": batch.ref_bias}
-    first = module(batch.x, batch.weight, batch.labels, **states)
-    second = module(batch.x, batch.weight, batch.labels, ref_logps=precomputed)
-    assert torch.equal(first.loss, second.loss)
-    mean = sequence_logps(batch.x, batch.weight, batch.labels, average_log_prob=True)
-    sums = sequence_logps(batch.x, batch.weight, batch.labels)
-    torch.testing.assert_close(mean * (batch.labels != IGNORED).sum(1), sums)
-
-
 def test_softcap_and_ignore_index():
     batch = Batch()
     labels = batch.labels.where(batch.labels != IGNORED, -7)
@@ -469,29 +438,18 @@ def call_kto(**changes):
 two, ids, x = torch.zeros(2 * PAIRS, dtype=torch.float64), torch.ones(6, 7).long(), torch.randn(6, 7, 16).double()
 REFUSED = {
     "loss type": (lambda: LinearDPOLoss(loss_type="dpo"), "loss_type='dpo'.*sigmoid, "),
-    "renamed": (lambda: dpo_loss(two, two, loss_type="aot_pair"), "aot_unpaired"),
-    "kto loss type": (lambda: LinearKTOLoss(loss_type="bco"), "supported: kto"),
-    "cpo loss type": (lambda: LinearCPOLoss(loss_type="robust"), "supported: sigmoid, hinge"),
     "beta": (lambda: LinearORPOLoss(beta=0.0), "beta=0.0 must be greater"),
-    "half": (lambda: LinearDPOLoss(loss_type="robust", label_smoothing=0.5), r"\[0, 0.5\)"),
     "exo": (lambda: LinearDPOLoss(loss_type="exo_pair"), "label_smoothing=0.0 must be greater"),
     "dpo smoothing": (lambda: LinearDPOLoss(loss_type="ipo", label_smoothing=0.1), "not defined for .*ipo"),
-    "cpo smoothing": (lambda: LinearCPOLoss(loss_type="hinge", label_smoothing=0.1), "not defined for .*hinge"),
     "no batch": (lambda: call(x=x[0], labels=ids[0]), "need cu_seqlens"),
     "labels": (lambda: call(labels=ids[:, 1:]), "shifted already"),
-    "nll labels": (lambda: call(nll_labels=ids[:3]), r"nll_labels \[3, 7\]"),
     "nll of another text": (lambda: call(nll_labels=3 * ids), "differ at a position"),
     "odd": (lambda: call(x=x[:3], labels=ids[:3]), "are not pairs"),
     "states alone": (lambda: call(ref_x=x), "go together"),
-    "head alone": (lambda: call(ref_weight=torch.randn(29, 16)), "go together"),
     "twice": (lambda: call(ref_x=x, ref_weight=torch.randn(29, 16), ref_logps=two), "give either"),
-    "ref shape": (lambda: call(ref_x=x[:, 1:], ref_weight=torch.randn(29, 16).double()), "shape of x"),
     "ref logps": (lambda: call(ref_logps=two[:PAIRS]), r"ref_logps \[3\] must be \[6\]"),
     "kl without labels": (lambda: call_kto(kl_x=x), "kl_x and kl_labels"),
-    "kl reference alone": (lambda: call_kto(ref_kl_logps=two), "kl_x and kl_labels"),
     "kl twice": (lambda: call_kto(kl_x=x, kl_labels=ids, kl=two[0]), "takes the place"),
-    "kl without head": (lambda: call_kto(kl_x=x, kl_labels=ids, ref_kl_x=x), "needs ref_weight"),
-    "kl of others": (lambda: call_kto(kl_x=x, kl_labels=ids, ref_kl_logps=two[:1]), "ref_logps"),
     "few desirable": (lambda: call_kto(desirable=torch.tensor(DESIRABLE)[:2]), r"must be torch.bool \[6\]"),
 }  # fmt: skip
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ligermodels.errors import ConfigError, InputError
-from ligermodels.layers import RotaryEmbedding, VisionRotary
+from ligermodels.layers import RotaryEmbedding
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -35,10 +35,13 @@ TYPES = {
         "rope_type": "yarn", "original_max_position_embeddings": 64, "beta_fast": 8.0, "beta_slow": 2.0,
         "truncate": False,
     },
-    "yarn, ramp to the end": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 10**7},
     "yarn, ramp beyond": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 10**14},
     "yarn, no ramp": YARN | {"rope_type": "yarn", "original_max_position_embeddings": 6},
+    "yarn, attention_factor": YARN | {"rope_type": "yarn", "attention_factor": 1.3},
+    "yarn, mscale": YARN | {"rope_type": "yarn", "mscale": 0.707, "mscale_all_dim": 1.0},
     "longrope": LONGROPE,
+    "longrope, factor": LONGROPE | {"factor": 3.0},
+    "longrope, attention_factor": LONGROPE | {"attention_factor": 1.25},
 }  # fmt: skip
 
 
@@ -63,47 +66,6 @@ def test_equals_transformers_to_the_bit(name, length):
         assert torch.equal(torch.cat([ours, ours], -1), full)
 
 
-OPTIONS = {
-    "linear, older names": ({"type": "linear", "factor": 4, "beta_fast": None}, 7),
-    "yarn, factor null": (TYPES["yarn"] | {"factor": None}, 7),
-    "yarn, attention_factor": (TYPES["yarn"] | {"attention_factor": 1.3, "beta_fast": None}, 7),
-    "yarn, mscale": (TYPES["yarn"] | {"mscale": 0.707, "mscale_all_dim": 1.0}, 7),
-    "yarn, truncate null": (TYPES["yarn"] | {"truncate": None}, 7),
-    "longrope, factor": (LONGROPE | {"factor": 3.0}, 7),
-    "longrope, factor, long": (LONGROPE | {"factor": 3.0}, 300),
-    "longrope, attention_factor": (LONGROPE | {"attention_factor": 1.25}, 300),
-    **{f"{name}, partial": (TYPES[name], 300) for name in ("linear", "dynamic", "llama3", "yarn", "longrope")},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_options_and_partial_rotation_equal_transformers_to_the_bit(name):
-    """head_dim 32 whole or, as Phi-4-mini has it, 128 by 3/4: 96 dims turn, by lists of 48 factors."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    scaling, length = copy.deepcopy(OPTIONS[name])
-    ours = {"rope_theta": 5e5, **scaling}  # the older `type` alone, or a stale one beside rope_type
-    scaling = {key: value for key, value in {"rope_type": scaling.get("type"), **scaling}.items() if key != "type"}
-    head_dim, partial = (128, 0.75) if "partial" in name else (32, 1.0)
-    if "partial" in name and scaling["rope_type"] == "longrope":
-        factors = {"short_factor": [1.0 + i / 7 for i in range(48)], "long_factor": [1.5 + i for i in range(48)]}
-        scaling, ours = scaling | factors, ours | factors
-    config = transformers.LlamaConfig(
-        hidden_size=2 * head_dim,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        rope_parameters={"rope_theta": 5e5, "partial_rotary_factor": partial, **copy.deepcopy(scaling)},
-    )
-    in_call = torch.tensor(length) if scaling["rope_type"] == "dynamic" else length
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu", seq_len=in_call)
-    angles = torch.arange(length)[None, :, None].float() * inv_freq
-    options = {"theta": 5e5, "max_position_embeddings": 128, "partial_rotary_factor": partial}
-    cos, sin = RotaryEmbedding(head_dim, scaling=ours, **options)(torch.arange(length)[None])
-    assert cos.shape == (1, length, int(head_dim * partial) // 2)
-    assert torch.equal(cos, angles.cos() * factor) and torch.equal(sin, angles.sin() * factor)
-
-
 @pytest.mark.parametrize("name", TYPES)
 def test_needs_recompute_where_the_tables_of_a_longer_call_differ(name):
     """Compares the tables of the first `past` tokens of a call of `past` tokens and of one of `length`."""
@@ -118,24 +80,10 @@ def test_needs_recompute_where_the_tables_of_a_longer_call_differ(name):
     assert not rotary.needs_recompute(0, 17), "there are no keys yet"
 
 
-@pytest.mark.parametrize("name", ["dynamic", "longrope"])
-def test_length_of_the_call_decides_and_leaves_nothing_behind(name):
-    """Short, long, short: the third call is the first again, and one row makes the whole call long."""
-    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
-    short, long = torch.arange(16)[None], torch.arange(17)[None]
-    first = rotary(short)
-    grown = rotary(long)
-    assert not torch.equal(grown[0][:, :16], first[0])
-    assert all(map(torch.equal, rotary(short), first))
-    both = rotary(torch.stack([torch.arange(16), torch.arange(1, 17)]))
-    assert torch.equal(both[0][:1], grown[0][:, :16])
-
-
 @pytest.mark.parametrize("change", [
     lambda module: module.to(torch.bfloat16),
-    copy.deepcopy,
     lambda module: module.to("meta").to_empty(device="cpu"),
-], ids=["bf16", "deepcopy", "to_empty"])  # fmt: skip
+], ids=["bf16", "to_empty"])  # fmt: skip
 @pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
 def test_tables_stay_fp32(name, change):
     positions = torch.arange(20)[None]
@@ -146,31 +94,13 @@ def test_tables_stay_fp32(name, change):
     assert module.state_dict() == {}
 
 
-def test_built_on_meta_and_under_another_default_dtype():
-    positions = torch.arange(20)[None]
-    expected = RotaryEmbedding(32, scaling=LONGROPE, max_position_embeddings=32)(positions)
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("meta"):
-            rotary = RotaryEmbedding(32, scaling=LONGROPE, max_position_embeddings=32)
-        assert all(map(torch.equal, rotary(positions), expected))
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert rotary(positions.to("meta"))[0].shape == expected[0].shape
-
-
-@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
-def test_tables_from_0_on_are_cached(name, monkeypatch):
+@pytest.mark.parametrize("name", ["default", "longrope"])
+def test_tables_from_0_on_are_cached(name):
     rotary, cpu = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16), torch.device("cpu")
     for length in (9, 20, 9):
         tables = rotary.first(length, cpu)
         assert all(map(torch.equal, tables, rotary(torch.arange(length)[None])))
         assert rotary.first(length, cpu) is tables
-    with torch.inference_mode():
-        assert not any(table.is_inference() for table in rotary.first(11, cpu))
-        tables = rotary.first(9, cpu)
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert rotary.first(20, cpu)[0].shape[1] == 20 and rotary._last[1] is tables
 
 
 @pytest.mark.gpu
@@ -188,33 +118,14 @@ def test_tables_of_a_graph_are_its_own():
     assert all(map(torch.equal, captured, kept)), len(spoiled)
 
 
-@pytest.mark.parametrize("name", ["default", "dynamic", "longrope"])
-def test_compiles_to_one_graph(name):
-    torch._dynamo.reset()
-    rotary = RotaryEmbedding(32, scaling=TYPES[name], max_position_embeddings=16)
-    compiled = torch.compile(rotary, fullgraph=True, backend="aot_eager")
-    for length in (9, 20):
-        positions = torch.arange(length)[None]
-        torch.testing.assert_close(compiled(positions), rotary(positions), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("scaling, message", [
     ({"rope_type": "fancy"}, "rope_type='fancy' is not supported; supported: default, linear"),
     ({"factor": 2.0}, "rope_type='default' has no factor"),
-    ({"type": "linear"}, "rope_type='linear' needs factor"),
-    ({"type": "linear", "factor": 2.0, "beta_fast": 3}, "rope_type='linear' has no beta_fast"),
-    ({"type": "linear", "factor": "2"}, "factor=2 must be a positive number"),
     ({"type": "linear", "factor": -2}, "factor=-2 must be a positive number"),
     (DYNAMIC, "rope_type='dynamic' needs max_position_embeddings"),
-    (LLAMA3 | {"original_max_position_embeddings": None}, "needs max_position_embeddings, or original"),
     (LLAMA3 | {"low_freq_factor": 4.0}, "low_freq_factor=4.0 must be below"),
-    ({key: LLAMA3[key] for key in LLAMA3 if key != "high_freq_factor"}, "needs high_freq_factor"),
-    (YARN | {"truncate": 1}, "truncate=1 must be true or false"),
-    (YARN | {"mscale": -1}, "mscale=-1 must be a number"),
-    (YARN | {"factor": None}, "or max_position_embeddings to derive it"),
     (LONGROPE | {"long_factor": [1.0]}, "long_factor=.* must be a list of 16 positive numbers"),
     ({"rope_type": "default", "rope_theta": 5e5}, "rope_theta=500000.0 in the rope dict contradicts 10000.0"),
-    ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 in the rope dict"),
 ])  # fmt: skip
 def test_bad_scaling_is_named(scaling, message):
     with pytest.raises(ConfigError, match=message):
@@ -254,44 +165,10 @@ def test_each_section_uses_its_own_position(scaling, sections):
         assert all(torch.equal(a, b) for a, b in zip(rotary(text), expected, strict=True))
 
 
-def test_sections_as_transformers_has_them():
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
-
-    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}
-    config = transformers.Qwen2VLTextConfig(hidden_size=512, num_attention_heads=4, rope_parameters=rope)
-    positions = torch.randint(100000, (3, 2, 7))
-    expected = Qwen2VLRotaryEmbedding(config)(torch.zeros(1), positions)
-    for ours, theirs in zip(RotaryEmbedding(128, theta=1e6, sections=(16, 24, 24))(positions), expected, strict=True):
-        assert torch.equal(torch.cat([ours, ours], dim=-1), theirs)
-
-
-@pytest.mark.parametrize("head_dim", [80, 8, 4])
-def test_patches_use_row_and_column(head_dim):
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLVisionRotaryEmbedding
-
-    config = transformers.AutoConfig.for_model("qwen2_vl", vision_config=dict(embed_dim=2 * head_dim, num_heads=2))
-    positions = torch.randint(2000, (2, 12))
-    rotary = VisionRotary(head_dim).to(torch.bfloat16)
-    theirs = Qwen2VLVisionRotaryEmbedding(config.vision_config)(positions, positions.T)
-    for ours, expected in zip(rotary(positions), theirs, strict=True):
-        assert ours.dtype == torch.float32 and torch.equal(torch.cat([ours, ours], dim=-1), expected)
-    folded = rotary(positions.view(2, 3, 4))
-    assert all(torch.equal(a.flatten(0, 1), b) for a, b in zip(folded, rotary(positions), strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(rotary(positions.flip(0)), rotary(positions), strict=True))
-
-
-def test_sizes_that_cannot_work():
-    for head_dim, options in ((33, {}), (32, {"partial_rotary_factor": 2.0}), (32, {"theta": 1.0})):
-        with pytest.raises(ConfigError, match="rope: "):
-            RotaryEmbedding(head_dim, **options)
-    for sections in ((16, 24, 25), (70, -3, -3)):
-        with pytest.raises(ConfigError, match="sections"):
-            RotaryEmbedding(128, sections=sections)
-    with pytest.raises(ConfigError, match="multiple of 4"):
-        VisionRotary(10)
+def test_positions_and_sizes_that_do_not_fit():
+    with pytest.raises(ConfigError, match="rotate 33 dims"):
+        RotaryEmbedding(33)
+    with pytest.raises(ConfigError, match="sections"):
+        RotaryEmbedding(128, sections=(16, 24, 25))
     with pytest.raises(InputError, match=r"\(2, 1, 4\), and this table takes \[B, S\] or \[3, B, S\]"):
         RotaryEmbedding(128, sections=(16, 24, 24))(torch.zeros(2, 1, 4, dtype=torch.long))
-    with pytest.raises(InputError, match=r"takes \[B, S\]$"):
-        RotaryEmbedding(128)(torch.zeros(3, 1, 4, dtype=torch.long))

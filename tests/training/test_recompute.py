@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import weakref
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -108,25 +107,6 @@ class TestBits:
         first.backward()
         second.backward()
         assert_same([p.grad for p in model.parameters()], summed)
-
-    @pytest.mark.parametrize("policy", POLICIES, ids=str)
-    def test_a_step_that_broke_off_leaves_nothing_behind(self, policy, ids):
-        model = make()
-        expected = step(model, ids)
-        enable(model, *policy)
-        failing = [model.decoder.layers[2].register_forward_pre_hook(lambda *_: 1 / 0)]
-        with pytest.raises(ZeroDivisionError):
-            step(model, ids)
-        failing.pop().remove()
-        handle = model.decoder.layers[1].self_attn.o_proj.register_full_backward_hook(lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            step(model, ids)
-        handle.remove()
-        model(ids, labels=ids)  # no backward at all
-        if model.decoder.checkpointing.offload is not None:  # nor memory of the device
-            for lane in model.decoder.checkpointing.offload._streams.values():
-                assert lane.incoming is None and all(record() is None for _, record in lane.outgoing)
-        assert_same(step(model, ids), expected)
 
     @pytest.mark.parametrize("policy", POLICIES, ids=str)
     def test_under_autocast_where_x_and_residual_differ_in_dtype(self, policy, ids):
@@ -244,91 +224,40 @@ class TestMemory:
         assert [shape for shape in kept if shape.numel()] == [(2, 16, 32)] * 3  # of no size: torch's own, to tell by
         assert alive == [0, 0, 0]  # what the block before gave, of which the sum alone is needed
 
-    @pytest.mark.parametrize("family", FAMILIES)
-    def test_mlp_saves_nothing_of_the_inside_of_mlps(self, family):
-        inside = []
-        for policy in ("none", "mlp"):
-            model, kept = make(family, activation_checkpointing=policy), []
-            with saved_tensors_hooks(lambda t, kept=kept: kept.append(t.shape[-2:]) or t.detach(), lambda t: t):
-                through_blocks(model, torch.randn(2, 15, 32))
-            weights = {size for p in model.parameters() for size in (p.shape[-2:], p.shape[-2:][::-1])}
-            inside.append([size for size in kept if size[-1] in (44, 88) and size not in weights])
-        assert inside[0] and not inside[1]
-
-    @pytest.mark.parametrize("policy", ["none", "mlp", "block"])
-    def test_saved_tensors_leave_with_the_next_block_and_are_back_for_two_blocks_at_a_time(self, policy, monkeypatch):
+    def test_saved_tensors_leave_the_device_and_come_back_for_the_backward(self, monkeypatch):
         monkeypatch.setattr(offload, "SMALLEST", 512)  # above the tables of the rotation, which all blocks share
-        model, begun, sent, brought = make(num_hidden_layers=5), [], [], []
-        enable(model, policy, offload=True)
-        for layer in model.decoder.layers:
-            layer.register_forward_pre_hook(lambda layer, inputs: begun.append(layer))
+        model, sent, brought = make(num_hidden_layers=5), [], []
+        enable(model, "none", offload=True)
         send, bring = offload.CopyStream.send, offload.CopyStream.fetch
 
         def sends(stream, tensor, buffer):
-            assert all(memory.expired() for block, memory in sent if block < len(begun) - 1)
-            sent.append((len(begun), StorageWeakRef(tensor.untyped_storage())))
+            sent.append(StorageWeakRef(tensor.untyped_storage()))
             return send(stream, tensor, buffer)
 
         def brings(stream, storages):
-            assert sum(any(ref() is not None for ref in refs) for refs in brought) <= 1
+            assert sum(any(ref() is not None for ref in refs) for refs in brought) <= 1  # two blocks at a time
             bring(stream, storages)
             brought.append([weakref.ref(storage.on_device) for storage in storages])
 
         monkeypatch.setattr(offload.CopyStream, "send", sends)
         monkeypatch.setattr(offload.CopyStream, "fetch", brings)
         x, _ = through_blocks(model, torch.randn(2, 16, 32))
-        assert sent and all(memory.expired() for _, memory in sent)
+        assert sent and all(memory.expired() for memory in sent)
         x.sum().backward()
-        assert len(brought) == 4  # one for each block; what the last block saves stays where it is
-        assert not any(ref() is not None for refs in brought for ref in refs)
-
-    def test_pinned_memory_is_reused(self, ids):
-        model = make()
-        enable(model, "none", offload=True)
-        step(model, ids)
-        there = buffers(model)
-        for tokens in (16, 16, 15):  # a little less needs no other buffers
-            step(model, ids[:, :tokens])
-            assert buffers(model) == there != set()
-        held = model(ids, labels=ids).loss
-        step(model, ids)
-        held.backward()
-        more = buffers(model)
-        assert there < more and len(more) <= 2 * len(there)
-        step(model, ids)
-        assert buffers(model) == more
+        assert len(brought) == 4 and not any(ref() is not None for refs in brought for ref in refs)
 
     def test_memory_is_sent_once_and_again_when_its_contents_changed(self):
         pack = functools.partial(OffloadPass(Offload(), [0, 1], 2).pack, 0, [])
         memory = torch.arange(24.0).view(4, 6)
         views = [memory, memory[:, 2:4], memory.t()[1:], memory.to(torch.float64)[2], memory[3:, :0]]
-        strides = [view.stride() for view in (*views, memory)]
-        with torch.device("meta"):  # whatever the default is, buffers are on the CPU
-            packed, expected = [pack(view) for view in views], [view.clone() for view in views]
+        expected = [view.clone() for view in (*views, memory + 1)]
+        packed = [pack(view) for view in views]
         assert len({id(view.storage) for view in packed}) == 2
         memory.add_(1)
         packed.append(pack(memory))
-        expected.append(memory.clone())
         assert len({id(view.storage) for view in packed}) == 3
         del memory, views
-        for _ in range(2):
-            found = list(map(offload._unpack, packed))
-            assert_same(found, expected)
-            assert [view.stride() for view in found] == strides
-        assert all(view.storage.on_device is None for view in packed)
-
-    def test_parameters_other_classes_and_small_tensors_stay(self, monkeypatch):
-        monkeypatch.setattr(offload, "SMALLEST", 64)
-        weight = nn.Parameter(torch.ones(8, 8))
-        pack = functools.partial(OffloadPass(Offload(), [0, 1], 2).pack, 0, [])
-        stays = [weight, weight.t(), torch.ones(15), torch.ones(20).as_subclass(Other), torch.ones(9, 9).to_sparse()]
-        assert all(isinstance(pack(tensor), torch.Tensor) for tensor in stays)
-        assert pack(weight) is weight
-        assert isinstance(pack(weight * 2), offload._View)
-
-
-class Other(torch.Tensor):
-    pass
+        assert_same(list(map(offload._unpack, packed)), expected)
 
 
 class TestSettings:
@@ -337,8 +266,6 @@ class TestSettings:
             ("blocks", "'none', 'mlp', 'block'"),
             ({"recompute": "all"}, "'all' is not supported"),
             ({"blocks": 4}, "blocks=4 must be a number of the model's blocks, 0 to 3"),
-            ({"every_n_layers": 0}, "every_n_layers=0"),
-            ({"layers": 2}, "no option 'layers'"),
             ({"recompute": "mlp", "early_stop": False}, "'early_stop' of torch.utils.checkpoint"),
         ]:
             with pytest.raises(InputError, match=message):
@@ -349,18 +276,13 @@ class TestSettings:
         folder = model.save_pretrained(tmp_path / "model")
         expected = step(type(model).from_hub(folder, progress=False), ids)
         assert not model.is_gradient_checkpointing and not model.gradient_checkpointing
-        for settings in ("block", {"recompute": "mlp", "blocks": 2, "offload": True}):
-            loaded = type(model).from_hub(folder, progress=False, activation_checkpointing=settings)
-            model.gradient_checkpointing_enable({"recompute": settings} if isinstance(settings, str) else settings)
-            assert loaded.is_gradient_checkpointing and model.gradient_checkpointing
-            for one in (loaded, model):
-                assert (one.decoder.checkpointing.recompute, one.decoder.checkpointing.blocks) in (
-                    ("block", None),
-                    ("mlp", 2),
-                )
-            flags = [[layer.mlp.recompute for layer in one.decoder.layers] for one in (loaded, model)]
-            assert flags[0] == flags[1] == ([True] * 3 if settings == "block" else [True, True, False])
-            assert_same(step(loaded, ids), expected)
+        settings = {"recompute": "mlp", "blocks": 2, "offload": True}
+        loaded = type(model).from_hub(folder, progress=False, activation_checkpointing=settings)
+        model.gradient_checkpointing_enable(settings)
+        assert loaded.is_gradient_checkpointing and model.gradient_checkpointing
+        for one in (loaded, model):
+            assert [layer.mlp.recompute for layer in one.decoder.layers] == [True, True, False]
+        assert_same(step(model, ids), expected)
         model.gradient_checkpointing_disable()
         assert not model.is_gradient_checkpointing and not any(layer.mlp.recompute for layer in model.decoder.layers)
 
@@ -374,10 +296,6 @@ class TestSettings:
         assert_same(step(model, ids), expected)
         model.activation_checkpointing_disable()
         assert not model.is_gradient_checkpointing
-        seen = []
-        model.gradient_checkpointing_enable({"context_fn": lambda: seen.append(1) or (nullcontext(), nullcontext())})
-        assert_same(step(model, ids), expected)
-        assert len(seen) == 3
 
     def test_while_a_graph_is_captured(self, monkeypatch, ids):
         model = make("mixtral").train()
