@@ -273,8 +273,7 @@ class TestSettings:
 
     def test_the_argument_of_a_model_is_the_dict_of_its_method(self, tmp_path, ids):
         model = make()
-        folder = model.save_pretrained(tmp_path / "model")
-        expected = step(type(model).from_hub(folder, progress=False), ids)
+        expected, folder = step(model, ids), model.save_pretrained(tmp_path / "model")
         assert not model.is_gradient_checkpointing and not model.gradient_checkpointing
         settings = {"recompute": "mlp", "blocks": 2, "offload": True}
         loaded = type(model).from_hub(folder, progress=False, activation_checkpointing=settings)
