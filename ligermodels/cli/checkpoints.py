@@ -206,7 +206,7 @@ def _inspect(args: argparse.Namespace) -> int:
         print(json.dumps(found.to_json(), indent=2))
     else:
         for name, value in {**_checkpoint_rows(found), **_model_rows(found)}.items():
-            print(f"{name:16}{value}")
+            print(f"{name:15} {value}")
     if found.problem is not None:
         say(f"error: {found.problem}")
     return 0 if found.ok else 1
