@@ -7,7 +7,6 @@ import signal
 import sys
 import weakref
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from ligermodels.checkpoint.weights import Exported, same_bits
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.processes import Child
 
-ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork and renameat2")
 
 
@@ -75,13 +73,6 @@ def test_every_dtype_shape_and_stride_is_read_by_safetensors(tmp_path):
     assert reader.metadata == {"format": "pt"} and next(iter(reader.headers)) == "double"
     with pytest.raises(CheckpointError, match="x is torch"):
         write_checkpoint(tmp_path / "y", Exported({"x": (torch.ones(1, dtype=torch.complex128), ())}))
-
-
-@pytest.mark.parametrize(
-    "size, expected", [("5", 5), ("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("2kb", 2000), (7, 7)]
-)
-def test_sizes(size, expected):
-    assert saving.num_bytes(size) == expected
 
 
 @pytest.mark.parametrize("size", ["", "5XB", "-5GB", 0, "nan", None])
@@ -169,23 +160,6 @@ def test_saving_over_a_checkpoint(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("lacking", ["renameat2", "hard links"])
-def test_file_systems_that_can_do_less(tmp_path, monkeypatch, lacking):
-    def link(*args, **kwargs):
-        raise OSError(errno.EPERM, "no links here")
-
-    folder = save(tmp_path / "out", 1.0)
-    put_beside(folder)
-    if lacking == "renameat2":
-        monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
-    else:
-        monkeypatch.setattr(os, "link", link)
-    save(folder, 2.0)
-    assert value_of(folder) == 2.0 and is_beside(folder)
-    assert (folder / "checkpoint-5").stat().st_mode & 0o777 == 0o750
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-
-
 def test_a_folder_that_cannot_be_renamed(tmp_path, monkeypatch):
     """The current directory: a first checkpoint goes in, a second one is refused and the first stays."""
     (tmp_path / "out" / "additional_chat_templates").mkdir(parents=True)
@@ -243,15 +217,6 @@ def test_a_disk_that_fails_at_any_step(tmp_path, monkeypatch, step):
     untouched(folder)
 
 
-def test_no_room(tmp_path, monkeypatch):
-    folder = save(tmp_path / "out", 1.0)
-    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
-    with pytest.raises(HubError, match=r"it takes 0\.00 GB and 0\.00 GB are free") as caught:
-        save(folder, 2.0)
-    assert caught.value.errno == errno.ENOSPC
-    untouched(folder)
-
-
 def test_folders_that_cannot_be_saved_to(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     with pytest.raises(HubError, match="is a file"):
@@ -268,26 +233,6 @@ def test_folders_that_cannot_be_saved_to(tmp_path, monkeypatch):
         save(folder, 2.0)
     untouched(folder)
     assert (tmp_path / "file").read_text() == "x"
-
-
-class Failing(Exported):
-    """Raises `error` at the fifth tensor."""
-
-    error: type = CheckpointError
-
-    def read(self, name):
-        if name == "x4":
-            raise self.error
-        return super().read(name)
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
-def test_an_exception_midway_leaves_the_old_checkpoint(tmp_path, monkeypatch, error):
-    folder = save(tmp_path / "out", 1.0)
-    monkeypatch.setattr(Failing, "error", error)
-    with pytest.raises(error):
-        write_checkpoint(folder, Failing(tensors(2.0).boxes), max_shard_size=800)
-    untouched(folder)
 
 
 STEPS = [(saving, "_write_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),
