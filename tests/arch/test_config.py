@@ -67,7 +67,6 @@ REFUSED = {
         (dict(sliding_window=0), "sliding_window=0 must be a positive integer"),
         (dict(sliding_window=8, layer_types=[FULL, FULL]), "layer_types is .* every block is sliding_attention"),
     ],
-    "mixtral": [],
     "gemma": [
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True.*causal"),
         (dict(hidden_activation="relu"), "hidden_activation='relu'.*gelu_pytorch_tanh"),

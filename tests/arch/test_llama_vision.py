@@ -17,6 +17,7 @@ from tests.arch.suite import (
     Suite,
     Tiny,
     check_checkpointing,
+    check_compiled,
     check_gradients,
     check_other_layout,
     relative,
@@ -84,6 +85,17 @@ class TestText(Suite):
     def comparable_states(self, model, states):
         """transformers leaves out those of the cross blocks."""
         return [state for i, state in enumerate(states) if i not in model.config.cross_attention_layers]
+
+    @pytest.mark.slow
+    def test_the_whole_model_compiles_without_a_graph_break(self):
+        tower = dict(num_hidden_layers=1, num_global_layers=1, intermediate_layers_indices=[0], vision_output_dim=32)
+        config = tiny(num_hidden_layers=2, cross_attention_layers=[1], initializer_range=0.3, vision=tower)
+        model = LlamaVision.from_config(config, dtype=torch.float32)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.add_(0.5 if name.endswith("gate") else 0)
+        ids, labels, shown = images(config, placements(config))
+        check_compiled(model, ids, labels, **shown)
 
     def test_defaults_are_those_of_transformers(self):
         given = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 8, "num_hidden_layers": 40}

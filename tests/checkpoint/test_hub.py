@@ -24,7 +24,6 @@ from ligermodels.checkpoint.reading import open_checkpoint, read_json
 from ligermodels.errors import CheckpointError, HubError
 from tests.checkpoint.fixtures import make_model
 
-ROOT = Path(__file__).parents[2]
 REPO = "owner/name"
 OLD, NEW = "1" * 40, "2" * 40
 SECRET = "hf_NeverToBeShown"

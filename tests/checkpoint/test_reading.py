@@ -39,23 +39,6 @@ def index(folder: Path, weight_map: object, single: str = WEIGHTS) -> None:
 # What is read
 
 
-def test_headers_without_reading(tmp_path):
-    tensors = {
-        "half": torch.ones(2, 3, dtype=torch.float16),
-        "brain": torch.ones(4, dtype=torch.bfloat16),
-        "scalar": torch.tensor(1.0),
-        "empty": torch.ones(0, 5, dtype=torch.float64),
-        "code": torch.ones(2, dtype=torch.uint8),
-        "byte": torch.ones(2).to(torch.float8_e4m3fn),
-    }
-    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
-    with SafetensorsReader(tmp_path) as reader:
-        assert reader.headers == {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
-        assert {name: info.nbytes for name, info in reader.headers.items()} == {n: x.nbytes for n, x in tensors.items()}
-        assert torch.equal(reader.read("half"), tensors["half"])
-        assert reader.metadata == {"format": "pt"}
-
-
 def test_only_what_the_index_names_is_read(tmp_path):
     for file, value in [(WEIGHTS, 3.0), ("consolidated.safetensors", 4.0)]:
         save_file({"a": torch.tensor(value), "b": torch.tensor(value)}, tmp_path / file)

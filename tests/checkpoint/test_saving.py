@@ -97,19 +97,6 @@ def test_one_tensor_in_memory_at_a_time(tmp_path):
     assert len(alive) == 6
 
 
-def test_files_are_copied_along(tmp_path):
-    source = tmp_path / "source"
-    (source / "additional_chat_templates").mkdir(parents=True)
-    templates = ("chat_template.jinja", "additional_chat_templates/tool.jinja")
-    for name in ("tokenizer.json", *templates, "config.json", "x.bin"):
-        (source / name).write_text(name)
-    found = companion_files(source)
-    assert sorted(found) == ["additional_chat_templates/tool.jinja", "chat_template.jinja", "tokenizer.json"]
-    folder = write_checkpoint(tmp_path / "out", tensors(1.0), files={**found, "config.json": b"{}"})
-    assert (folder / "additional_chat_templates/tool.jinja").read_text() == "additional_chat_templates/tool.jinja"
-    assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "x.bin").exists()
-
-
 TEMPLATE, PROCESSOR = "chat_template.jinja", "preprocessor_config.json"
 TOKENIZER = ["tokenizer.json", "tokenizer_config.json"]
 

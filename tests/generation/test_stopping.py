@@ -91,3 +91,22 @@ def test_a_stop_string_is_seen_with_the_token_that_completes_it(make, tmp_path):
             assert found == expected, (text, stop)
             total += 1
     assert total > 100 and max(decoded) < 40
+
+
+def test_a_stop_string_may_begin_with_the_space_of_the_first_new_token(tmp_path):
+    """The decoder takes the space off the beginning of a text, and new text is none."""
+    tokenizer = ligermodels.Tokenizer.from_folder(folders.byte_fallback(tmp_path / "tokenizer"))
+    prompt, whole = tokenizer.encode("the"), tokenizer.encode("the cat")
+    coming = whole[len(prompt) :]
+    assert whole[: len(prompt)] == prompt and tokenizer.decode(coming)[0] != " "
+    config = dict(vocab_size=1 + max(whole), hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    model = ligermodels.Llama.from_config({**config, "num_attention_heads": 1}, device="cpu")
+
+    def force(ids, logits):
+        chosen = (coming + coming)[ids.shape[1] - len(prompt)]
+        return torch.full_like(logits, -1e9).index_fill(1, torch.tensor([chosen]), 0.0)
+
+    options = dict(max_new_tokens=2 * len(coming), eos_token_id=[], tokenizer=tokenizer, logits_processor=force)
+    first = " " + tokenizer.decode(coming[:1])
+    out = model.generate(torch.tensor([prompt]), stop_strings=first, **options)
+    assert out[0].tolist() == [*prompt, coming[0]]

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 from transformers import AddedToken, LlamaTokenizer
 
-from ligermodels.text import Tokenizer
+from ligermodels.text import StreamDecoder, Tokenizer
 from tests.text import folders, transformers_sentencepiece
 
 # Texts with special tokens at the beginning, in a row, and with and without white space beside them.
@@ -141,6 +141,18 @@ def test_it_is_saved_for_both_libraries(mistral, tmp_path, monkeypatch):
         for text in (*MIXED, "[INST] the cat[/INST] a🦊<s>"):
             assert other.encode(text, add_special_tokens=False) == ours.encode(text, add_special_tokens=False), text
         assert other.encode("[INST]") == ours.encode("[INST]") == [1, native.piece_to_id("[INST]")]
+
+
+def test_a_byte_piece_of_a_space_is_text(mistral):
+    folder, native = mistral
+    tokenizer = Tokenizer.from_folder(folder)
+    space, letter = native.piece_to_id("<0x20>"), native.piece_to_id("<0x41>")
+    word = native.encode("the")
+    for ids in ([space, *word], [space, letter], [*word, space], [1, space, letter], [*word[:1], space]):
+        assert tokenizer.decode(ids, skip_special_tokens=True) == native.decode(ids), ids
+    assert tokenizer.decode([space, letter]) == " A"
+    stream = StreamDecoder(tokenizer)
+    assert "".join(map(stream.put, [space, letter, *word])) + stream.flush() == tokenizer.decode([space, letter, *word])
 
 
 def tokens(base: int, *contents: tuple[str, dict]) -> dict[str, dict]:

@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-import safetensors.torch
 import torch
 
 from tests.tools.models import FAMILIES, Texts, make_ids, ours, theirs, write_checkpoint
@@ -102,18 +101,3 @@ def test_offloaded_models_compute_what_they_did(folder, tmp_path, load):
         torch.testing.assert_close(following, expected_following, rtol=0, atol=1e-5)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4)
     assert torch.equal(model.generate(ids, **options), expected.generate(ids, do_sample=False, **options))
-
-
-def test_state_dicts_share_memory_with_the_model_and_no_storage_within(folder, tmp_path):
-    """Tools tell tied tensors by their storage, and drop or refuse all of it but one."""
-    model, other = ours(folder), ours(folder)
-    state = model.state_dict()
-    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
-    safetensors.torch.save_model(model, tmp_path / "model.safetensors")
-    with torch.no_grad():
-        for tensor in other.state_dict().values():
-            tensor.zero_()
-    assert not any(parameter.any() for parameter in other.parameters())
-    safetensors.torch.load_model(other, tmp_path / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(other.get_parameter(name), parameter) and torch.equal(state[name], parameter)

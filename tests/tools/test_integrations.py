@@ -15,7 +15,7 @@ from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.integrations import transformers as bridge
 from ligermodels.integrations.transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from tests.arch import llama_vision, qwen2_vl
-from tests.tools.models import SIZES, assert_same_logs, make_trainer
+from tests.tools.models import SIZES
 
 CONFIGS = {
     "llama": lambda: transformers.LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -274,19 +274,6 @@ def test_quantised_bases(tmp_path, name):
 
 
 # Trainers
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.filterwarnings("ignore")
-def test_trainer_saves_a_folder_that_opens_everywhere(folders, tmp_path, family):
-    runs = []
-    for model in (load_theirs(folders[family]), AutoModelForCausalLM.from_pretrained(folders[family])):
-        runs.append(make_trainer(model, tmp_path / "run", gradient_accumulation_steps=2, max_steps=3))
-        runs[-1].train()
-    assert_same_logs(*runs, "loss")
-    runs[1].save_model(tmp_path / "out")
-    compare(load_theirs(tmp_path / "out"), model.eval())
-    compare(ligermodels.load(tmp_path / "out", progress=False), model)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
