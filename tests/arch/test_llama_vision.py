@@ -168,6 +168,21 @@ class TestImages(Tiny):
             seen += length
         assert relative(torch.cat(parts, 1), full) < LOGITS
 
+    def test_rows_of_a_cache_move_with_their_images(self, model, batch):
+        ids, _, shown = batch
+        order = torch.tensor([2, 0, 0])
+        cache = model.new_cache(4, 24)
+        model(
+            ids[:, :20],
+            past_key_values=cache,
+            **{**shown, "cross_attention_mask": shown["cross_attention_mask"][:, :20]},
+        )
+        cache.reorder(order)
+        moved = model(ids[order, 20:], past_key_values=cache).logits
+        assert relative(moved, model(ids, **shown).logits[order, 20:]) < LOGITS
+        cache.reset()
+        assert torch.equal(model(ids[order], past_key_values=cache).logits, model(ids[order]).logits)
+
     def test_packed_samples_in_one_row_equal_the_samples(self, model, tiny):
         ids, _, shown = images(tiny, [[(0, 1)], [(0, 2)]], length=12)
         apart = model(ids, **shown).logits

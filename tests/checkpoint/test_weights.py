@@ -127,16 +127,6 @@ def test_regions_tile_every_element_exactly_once(tied, stacked, table):
     assert all((count == 1).all() for count in counts.values())
 
 
-@pytest.mark.parametrize(
-    "wrapped",
-    ["module.model.norm.weight", "_orig_mod.model.norm.weight", "model._fsdp_wrapped_module.norm.weight",
-     "module._orig_mod.model._checkpoint_wrapped_module.norm.weight", "base_model.model.model.norm.weight"],
-)  # fmt: skip
-def test_what_wrappers_put_into_names_counts_for_nothing(wrapped):
-    assert weights.plain_name(wrapped) == "model.norm.weight"
-    assert weights.plain_name("module") == "module"
-
-
 def test_parts_are_joined_in_the_order_of_the_table(tmp_path):
     tensors, model = random_tensors(on_meta(stacked=True)), on_meta(stacked=True)
     weights.load(model, TABLE, save(tmp_path, tensors), device="cpu")

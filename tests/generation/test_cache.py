@@ -54,16 +54,6 @@ def test_update_is_concatenation(lengths, window, slack, max_length, grad, poiso
     assert window is None or layer.keys.shape[1] <= max(max_length, window - 1 + slack)
 
 
-def test_memory_is_allocated_once_and_then_doubles():
-    layer, sizes = make(4)[0], []
-    for _ in range(12):
-        layer.update(*tokens(1))
-        sizes.append(layer.keys.shape[1])
-    assert sizes == [4] * 4 + [8] * 4 + [16] * 4
-    k, _ = layer.update(*tokens(1))
-    assert k.data_ptr() == layer.keys.data_ptr(), "a view, no copy"
-
-
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [1], [1, 0, 1]])
 @pytest.mark.parametrize("window", [None, 4])
 def test_reorder_moves_rows(rows, window, monkeypatch, poison):
