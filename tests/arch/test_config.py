@@ -1,7 +1,6 @@
 """config.json: what is read, refused and written, in every family, and files that do not fit the weights."""
 
 import json
-import math
 import warnings
 
 import pytest
@@ -36,16 +35,8 @@ SU = dict(type="su", short_factor=SHORT, long_factor=LONG)
             dict(rope_type="linear", rope_theta=1e4, factor=2.0),
         ),
         (
-            dict(rope_parameters=dict(rope_type="linear", type="linear", rope_theta=7.0, factor=2.0)),
-            dict(rope_type="linear", rope_theta=7.0, factor=2.0),
-        ),
-        (
             dict(rope_scaling=dict(rope_type="yarn", factor=2.0), max_position_embeddings=64),
             dict(rope_type="yarn", rope_theta=1e4, factor=2.0, original_max_position_embeddings=64),
-        ),
-        (
-            dict(rope_theta=5.0, rope_parameters=dict(rope_type="default", rope_theta=5.0)),
-            dict(rope_type="default", rope_theta=5.0),
         ),
     ],
 )
@@ -59,23 +50,15 @@ REFUSED = {
     "llama": [
         (dict(model_type="qwen2"), "qwen2.*ligermodels.load"),
         (dict(quantization_config=dict(quant_method="gptq")), "gptq.*unquantised"),
-        (dict(hidden_size="32"), "hidden_size='32' must be a positive integer"),
-        (dict(vocab_size=97.0), "vocab_size=97.0 must be a positive integer"),
-        (dict(rms_norm_eps=math.nan), "rms_norm_eps=nan must be a finite number"),
         (dict(num_attention_heads=5, head_dim=None), "num_attention_heads=5 must divide hidden_size 32"),
         (dict(num_key_value_heads=3), "num_key_value_heads=3 must divide"),
-        (dict(head_dim=7), "head_dim=7 must be even"),
         (dict(hidden_act="relu2"), "hidden_act='relu2' is not supported; supported: silu"),
         (dict(attention_dropout=0.1), "attention_dropout=0.1 is not supported"),
-        (dict(attention_bias="yes"), "attention_bias='yes' must be bool"),
-        (dict(eos_token_id="</s>"), "eos_token_id='</s>' must be int or list"),
         (dict(dtype="float8_e4m3fn"), "float8_e4m3fn.*bfloat16"),
         (dict(dtype="bfloat16", torch_dtype="float16"), "dtype='bfloat16' and torch_dtype='float16'"),
         (dict(rope_scaling=dict(type="sideways")), "sideways.*llama3"),
-        (dict(rope_theta=-1.0), "rope_theta is -1.0, expected a positive number"),
         (dict(rope_theta=1e4, rope_parameters=dict(rope_theta=5e5)), "rope_theta twice"),
         (dict(rope_scaling=dict(type="linear")), "needs factor"),
-        (dict(rope_scaling=dict(type="linear", factor=2.0, low_freq_factor=1.0)), "no low_freq_factor"),
         (dict(partial_rotary_factor=0.5), "partial_rotary_factor 0.5 is not supported"),
         (dict(rope_interleaved=True), "rope_interleaved"),
         (dict(layer_types=[FULL, SLIDING]), "layer_types is .* every block is full_attention"),
@@ -84,17 +67,12 @@ REFUSED = {
         (dict(sliding_window=0), "sliding_window=0 must be a positive integer"),
         (dict(sliding_window=8, layer_types=[FULL, FULL]), "layer_types is .* every block is sliding_attention"),
     ],
-    "mixtral": [
-        (dict(num_experts_per_tok=9), "num_experts_per_tok=9 must be at most num_local_experts 8"),
-        (dict(router_jitter_noise=1.0), "router_jitter_noise=1.0 must be below 1"),
-    ],
     "gemma": [
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True.*causal"),
         (dict(hidden_activation="relu"), "hidden_activation='relu'.*gelu_pytorch_tanh"),
     ],
     "gemma2": [
         (dict(layer_types=[FULL]), "layer_types.*each of 2 blocks"),
-        (dict(attn_logit_softcapping=0.0), "attn_logit_softcapping=0.0 must be positive"),
         (dict(sliding_window=None), "there is no window"),
         (dict(use_bidirectional_attention=True), "use_bidirectional_attention=True.*causal"),
         (dict(hidden_activation="relu"), "hidden_activation='relu'.*gelu_pytorch_tanh"),
@@ -102,30 +80,22 @@ REFUSED = {
     "qwen2": [
         (dict(layer_types=[FULL]), "layer_types.*each of 2 blocks"),
         (dict(layer_types=[FULL, SLIDING]), "there is no window"),
-        (dict(max_window_layers=-1), "max_window_layers=-1 must be an integer, zero or more"),
     ],
-    "qwen3": [(dict(layer_types=[FULL, SLIDING]), "there is no window")],
     "phi3": [
-        (dict(resid_pdrop=0.1), "resid_pdrop=0.1 is not supported"),
         (dict(rope_scaling=dict(type="linear", factor=2.0)), "'linear' is not supported; supported: default, longrope"),
         (dict(rope_scaling=dict(type="longrope", long_factor=LONG)), "lacks|needs short_factor"),
         (dict(rope_scaling={**SU, "long_factor": LONG[:3]}), "long_factor=.* must be a list of 4"),
-        (dict(rope_scaling={**SU, "original_max_position_embeddings": 32}), "top level"),
         (dict(partial_rotary_factor=1.5), "rotate 12 dims"),
     ],
     "qwen2_vl": [
-        (dict(vision_config=dict(hidden_size=32, embed_dim=36, num_heads=16)), "embed_dim=36.*num_heads=16"),
         (dict(vision_config=dict(hidden_size=32, hidden_act="relu")), "hidden_act='relu'.*quick_gelu"),
         (dict(rope_parameters=dict(mrope_section=[1, 1, 1])), r"mrope_section is \[1, 1, 1\].*together 4"),
-        (dict(video_rule="4.57"), "video_rule='4.57'.*4.x, 5.x"),
         (dict(text_config={"model_type": "llama"}), "text_config.*qwen2_vl_text"),
     ],
     "mllama": [
         (dict(attention_bias=True), "attention_bias=True.*has none"),
-        (dict(cross_attention_layers=[2]), r"cross_attention_layers=\[2\].*0 to 1"),
         (dict(cross_attention_layers=[0, 1]), "leave one out"),
         (dict(cross_attention_layers=[1], vision_config=dict(hidden_act="silu")), "hidden_act='silu'.*quick_gelu"),
-        (dict(vision_config=dict(supported_aspect_ratios=[[3, 2]])), "at most 4 tiles"),
         (dict(vision_config=dict(vision_output_dim=768)), "vision_output_dim=768.*must be 7680"),
     ],
 }
@@ -156,7 +126,6 @@ WRITTEN = {
                  "_model_name_or_path": "x", "gradient_checkpointing": False},
     "transformers 4": {"torchscript": False, "tokenizer_class": "LlamaTokenizer", "unk_token_id": 0,
                        "sep_token_id": None, "finetuning_task": None, "_flash_attn_2_enabled": True},
-    "null": {"quantization_config": None, "zebra": None},
     "layer_types": {"layer_types": [FULL, FULL]},
 }  # fmt: skip
 
@@ -184,12 +153,6 @@ def test_unknown_keys_are_named_once_kept_and_saved():
     assert config.to_hf()["zebra"] == 1 and config.to_hf()["pretraining_tp"] == 1
 
 
-def test_trainers_may_assign():
-    config = LlamaConfig.from_hf(GOOD)
-    config.use_cache, config.pad_token_id = False, 3
-    assert config.get_text_config().to_dict()["pad_token_id"] == 3
-
-
 def spoiled_config(**changes):
     def spoil(folder):
         values = json.loads((folder / "config.json").read_text())
@@ -204,14 +167,11 @@ def replaced(text, file="config.json"):
 
 FILES = {
     "cut": (replaced('{"model_type": "lla'), CheckpointError, "not JSON"),
-    "a list": (replaced("[1]"), CheckpointError, "holds a list, expected an object"),
     "git-lfs pointer": (replaced("version https://git-lfs.github.com/spec/v1\n"), CheckpointError, "git lfs"),
     "an unknown family": (spoiled_config(model_type="falcon"), ConfigError, "the zoo holds"),
     "a model of images": (replaced('{"model_type": "llama", "text_config": {}}'), ConfigError, "text_config"),
     "an adapter's": (replaced('{"model_type": "llama", "peft_type": "LORA"}'), ConfigError, "of an adapter"),
     "not there": (lambda folder: (folder / "config.json").unlink(), CheckpointError, "is not there"),
-    "a larger vocabulary": (spoiled_config(vocab_size=2**20), CheckpointError, "wrong shape.*resized"),
-    "more layers": (spoiled_config(num_hidden_layers=9), CheckpointError, "1 layers on disk, 9"),
     "tied, and the index names a head": (spoiled_config(tie_word_embeddings=True), CheckpointError, "config ties"),
     "another family's": (spoiled_config(model_type="gemma2", head_dim=8), CheckpointError, "missing"),
 }  # fmt: skip

@@ -23,11 +23,8 @@ class TestGemma(Suite):
     TINY = {
         "plain": tiny(),
         "gelu_means_tanh": tiny(hidden_act="gelu"),
-        "hidden_activation": tiny(hidden_act="gelu", hidden_activation="gelu_pytorch_tanh"),
         "silu": tiny(hidden_act="silu", hidden_activation="silu"),
         "wide_heads_sharing_one": tiny(head_dim=20, num_key_value_heads=1),
-        "heads_all_their_own": tiny(head_dim=12, num_attention_heads=3, num_key_value_heads=3, hidden_size=30),
-        "attention_bias": tiny(attention_bias=True),
         "untied": tiny(tie_word_embeddings=False),
         "other_theta_and_eps": tiny(
             rms_norm_eps=0.05, rope_parameters={"rope_type": "default", "rope_theta": 20.0}, num_hidden_layers=3

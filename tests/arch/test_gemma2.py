@@ -26,8 +26,6 @@ class TestGemma2(Suite):
     TINY = {
         "plain": tiny(),
         "window_of_two": tiny(sliding_window=2, num_hidden_layers=2),
-        "no_cap_on_scores": tiny(attn_logit_softcapping=None, num_hidden_layers=2),
-        "no_cap_on_logits_long_window": tiny(final_logit_softcapping=None, sliding_window=100, num_hidden_layers=2),
         "no_caps_silu": tiny(
             attn_logit_softcapping=None, final_logit_softcapping=None, hidden_activation="silu", num_hidden_layers=2
         ),

@@ -1,8 +1,6 @@
 """Llama: every switch of its configuration on tiny checkpoints, and the released sizes."""
 
-import copy
 import gc
-import pickle
 import weakref
 
 import pytest
@@ -22,7 +20,6 @@ class TestLlama(Suite):
     TINY = {
         "plain": tiny(),
         "tied": tiny(tie_word_embeddings=True),
-        "heads_all_their_own": tiny(num_key_value_heads=4),
         "one_head_shared_by_all": tiny(num_key_value_heads=1),
         "attention_bias": tiny(attention_bias=True),
         "mlp_bias_gelu": tiny(mlp_bias=True, hidden_act="gelu"),
@@ -60,53 +57,6 @@ class TestLlama(Suite):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ligermodels.CheckpointError, match=r"lm_head\.weight"):
             self.arch.from_hub(folder, progress=False)
-
-
-@pytest.fixture(scope="module")
-def model():
-    config = {key: value for key, value in tiny().items() if key != "rope_parameters"}
-    return ligermodels.Llama.from_config({**config, "initializer_range": 0.3}, dtype=torch.float32)
-
-
-def test_an_adapter_around_the_head_is_not_passed_by(model):
-    class Adapter(torch.nn.Module):
-        def __init__(self, base):
-            super().__init__()
-            self.base, self.delta = base, torch.nn.Linear(32, 97, bias=False)
-
-        def forward(self, x):
-            return self.base(x) + self.delta(x)
-
-    head, ids = model.lm_head, torch.randint(97, (2, 16))
-    plain = model(ids, labels=ids).loss
-    model.lm_head = Adapter(head)
-    try:
-        output = model(ids, labels=ids)
-        output.loss.backward()
-        assert abs(output.loss - plain) > 1e-3 and output.logits is None
-        assert model.lm_head.delta.weight.grad.abs().sum() > 0
-    finally:
-        model.lm_head = head
-
-
-class ModulesToSave(torch.nn.Module):
-    """Trains a copy of a module, as PEFT's wrapper of this name does."""
-
-    def __init__(self, module):
-        super().__init__()
-        self.original_module = module
-        self.modules_to_save = torch.nn.ModuleDict({"default": copy.deepcopy(module)})
-
-
-@pytest.mark.parametrize("made", [lambda model: model, copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_tied_head_keeps_the_table_of_which_a_copy_is_trained(made):
-    """Also the head of a copied model; transformers' tied head keeps its table as well."""
-    model = made(ligermodels.Llama.from_config({**tiny(tie_word_embeddings=True), "initializer_range": 0.3}))
-    table = model.model.embed_tokens
-    wrapper = model.model.embed_tokens = ModulesToSave(table)
-    assert model.lm_head.weight is table.weight
-    model.model.embed_tokens = wrapper.modules_to_save["default"]  # merged
-    assert model.lm_head.weight is table.weight and "lm_head.weight" in model.state_dict()
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -51,7 +51,6 @@ class TestPhi3(Suite):
         "longrope_partial_tied": tiny(
             num_key_value_heads=1, tie_word_embeddings=True, rope_parameters=longrope(3, partial_rotary_factor=0.75)
         ),
-        "longrope_with_a_factor": tiny(rope_parameters=longrope(factor=3.0)),
         "longrope_with_an_attention_factor": tiny(rope_parameters=longrope(attention_factor=1.7)),
     }
     ALSO = ("longrope", "longrope_partial_tied")

@@ -37,7 +37,6 @@ class TestQwen2(Suite):
         "tied_with_rows_to_spare": tiny(tie_word_embeddings=True, vocab_size=160),
         "window_in_every_block": windowed(max_window_layers=0),
         "window_in_the_last_block": windowed(tie_word_embeddings=True),
-        "window_in_no_block": windowed(max_window_layers=2),
         "window_switched_off": windowed(use_sliding_window=False, max_window_layers=0),
         "window_where_layer_types_say": windowed(layer_types=[SLIDING, FULL]),
         "yarn": windowed(rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=16)),
@@ -48,17 +47,12 @@ class TestQwen2(Suite):
     REAL = {
         "Qwen2-0.5B": 494_032_768,
         "Qwen2-1.5B": 1_543_714_304,
-        "Qwen2-7B": 7_615_616_512,
         "Qwen2-72B": 72_706_203_648,
         "Qwen2.5-0.5B": 494_032_768,
-        "Qwen2.5-1.5B": 1_543_714_304,
         "Qwen2.5-3B": 3_085_938_688,
-        "Qwen2.5-7B": 7_615_616_512,
         "Qwen2.5-7B-Instruct": 7_615_616_512,
-        "Qwen2.5-14B": 14_770_033_664,
         "Qwen2.5-32B": 32_763_876_352,
         "Qwen2.5-72B": 72_706_203_648,
-        "QwQ-32B": 32_763_876_352,
     }
 
     @pytest.fixture

@@ -10,7 +10,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
 import ligermodels
 from ligermodels.arch.qwen2_vl import Qwen2VLConfig
-from tests.arch.qwen2_vl import CASES, IMAGE, image, inputs, load, tiny, token_mask, video
+from tests.arch.qwen2_vl import IMAGE, image, inputs, load, tiny, token_mask, video
 from tests.arch.suite import GRADIENTS, LOGITS, relative
 
 
@@ -104,20 +104,3 @@ def test_packed_rows_equal_separate_ones(model):
     total, wanted = gradients(parts)
     assert abs(loss - total) < LOGITS * total
     assert all(relative(found[name], wanted[name]) < GRADIENTS for name in wanted)
-
-
-def test_positions_from_a_data_loader(model):
-    batch = inputs(CASES["mixed"])
-    expected = model(**batch, use_cache=True)
-    positions, deltas = model.config.get_rope_index(
-        batch["input_ids"], batch["image_grid_thw"], batch["video_grid_thw"], batch["attention_mask"]
-    )
-    output = model(**batch, position_ids=positions, use_cache=True)
-    assert torch.equal(output.logits, expected.logits)
-    for cache in (output.past_key_values, expected.past_key_values):
-        assert torch.equal(cache.state["rope_deltas"], deltas)
-    plain = inputs([[9]])["input_ids"]
-    threefold = torch.arange(9).expand(3, 1, 9)
-    assert torch.equal(model(plain, position_ids=threefold).logits, model(plain).logits)
-    assert "rope_deltas" not in model(plain, use_cache=True).past_key_values.state
-    assert model(plain, position_ids=threefold * 2, use_cache=True).past_key_values.state["rope_deltas"].item() == 8

@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels.checkpoint import reading
 from ligermodels.checkpoint.files import lenient_json
 from ligermodels.checkpoint.reading import SafetensorsReader, open_checkpoint
 from ligermodels.checkpoint.weights import TensorInfo
@@ -24,14 +23,12 @@ from tests.checkpoint.fixtures import (
     WEIGHTS,
     join,
     make_good,
-    make_model,
     split,
     spoiled,
 )
 
 Spoil = Callable[[Path], object]
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
-HTML = b"\n<!DOCTYPE html><html><body>Sign in</body></html>" * 9
 OUTSIDE = Path("/etc/hostname")
 
 
@@ -40,23 +37,6 @@ def index(folder: Path, weight_map: object, single: str = WEIGHTS) -> None:
 
 
 # What is read
-
-
-def test_headers_without_reading(tmp_path):
-    tensors = {
-        "half": torch.ones(2, 3, dtype=torch.float16),
-        "brain": torch.ones(4, dtype=torch.bfloat16),
-        "scalar": torch.tensor(1.0),
-        "empty": torch.ones(0, 5, dtype=torch.float64),
-        "code": torch.ones(2, dtype=torch.uint8),
-        "byte": torch.ones(2).to(torch.float8_e4m3fn),
-    }
-    save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
-    with SafetensorsReader(tmp_path) as reader:
-        assert reader.headers == {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in tensors.items()}
-        assert {name: info.nbytes for name, info in reader.headers.items()} == {n: x.nbytes for n, x in tensors.items()}
-        assert torch.equal(reader.read("half"), tensors["half"])
-        assert reader.metadata == {"format": "pt"}
 
 
 def test_only_what_the_index_names_is_read(tmp_path):
@@ -134,10 +114,6 @@ def header(function: Callable[[dict], object]) -> Spoil:
     return spoil
 
 
-def entry(**fields: object) -> Spoil:
-    return header(lambda entries: entries[NORM].update(fields))
-
-
 def tensors(function: Callable[[dict], object], file: str = WEIGHTS) -> Spoil:
     def spoil(folder: Path) -> None:
         state = {name: tensor.clone() for name, tensor in load_file(folder / file).items()}
@@ -172,34 +148,25 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 SINGLE: dict[str, tuple[Spoil, str]] = {
     "empty": (put(WEIGHTS, b""), "not a safetensors file.*cut short"),
     "header cut": (change(lambda b: b[:100]), "cut short"),
-    "data cut": (change(lambda b: b[:-1]), "cut short"),
-    "header not JSON": (put(WEIGHTS, join(b"{" * 100, b"")), "cut short"),
-    "shape against offsets": (entry(shape=[15]), "cut short"),
     "overlap": (header(lambda h: h[NORM].update(data_offsets=h[EMBEDDING]["data_offsets"])), "cut short"),
     "git-lfs pointer": (put(WEIGHTS, LFS), "git lfs pull"),
-    "HTML page": (put(WEIGHTS, HTML), "HTML page"),
     "pickle renamed": (lambda f: torch.save({"a": torch.ones(1)}, f / WEIGHTS), "pickle under another name"),
     "not there": (lambda f: (f / WEIGHTS).unlink(), "holds neither.*adapter"),
-    "a directory": (place(WEIGHTS, os.mkdir), "not a regular"),
-    "a link to nothing": (place(WEIGHTS, lambda p: p.symlink_to("none")), "is not there"),
     "a link out of the folder": (place(WEIGHTS, lambda p: p.symlink_to(OUTSIDE)), "leaves its folder"),
     "a name twice after unwrapping": (
         header(lambda h: h.update({"module.model.norm.weight": h.pop("lm_head.weight")})), "one name"),
-    "generation_config.json": (put("generation_config.json", b"{"), "not JSON"),
     "one shape transposed": (tensors(lambda t: t.update({EMBEDDING: t[EMBEDDING].T.contiguous()})), "wrong shape"),
     "fp8 weights": (tensors(lambda t: t.update({Q: t[Q].to(torch.float8_e4m3fn)})), "quantised .*float8"),
 }  # fmt: skip
 
 SHARDED: dict[str, tuple[Spoil, str]] = {
     "a shard lost": (lambda f: (f / SHARDS[1]).unlink(), "00002-of-00002.safetensors is not there.*Fetch"),
-    "a shard cut": (change(lambda b: b[:-4], SHARDS[1]), "cut short"),
     "a shard twice": (lambda f: (f / SHARDS[1]).write_bytes((f / SHARDS[0]).read_bytes()), "lacks .*index"),
     **{
         f"the index names {file!r}": (
             mapped(lambda m, file=file: m.update({NORM: file})), r"index\.json names .*; expected a \.safetensors file")
         for file in ("../x.safetensors", "/etc/x.safetensors", "C:\\x.safetensors", "model.bin", 3)
     },
-    "no weight_map": (put(INDEX, {"metadata": {}}), "no weight_map"),
     "the index names a shard that lacks the tensor": (mapped(lambda m: m.update(x=SHARDS[0])), "lacks x, against"),
     "the index leaves a tensor out": (mapped(lambda m: m.pop(NORM)), "missing .*model.norm"),
 }  # fmt: skip
@@ -233,23 +200,6 @@ def test_a_companion_that_is_a_link_out_is_not_saved_along(good, tmp_path):
         with pytest.raises(CheckpointError, match=r"tokenizer\.json is a link that leaves its folder"):
             model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("step", ["open_file", "open_checkpoint"])
-def test_a_save_that_replaces_the_folder_meanwhile(step, tmp_path, monkeypatch):
-    """After the index (open_file) or config.json (open_checkpoint) was read, before the weights are opened."""
-    folder, other = tmp_path / "out", make_model(1)
-    make_model(0).save_pretrained(folder)
-    owner = SafetensorsReader if step == "open_file" else reading
-    real = getattr(owner, step)
-
-    def replace_and_go_on(*args, **options):
-        other.save_pretrained(folder)
-        return real(*args, **options)
-
-    monkeypatch.setattr(owner, step, staticmethod(replace_and_go_on) if step == "open_file" else replace_and_go_on)
-    with pytest.raises(CheckpointError, match="was replaced while it was opened"):
-        ligermodels.load(folder, progress=False)
 
 
 # Pickles
@@ -291,7 +241,7 @@ def test_pickles_in_shards(tmp_path):
     assert {name: float(reader.read(name)[0]) for name in reader.headers} == {"x1": 1.0, "x2": 2.0}
 
 
-@pytest.mark.parametrize("how", ["cut", "keys", "sparse", "meta", "nested", "text", "lfs", "link", "legacy cut"])
+@pytest.mark.parametrize("how", ["cut", "keys", "nested", "text", "link"])
 def test_bad_pickles(tmp_path, how):
     path, state = tmp_path / "pytorch_model.bin", {"a": torch.ones(100)}
     contents = {"keys": {3: torch.ones(1)}, "sparse": {"a": torch.eye(3).to_sparse()}, "nested": {"model": state},

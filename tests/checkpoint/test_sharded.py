@@ -177,13 +177,3 @@ def test_a_tied_table_in_a_group_of_its_own_names_the_fix(mesh):
     sharded(model, mesh)
     with pytest.raises(InputError, match=r"fully_shard\(\[model\.model\.embed_tokens, model\.model\.norm, model\.lm_h"):
         model(IDS, labels=IDS)
-
-
-def test_table_norm_and_head_in_one_group(mesh):
-    model = make(FAMILIES["tied"])
-    whole = copy.deepcopy(model)
-    fully_shard([model.model.embed_tokens, model.model.norm, model.lm_head], mesh=mesh)
-    sharded(model, mesh)
-    assert torch.equal(step(model), step(whole))
-    for found, expected in zip(model.parameters(), whole.parameters(), strict=True):
-        torch.testing.assert_close(found.grad.full_tensor(), expected.grad)

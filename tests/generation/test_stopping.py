@@ -39,16 +39,6 @@ def checkpoint(tmp_path_factory):
     return write_checkpoint(tmp_path_factory.mktemp("generate") / "model")
 
 
-def test_streams_through_the_streamer_of_transformers(checkpoint, capsys):
-    from transformers import AutoTokenizer, TextStreamer
-
-    tokenizer, model = ligermodels.Tokenizer.from_hub(checkpoint), ligermodels.load(checkpoint, progress=False)
-    ids = torch.tensor([tokenizer.encode("The Owl")])
-    streamer = TextStreamer(AutoTokenizer.from_pretrained(checkpoint), skip_prompt=True)
-    out = model.generate(ids, max_new_tokens=16, streamer=streamer)
-    assert capsys.readouterr().out == tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=False) + "\n"
-
-
 def test_stop_strings_with_the_tokenizers_of_anyone(checkpoint):
     """The expectation is transformers' own search; a special token is text too."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -1,13 +1,11 @@
 """The same call gives what transformers' own model gives, on one checkpoint."""
 
 import contextlib
-import copy
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 import ligermodels
 from ligermodels.errors import InputError
@@ -84,16 +82,13 @@ CALLS = {
     "suppressed": dict(suppress_tokens=[*range(5, 60)], begin_suppress_tokens=[*range(60, 90)]),
     "all of them": dict(
         max_new_tokens=30, min_length=20, no_repeat_ngram_size=3, repetition_penalty=1.3, begin_suppress_tokens=[2]),
-    "normalized": dict(renormalize_logits=True, repetition_penalty=1.2),
     "sampling": dict(do_sample=True),
-    "sampling, 0 for top_k": dict(do_sample=True, top_k=0),
     "sampling, cut": dict(do_sample=True, temperature=1.4, top_k=9, top_p=0.9, min_p=0.02),
     "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None,
                               repetition_penalty=None),
     "several, cut and penalized": dict(do_sample=True, num_return_sequences=2, temperature=0.7, top_p=0.8,
                                        repetition_penalty=1.4),
     "without a cache": dict(use_cache=False, repetition_penalty=1.1),
-    "another stop id": dict(max_new_tokens=40, eos_token_id=[17, 30, 44]),
     "another pad id": dict(max_new_tokens=40, eos_token_id=[17, 30, 44], pad_token_id=5),
     "what does nothing": dict(
         num_beams=1, num_return_sequences=1, typical_p=1.0, synced_gpus=False, assistant_model=None,
@@ -280,29 +275,6 @@ def test_caches_that_do_not_fit_are_named(pair):
     ]:
         with pytest.raises(InputError, match=message):
             ours.generate(prompt, past_key_values=past, max_new_tokens=3)
-
-
-def prompt_tuned(model):
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(
-        task_type="CAUSAL_LM", num_virtual_tokens=5, token_dim=32, num_attention_heads=4, num_layers=2
-    )
-    tuned = peft.get_peft_model(copy.deepcopy(model), config)
-    nn.init.normal_(tuned.prompt_encoder["default"].embedding.weight, generator=torch.Generator().manual_seed(0))
-    return tuned.eval()
-
-
-@pytest.mark.parametrize("lengths", [(9, 9), (9, 4)])
-def test_prompt_tuning_generates_as_with_transformers(pair, lengths):
-    """PEFT puts the virtual tokens in through prepare_inputs_for_generation; without it they would be lost."""
-    ids, mask = padded(*lengths)
-    tuned = [prompt_tuned(model) for model in pair]
-    options = dict(attention_mask=mask, max_new_tokens=12, do_sample=True, num_return_sequences=2)
-    found = same(tuned, input_ids=ids, **options)
-    plain = pair[1].generate(ids, seed=5, **options)
-    assert not torch.equal(found[:, : plain.shape[1]], plain)
-    with pytest.raises(InputError, match="adapter adds virtual tokens"):
-        tuned[1].generate(input_ids=ids, past_key_values=pair[1].new_cache(2, 9), max_new_tokens=2)
 
 
 def test_every_option_of_transformers_is_known():

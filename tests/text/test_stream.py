@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ligermodels.errors import InputError
 from ligermodels.text import StopStrings, StreamDecoder, Tokenizer
 from tests.text import folders
 
@@ -64,18 +63,6 @@ def test_text_comes_at_once(tokenizer):
     assert parts_of(tokenizer, tokenizer.encode("the cat sat"))[-1] == ""
 
 
-def test_broken_bytes(tokenizer):
-    """They are held back while a character may follow, and text that was given stays as it was."""
-    fox = tokenizer.encode("🦊", add_special_tokens=False)[-4:]
-    the = tokenizer.encode("the", add_special_tokens=False)
-    parts = parts_of(tokenizer, the + fox[:2])
-    assert "".join(parts) == tokenizer.decode(the + fox[:2]) and set(parts[-1]) == {"\ufffd"}
-    parts = parts_of(tokenizer, [*fox, fox[0], *the])
-    assert parts[3].endswith("🦊") and parts[4] == "" and parts[-1] == ""
-    for after in (fox[:1], [fox[0]] * 9):
-        assert "".join(StreamDecoder(tokenizer, after=after).put(index) for index in the).endswith("the")
-
-
 def test_the_cost_does_not_grow(tokenizer):
     class Counting:
         count = 0
@@ -91,17 +78,6 @@ def test_the_cost_does_not_grow(tokenizer):
         stream.put(index)
     # A few tokens each time; all of them each time would be half a million and more.
     assert counting.count < 20 * len(ids)
-
-
-def test_wrong_arguments(tokenizer):
-    for call, message in (
-        (lambda: StreamDecoder("text"), "has no decode"),
-        (lambda: StreamDecoder(tokenizer).put(-100), "-100 is not a token id"),
-        (lambda: StreamDecoder(tokenizer).put([1, 2]), "put takes one id"),
-        (lambda: StopStrings(["a", ""]), "non-empty strings"),
-    ):
-        with pytest.raises(InputError, match=message):
-            call()
 
 
 def run(strings, parts):
@@ -130,15 +106,3 @@ def test_stop_strings(strings, parts):
         assert run(strings, parts) == (text[: ends[0] - longest], True)
     else:
         assert run(strings, parts) == (text, False)
-
-
-def test_stop_strings_in_a_stream(tokenizer):
-    stop = StopStrings(["</s>", "\nUser:"])
-    said = [stop.put(part) for part in ("Hi <", "b>\nUs", "er: more", "after")]
-    assert said == [("Hi ", False), ("<b>", False), ("", True), ("", True)] and stop.flush() == ""
-    assert StopStrings("end").put("the end") == ("the ", True)
-    assert StopStrings([]).put("the end") == ("the end", False)
-    # A stop string of byte tokens is found with its last token.
-    stream, stop = StreamDecoder(tokenizer), StopStrings("\n")
-    ids = tokenizer.encode("the cat\n")
-    assert [stop.put(stream.put(index))[1] for index in ids] == [False] * (len(ids) - 1) + [True]

@@ -104,17 +104,6 @@ def test_generation_config_as_llama_3_2_published_it(byte_fallback_folder, tmp_p
         Tokenizer.from_folder(folder)
 
 
-def test_padding_id_falls_back(byte_fallback_folder, tmp_path):
-    folder = copy(byte_fallback_folder, tmp_path, eos_token=None)
-    assert Tokenizer.from_folder(folder).padding_id == 0
-    folders.write(folder, "generation_config.json", {"eos_token_id": [9, 7]})
-    for pad, expected in ((None, 9), (4, 4), (-1, 9)):
-        folders.write(folder, "config.json", {"pad_token_id": pad})
-        assert Tokenizer.from_folder(folder).padding_id == expected
-    copy(byte_fallback_folder, tmp_path, pad_token={"content": "<unk>", "lstrip": False})
-    assert Tokenizer.from_folder(folder).padding_id == 0
-
-
 def test_what_tokenizer_json_says_of_a_call(byte_fallback_folder, tmp_path):
     """Its post-processor decides whether there is a BOS; its truncation is switched off."""
     folder = copy(byte_fallback_folder, tmp_path)
@@ -141,12 +130,6 @@ def test_config_adds_tokens_and_flags(byte_fallback_folder, tmp_path):
         assert ids == theirs.encode(text)
         assert ours.decode(ids, True) == theirs.decode(ids, skip_special_tokens=True)
     assert ours.eos_token_id == theirs.eos_token_id == size + 1
-
-
-def test_special_tokens_without_an_id_are_named_in_a_warning(byte_fallback_folder, tmp_path):
-    folder = copy(byte_fallback_folder, tmp_path, additional_special_tokens=["<|nowhere|>", "</s>"])
-    with pytest.warns(UserWarning, match=r"left out: \['<\|nowhere\|>'\]"):
-        assert Tokenizer.from_folder(folder).token_to_id("<|nowhere|>") is None
 
 
 def test_from_hub_resolves_without_weights(byte_level_folder, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tokenizers import AddedToken
 
-from ligermodels.errors import InputError, TokenizerError
+from ligermodels.errors import TokenizerError
 from ligermodels.text import Tokenizer
 from ligermodels.text.vocabulary import NAMES
 from tests.text import families
@@ -124,42 +124,6 @@ def test_tokens_are_added(pair):
     assert ours.add_special_tokens(more, replace_extra_special_tokens=False) == 0
     assert ours.extra_special_tokens == ["<|extra|>", "<|turn|>", ours.eos_token]
     assert "<|turn|>" not in ours.decode(ours.encode(ADDED_TEXTS[0]), skip_special_tokens=True)
-
-
-def test_a_token_of_the_vocabulary_is_added(byte_level_folder):
-    """It keeps its id."""
-    ours = Tokenizer.from_folder(byte_level_folder)
-    index, size = ours.encode("cat", add_special_tokens=False)[-1], len(ours)
-    token = ours.convert_ids_to_tokens(index)
-    assert ours.add_tokens([token]) == 1 and len(ours) == size
-    assert ours.token_to_id(token) == index and ours.get_added_vocab()[token] == index
-
-
-def test_tokens_are_added_beside_a_tokenizer_model(sentencepiece_folder):
-    ours = Tokenizer.from_folder(sentencepiece_folder())
-    size = len(ours)
-    assert not ours.is_fast
-    assert ours.add_tokens(NEW) == 3 and ours.add_special_tokens({"pad_token": "[PAD]"}) == 1
-    assert ours.convert_tokens_to_ids(["<|turn|>", "[note]", "two words", "[PAD]"]) == list(range(size, size + 4))
-    ids = ours.encode("the<|turn|>cat [note] two words[PAD]", add_special_tokens=False)
-    assert [i for i in ids if i >= size] == [size, size + 1, size + 2, size + 3]
-    assert ours.decode(ids, skip_special_tokens=True) == "the<|turn|>cat[note]two words"
-    ours.bos_token = "</s>"
-    assert ours.encode("the")[0] == ours.bos_token_id == 2
-
-
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda t: t.add_tokens([""]), "a non-empty str"),
-        (lambda t: t.add_special_tokens({"padding": "a"}), "'padding' is no special token"),
-        (lambda t: t.convert_ids_to_tokens("12x"), "no list of ids"),
-        (lambda t: t.get_special_tokens_mask([1], already_has_special_tokens=False), "special tokens already"),
-    ],
-)
-def test_wrong_arguments(byte_level_folder, call, message):
-    with pytest.raises(InputError, match=message):
-        call(Tokenizer.from_folder(byte_level_folder))
 
 
 @pytest.fixture(params=["json", "model"])

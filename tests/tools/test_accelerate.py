@@ -3,7 +3,6 @@
 import shutil
 
 import pytest
-import safetensors.torch
 import torch
 
 from tests.tools.models import FAMILIES, Texts, make_ids, ours, theirs, write_checkpoint
@@ -79,7 +78,6 @@ def load_and_dispatch(folder, tmp_path, device_map):
 
 
 OFFLOADED = {
-    "cpu": lambda folder, tmp_path: accelerate.cpu_offload(ours(folder), execution_device="cpu"),
     "disk": lambda folder, tmp_path: accelerate.disk_offload(ours(folder), str(tmp_path), execution_device="cpu"),
     "dispatched": lambda folder, tmp_path: accelerate.dispatch_model(
         ours(folder), DEVICE_MAP, main_device="cpu", offload_dir=str(tmp_path)
@@ -103,31 +101,3 @@ def test_offloaded_models_compute_what_they_did(folder, tmp_path, load):
         torch.testing.assert_close(following, expected_following, rtol=0, atol=1e-5)
     options = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4)
     assert torch.equal(model.generate(ids, **options), expected.generate(ids, do_sample=False, **options))
-
-
-@pytest.mark.gpu
-def test_a_tied_head_on_another_device_than_its_table(folder):
-    """A device map may put the head, in which accelerate sees no weight while it is tied, apart from the table."""
-    model, ids = ours(folder), make_ids(2, 6)
-    expected = model(ids).logits
-    if model.lm_head.is_tied:
-        hook = accelerate.hooks.AlignDevicesHook(execution_device="cuda", io_same_device=True)
-        accelerate.hooks.add_hook_to_module(model.lm_head, hook)
-        torch.testing.assert_close(model(ids).logits, expected, rtol=0, atol=1e-5)  # fp32 logits of about 5
-        model(ids, labels=ids).loss.backward()
-        assert model.get_input_embeddings().weight.grad.device.type == "cpu"
-
-
-def test_state_dicts_share_memory_with_the_model_and_no_storage_within(folder, tmp_path):
-    """Tools tell tied tensors by their storage, and drop or refuse all of it but one."""
-    model, other = ours(folder), ours(folder)
-    state = model.state_dict()
-    assert len({tensor.untyped_storage().data_ptr() for tensor in state.values()}) == len(state)
-    safetensors.torch.save_model(model, tmp_path / "model.safetensors")
-    with torch.no_grad():
-        for tensor in other.state_dict().values():
-            tensor.zero_()
-    assert not any(parameter.any() for parameter in other.parameters())
-    safetensors.torch.load_model(other, tmp_path / "model.safetensors")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(other.get_parameter(name), parameter) and torch.equal(state[name], parameter)

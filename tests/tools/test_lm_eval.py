@@ -1,6 +1,5 @@
 """lm-eval: scores and texts of our models are those of transformers' own, by its calls and by a task of its own."""
 
-import json
 import logging
 
 import pytest
@@ -10,7 +9,6 @@ from tests.tools.models import FAMILIES, WORDS, make_ids, ours, theirs, write_ch
 
 lm_eval = pytest.importorskip("lm_eval")
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.api.task import ConfigurableTask  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -54,23 +52,3 @@ def test_generate_until(models, options):
         model.generate_until(requests("generate_until", arguments), disable_tqdm=True) for model in models
     )
     assert found == expected and len(set(found)) > 1
-
-
-def test_a_task(models, tmp_path):
-    """Multiple choice, by lm-eval's own loop over a task that is made here."""
-    rows = [{"question": text(i, 4), "choices": [text(i + 20, 2), text(i + 40, 3)], "gold": i % 2} for i in range(6)]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    results = []
-    for model in models:
-        task = ConfigurableTask(config={
-            "task": "tiny", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
-            "dataset_kwargs": {"data_files": {"test": str(tmp_path / "rows.jsonl")}},
-            "doc_to_text": "{{question}}", "doc_to_choice": "choices", "doc_to_target": "gold",
-            "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-        })  # fmt: skip
-        results.append(lm_eval.evaluate(model, {"tiny": task}, bootstrap_iters=0, log_samples=True))
-    found, expected = results
-    assert found["results"]["tiny"]["acc,none"] == expected["results"]["tiny"]["acc,none"]
-    for one, other in zip(found["samples"]["tiny"], expected["samples"]["tiny"], strict=True):
-        scores, other_scores = ([float(score) for ((score, _),) in sample["resps"]] for sample in (one, other))
-        torch.testing.assert_close(scores, other_scores, rtol=0, atol=1e-4)  # sums of three fp32 log probabilities

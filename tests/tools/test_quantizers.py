@@ -25,7 +25,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:MatMul8bitLt")
 
 BITSANDBYTES = {
     "nf4": dict(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
-    "fp4": dict(load_in_4bit=True),
     "nested": dict(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
@@ -102,8 +101,8 @@ def test_loading_quantises_what_transformers_quantises(folders, family, name):
 def test_modules_are_skipped_by_name(folders):
     folder = folders["qwen2"]
     skipped = ["lm_head", "down_proj", "model.layers.1", "q_.roj"]
-    hf = theirs_of(folder, "fp4", llm_int8_skip_modules=skipped)
-    model = ours(folder, quantization_config={"load_in_4bit": True, "llm_int8_skip_modules": skipped})
+    hf = theirs_of(folder, "nf4", llm_int8_skip_modules=skipped)
+    model = ours(folder, quantization_config={**BITSANDBYTES["nf4"], "llm_int8_skip_modules": skipped})
     assert quantised(model) == quantised(hf)
     assert not any("down_proj" in name or "layers.1" in name for name in quantised(model))
     skipped = ["lm_head", "model.layers.1", r"model.layers.\d.self_attn.q_"]
@@ -168,22 +167,6 @@ def test_adapters_train_as_on_transformers(folders, family, name, kind):
     assert not merged or merged[0] == pytest.approx(merged[1], rel=2e-3)
 
 
-def test_trainer_takes_a_quantised_model_with_an_adapter_and_no_other(folders, tmp_path):
-    losses = []
-    options = dict(output_dir=tmp_path, max_steps=2, report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True)
-    arguments = transformers.TrainingArguments(**options, per_device_train_batch_size=4, save_strategy="no")
-    for load in (ours, theirs):
-        model = load(folders["llama"], quantization_config=config_of("nf4"))
-        with pytest.raises(ValueError, match="purely quantized"):
-            transformers.Trainer(model, arguments)
-        torch.manual_seed(0)
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["q_proj"]))
-        trainer = transformers.Trainer(model, arguments, train_dataset=models.Texts())
-        trainer.train()
-        losses.append([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
-    torch.testing.assert_close(*(torch.tensor(run) for run in losses), rtol=1e-5, atol=0)
-
-
 # Saving
 
 
@@ -236,20 +219,13 @@ def saved(folders, tmp_path_factory):
     return {**folders, **{name: made / name for name in ("nf4", "llm.int8", "int8")}}
 
 
-def cut(name, *index):
-    return lambda tensors, header: tensors.update({name: tensors[name][index].contiguous()})
-
-
 def lose(name):
     return lambda tensors, header: [tensors.pop(found) for found in list(tensors) if found.startswith(name)]
 
 
 @pytest.mark.parametrize("name, damage, message", [
     ("nf4", lose(f"{Q}.weight.absmax"), "q_proj is no module"),
-    ("nf4", cut(f"{Q}.weight", slice(7)), "holds 7 bytes"),
-    ("llm.int8", cut(f"{Q}.SCB", slice(5)), "its SCB"),
     ("int8", lose(f"{Q}._weight_scale"), f"{Q} is no module"),
-    ("int8", lambda tensors, header: header.update({f"{Q}.weight": '{"_type": "os.system"}'}), f"{Q} is no module"),
     ("qwen2", lambda tensors, header: tensors[f"{Q}.weight"][3].fill_(float("nan")), "q_proj holds NaN or infinity"),
     ("qwen2", lose(f"{Q}.weight"), rf"missing \(1 of 27\): {Q}"),
 ])  # fmt: skip
@@ -267,24 +243,12 @@ def test_damaged_weights_are_named(saved, tmp_path, name, damage, message):
 @pytest.mark.parametrize("given, message", [
     (dict(load_in_4bit=True, load_in_8bit=True), "one of load_in_4bit"),
     (dict(load_in_4bit=True, bnb_4bit_typ="nf4"), "no 'bnb_4bit_typ'; it has .*bnb_4bit_quant_type"),
-    (dict(load_in_4bit=True, bnb_4bit_quant_type="nf5"), "nf5"),
     (transformers.GPTQConfig(bits=4), "'gptq'"),
     (dict(quant_method="torchao", quant_type="int8_weight_only"), "expected a config object of torchao"),
 ], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
 def test_settings_are_checked(folders, given, message):
     with pytest.raises(InputError, match=message):
         ours(folders["llama"], quantization_config=given)
-
-
-def test_settings_of_a_checkpoint_are_checked(saved, tmp_path):
-    config = json.loads((saved["nf4"] / "config.json").read_text())
-    config["quantization_config"]["bnb_4bit_quant_type"] = "nf5"
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "model.safetensors").write_bytes((saved["nf4"] / "model.safetensors").read_bytes())
-    with pytest.raises(ConfigError, match=r"quantised by bitsandbytes: .*nf5"):
-        ours(tmp_path)
-    with pytest.warns(UserWarning, match="quantised already: its own settings"):
-        assert ours(saved["nf4"], quantization_config=SETTINGS["llm.int8"]).is_loaded_in_4bit
 
 
 def test_without_the_library_the_error_says_what_to_install(saved, monkeypatch):
@@ -314,4 +278,4 @@ def test_on_a_gpu(tmp_path, name):
     with torch.no_grad():
         error, plain = (model(ids).logits - hf(ids).logits).norm(), hf(ids).logits.norm()
     # fp32 in eight layers; where bitsandbytes computes in bf16 or fp16, a few of their roundings, 2^-9 and 2^-11.
-    assert error < (1e-4 if name in ("nf4", "fp4") else 0.02) * plain
+    assert error < (1e-4 if name == "nf4" else 0.02) * plain

@@ -1,7 +1,5 @@
 """TRL's trainers: the losses and metrics of our models are those of transformers' own."""
 
-import shutil
-
 import pytest
 import torch
 
@@ -53,10 +51,8 @@ def train(trainer_class, config_class, model, folder, data, *, options=None, **a
 
 SFT = {
     "text": (TEXTS, dict()),
-    "nll": (TEXTS, dict(loss_type="nll", label_smoothing_factor=0.1)),
     "chat": (CHATS, dict()),
     "assistant only": (CHATS, dict(assistant_only_loss=True)),
-    "packed": (TEXTS, dict(packing=True, max_length=16)),
     "padding-free": (TEXTS, dict(padding_free=True, max_length=None)),
     "checkpointing": (TEXTS, dict(gradient_checkpointing=True, gradient_accumulation_steps=2)),
 }
@@ -87,29 +83,6 @@ def test_sft_of_a_mixture_of_experts(tmp_path):
         return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, TEXTS)
 
     assert_same_logs(run(ours), run(theirs), "loss", "aux_loss", "entropy")
-
-
-def test_sft_takes_tokenizer_and_template_by_name(folder, tmp_path):
-    """Without a processing class, the name of the model says where its tokenizer is."""
-    source = make_tokenizer()
-    source.add_tokens(["<think>", "</think>"])
-    source.save_pretrained(tmp_path / "source")
-
-    def run(make):
-        options = {"processing_class": None}
-        arguments = dict(chat_template_path=str(tmp_path / "source"), max_steps=2)
-        return train(trl.SFTTrainer, trl.SFTConfig, make(folder), tmp_path, CHATS, options=options, **arguments)
-
-    found, expected = run(ours), run(theirs)
-    assert_same_logs(found, expected, "loss", "entropy")
-    assert found.model.vocab_size == expected.model.vocab_size == found.model.config.vocab_size
-    found.save_model(tmp_path / "saved")
-    ids, logits = make_ids(1, 6), found.model.eval()(make_ids(1, 6)).logits
-    found.model.save_pretrained(tmp_path / "ours")
-    shutil.copy(tmp_path / "ours" / "config.json", tmp_path / "saved")
-    for load in (ours, theirs):
-        # fp32 logits of about 5
-        torch.testing.assert_close(load(tmp_path / "saved")(ids).logits, logits, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("by_name", [False, True])
