@@ -7,6 +7,7 @@ import signal
 import sys
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from ligermodels.checkpoint.weights import Exported, same_bits
 from ligermodels.errors import CheckpointError, HubError, InputError
 from tests.processes import Child
 
+ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs fork and renameat2")
 
 
@@ -75,6 +77,13 @@ def test_every_dtype_shape_and_stride_is_read_by_safetensors(tmp_path):
         write_checkpoint(tmp_path / "y", Exported({"x": (torch.ones(1, dtype=torch.complex128), ())}))
 
 
+@pytest.mark.parametrize(
+    "size, expected", [("5", 5), ("5GB", 5 * 10**9), ("1.5 MiB", 3 * 2**19), ("2kb", 2000), (7, 7)]
+)
+def test_sizes(size, expected):
+    assert saving.num_bytes(size) == expected
+
+
 @pytest.mark.parametrize("size", ["", "5XB", "-5GB", 0, "nan", None])
 def test_sizes_that_make_no_sense(tmp_path, size):
     with pytest.raises(InputError, match="max_shard_size"):
@@ -95,6 +104,19 @@ def test_one_tensor_in_memory_at_a_time(tmp_path):
 
     write_checkpoint(tmp_path / "out", Watched(tensors(1.0).boxes), max_shard_size=800)
     assert len(alive) == 6
+
+
+def test_files_are_copied_along(tmp_path):
+    source = tmp_path / "source"
+    (source / "additional_chat_templates").mkdir(parents=True)
+    templates = ("chat_template.jinja", "additional_chat_templates/tool.jinja")
+    for name in ("tokenizer.json", *templates, "config.json", "x.bin"):
+        (source / name).write_text(name)
+    found = companion_files(source)
+    assert sorted(found) == ["additional_chat_templates/tool.jinja", "chat_template.jinja", "tokenizer.json"]
+    folder = write_checkpoint(tmp_path / "out", tensors(1.0), files={**found, "config.json": b"{}"})
+    assert (folder / "additional_chat_templates/tool.jinja").read_text() == "additional_chat_templates/tool.jinja"
+    assert (folder / "config.json").read_bytes() == b"{}" and not (folder / "x.bin").exists()
 
 
 TEMPLATE, PROCESSOR = "chat_template.jinja", "preprocessor_config.json"
@@ -144,6 +166,23 @@ def test_saving_over_a_checkpoint(tmp_path):
         "README.md", "checkpoint-5", "config.json", "latest", "model.safetensors",
     }  # fmt: skip
     assert (folder / "checkpoint-5" / "runs" / "log").read_text() == "mine and more"
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("lacking", ["renameat2", "hard links"])
+def test_file_systems_that_can_do_less(tmp_path, monkeypatch, lacking):
+    def link(*args, **kwargs):
+        raise OSError(errno.EPERM, "no links here")
+
+    folder = save(tmp_path / "out", 1.0)
+    put_beside(folder)
+    if lacking == "renameat2":
+        monkeypatch.setattr(saving, "_exchange", lambda a, b: False)
+    else:
+        monkeypatch.setattr(os, "link", link)
+    save(folder, 2.0)
+    assert value_of(folder) == 2.0 and is_beside(folder)
+    assert (folder / "checkpoint-5").stat().st_mode & 0o777 == 0o750
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
@@ -204,6 +243,15 @@ def test_a_disk_that_fails_at_any_step(tmp_path, monkeypatch, step):
     untouched(folder)
 
 
+def test_no_room(tmp_path, monkeypatch):
+    folder = save(tmp_path / "out", 1.0)
+    monkeypatch.setattr(saving.shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(HubError, match=r"it takes 0\.00 GB and 0\.00 GB are free") as caught:
+        save(folder, 2.0)
+    assert caught.value.errno == errno.ENOSPC
+    untouched(folder)
+
+
 def test_folders_that_cannot_be_saved_to(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("x")
     with pytest.raises(HubError, match="is a file"):
@@ -220,6 +268,26 @@ def test_folders_that_cannot_be_saved_to(tmp_path, monkeypatch):
         save(folder, 2.0)
     untouched(folder)
     assert (tmp_path / "file").read_text() == "x"
+
+
+class Failing(Exported):
+    """Raises `error` at the fifth tensor."""
+
+    error: type = CheckpointError
+
+    def read(self, name):
+        if name == "x4":
+            raise self.error
+        return super().read(name)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, CheckpointError])
+def test_an_exception_midway_leaves_the_old_checkpoint(tmp_path, monkeypatch, error):
+    folder = save(tmp_path / "out", 1.0)
+    monkeypatch.setattr(Failing, "error", error)
+    with pytest.raises(error):
+        write_checkpoint(folder, Failing(tensors(2.0).boxes), max_shard_size=800)
+    untouched(folder)
 
 
 STEPS = [(saving, "_write_file"), (os, "fsync"), (os, "rename"), (os, "mkdir"), (os, "chmod"),

@@ -1,11 +1,14 @@
 """The KV cache against concatenation, and transformers' caches against ours."""
 
+import itertools
+
 import pytest
 import torch
 
+import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.layers import cache as cache_file
-from ligermodels.layers.cache import SLACK, KVCache, LayerCache, as_kv_cache
+from ligermodels.layers.cache import SLACK, CrossCache, KVCache, LayerCache, as_kv_cache
 
 
 def tokens(length, batch_size=2, **options):
@@ -54,6 +57,16 @@ def test_update_is_concatenation(lengths, window, slack, max_length, grad, poiso
     assert window is None or layer.keys.shape[1] <= max(max_length, window - 1 + slack)
 
 
+def test_memory_is_allocated_once_and_then_doubles():
+    layer, sizes = make(4)[0], []
+    for _ in range(12):
+        layer.update(*tokens(1))
+        sizes.append(layer.keys.shape[1])
+    assert sizes == [4] * 4 + [8] * 4 + [16] * 4
+    k, _ = layer.update(*tokens(1))
+    assert k.data_ptr() == layer.keys.data_ptr(), "a view, no copy"
+
+
 @pytest.mark.parametrize("rows", [[1, 0], [0, 0], [1], [1, 0, 1]])
 @pytest.mark.parametrize("window", [None, 4])
 def test_reorder_moves_rows(rows, window, monkeypatch, poison):
@@ -82,6 +95,22 @@ def test_crop_goes_back_as_far_as_the_windows_reach_and_else_forgets_all(window,
             assert_concatenates(layer, [1, 2, 1, 7], history=[x[:, :length] for x in history])
 
 
+@pytest.mark.parametrize("window", [None, 4])
+def test_gradients_reach_the_new_tokens_and_no_buffer(window, monkeypatch):
+    monkeypatch.setattr(cache_file, "SLACK", 2)
+    layer, calls, seen = with_window(window, 20), [], []
+    for length in (3, 2, 1, 1, 9, 1):
+        calls.append(tokens(length, requires_grad=True))
+        seen += layer.update(*calls[-1])
+    assert not layer.keys.requires_grad and not layer.values.requires_grad
+    with torch.no_grad():
+        for _ in range(9):  # writes on: what autograd saved must not have been a view of the buffer
+            layer.update(*tokens(1))
+    sum(x.square().sum() for x in seen).backward()
+    for x in itertools.chain(*calls):
+        torch.testing.assert_close(x.grad, 2 * x)
+
+
 @pytest.mark.parametrize("k, message", [
     (torch.zeros(3, 1, 3, 4), "another batch size or model"),
     (torch.zeros(2, 1, 3, 5), "another batch size or model"),
@@ -101,6 +130,32 @@ def test_under_autocast_the_first_tokens_decide_the_dtype():
         assert torch.equal(layer.update(keys[:, 3:], keys[:, 3:])[0], keys) and layer.keys.dtype == torch.bfloat16
         with pytest.raises(InputError, match="with autocast on"):
             layer.update(*tokens(1))
+
+
+def test_cross_layers_hold_images_and_count_no_tokens():
+    cache = make(layers=3, cross_layers=[0, 2])
+    assert [isinstance(layer, CrossCache) for layer in cache] == [True, False, True] and len(cache) == 3
+    first, second = tokens(7, requires_grad=True), tokens(5, requires_grad=True)
+    assert all(a is b for a, b in zip(cache[0].update(*first), first, strict=True))
+    assert cache.length == 0 and cache[2].keys is None and not cache[0].keys.requires_grad
+    cache[1].update(*tokens(4))
+    assert cache.length == 4 and cache.batch_size == 2
+    both = cache[0].update(*second)
+    for found, held, old, new in zip(both, (cache[0].keys, cache[0].values), first, second, strict=True):
+        assert torch.equal(found, torch.cat([old, new], 1)) and torch.equal(held, found)
+    sum(x.square().sum() for x in both).backward()
+    assert all(x.grad is None for x in first) and all(torch.equal(x.grad, 2 * x) for x in second)
+    for k in (torch.zeros(3, 1, 3, 4), torch.zeros(2, 1, 3, 5), torch.zeros(2, 1, 3, 4, dtype=torch.bfloat16)):
+        with pytest.raises(InputError, match="another batch size"):
+            cache[0].update(k, k)
+
+    deltas, held, rows = torch.randn(2, 1), cache[0].keys, [1, 0, 1]
+    cache.state.update(deltas=deltas, images=3)
+    cache.reorder(torch.tensor(rows))
+    assert torch.equal(cache[0].keys, held[rows]) and cache[2].keys is None and cache.batch_size == 3
+    assert torch.equal(cache.state["deltas"], deltas[rows]) and cache.state["images"] == 3
+    cache.reset()
+    assert cache.length == 0 and cache[0].keys is None and cache[0].values is None and cache.state == {}
 
 
 # Caches of transformers
@@ -131,3 +186,34 @@ def test_a_borrowed_cache_returns_what_ours_does_and_fills_theirs(lengths, windo
     kept = torch.cat(past, 2) if window is None else torch.cat(past, 2)[:, :, -(window - 1) :]
     assert torch.equal(theirs.layers[0].keys, kept) and theirs.get_seq_length() == sum(lengths)
     assert as_kv_cache(ours, 2) is ours and as_kv_cache(borrowed, 2) is borrowed
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_prefix_tuning_trains_as_transformers_does(padded, tmp_path):
+    """PEFT gives trained prompts as a DynamicCache, with labels for the tokens after them."""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    theirs = LlamaForCausalLM(LlamaConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, initializer_range=0.2, pad_token_id=0,
+    ))  # fmt: skip
+    theirs.save_pretrained(tmp_path)
+    ours = ligermodels.load(tmp_path, progress=False)
+    ids, prefix = torch.randint(1, 40, (2, 7)), torch.randn(4, 2, 2, 3, 8)  # [k and v of layers, B, HK, S, D]
+    mask = torch.ones(2, 10) if padded else None
+    labels = ids.clone()
+    if padded:
+        mask[1, 8:] = 0
+        labels[1, 5:] = -100
+    losses, gradients = [], []
+    for model in (theirs, ours):
+        prompt = prefix.clone().requires_grad_()
+        cache = DynamicCache([(prompt[0], prompt[1]), (prompt[2], prompt[3])])
+        output = model(ids, attention_mask=mask, past_key_values=cache, labels=labels)
+        output.loss.backward()
+        losses.append(output.loss.detach())
+        gradients.append(prompt.grad)
+        assert cache.get_seq_length() == 10
+    torch.testing.assert_close(losses[1], losses[0], rtol=1e-5, atol=0)  # fp32 sums in another order
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)  # as above
+    assert gradients[0].abs().amax((1, 2, 3, 4)).min() > 1e-4

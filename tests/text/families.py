@@ -59,6 +59,11 @@ LLAMA_3_1 = """{{- bos_token }}
     {{- m.content | trim ~ '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{ open % 'assistant' }}{% endif %}"""
+MIXTRAL = (
+    "{{ bos_token }}{% set turns = messages %}"
+    + _TURNS
+    + "{{ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' else m.content ~ eos_token ~ ' ' }}{% endfor %}"
+)
 _MISTRAL = (
     "{{ bos_token }}" + _SPLIT_SYSTEM + _TURNS + "{% if m.role == 'user' %}"
     "{% if tools and loop.last %}{{ '[AVAILABLE_TOOLS]' ~ SP ~ (tools | tojson) ~ '[/AVAILABLE_TOOLS]' }}{% endif %}"
@@ -66,6 +71,7 @@ _MISTRAL = (
     "{% else %}{{ SP ~ m.content ~ eos_token }}{% endif %}{% endfor %}"
 )
 MISTRAL_3 = _MISTRAL.replace("SP", "' '")
+NEMO = _MISTRAL.replace("SP", "''")
 GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}" + _REFUSE % "System role not supported" + "{% endif %}"
     "{% set turns = messages %}" + _TURNS + "{{ '<start_of_turn>' ~ ('model' if m.role == 'assistant' else m.role) "
@@ -92,8 +98,12 @@ PHI_4 = (
 
 _ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_WORDS = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+ENDS|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*ENDS"
 LLAMA_3_SPLIT = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_REST}"
 QWEN_SPLIT = LLAMA_3_SPLIT.replace("{1,3}", "")
+O200K_SPLIT = _WORDS.replace("ENDS", f"{_ENDINGS}?") + r"|\p{N}{1,3}|" + _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
+TEKKEN_SPLIT = _WORDS.replace("ENDS", "") + r"|\p{N}|" + _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
 
 Specials = Mapping[int, dict[str, Any]]
 
@@ -263,6 +273,19 @@ def _llama_3(folder: Path) -> Path:
     )
 
 
+def _mixtral(folder: Path) -> Path:
+    model = _sentencepiece()
+    return _write(
+        folder,
+        "mixtral",
+        _LLAMA_IDS,
+        {},
+        tokenizer__model=model,
+        tokenizer__json=_converted(model, CONTROL, kind="prepend", bos="<s>"),
+        tokenizer_config__json=_settings(CONTROL, MIXTRAL, add_bos_token=True, legacy=True, **_LLAMA_NAMES),
+    )
+
+
 def _mistral_3(folder: Path) -> Path:
     names = ("[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]")
     names += ("[/TOOL_RESULTS]", *(f"[control_{rank}]" for rank in range(8, 769)))
@@ -277,6 +300,22 @@ def _mistral_3(folder: Path) -> Path:
         tokenizer__model__v3=model,
         tokenizer__json=_converted(model, special, kind="first", bos="<s>"),
         tokenizer_config__json=_settings(special, MISTRAL_3, add_prefix_space=True, legacy=False, **_LLAMA_NAMES),
+    )
+
+
+def _nemo(folder: Path) -> Path:
+    names = ("[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]")
+    names += ("[TOOL_CALLS]", "<pad>", "[PREFIX]", "[MIDDLE]", "[SUFFIX]")
+    special = CONTROL | _named(3, *names, *(f"<SPECIAL_{index}>" for index in range(14, 1000)))
+    state = _byte_level(TEKKEN_SPLIT, special, ignore_merges=True)
+    template = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return _write(
+        folder,
+        "mistral",
+        _LLAMA_IDS,
+        {},
+        tokenizer__json=state | {"post_processor": json.loads(template.__getstate__())},
+        tokenizer_config__json=_settings(special, NEMO, **_LLAMA_NAMES | {"tokenizer_class": "GPT2Tokenizer"}),
     )
 
 
@@ -397,6 +436,8 @@ FAMILIES = {
         special=("<|eot_id|>", "<|python_tag|>"),
     ),
     "mistral 0.3": Family(_mistral_3, stops=(2,), turn_end=2, bos="<s>", special=("</s>", "[INST]")),
+    "nemo": Family(_nemo, stops=(2,), turn_end=2, bos="<s>", special=("</s>", "[INST]")),
+    "mixtral": Family(_mixtral, stops=(2,), turn_end=2, bos="<s>", special=("</s>",)),
     "gemma 1": Family(_gemma, stops=(1,), turn_end=107, bos="<bos>", special=("<start_of_turn>", "<eos>")),
     "gemma 2": Family(
         lambda folder: _gemma(folder, 2),

@@ -1,5 +1,7 @@
 """apply_chat_template against transformers: templates by conversations by options, and where ours differs."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -57,6 +59,7 @@ def tokenized(tokenizer, chats, **options):
         {"return_tensors": "np", "padding": "max_length", "max_length": 400},
         {"return_tensors": "pt", "truncation": True, "max_length": 12},
         {"padding": True, "tokenizer_kwargs": {"padding_side": "left", "pad_to_multiple_of": 8}},
+        {"padding": True, "tokenizer_kwargs": {"return_offsets_mapping": True}},
         {"padding": True, "add_generation_prompt": True, "tokenizer_kwargs": {"return_attention_mask": False}},
     ],
     ids=str,
@@ -110,6 +113,61 @@ def test_parts(pair, template):
         assert ours.apply_chat_template(in_parts, **options, **given) == expected
 
 
+def test_parts_that_a_template_reads_in_part(pair):
+    """Of a system message in parts, Gemma 3's template prints the first alone: ours joins them."""
+    chat = [{"role": "system", "content": parts("a", "b")}, USER]
+    text = pair[0].apply_chat_template(chat, chat_template=TEMPLATES["gemma 3"], tokenize=False)
+    assert text == "<|begin|><start_of_turn>user\nab\n\nWhere is the mat?<end_of_turn>\n"
+    assert chat[0]["content"] == parts("a", "b")
+
+
+def test_images_stay_parts(pair):
+    content = [{"type": "image"}, *parts("what?")]
+    for tokenizer in pair:
+        text = tokenizer.apply_chat_template(
+            [SYSTEM | {"content": parts("a")}, {"role": "user", "content": content}],
+            chat_template=TEMPLATES["gemma 3"],
+            tokenize=False,
+        )
+        assert text == "<|begin|><start_of_turn>user\na\n\n<image>what?<end_of_turn>\n"
+        # A template without images does not get the texts around them alone.
+        for image in ({"type": "image"}, {"type": "image", "text": "a mat"}):
+            chat = [{"role": "user", "content": [image, *parts("what?")]}]
+            text = tokenizer.apply_chat_template(chat, chat_template=QWEN_3, tokenize=False)
+            assert text == "<|im_start|>user\n<|im_end|>\n"
+
+
+def test_continue_a_field(pair):
+    chat = [USER, {"role": "assistant", "content": "", "reasoning": "First, "}]
+    for field in ("reasoning_content", "reasoning", "thinking"):
+        for tokenizer in pair:
+            text = tokenizer.apply_chat_template(
+                chat, chat_template=QWEN_3, continue_final_message=field, tokenize=False
+            )
+            assert text.endswith("<|im_start|>assistant\n<think>\nFirst, ")
+    with pytest.raises(TokenizerError, match="last message whose thought has text"):
+        pair[0].apply_chat_template(chat, continue_final_message="thought")
+
+
+def test_objects_in_messages(pair):
+    """Numbers of numpy and torch, dataclasses and pydantic models are plain values for a template."""
+
+    @dataclasses.dataclass
+    class Function:
+        name: str
+        arguments: dict
+
+    class Model:
+        def model_dump(self):
+            return {"function": Function("find", {"a": np.int64(3), "b": np.bool_(False), "c": np.float32(0.5)})}
+
+    chat = [USER, {"role": "assistant", "content": "", "tool_calls": [Model()]}]
+    given = {"chat_template": QWEN_3, "tokenize": False}
+    text = pair[0].apply_chat_template(chat, **given)
+    assert text == pair[1].apply_chat_template(chat, **given)
+    assert '{"name": "find", "arguments": {"a": 3, "b": false, "c": 0.5}}' in text
+
+
 def test_variables(pair):
     for tokenizer in pair:
         for thinks in (True, False):
@@ -130,10 +188,18 @@ def test_variables(pair):
             r"'add_generation_promt' is no argument .* nearest .* 'add_generation_prompt'",
         ),
         ({"enable_thinkin": False}, r"the chat template that was passed does not read it.*'enable_thinking'"),
+        ({"sanitize_control_tokens": True}, r"'sanitize_control_tokens' .* Variables of the template: \['enable_th"),
+        ({"enable_thinking": False, "chat_template": TEMPLATES["mistral"]}, "'enable_thinking' is no argument"),
         ({"conversation": []}, "at least one message"),
+        ({"conversation": [[USER], []]}, "at least one message"),
+        ({"conversation": None}, "takes a conversation"),
+        ({"messages": [USER]}, "given once"),
         ({"tools": CALL}, "tools must be a list"),
+        ({"tools": [len]}, "a tool is a JSON schema .* not <built-in function len>"),
         ({"tools": [lambda a: a]}, "has no docstring"),
         ({"tokenizer_kwargs": {"stride": 1}}, r"tokenizer_kwargs can have .* not \['stride'\]"),
+        ({"documents": ["a"]}, "documents must be a list of dicts"),
+        ({"conversation": [[USER], USER]}, "messages must be a list of dicts"),
         ({"continue_final_message": True, "return_dict": True, "return_assistant_tokens_mask": True}, "the assistant"),
     ],
 )

@@ -1,6 +1,8 @@
 """Files that are damaged or mixed up raise a TokenizerError with the file, the cause and what to do."""
 
+import json
 import os
+import random
 
 import pytest
 
@@ -28,13 +30,19 @@ def refused(folder, message):
     ("name", "content", "message"),
     [
         ("tokenizer.json", '{"model": ', r"not valid JSON.*interrupted download"),
+        ("tokenizer.json", "{}", "no `model` object"),
         ("tokenizer.json", {"model": {"type": "Tekken", "vocab": {}}}, r"model type 'Tekken' is unknown.*BPE"),
         ("tokenizer.json", LFS, "git-lfs pointer.*git lfs pull"),
+        ("tokenizer.json", "\n<!DOCTYPE html><html>", "is an HTML page"),
         ("tokenizer_config.json", "{", "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", {ADDED: {"5": {}}}, "added token cannot be read"),
+        ("tokenizer_config.json", {ADDED: {"7": {"content": "</s>"}}}, r"'</s>' the id 2.*say 7"),
+        ("tokenizer_config.json", {"extra_special_tokens": "<x>"}, "must be a list, not '<x>'"),
         ("tokenizer_config.json", {"eos_token": "<end>"}, "eos_token is '<end>', which has no id"),
+        ("tokenizer_config.json", {"padding_side": "top"}, "sides must be"),
         ("config.json", {"text_config": {"vocab_size": 300}}, "400 ids, the model's embedding 300 rows"),
         ("generation_config.json", {"eos_token_id": [2, "x"]}, "eos_token_id must be an integer"),
+        ("chat_template.jinja", b"\xff", "chat_template.jinja is not UTF-8"),
     ],
 )
 def test_a_bad_file(folder, name, content, message):
@@ -91,3 +99,39 @@ def test_texts_that_cannot_be_encoded(byte_fallback_folder):
         tokenizer([b"bytes"])
     with pytest.raises(TokenizerError, match=r"lone surrogate '\\ud83e' at position 4"):
         tokenizer.encode("the \ud83e")
+
+
+def test_a_panic_of_the_library(folder):
+    """Its Strip decoder reads before the beginning of an empty token."""
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["decoder"] = {"type": "Strip", "content": " ", "start": 0, "stop": 2}
+    content["model"]["vocab"][""] = 400
+    folders.write(folder, "tokenizer.json", content)
+    with pytest.raises(TokenizerError, match="tokenizers library"):
+        Tokenizer.from_folder(folder).decode([400])
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*special tokens without an id")
+def test_any_damage_is_a_typed_error(folder, sentencepiece_folder):
+    """With single bytes changed or a range cut, a file loads and works or raises a typed error."""
+    generator, refusals = random.Random(0), 0
+    other = sentencepiece_folder(added_tokens_decoder={"420": folders.added("<|user|>")})
+    json_files = [folder / "tokenizer.json", folder / "tokenizer_config.json"]
+    for path in (*json_files, other / "tokenizer_config.json", other / "tokenizer.model"):
+        good = path.read_bytes()
+        for _ in range(300):
+            data = bytearray(good)
+            at = generator.randrange(len(data))
+            data[at] = generator.randrange(256)
+            if generator.random() < 0.5:
+                del data[at : at + generator.randrange(1, 40)]
+            path.write_bytes(data)
+            try:
+                tokenizer = Tokenizer.from_folder(path.parent)
+                tokenizer.decode(tokenizer.encode("the cat"))
+                tokenizer.apply_chat_template([{"role": "user", "content": "x"}])
+            except (InputError, TokenizerError):
+                refusals += 1
+        path.write_bytes(good)
+    assert refusals > 200

@@ -15,6 +15,11 @@ TOOL = {"type": "function", "function": {"name": "find", "description": "é <b>"
 
 
 @pytest.fixture(scope="module")
+def pair(byte_level_folder):
+    return Tokenizer.from_folder(byte_level_folder), AutoTokenizer.from_pretrained(byte_level_folder)
+
+
+@pytest.fixture(scope="module")
 def tokenizer(byte_level_folder):
     return Tokenizer.from_folder(byte_level_folder)
 
@@ -28,6 +33,8 @@ def tokenizer(byte_level_folder):
         ("{% for i in range(9) %}{% if i == 2 %}{% continue %}{% endif %}{{ i }}{% endfor %}", "01345678"),
         ("{{ strftime_now('%Y')|length }}{{ nothing|default(1700000000) }}", "41700000000"),
         ("{% set x = 1 %}{% generation %}{{ x }}{% set x = 2 %}{% endgeneration %}{{ x }}", "11"),
+        ("{{ namespace(self=1, x=2).x }}{{ cycler('a', 'b').next() }}{{ dict(a=1).a }}", "2a1"),
+        ("{{ dict.fromkeys('ab', 1) | tojson }}", '{"a": 1, "b": 1}'),
         ("  {% if true %}\n  yes\n  {% endif %}\nend", "  yes\nend"),
     ],
 )
@@ -41,8 +48,12 @@ def test_the_environment_is_that_of_transformers(tokenizer, template, text):
     [
         ("{{ ''.__class__.__mro__ }}", "line 1: SecurityError: access to attribute '__class__'"),
         ("{{ '{0.__class__.x}'.format(1) }}", "'__class__'"),
+        ("{{ messages.append(1) }}", "SecurityError"),
+        ("{% set ns = namespace() %}{% set ns.__html__ = 1 %}", "cannot hold '__html__'"),
         ("{{ x }}" * 200_000, "TemplateTooLarge: a template has at most 524,288 characters"),
         ("{% for i in range(9999) %}{{ 'ab' * 5000 }}{% endfor %}", "output of a template has at most 67,108,864"),
+        ("{% include '/etc/passwd' %}", "no loader"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
         ("a\nb\n{{ x }", "line 3: syntax error: "),
         ("{% for m in messages %}\n{{ m.foo.bar }}\n{% endfor %}", "line 2: UndefinedError: .*foo"),
         ("{{ raise_exception('only users here') }}", "refuses these messages: only users here"),
@@ -63,6 +74,36 @@ def test_messages_are_not_changed_and_objects_not_reached(tokenizer):
         template = f"{{% set i = messages[0].content[0].image %}}{template}"
         assert tokenizer.apply_chat_template(messages, template=template, tokenize=False) == text
     assert isinstance(messages[0]["content"][0]["image"], Image)
+
+
+PARTS = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "content"),
+    [
+        (families.QWEN, "On the "),
+        (folders.LLAMA2, "  On the "),
+        (folders.LLAMA3, "On the "),
+        (PARTS, [{"type": "text", "text": "On the "}, {"type": "image"}]),
+    ],
+)
+def test_continue_final_message(pair, template, content):
+    ours, theirs = pair
+    chat = [*([USER] if isinstance(content, str) else []), {"role": "assistant", "content": content}]
+    theirs.chat_template = template
+    arguments = {"continue_final_message": True, "tokenize": False}
+    text = theirs.apply_chat_template(chat, **arguments)
+    assert ours.apply_chat_template(chat, template=template, **arguments) == text
+    assert text.rstrip().endswith("On the")
+
+
+def test_variables_reach_the_template(pair):
+    ours, theirs = pair
+    template = "{{ date }}{{ documents[0].text }}{{ bos_token }}{{ eos_token }}{{ pad_token }}"
+    arguments = {"documents": [{"title": "a", "text": "b"}], "tokenize": False, "date": "today"}
+    text = theirs.apply_chat_template([USER], chat_template=template, **arguments)
+    assert ours.apply_chat_template([USER], template=template, **arguments) == text == "todayb<|begin|><|eot_id|>"
 
 
 def folder_with(tmp_path, byte_level_folder, *, config=None, files=()):
@@ -171,11 +212,39 @@ def test_masks_are_those_of_transformers(folder_of, name):
             assert plain[0] == plain[1] and type(found["input_ids"]) is type(expected["input_ids"]), options
 
 
+IN_A_MACRO = (
+    "{% macro show(m) %}[{{ m.role }}]{% generation %}{{ m.content }}{% endgeneration %}{% endmacro %}"
+    "{% for m in messages %}{% set text %}<{{ show(m) }}>{% endset %}{{ text }}{% endfor %}"
+)
+NESTED = (
+    "{% for m in messages %}a{% generation %}{% endgeneration %}b"
+    "{% generation %}<|im_start|>{% generation %}{{ m.content }}{% endgeneration %}<|im_end|>{% endgeneration %}c"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "texts", "said"),
+    [
+        (IN_A_MACRO, ["the cat", "sat"], "the catsat"),  # where the place cannot be counted while the text is written
+        (NESTED, ["the", ""], "<|im_start|>the<|im_end|><|im_start|><|im_end|>"),
+        (MARKED, ["a 🦊"], "a 🦊<|end|>"),  # every token of the last character
+    ],
+)
+def test_masks_of_odd_templates(tokenizer, template, texts, said):
+    chat = [{"role": "assistant", "content": text} for text in texts]
+    found = tokenizer.apply_chat_template(chat, chat_template=template, **MASK)
+    mine = [i for i, is_mine in zip(found["input_ids"], found["assistant_masks"], strict=True) if is_mine]
+    assert tokenizer.decode(mine) == said
+
+
 @pytest.mark.parametrize(
     ("template", "content", "message"),
     [
         ("{# {% generation %} #}{{ messages[0].content }}", "a", r"has no {% generation %}.*TRL"),
+        ("{% set x %}{% generation %} a {% endgeneration %}{% endset %}{{ x | trim }}", "a", "changes the text"),
         ("{% generation %}{{ messages[0].content }}{% endgeneration %}", f"a{sandbox.SPAN_END}b", "changes the text"),
+        ("{% for m in [1] %}{% generation %}a{% break %}{% endgeneration %}{% endfor %}", "a", "without its end"),
     ],
 )
 def test_masks_that_cannot_be_found(tokenizer, template, content, message):

@@ -25,6 +25,15 @@ class Home:
             name: Which door.
         """
 
+    @classmethod
+    def close(cls, name: str = "front") -> str:
+        """Closes.
+
+        Args:
+            name: Which door
+        """
+        return name
+
 
 def all_types(
     a: str,
@@ -97,12 +106,38 @@ def no_arguments():
     """
 
 
-FUNCTIONS = [all_types, no_arguments, Home.open_door, Home().open_door]
+def unknown_return(a: int) -> Home:
+    """Has a return type without a schema.
+
+    Args:
+        a: A number.
+
+    Raises:
+        KeyError: sometimes
+    """
+    raise KeyError(a)
+
+
+FUNCTIONS = [all_types, no_arguments, unknown_return, Home.open_door, Home().open_door, Home.close]
 
 
 @pytest.mark.parametrize("function", [*FUNCTIONS, templates.find, templates.is_at_home])
 def test_schemas_are_those_of_transformers(function):
     assert json.dumps(function_schema(function)) == json.dumps(get_json_schema(function))
+
+
+def test_types_in_the_docstring():
+    def add(x, y):
+        """Adds.
+
+        Args:
+            x (int): The first.
+            y (`list[int]`, *optional*): The second.
+        """
+
+    add.__annotations__ = {"x": int, "y": int}
+    properties = function_schema(add)["function"]["parameters"]["properties"]
+    assert [schema["description"] for schema in properties.values()] == ["The first.", "The second."]
 
 
 def described(hint, docstring="Does.\n\nArgs:\n    a: An argument"):
@@ -122,6 +157,8 @@ class Empty(enum.Enum):
     ("hint", "docstring", "message"),
     [
         (int, None, "the tool tool has no docstring"),
+        (int, "Does.", "does not describe the argument a"),
+        (int, "Does.\n\nArgs:\n    b: Another", "does not describe the argument a"),
         (None, "Does.\n\nArgs:\n    a: An argument", "the argument a of the tool tool has no type hint"),
         (int, "Does.\n\nArgs:\n    a: An argument (choices: [1, )", r"choices of the argument a .* not a JSON list"),
     ],

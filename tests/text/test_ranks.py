@@ -1,5 +1,6 @@
 """Meta's tiktoken tokenizer.model and Mistral's tekken.json, rebuilt small, against merging by rank in plain Python."""
 
+import base64
 import itertools
 import json
 import pickle
@@ -97,6 +98,19 @@ def test_a_tekken_file(tmp_path, special):
     assert tokenizer.decode([1, 3, *tokenizer.encode("the cat", False), 2], skip_special_tokens=True) == "the cat"
 
 
+def test_a_config_beside_the_file_counts(meta):
+    folder, tokens = meta
+    size = len(tokens)
+    decoder = {str(size + 4): folders.added("<|pad|>"), str(size + 9): folders.added("<|end|>")}
+    config = {"eos_token": "<|end|>", "pad_token": None, "added_tokens_decoder": decoder}
+    folders.write(folder, "tokenizer_config.json", config)
+    folders.write(folder, "generation_config.json", {"eos_token_id": size + 8})
+    tokenizer = Tokenizer.from_folder(folder)
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token) == (size, size + 9, None)
+    assert tokenizer.eos_token_ids == (size + 8, size + 9)
+    assert tokenizer.convert_ids_to_tokens([size + 4, size + 5]) == ["<|pad|>", "<|step_id|>"]
+
+
 @pytest.mark.parametrize("kind", ["meta", "tekken"])
 def test_it_is_saved_for_both_libraries(request, tmp_path, kind):
     folder, _ = request.getfixturevalue(kind)
@@ -139,8 +153,10 @@ def test_the_order_of_candidates(tmp_path, byte_level_folder, sentencepiece_mode
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (lambda data: data[:-6], "not a tiktoken file|tiktoken file of"),
         (lambda data: data.replace(b" 300\n", b" 301\n"), r"tiktoken file of \d+ tokens.*take tokenizer.json"),
         (lambda data: data + b"!!!! 500\n", "not a tiktoken file.*truncated"),
+        (lambda data: data.replace(base64.b64encode(b"a") + b" ", base64.b64encode(b"qqq") + b" "), "256 bytes"),
     ],
 )
 def test_a_bad_tiktoken_file(meta, change, message):
@@ -156,7 +172,10 @@ def test_a_bad_tiktoken_file(meta, change, message):
     [
         ({"version": "v11"}, "version 8 or later without special_tokens"),
         ({"default_vocab_size": 10**6}, "default_vocab_size of 1000000"),
+        ({"pattern": "("}, "pattern that splits a text"),
         ({"special": ["<unk>", "<s>", "<s>"]}, "token twice"),
+        ({"special": ["<unk>", "</s>"]}, "no <s>"),
+        ({"default_num_special_tokens": "x"}, "not a tekken.json.*ValueError"),
     ],
 )
 def test_a_bad_tekken_file(tmp_path, arguments, message):

