@@ -94,6 +94,14 @@ def blocks(values, kind):
 QUANTISED = [name for name in TYPES.values() if name not in ("F32", "F16", "BF16")]
 
 
+def test_gemma_2_27b_is_known_by_its_number_of_layers(tmp_path):
+    """Its queries alone are scaled by the width of the model, which no key of the file says."""
+    sizes = {"num_hidden_layers": 46, "head_dim": 16, "query_pre_attn_scalar": 8}
+    small_model(tmp_path / "hf", "gemma 2", "gemma2", tie_word_embeddings=True, **sizes)
+    to_gguf(tmp_path / "hf", tmp_path / "model.gguf")
+    assert load(tmp_path / "model.gguf").config.query_pre_attn_scalar == 8
+
+
 def test_norms_that_a_half_does_not_hold_stay_fp32(tmp_path, model_of):  # noqa: F811
     source = model_of("qwen3", torch.float32)
     to_gguf(source, tmp_path / "model.gguf", dtype="fp16")
