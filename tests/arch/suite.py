@@ -379,8 +379,9 @@ class Suite(Tiny):
         return states
 
     def test_a_copy_stands_on_its_own(self, model, ids):
-        expected = model(ids).logits
-        twin = copy.deepcopy(model)
+        original, twin = model(ids).logits, copy.deepcopy(model)
+        expected = twin(ids).logits  # weights that are mapped from a file are multiplied one by one
+        assert relative(expected, original) < LOGITS
         assert twin.state_dict().keys() == model.state_dict().keys() == dict(model.named_parameters()).keys()
         with torch.no_grad():
             for parameter in model.parameters():
