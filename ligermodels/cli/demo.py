@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ligermodels
-from ligermodels.kernels._triton import HAS_TRITON
+from ligermodels.kernels._triton import IS_INSTALLED
 
 TEXT = Path(__file__).with_name("demo_text.txt")
 END = "<|end|>"  # stands before each fable, and stops generation
@@ -182,7 +182,7 @@ def train(model: Any, tokenizer: Any, seconds: float) -> None:
 
 def _compare_kernels(device: str) -> bool:
     print("\nKernels and PyTorch's own ops against fp64 (rms error / rms)")
-    if not HAS_TRITON:
+    if not IS_INSTALLED:
         print("Triton is not installed: every op runs as plain PyTorch. On Linux: pip install triton")
         return True
     # In a child process: whether Triton interprets its kernels is decided when it is imported.

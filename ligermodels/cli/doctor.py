@@ -55,7 +55,7 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
     yield "python", f"{platform.python_version()} on {platform.platform()}", None
     fix = None if _version(torch.__version__) >= (2, 11) else "pip install -U 'torch>=2.11'"
     yield "torch", torch.__version__, fix
-    if not _triton.HAS_TRITON:
+    if not _triton.IS_INSTALLED:
         fix = "pip install 'triton>=3.6'" if sys.platform == "linux" else None
         yield "triton", "not installed; every op runs as plain PyTorch", fix
     else:
@@ -80,7 +80,7 @@ def _findings() -> Iterator[tuple[str, str, str | None]]:
             if built:
                 fix = f"this torch needs a driver for {built}: update it, or check CUDA_VISIBLE_DEVICES"
         yield "GPU", "none that torch can use", fix
-        interpreter = "; TRITON_INTERPRET=1 runs them in Triton's interpreter" if _triton.HAS_TRITON else ""
+        interpreter = "; TRITON_INTERPRET=1 runs them in Triton's interpreter" if _triton.IS_INSTALLED else ""
         yield "kernels", f"plain PyTorch on the CPU{interpreter}", None
 
     found = get_token() is not None

@@ -1,17 +1,24 @@
-"""Triton where it is installed and a stand-in where it is not, so that every kernel file imports anywhere.
+"""Triton where it is installed and of use, and a stand-in where it is not, so that every kernel file imports anywhere.
 
 `use_triton` alone decides between a Triton kernel and its PyTorch reference. Below are the helpers of launches.
 """
 
 import contextlib
 import functools
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+IS_INSTALLED = importlib.util.find_spec("triton") is not None
+
 try:
+    # A build of torch without GPUs runs no kernels, unless they are interpreted: it is spared a third of a second.
+    if not (torch.version.cuda or torch.version.hip or torch.version.xpu or "TRITON_INTERPRET" in os.environ):
+        raise ImportError
     import triton
     import triton.language as tl
 
