@@ -28,14 +28,17 @@ _UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+@|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*@|"
 _CASED_REST = _REST.replace(r"[\r\n]*|", r"[\r\n/]*|")
 _WORDS = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|"
+LLAMA_3_PATTERN = rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}"
+LLAMA_4_PATTERN = _CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}"
+"""GPT-4o's."""
 PRE_TOKENIZERS = {
-    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", True): "llama-bpe",
-    (rf"{_WORDS}\p{{N}}{{1,3}}|{_REST}", False): "dbrx",
+    (LLAMA_3_PATTERN, True): "llama-bpe",
+    (LLAMA_3_PATTERN, False): "dbrx",
     (rf"{_WORDS}\p{{N}}|{_REST}", False): "qwen2",
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", True): "tekken",
     # Made from tiktoken's ranks, where merges lead to every token: the flag changes nothing.
     (_CASED.replace("@", "") + rf"\p{{N}}|{_CASED_REST}", False): "tekken",
-    (_CASED.replace("@", f"{_ENDINGS}?") + rf"\p{{N}}{{1,3}}|{_CASED_REST}", False): "gpt-4o",
+    (LLAMA_4_PATTERN, False): "gpt-4o",
     ("ByteLevel", False): "gpt-2",
     ("Digits ByteLevel", False): "smollm",
 }

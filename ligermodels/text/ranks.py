@@ -23,18 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ligermodels.checkpoint.gguf_tokenizer import LLAMA_3_PATTERN, LLAMA_4_PATTERN
 from ligermodels.errors import TokenizerError
 from ligermodels.text.files import TokenizerFiles, read_bytes, read_text
 from ligermodels.text.json_backend import JsonBackend
-
-_ENDINGS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_LLAMA_3_PATTERN = rf"{_ENDINGS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
-_LLAMA_4_PATTERN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_ENDINGS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_ENDINGS}?"
-    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
-)
 
 
 def _reserved(kind: str, numbers: Iterable[int]) -> tuple[str, ...]:
@@ -92,8 +84,8 @@ def _llama(pattern: str, special: tuple[str, ...], pad: str, *stops: str) -> Ran
 
 
 TIKTOKEN = {
-    128000: _llama(_LLAMA_3_PATTERN, _LLAMA_3_SPECIAL, "<|finetune_right_pad_id|>", "<|eom_id|>", "<|eot_id|>"),
-    200000: _llama(_LLAMA_4_PATTERN, _LLAMA_4_SPECIAL, "<|finetune_right_pad|>", "<|eom|>", "<|eot|>"),
+    128000: _llama(LLAMA_3_PATTERN, _LLAMA_3_SPECIAL, "<|finetune_right_pad_id|>", "<|eom_id|>", "<|eot_id|>"),
+    200000: _llama(LLAMA_4_PATTERN, _LLAMA_4_SPECIAL, "<|finetune_right_pad|>", "<|eom|>", "<|eot|>"),
 }
 """{number of tokens in a tiktoken file: what the file does not say}."""
 
