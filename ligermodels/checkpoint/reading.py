@@ -26,9 +26,6 @@ from ligermodels.checkpoint.files import (
     weight_files,
     weights_in,
 )
-from ligermodels.checkpoint.files import companion_files as companion_files  # for readers of other layouts
-from ligermodels.checkpoint.files import json_bytes as json_bytes
-from ligermodels.checkpoint.files import read_json as read_json
 from ligermodels.checkpoint.weights import TensorInfo, plain_name
 from ligermodels.errors import CheckpointError
 

@@ -16,8 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.reading import json_bytes, read_json
+from ligermodels.checkpoint.files import companion_files, json_bytes, read_json
 from ligermodels.checkpoint.weights import TensorInfo, to_halves, to_pairs
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.tokenizer_files import hugging_face_files
@@ -144,7 +143,7 @@ class ConsolidatedSource(Source):
         return dict(self._config)
 
     def files(self) -> dict[str, bytes | Path]:
-        found: dict[str, bytes | Path] = {**reading.companion_files(self.folder)}
+        found: dict[str, bytes | Path] = {**companion_files(self.folder)}
         found |= hugging_face_files(self.folder, self._config["vocab_size"])
         if (path := self.folder / "generation_config.json").is_file():
             found[path.name] = path

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.reading import companion_files, read_json
+from ligermodels.checkpoint.files import companion_files, read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.huggingface import config_files
 from ligermodels.conversion.source import METADATA, Source

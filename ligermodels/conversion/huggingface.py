@@ -6,6 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from ligermodels.checkpoint import reading, saving
+from ligermodels.checkpoint.files import companion_files, read_json
 from ligermodels.checkpoint.gguf import GgufReader
 from ligermodels.conversion.source import Source
 from ligermodels.errors import InputError
@@ -22,7 +23,7 @@ class FolderSource(Source):
     def __init__(self, folder: Path, config_folder: Path | None = None, *, allow_pickle: bool = False):
         self.folder = folder
         self._config_folder = config_folder or folder
-        self._config = reading.read_json(self._config_folder / "config.json")
+        self._config = read_json(self._config_folder / "config.json")
         self._reader = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
         self.source, self.headers, self.places = self._reader.source, self._reader.headers, self._reader.places
         self.is_pickled = isinstance(self._reader, reading.PickleReader)
@@ -36,8 +37,8 @@ class FolderSource(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         return {
-            **reading.companion_files(self._config_folder, self.folder),
-            **reading.companion_files(self.folder),
+            **companion_files(self._config_folder, self.folder),
+            **companion_files(self.folder),
             **config_files(self._config_folder, "original/tokenizer.model"),
         }
 

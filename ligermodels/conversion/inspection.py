@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ligermodels.checkpoint import hub, reading
+from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion import lora, meta
 from ligermodels.conversion.huggingface import FolderSource
@@ -157,7 +158,7 @@ def _of_model(
 
 def _of_unread(src: str, folder: Path, sizes: dict[str, int]) -> Inspection:
     """Of Meta's files whose pickles may not be read."""
-    params = reading.read_json(folder / meta.PARAMS) if (folder / meta.PARAMS).is_file() else {}
+    params = read_json(folder / meta.PARAMS) if (folder / meta.PARAMS).is_file() else {}
     return Inspection(
         source=src,
         folder=str(folder),
@@ -170,7 +171,7 @@ def _of_unread(src: str, folder: Path, sizes: dict[str, int]) -> Inspection:
 
 
 def _of_adapter(src: str, folder: Path, sizes: dict[str, int], allow_pickle: bool) -> Inspection:
-    options, headers = reading.read_json(folder / lora.CONFIG), lora.headers(folder, allow_pickle=allow_pickle)
+    options, headers = read_json(folder / lora.CONFIG), lora.headers(folder, allow_pickle=allow_pickle)
     problem = None
     try:
         lora.read_options(folder)
@@ -211,7 +212,7 @@ class _Remote(Source):
 
         self.folder = hub.resolve(repo, revision=revision, weights=False)
         self.source = repo
-        self._config = reading.read_json(self.folder / "config.json")
+        self._config = read_json(self.folder / "config.json")
         try:
             shards = HfApi().get_safetensors_metadata(repo, revision=self.folder.name).files_metadata
         except Exception as error:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ligermodels.arch import CausalLM
 from ligermodels.checkpoint import reading, weights
-from ligermodels.checkpoint.reading import companion_files, json_bytes, read_json
+from ligermodels.checkpoint.files import companion_files, json_bytes, read_json
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.view import View

@@ -21,6 +21,7 @@ from torch import Tensor
 from ligermodels.arch.mistral import MistralConfig
 from ligermodels.arch.mixtral import MixtralConfig
 from ligermodels.checkpoint import reading, saving
+from ligermodels.checkpoint.files import SAFETENSORS
 from ligermodels.conversion.consolidated import (
     PARAMS,
     ConsolidatedSource,
@@ -133,4 +134,4 @@ class MistralTarget(ConsolidatedTarget):
     def write(self, folder: Path) -> None:
         names = saving.align(self.headers, [*self.headers])
         saving.write_shards(folder, self.headers, map(self._read, names), [names])
-        (folder / reading.SAFETENSORS).rename(folder / "consolidated.safetensors")
+        (folder / SAFETENSORS).rename(folder / "consolidated.safetensors")

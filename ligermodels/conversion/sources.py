@@ -4,7 +4,8 @@ import os
 from pathlib import Path
 from typing import Literal
 
-from ligermodels.checkpoint import files, hub, reading
+from ligermodels.checkpoint import files, hub
+from ligermodels.checkpoint.files import PICKLES, SAFETENSORS, read_errors, weight_files
 from ligermodels.conversion import lora, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.source import METADATA, Source
@@ -39,9 +40,9 @@ def locate(
 
 def kind_of(folder: Path) -> Kind:
     """The layout of `folder` by the names of its files; "folder" where no other one fits."""
-    with reading.read_errors(folder):
+    with read_errors(folder):
         names = {path.name.removesuffix(".index.json") for path in folder.iterdir()}
-    if reading.SAFETENSORS in names or {reading.PICKLES, "config.json"} <= names:
+    if SAFETENSORS in names or {PICKLES, "config.json"} <= names:
         return "folder"
     if files.is_gguf_folder(folder):
         return "gguf"
@@ -100,9 +101,9 @@ def weight_paths(folder: Path) -> list[Path]:
     """The files that hold the weights of a checkpoint of any kind."""
     kind = kind_of(folder)
     if kind == "folder":
-        safe = any((folder / f"{reading.SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
-        single = reading.SAFETENSORS if safe else reading.PICKLES
-        return [folder / name for name in reading.weight_files(folder, single)[0]]
+        safe = any((folder / f"{SAFETENSORS}{end}").is_file() for end in ("", ".index.json"))
+        single = SAFETENSORS if safe else PICKLES
+        return [folder / name for name in weight_files(folder, single)[0]]
     if kind == "gguf":
         return [(folder / files.GGUF).resolve()]
     pattern = {"dcp": "*.distcp", "adapter": "adapter_model.*"}.get(kind, "consolidated*")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ligermodels.arch import ARCHS, CausalLM
-from ligermodels.checkpoint import reading, weights
+from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.files import json_bytes
 from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.source import MismatchError, Source
 from ligermodels.errors import CheckpointError, ConfigError
@@ -51,9 +52,9 @@ class View(Source):
 
     def files(self) -> dict[str, bytes | Path]:
         """With a config.json: the source's own, to the byte, unless the dtype changes."""
-        files = {"config.json": reading.json_bytes(self.config()), **self.origin.files()}
+        files = {"config.json": json_bytes(self.config()), **self.origin.files()}
         if self.dtype is not None:
-            files["config.json"] = reading.json_bytes(self.config())
+            files["config.json"] = json_bytes(self.config())
         return files
 
 

@@ -20,7 +20,8 @@ from safetensors.torch import save_file
 
 import ligermodels
 from ligermodels.checkpoint import hub
-from ligermodels.checkpoint.reading import open_checkpoint, read_json
+from ligermodels.checkpoint.files import read_json
+from ligermodels.checkpoint.reading import open_checkpoint
 from ligermodels.errors import CheckpointError, HubError
 from tests.checkpoint.fixtures import make_model
 

@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import load_file
 
 from ligermodels.checkpoint import saving
-from ligermodels.checkpoint.reading import SafetensorsReader, companion_files, read_json
+from ligermodels.checkpoint.files import companion_files, read_json
+from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.checkpoint.saving import write_checkpoint
 from ligermodels.checkpoint.weights import Exported, same_bits
 from ligermodels.errors import CheckpointError, HubError, InputError

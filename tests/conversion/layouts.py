@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
-from ligermodels.checkpoint.reading import json_bytes
+from ligermodels.checkpoint.files import json_bytes
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import Options, convert
 

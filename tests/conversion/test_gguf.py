@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from ligermodels import cli
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint.reading import read_json
+from ligermodels.checkpoint.files import read_json
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.conversion import MismatchError, Options, convert
 from ligermodels.conversion import gguf as gguf_layout

@@ -8,7 +8,7 @@ import pytest
 import sentencepiece
 import tokenizers
 
-from ligermodels.checkpoint.reading import read_json
+from ligermodels.checkpoint.files import read_json
 from ligermodels.conversion import Options, convert
 from ligermodels.errors import CheckpointError, TokenizerError
 from ligermodels.text import Tokenizer

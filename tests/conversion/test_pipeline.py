@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 
 import ligermodels
 from ligermodels.arch import ARCHS
-from ligermodels.checkpoint.reading import SafetensorsReader, json_bytes, read_json
+from ligermodels.checkpoint.files import json_bytes, read_json
+from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.conversion import MismatchError, Options, convert, inspect, verify
 from ligermodels.conversion.dcp import DcpSource
 from ligermodels.conversion.huggingface import FolderSource, SafetensorsTarget

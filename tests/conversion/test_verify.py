@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import ligermodels
-from ligermodels.checkpoint import reading
+from ligermodels.checkpoint.files import read_json
 from ligermodels.conversion import MismatchError, verify
 from ligermodels.conversion.comparison import DIFFERENCE
 from ligermodels.errors import InputError
@@ -31,7 +31,7 @@ def folder(tmp_path_factory):
 
 def changed(folder, target, change=lambda tensors: None, **fields):
     """A copy of the checkpoint with other tensors or fields of the config."""
-    config = reading.read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     target.mkdir()
