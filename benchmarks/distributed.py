@@ -1,13 +1,13 @@
-"""Training on several GPUs of one host: speed, memory and exposed communication, beside transformers with Liger's kernels.
+"""Training on several GPUs of one host: speed, memory and exposed communication, beside transformers with Liger.
 
     torchrun --nproc-per-node 4 -m benchmarks.distributed --out benchmarks/results/distributed-4xh200.json
     torchrun --nproc-per-node 2 -m benchmarks.distributed --cases "8B 4 x 4096" "8B 4 x 4096, one GPU"
     torchrun --nproc-per-node 2 -m benchmarks.distributed --dry                # tiny models over gloo: does all run?
 
-Both sides have the same weights, which are drawn parameter by parameter, the same batches, FSDP2 with a group per block,
-and the same optimizer. The first loss and the first gradient norm of the two must agree, or nothing is printed. Tokens/s
-are those of one GPU. A case that one side cannot hold says "out of memory". "exposed" is the time of a step in which
-communication runs and nothing else does, from a trace of one step.
+Both sides have the same weights, which are drawn parameter by parameter, the same batches, FSDP2 with a group per
+block, and the same optimizer. The first loss and the first gradient norm of the two must agree, or nothing is printed.
+Tokens/s are those of one GPU. A case that one side cannot hold says "out of memory". "exposed" is the time of a step in
+which communication runs and nothing else does, from a trace of one step.
 """
 
 import argparse
@@ -163,7 +163,7 @@ def _train(
     if options.trace and device == "cuda":
         found |= _exposed(step)
     ranks = 1 if alone else dist.get_world_size()
-    copies = ranks // (1 if mesh is None else list(mesh.values())[0])
+    copies = ranks // (1 if mesh is None else next(iter(mesh.values())))
     tokens = batch * seq * copies / ranks
     return {**found, "loss": float(first), "norm": norm, "tokens_per_s": tokens / found["seconds"]}
 
