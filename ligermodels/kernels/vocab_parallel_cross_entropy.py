@@ -272,11 +272,16 @@ def vocab_parallel_cross_entropy(
     rows at least; None: 512 MiB. All ranks have a gradient of x asked for, or none; and so of weight.
 
     The backward runs once, sends nothing and has no second derivative. A label that is in no shard makes the loss NaN
-    on a GPU, and raises InputError on a CPU, where this is `vocab_parallel_cross_entropy_reference`. torch.compile
-    cannot trace it and gets an InputError: compile what is around it.
+    on a GPU, and raises InputError on a CPU, where this is `vocab_parallel_cross_entropy_reference`. torch.compile does
+    not look into it: its graph ends before it, and fullgraph=True raises.
     """
-    if torch.compiler.is_compiling():
-        raise InputError("vocab_parallel_cross_entropy: torch.compile cannot trace it; call it outside of that.")
+    if torch.compiler.is_compiling():  # decorating would import torch._dynamo, which takes a second
+        return torch.compiler.disable(vocab_parallel_cross_entropy)(
+            x, weight, labels, group=group, first_id=first_id, vocab_size=vocab_size, bias=bias,
+            ignore_index=ignore_index, z_loss=z_loss, softcap=softcap, reduction=reduction,
+            num_items_in_batch=num_items_in_batch, num_valid=num_valid, accum_dtype=accum_dtype,
+            workspace_bytes=workspace_bytes,
+        )  # fmt: skip
     options = Options(ignore_index, 0.0, z_loss, softcap, reduction, False, False, False, False)
     check_inputs("x", x, labels, weight.shape[0], None, num_items_in_batch, options)
     workspace_bytes = CHUNK_BYTES if workspace_bytes is None else workspace_bytes
