@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
@@ -36,6 +36,9 @@ from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_trito
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
+_CPU_LANES = (
+    16  # of torch's vectors, at most; what is left over it computes by other instructions, with other last bits
+)
 _CPU_CHUNK = 32768  # the most elements that torch leaves to one thread; in fp32, 128 KiB
 
 
@@ -150,7 +153,8 @@ def _adamw_on_cpu(
     tensors = weight, grad, exp_avg, exp_avg_sq
     acc, dtypes = accumulator(weight.dtype), {x.dtype for x in tensors}
     exactly = rounding == "nearest" or torch.bfloat16 not in dtypes
-    if len(dtypes) == 1 and exactly and factor is None and remainder is None:
+    whole_vectors = weight.numel() % _CPU_LANES == 0
+    if len(dtypes) == 1 and exactly and factor is None and remainder is None and whole_vectors:
         fused(*tensors)
         return
     flat = [x.view(-1) for x in tensors]
@@ -162,7 +166,12 @@ def _adamw_on_cpu(
         w, g, m, v = (x.to(acc) for x in pieces)
         w = w if low is None else join_master(pieces[0], low)
         g = g if factor is None else g * factor
+        size = w.numel()
+        if size % _CPU_LANES:
+            w, g, m, v = (nn.functional.pad(x, (0, -size % _CPU_LANES)) for x in (w, g, m, v))
         fused(w, g, m, v)
+        if size % _CPU_LANES:
+            w, m, v = w[:size], m[:size], v[:size]
         held = pieces[0], pieces[2], pieces[3]
         _write(held, low, (w, m, v), rounding, seed, number, step, piece, start)
 

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ligermodels.arch import ARCHS
+from ligermodels.checkpoint.weights import same_bits
 from ligermodels.errors import InputError
 from ligermodels.training.adamw import AdamW
 from tests.processes import Child
@@ -89,7 +90,7 @@ def sharded(x, mesh, placements):
 
 
 def whole(x):
-    return x.full_tensor() if isinstance(x, DTensor) else x
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
 
 
 def held(params, optimizer):
@@ -100,7 +101,7 @@ def held(params, optimizer):
 def assert_same(found, expected):
     for i, (some, others) in enumerate(zip(found, expected, strict=True)):
         for x, y in zip(some, others, strict=True):
-            assert torch.equal(x, y), f"parameter {i}: {(x != y).sum().item()} of {x.numel()} differ"
+            assert same_bits(x, y), f"parameter {i}: {(x != y).sum().item()} of {x.numel()} differ"
 
 
 class Weights(nn.Module):
