@@ -233,6 +233,8 @@ class AdamW(torch.optim.Optimizer):
                 f"AdamW: {_name(p)} gets a second gradient after its step in the backward; call step() after each "
                 "backward, and zero_grad() after one that raised. Gradient accumulation needs step_in_backward=False"
             )
+        if p.is_cpu and not _is_plain(p) and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # a gradient that FSDP2 offloads may still be on its way
         with torch.no_grad():
             self._update(self.param_groups[index], [(number, p)], None)
         self._stepped.add(p)

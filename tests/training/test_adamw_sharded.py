@@ -245,12 +245,12 @@ def trained(options, steps=STEPS):
 
 def save(model, optimizer, folder):
     weights, states = get_state_dict(model, optimizer)
-    dcp.save(dict(model=weights, optimizer=states), checkpoint_id=folder)
+    dcp.save(dict(model=weights, optimizer=states), checkpoint_id=folder, no_dist=not dist.is_initialized())
 
 
 def load(model, optimizer, folder):
     weights, states = get_state_dict(model, optimizer)
-    dcp.load(dict(model=weights, optimizer=states), checkpoint_id=folder)
+    dcp.load(dict(model=weights, optimizer=states), checkpoint_id=folder, no_dist=not dist.is_initialized())
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
 
 
