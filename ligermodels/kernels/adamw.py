@@ -36,9 +36,7 @@ from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_trito
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
-_CPU_LANES = (
-    16  # of torch's vectors, at most; what is left over it computes by other instructions, with other last bits
-)
+_CPU_LANES = 16  # of torch's vectors, at most: the elements that fill none get other last bits
 _CPU_CHUNK = 32768  # the most elements that torch leaves to one thread; in fp32, 128 KiB
 
 
