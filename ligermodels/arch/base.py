@@ -5,7 +5,7 @@ saving are in pretrained.py; what trainers (transformers, TRL, PEFT, accelerate)
 """
 
 import inspect
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,15 @@ from ligermodels.arch.inputs import Targets, check_inputs, check_labels
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
+from ligermodels.errors import InputError
 from ligermodels.generation import generate
 from ligermodels.kernels.cross_entropy import cross_entropy
 from ligermodels.layers import LMHead, load_balancing_loss
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
+
+if TYPE_CHECKING:
+    from ligermodels.parallel import Parallel
 
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
@@ -31,6 +35,8 @@ class CausalLM(Pretrained, TrainerInterface):
 
     block_class: ClassVar[type[nn.Module]]
     """Called with (config, layer); see `Decoder`."""
+    parallel: "Parallel | None" = None
+    """How the model is spread over several GPUs, set by `ligermodels.parallel.parallelize`."""
     _no_split_modules: ClassVar[list[str]]
     """Names of the classes whose modules stay on one device, for accelerate and FSDP: the blocks."""
 
@@ -108,7 +114,8 @@ class CausalLM(Pretrained, TrainerInterface):
             (`eval()` and no gradients), where trainers ask for predictions; `return_logits=False` leaves them out
             there.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
-            count of labels over all micro-batches of a step. A device scalar costs no synchronisation.
+            count of labels over all micro-batches of a step (of all ranks, under `parallelize`: `model.parallel.count`).
+            A device scalar costs no synchronisation.
         past_key_values, use_cache: a cache to read and extend; `use_cache` creates one where none is given. Where
             `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope), empty it and pass the
             whole text, as `generate` does: the cached keys were rotated by other frequencies.
@@ -141,8 +148,18 @@ class CausalLM(Pretrained, TrainerInterface):
             max_length_q=max_length_q,
         )
         check_labels(labels, inputs.tokens, num_items_in_batch, logits_to_keep)
+        parallel, context = self.parallel, self.decoder.context
+        if parallel is not None and parallel.shards > 1:
+            parallel.check_length(inputs.tokens.shape[:2].numel() if inputs.cu_seqlens is not None else inputs.tokens.shape[1])
+            if inputs.cache is not None or output_hidden_states or logits_to_keep:
+                raise InputError(
+                    "a cache, output_hidden_states and logits_to_keep are not supported under context or tensor "
+                    "parallelism: save the model and load it on one GPU, or use a mesh of dp_shard alone"
+                )
         # Before the blocks, so that the count of labels is on the host when the head asks for it.
-        targets = None if labels is None else Targets(labels, inputs.cu_seqlens)
+        targets = None if labels is None else Targets(labels, inputs.cu_seqlens, context)
+        if targets is not None and parallel is not None and num_items_in_batch is None:
+            num_items_in_batch = parallel.total(targets.labels)
         if skip_logits is not None and return_logits is None and labels is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
@@ -165,10 +182,19 @@ class CausalLM(Pretrained, TrainerInterface):
         elif wants_logits:
             head = unwrapped(self.lm_head)
             computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), self._softcap)
+        if parallel is not None and "loss" in computed:
+            computed["loss"] = parallel.data.sum(computed["loss"])
+        if context is not None and "logits" in computed:
+            logits = context.join(computed["logits"], 1)
+            computed["logits"] = logits.reshape(*inputs.tokens.shape[:2], -1)
         if "router_logits" in output:
-            tokens = None if attention_mask is None else attention_mask[:, -x.shape[1] :]
-            top_k = cast(Any, self.decoder.config).num_experts_per_tok
-            output["aux_loss"] = load_balancing_loss(output["router_logits"], top_k=top_k, attention_mask=tokens)
+            mask = attention_mask if attention_mask is None or context is None else context.part(attention_mask, 1)
+            output["aux_loss"] = load_balancing_loss(
+                output["router_logits"],
+                top_k=cast(Any, self.decoder.config).num_experts_per_tok,
+                attention_mask=None if mask is None else mask[:, -x.shape[1] :],
+                data=None if parallel is None else parallel.data,
+            )
             if "loss" in computed:
                 computed["loss"] = computed["loss"] + self.config.router_aux_loss_coef * output["aux_loss"]
         return CausalLMOutput({**computed, **output})

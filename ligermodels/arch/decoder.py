@@ -17,6 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
 from ligermodels.layers.cache import BorrowedCache, KVCache
 from ligermodels.layers.head import keep_table
+from ligermodels.layers.parallel import Ranks
 from ligermodels.training.recompute import Checkpointing, must_not_sync, run_block
 
 
@@ -79,8 +80,12 @@ class Decoder(BaseModel):
     experts to (x, residual, router_logits). norm: keyword arguments of the final RMSNorm beside size and eps.
     embedding_scale: multiplies the embedding's rows. extra_rows: rows of the embedding beyond `vocab_size`.
     position_axes: how many positions a token may have.
+    context, tp: the ranks over which the sequence is split, and those over which the blocks are (context and tensor
+    parallel). Every rank gets all tokens, and returns the last hidden state of its part of the context.
     """
 
+    context: Ranks | None = None
+    tp: Ranks | None = None
     _tied_head: Any = None
     """A weak reference to the head that is tied to the table, which `LMHead.tie` sets and `keep_table` reads."""
 
@@ -135,12 +140,17 @@ class Decoder(BaseModel):
             output_router_logits = getattr(self.config, "output_router_logits", False)
         elif output_router_logits and not isinstance(self.config, RoutedConfig):
             raise InputError(f"output_router_logits=True, but {self.config.model_type} has no router")
-        cache, residual = inputs.cache, None
-        x = self.embed_tokens(inputs.input_ids) if inputs.inputs_embeds is None else inputs.inputs_embeds
-        shape = x.shape
+        cache, residual, context = inputs.cache, None, self.context
+        tokens = inputs.tokens
         if inputs.cu_seqlens is not None:
-            x = x.reshape(1, -1, shape[-1])
-        batch = self._batch(x, inputs, cross)
+            tokens = tokens.reshape(1, -1, *tokens.shape[2:])
+        batch = self._batch(tokens, inputs, cross)
+        if context is not None:
+            tokens = context.part(tokens, 1)
+        x = self.embed_tokens(tokens) if inputs.inputs_embeds is None else tokens
+        shape = (*inputs.tokens.shape[:2], x.shape[-1]) if context is None else x.shape
+        if self.tp is not None:
+            x = self.tp.scatter(x, 1)
         hidden_states: list[Tensor] | None = [] if output_hidden_states else None
         router_logits: list[Tensor] | None = [] if output_router_logits else None
         run = run_block if cache is not None else self.checkpointing.start(x, len(self.layers))
@@ -150,7 +160,8 @@ class Decoder(BaseModel):
             x, residual, *routed = run(i, layer, x, residual, batch, None if cache is None else cache[i])
             if router_logits is not None:
                 router_logits += routed
-        x = self.norm(x, residual)[0].reshape(shape)
+        x = self.norm(x, residual)[0]
+        x = (x if self.tp is None else self.tp.gather(x, 1)).reshape(shape)
         output = CausalLMOutput(last_hidden_state=x)
         if cache is not None:
             output["past_key_values"] = cache.cache if isinstance(cache, BorrowedCache) else cache
@@ -181,15 +192,15 @@ class Decoder(BaseModel):
     def set_input_embeddings(self, embeddings: nn.Module) -> None:
         self.embed_tokens = embeddings  # type: ignore[assignment]
 
-    def _batch(self, x: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
+    def _batch(self, tokens: Tensor, inputs: TextInputs, cross: CrossStates | None) -> Batch:
         """The inputs of the attention layers besides x: rotary tables and masks."""
-        length, past, cu_seqlens = x.shape[1], inputs.past, inputs.cu_seqlens
+        length, past, cu_seqlens = tokens.shape[1], inputs.past, inputs.cu_seqlens
         position_ids = inputs.position_ids
         if position_ids is None and cu_seqlens is None and past == 0:
-            cos, sin = self.rotary_emb.first(length, x.device)
+            cos, sin = self.rotary_emb.first(length, tokens.device)
         else:
             if position_ids is None:
-                position_ids = torch.arange(past, past + length, device=x.device)[None]
+                position_ids = torch.arange(past, past + length, device=tokens.device)[None]
                 if cu_seqlens is not None:
                     # Whatever the bounds are, this reads within them; torch.repeat_interleave writes beyond its memory.
                     sequence = torch.searchsorted(cu_seqlens, position_ids[0].int(), right=True) - 1
@@ -198,12 +209,16 @@ class Decoder(BaseModel):
                 axes = position_ids.shape[:-2]
                 position_ids = position_ids.expand(*axes, *inputs.tokens.shape[:2]).reshape(*axes, 1, -1)
             cos, sin = self.rotary_emb(position_ids)
+        if self.context is not None:
+            cos, sin = (self.context.part(table, 1).contiguous() for table in (cos, sin))
+            cross = None if cross is None else cross.of_tokens(self.context)
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
             key_mask = None  # no token before the padding sees it: attention is causal
         return Batch(
-            cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross
-        )
+            cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross,
+            context=self.context,
+        )  # fmt: skip
 
 
 def _pads_only_after(mask: Tensor) -> bool:

@@ -17,6 +17,7 @@ from ligermodels.errors import InputError
 from ligermodels.layers.batch import MovableInputs
 from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 from ligermodels.layers.losses import check_count
+from ligermodels.layers.parallel import Ranks
 from ligermodels.training.recompute import is_captured, must_not_sync
 
 IGNORE_INDEX = -100
@@ -266,12 +267,16 @@ class Targets:
     Nothing is to be predicted at the end of a row or of a packed sequence. The loss leaves out the rows without a
     label, and a GEMM needs its size on the host: the number is copied there while the forward runs. The copy is queued
     before the first block, so that it is complete long before the head asks for the number.
+
+    context: the ranks over which the sequence is split; `labels` are then those of this rank's tokens.
     """
 
-    def __init__(self, labels: Tensor, cu_seqlens: Tensor | None):
+    def __init__(self, labels: Tensor, cu_seqlens: Tensor | None, context: Ranks | None = None):
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
         if cu_seqlens is not None:
             targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
+        if context is not None:
+            targets = context.part(targets if cu_seqlens is None else targets.view(1, -1), 1)
         self.labels = targets
         self._count: Tensor | None = None
         if not targets.is_cuda or must_not_sync(targets):  # in the latter case all rows are computed

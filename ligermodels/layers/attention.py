@@ -8,18 +8,20 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention import attention
-from ligermodels.kernels.linear import linear, packed_linear
+from ligermodels.kernels.linear import packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.cache import LayerCache
 from ligermodels.layers.linear import (
     JointProjections,
+    apply_linear,
     apply_linears,
     is_fusable,
     parameters_of,
     warn_unfused,
 )
 from ligermodels.layers.norm import RMSNorm
+from ligermodels.layers.parallel import Ranks
 
 
 class Attention(JointProjections):
@@ -36,7 +38,10 @@ class Attention(JointProjections):
     say; without tables none does. qk_norm_eps: each head of q and k goes through an RMSNorm of this eps, q_norm and
     k_norm, before it rotates. projections: what the linear modules are called, the output's last. With two names
     q, k and v are the rows of one weight, in this order.
+    tp: the ranks over which the heads are split (tensor parallel); x is then a rank's part [B, S/n, hidden_size].
     """
+
+    tp: Ranks | None = None
 
     def __init__(
         self,
@@ -75,9 +80,11 @@ class Attention(JointProjections):
 
     def forward(self, x: Tensor, batch: Batch, cache: LayerCache | None = None) -> Tensor:
         self._check(batch, cache)
-        o_proj = self.output_module
+        o_proj, context = self.output_module, batch.context
         fused_output = is_fusable(o_proj)
-        q, k, v = self._qkv(x, batch)
+        q, k, v = self._qkv(x if self.tp is None else self.tp.gather(x, 1), batch)
+        if context is not None:
+            q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
         key_mask = batch.key_mask
         if cache is not None:
             k, v = cache.update(k, v)
@@ -95,10 +102,12 @@ class Attention(JointProjections):
             cu_seqlens=batch.cu_seqlens,
             max_seqlen=batch.max_seqlen,
             padding=batch.padding,
-            head_chunks=fused_output,
+            head_chunks=fused_output and context is None,
         )
-        out = attach_to_view(out, out.flatten(2))
-        return linear(out, o_proj.weight, o_proj.bias) if fused_output else o_proj(out)
+        if context is not None:
+            out = context.to_tokens(out)
+        y = apply_linear(o_proj, attach_to_view(out, out.flatten(2)))
+        return y if self.tp is None else self.tp.sum_and_scatter(y, 1)
 
     def _qkv(self, x: Tensor, batch: Batch) -> Sequence[Tensor]:
         """q, k, v [B, S, heads, head_dim], rotated where the batch has tables."""

@@ -1,10 +1,12 @@
 """Positions, masks and packing of the tokens of a forward pass, for attention layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import torch
 from torch import Tensor
+
+from ligermodels.layers.parallel import Ranks
 
 
 class MovableInputs:
@@ -34,6 +36,11 @@ class CrossStates(MovableInputs):
     attn_rows: Tensor | None = None
     mlp_rows: Tensor | None = None
 
+    def of_tokens(self, context: Ranks) -> "CrossStates":
+        """The same for the rank's tokens: context parallel splits those, not the states."""
+        rows = {name: getattr(self, name) for name in ("mask", "attn_rows", "mlp_rows")}
+        return replace(self, **{name: None if x is None else context.part(x, 1) for name, x in rows.items()})
+
 
 class Batch(MovableInputs):
     """Positions, padding and packing of the tokens of one forward pass.
@@ -46,6 +53,8 @@ class Batch(MovableInputs):
     padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
         attention that is not causal.
     cross: what `CrossAttention` attends to; None without images, here and in the cache.
+    context: the ranks over which the sequence is split (context parallel). cos, sin and cross are then those of the
+        rank's tokens, masks and bounds those of all; None where a rank has all tokens.
 
     Not a dataclass, on purpose: FSDP's mixed precision casts all floating-point tensors that it finds in dataclasses,
     tuples and dicts, and would round cos and sin to bf16.
@@ -61,6 +70,7 @@ class Batch(MovableInputs):
         max_seqlen: int | None = None,
         padding: Tensor | None = None,
         cross: CrossStates | None = None,
+        context: Ranks | None = None,
     ):
         self.cos = cos
         self.sin = sin
@@ -69,3 +79,4 @@ class Batch(MovableInputs):
         self.max_seqlen = max_seqlen
         self.padding = padding
         self.cross = cross
+        self.context = context

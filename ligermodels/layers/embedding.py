@@ -2,7 +2,9 @@
 
 from torch import Tensor, nn
 
+from ligermodels.errors import InputError
 from ligermodels.kernels.embedding import embedding
+from ligermodels.layers.parallel import Ranks, local_part
 
 
 class Embedding(nn.Embedding):
@@ -14,7 +16,11 @@ class Embedding(nn.Embedding):
 
     Raises InputError for ids that are not int64 or int32, are on another device, or, on the CPU, have no row. On a GPU
     the row of such an id is NaN, since checking would synchronise.
+
+    tp: the ranks over which the rows are split (tensor parallel); each looks its own up, and the sum is everyone's.
     """
+
+    tp: Ranks | None = None
 
     def __init__(
         self,
@@ -33,7 +39,29 @@ class Embedding(nn.Embedding):
             self._fill_padding_idx_with_zero()
 
     def forward(self, input: Tensor) -> Tensor:
-        return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.embed_scale)
+        if self.tp is None:
+            return embedding(input, self.weight, padding_idx=self.padding_idx, scale=self.embed_scale)
+        return self.tp.sum(self._own_rows(input, self.tp))
+
+    def _own_rows(self, ids: Tensor, tp: Ranks) -> Tensor:
+        """The rows of the ids that this rank holds, zeros for the others."""
+        if ids.device.type == "cpu" and not bool(((ids >= 0) & (ids < self.num_embeddings)).all()):
+            low, high = ids.aminmax()
+            raise InputError(
+                f"ids reach from {int(low)} to {int(high)}, the table from 0 to {self.num_embeddings - 1}; likely the "
+                "tokenizer of another model, or a label value such as -100"
+            )
+        weight = local_part(self.weight, tp)
+        first, rows = tp.rank * len(weight), len(weight)
+        elsewhere = (ids >= 0) & (ids < self.num_embeddings) & ((ids < first) | (ids >= first + rows))
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        found = embedding(
+            (ids - first).masked_fill(elsewhere, 0),
+            weight,
+            padding_idx=padding if padding is not None and 0 <= padding < rows else None,
+            scale=self.embed_scale,
+        )
+        return found.masked_fill(elsewhere[..., None], 0)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.embed_scale is None else f", embed_scale={self.embed_scale}")

@@ -17,11 +17,14 @@ from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
+from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
 from ligermodels.layers.linear import is_fusable, is_untouched, obstacle, warns
 from ligermodels.layers.losses import check_count
+from ligermodels.layers.parallel import Ranks, local_part
 
 _LOSS_OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"bias"}
 _LOGPROBS_OPTIONS = frozenset(inspect.signature(linear_logprobs).parameters) - {"bias"}
+_SHARDED_OPTIONS = frozenset(inspect.signature(vocab_parallel_cross_entropy).parameters) - {"bias", "group", "first_id"}
 
 
 class LMHead(nn.Module):
@@ -34,8 +37,11 @@ class LMHead(nn.Module):
         alone, as PEFT makes one for modules_to_save, has a weight of its own; a copy of the whole model stays tied.
         Where PEFT puts a copy beside the table (modules_to_save=["embed_tokens"]), the head keeps the table, as that
         of transformers does, if `tied_to` calls `keep_table`: see there.
+    tp: the ranks over which the vocabulary is split (tensor parallel). Each gets all x and labels, and returns all
+        logits, or the loss; of the gradient of x it has a part.
     """
 
+    tp: Ranks | None = None
     _tied_to: nn.Module | None
     workspace_bytes: int | None = None
     """Memory for the logits of a chunk where a call gives none; None: what `linear_cross_entropy` finds best.
@@ -128,6 +134,9 @@ class LMHead(nn.Module):
                 f"lm_head: {', '.join(unknown)} are no options of {op}, which return_logprobs={return_logprobs} calls"
             )
         weight = self._weight_for(x) if weight is None else weight
+        if self.tp is not None:
+            options["workspace_bytes"] = self.workspace_bytes if workspace_bytes is None else workspace_bytes
+            return self._sharded(x, weight, labels, self.tp, softcap=softcap, return_logprobs=return_logprobs, **options)
         if labels is None:
             return capped(nn.functional.linear(x, weight, self.bias), softcap)
         options |= {
@@ -140,6 +149,28 @@ class LMHead(nn.Module):
         if options.get("num_items_in_batch") is not None:
             check_count(options["num_items_in_batch"])
         return linear_cross_entropy(x, weight, labels, **options)
+
+    def _sharded(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        labels: Tensor | None,
+        tp: Ranks,
+        *,
+        softcap: float | None,
+        return_logprobs: bool,
+        **options: Any,
+    ) -> Tensor:
+        """`forward` with this rank's rows of the vocabulary."""
+        if return_logprobs or (unknown := options.keys() - _SHARDED_OPTIONS):
+            asked = "return_logprobs" if return_logprobs else ", ".join(sorted(unknown))
+            raise InputError(f"lm_head: {asked} is not supported under tensor parallel; use a mesh without tp")
+        weight, bias = local_part(weight, tp), local_part(self.bias, tp)
+        if labels is None:
+            return tp.join(capped(nn.functional.linear(x, weight, bias), softcap), -1)
+        return vocab_parallel_cross_entropy(
+            x, weight, labels, bias=bias, group=tp.group, first_id=tp.rank * len(weight), softcap=softcap, **options
+        )
 
     def _weight_for(self, x: Tensor) -> Tensor:
         """The weight where x is; a tied table that is offloaded is loaded for this use by the hook that offloads it."""
@@ -158,7 +189,7 @@ class LMHead(nn.Module):
             hook.post_forward(embedding, None)
         elif hasattr(self, "_hf_hook") and weight.device != x.device and not x.is_meta:
             weight = weight.to(x.device)  # accelerate's device map has put the head, which it saw empty, elsewhere
-        elif hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
+        elif self.tp is None and hasattr(embedding, "unshard") and hasattr(weight, "full_tensor"):
             raise InputError(
                 "lm_head is tied to embed_tokens, which FSDP shards as a group of its own, so that its table is not "
                 "there when the head runs. Leave embed_tokens to the root's fully_shard(model), or shard both in one "

@@ -16,6 +16,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
+from ligermodels.layers.parallel import ShardedLinear
 
 
 def is_fusable(*modules: nn.Module) -> bool:
@@ -27,11 +28,8 @@ def is_fusable(*modules: nn.Module) -> bool:
     """
     for module in modules:
         # _parameters[...] takes a fifth of the host time of module.weight
-        if (
-            type(module) is not nn.Linear
-            or type(module._parameters.get("weight")) is not nn.Parameter
-            or _touched(module)
-        ):
+        plain = type(module) is nn.Linear and type(module._parameters.get("weight")) is nn.Parameter
+        if not (plain or type(module) is ShardedLinear) or _touched(module):
             return False
     return not _has_any_global_hook()
 
@@ -122,7 +120,10 @@ def warns(x: Tensor) -> bool:
 
 def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x); of a fusable module, an x that a norm has just made is recomputed in the backward, not saved."""
-    return linear(x, module.weight, module.bias) if is_fusable(module) else module(x)  # type: ignore[arg-type]
+    if not is_fusable(module):
+        return module(x)
+    (weight,), (bias,) = parameters_of([module])
+    return linear(x, weight, bias)
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
@@ -130,14 +131,19 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_fusable(module)]
     if len(plain) < 2:
         return [apply_linear(module, x) for module in modules]
-    packed = packed_linear(x, *parameters_of(plain)).split([module.out_features for module in plain], dim=-1)  # type: ignore[misc]
+    weights, biases = parameters_of(plain)
+    packed = packed_linear(x, weights, biases).split([weight.shape[0] for weight in weights], dim=-1)
     outputs = dict(zip(plain, packed, strict=True))
     return [outputs[module] if module in outputs else module(x) for module in modules]
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and the biases of linear modules."""
-    return [module._parameters["weight"] for module in modules], [module._parameters["bias"] for module in modules]  # type: ignore[misc]
+    """The weights and the biases of linear modules; of sharded ones, the parts that this rank computes with."""
+    pairs: Any = [
+        module.parts() if type(module) is ShardedLinear else (module._parameters["weight"], module._parameters["bias"])
+        for module in modules
+    ]
+    return [weight for weight, _ in pairs], [bias for _, bias in pairs]
 
 
 class JointProjections(nn.Module):
@@ -159,7 +165,8 @@ class JointProjections(nn.Module):
         self.register_state_dict_post_hook(_give_own_storages)
 
     def lay_together(self) -> None:
-        weights, biases = parameters_of([module for module in self.joint_modules if is_fusable(module)])
+        plain = [module for module in self.joint_modules if type(module) is nn.Linear and is_fusable(module)]
+        weights, biases = parameters_of(plain)
         for parameters in (weights, biases):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 lay_together(parameters)  # type: ignore[arg-type]

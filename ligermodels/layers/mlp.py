@@ -17,6 +17,7 @@ from ligermodels.layers.linear import (
     parameters_of,
     warn_unfused,
 )
+from ligermodels.layers.parallel import Ranks
 
 
 class GatedMLP(JointProjections):
@@ -28,9 +29,12 @@ class GatedMLP(JointProjections):
 
     activation: "silu" (SwiGLU), "gelu_tanh" or "gelu" (GeGLU). projections: names of the linear modules, the output's
     last; with two names gate and up are the rows of one weight, in this order.
+    tp: the ranks over which gate, up and down are split (tensor parallel); x is then a rank's part [B, S/n,
+        hidden_size], and so is the output.
     """
 
     recompute = False
+    tp: Ranks | None = None
 
     def __init__(
         self,
@@ -50,16 +54,19 @@ class GatedMLP(JointProjections):
         self.lay_together()
 
     def forward(self, x: Tensor) -> Tensor:
+        return self._mlp(x) if self.tp is None else self.tp.sum_and_scatter(self._mlp(self.tp.gather(x, 1)), 1)
+
+    def _mlp(self, x: Tensor) -> Tensor:
         inputs, down = self.joint_modules, self.output_module
         if is_fusable(*inputs, down):
-            weights, biases = parameters_of(inputs)
+            (*weights, down_weight), (*biases, down_bias) = parameters_of([*inputs, down])
             packed = len(inputs) == 1
             return gated_mlp(
                 x,
                 weights[0] if packed else weights,
-                down.weight,
+                down_weight,
                 biases[0] if packed else biases,
-                down.bias,
+                down_bias,
                 activation=self.activation,
                 recompute=self.recompute,
             )
@@ -73,7 +80,8 @@ class GatedMLP(JointProjections):
         gate, *up = apply_linears(inputs, x)
         if not is_fusable(down):
             return down(glu(gate, *up, activation=self.activation))
-        return glu_linear(gate, down.weight, down.bias, activation=self.activation, up=up[0] if up else None)
+        (weight,), (bias,) = parameters_of([down])
+        return glu_linear(gate, weight, bias, activation=self.activation, up=up[0] if up else None)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

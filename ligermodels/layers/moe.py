@@ -9,14 +9,18 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.linear import linear
 from ligermodels.kernels.moe import moe_experts, route
+from ligermodels.layers.parallel import Ranks, local_part, whole
 
 
 class Experts(nn.Module):
     """Gated MLPs with stacked weights: expert e computes down_proj[e] @ (activation(gate) * up).
 
     forward(x [T, hidden_size], weights [T, top_k], experts [T, top_k]) -> [T, hidden_size]: for each token the
-    weighted sum over its experts. recompute: see `moe_experts`.
+    weighted sum over its experts. recompute: see `moe_experts`. tp: the ranks over which the inside of each expert is
+    split (tensor parallel); the outputs are then to be summed over them.
     """
+
+    tp: Ranks | None = None
 
     def __init__(self, hidden_size: int, intermediate_size: int, *, num_experts: int, activation: str = "silu"):
         super().__init__()
@@ -31,9 +35,9 @@ class Experts(nn.Module):
             nn.init.uniform_(weight, -bound, bound)
 
     def forward(self, x: Tensor, weights: Tensor, experts: Tensor, *, recompute: bool = False) -> Tensor:
-        return moe_experts(
-            x, weights, experts, self.gate_up_proj, self.down_proj, activation=self.activation, recompute=recompute
-        )
+        gate_up, down = local_part(self.gate_up_proj, self.tp), local_part(self.down_proj, self.tp)
+        gate_up = gate_up.flatten(1, -2)  # sharded, gate and up are a dim of their own
+        return moe_experts(x, weights, experts, gate_up, down, activation=self.activation, recompute=recompute)
 
     def extra_repr(self) -> str:
         num_experts, hidden_size, intermediate_size = self.down_proj.shape
@@ -43,13 +47,15 @@ class Experts(nn.Module):
 class Router(nn.Module):
     """Scores of the experts for each token: x [T, hidden_size] -> [T, num_experts]."""
 
+    tp: Ranks | None = None
+
     def __init__(self, hidden_size: int, num_experts: int):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         nn.init.uniform_(self.weight, -(hidden_size**-0.5), hidden_size**-0.5)  # as nn.Linear draws it
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return linear(x, whole(self.weight, self.tp))
 
 
 class MoE(nn.Module):
@@ -61,10 +67,11 @@ class MoE(nn.Module):
     weighted with them, is in fp32. jitter_noise: in training, x is multiplied first by numbers from
     [1 - jitter_noise, 1 + jitter_noise], for the router (`gate`) and the experts alike. activation: as in GatedMLP.
     With the attribute `recompute` the backward recomputes the experts' gate and up, 2 top_k intermediate_size numbers
-    per token, which are then not saved.
+    per token, which are then not saved. tp: as in `GatedMLP`; each rank routes all tokens to its parts of all experts.
     """
 
     recompute = False
+    tp: Ranks | None = None
 
     def __init__(
         self,
@@ -85,22 +92,32 @@ class MoE(nn.Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if self.training and self.jitter_noise > 0:
             x = x * torch.empty_like(x).uniform_(1.0 - self.jitter_noise, 1.0 + self.jitter_noise)
+        x = x if self.tp is None else self.tp.gather(x, 1)
         rows = attach_to_view(x, x.reshape(-1, x.shape[-1]))
         router_logits = self.gate(rows)
-        y = self.experts(rows, *route(router_logits, top_k=self.top_k), recompute=self.recompute)
-        return y.view(x.shape), router_logits
+        y = self.experts(rows, *route(router_logits, top_k=self.top_k), recompute=self.recompute).view(x.shape)
+        if self.tp is None:
+            return y, router_logits
+        return self.tp.sum_and_scatter(y, 1), self.tp.share(router_logits)
 
     def extra_repr(self) -> str:
         return f"top_k={self.top_k}, jitter_noise={self.jitter_noise}"
 
 
-def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int, attention_mask: Tensor | None = None) -> Tensor:
+def load_balancing_loss(
+    router_logits: Sequence[Tensor],
+    *,
+    top_k: int,
+    attention_mask: Tensor | None = None,
+    data: Ranks | None = None,
+) -> Tensor:
     """E * sum over experts e of f_e P_e: smallest where every expert gets an equal share of the tokens.
 
     f_e is the share of rows that choose expert e, P_e its mean probability, both over the rows of all layers
     together. As f sums to top_k, a perfect balance gives top_k.
 
-    router_logits: [T, E] of each layer; attention_mask: [B, S] with B * S = T, 0 for rows that do not count.
+    router_logits: [T, E] of each layer; attention_mask: [B, S] with B * S = T, 0 for rows that do not count. data: the
+    ranks that hold the rest of the tokens; the loss is then that of all, and the gradients of all ranks add up.
     Returns an fp32 scalar, 0 where no row counts. The softmax is in the logits' dtype, as in transformers'
     load_balancing_loss_func. Raises InputError if there is no layer, or if the mask has another number of tokens.
     Source: Fedus et al. 2021, https://arxiv.org/abs/2101.03961, equations 4 to 6.
@@ -120,5 +137,8 @@ def load_balancing_loss(router_logits: Sequence[Tensor], *, top_k: int, attentio
             )
         counts = attention_mask.reshape(-1, 1).to(counts)
     counts = counts.repeat(len(router_logits), 1)
-    share, probability = ((t * counts).sum(0) / counts.sum().clamp(min=1) for t in (chosen, probabilities.float()))
+    sums = [(chosen * counts).sum(0), (probabilities.float() * counts).sum(0), counts.sum()[None]]
+    if data is not None:
+        sums = list(data.sum(torch.cat(sums)).split([len(one) for one in sums]))
+    share, probability = (one / sums[2].clamp(min=1) for one in sums[:2])
     return first.shape[-1] * (share * probability).sum()

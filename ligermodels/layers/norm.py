@@ -7,6 +7,7 @@ from ligermodels.kernels._recompute import detach_handle, handle_of
 from ligermodels.kernels.layer_norm import add_layer_norm, layer_norm
 from ligermodels.kernels.rms_norm import add_rms_norm, rms_norm
 from ligermodels.layers.linear import is_untouched
+from ligermodels.layers.parallel import Ranks, whole
 
 
 def _without_stale_handle(norm: nn.Module, y: Tensor) -> Tensor:
@@ -29,8 +30,11 @@ class RMSNorm(nn.Module):
 
     eps is added inside the root. offset + weight multiplies, and starts at 1: Gemma stores its weights around 0, with
     offset=1. cast_before_weight: rounds to the input's dtype before the weight is applied, as Llama does; Gemma rounds
-    after it. elementwise_affine=False: no weight.
+    after it. elementwise_affine=False: no weight. tp: the ranks of tensor parallel, each
+    of which norms its own tokens or heads.
     """
+
+    tp: Ranks | None = None
 
     def __init__(
         self,
@@ -54,12 +58,13 @@ class RMSNorm(nn.Module):
             nn.init.constant_(self.weight, 1.0 - self.offset)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        weight = whole(self.weight, self.tp)
         if residual is None:
-            y = rms_norm(x, self.weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight)
+            y = rms_norm(x, weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight)
             residual = x
         else:
             y, residual = add_rms_norm(
-                x, residual, self.weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight
+                x, residual, weight, eps=self.eps, offset=self.offset, cast_before_weight=self.cast_before_weight
             )
         return _without_stale_handle(self, y), residual
 

@@ -1,0 +1,107 @@
+"""The mesh of ranks: its dimensions, their groups, and what a forward needs to know of them."""
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ligermodels.errors import InputError
+from ligermodels.layers.parallel import Ranks
+
+DIMS = ("dp_replicate", "dp_shard", "cp", "tp")
+"""Names of a mesh's dimensions, outermost first: copies of the model, FSDP, context parallel, tensor parallel."""
+
+
+def make_mesh(
+    *, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1, device_type: str | None = None
+) -> DeviceMesh:
+    """A mesh over all processes that torchrun has started; dp_shard=-1 takes those that the others leave.
+
+    device_type: "cuda" where there is a GPU, else "cpu". Joins the processes (NCCL, or gloo on the CPU) if nobody has,
+    and makes the GPU of LOCAL_RANK the current one.
+    Raises InputError for sizes that do not multiply to the number of processes.
+    """
+    device_type = device_type or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device_type == "cuda" and "LOCAL_RANK" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    if not dist.is_initialized():
+        if "WORLD_SIZE" not in os.environ:
+            raise InputError(
+                "make_mesh: no processes were started; run the script by `torchrun --nproc-per-node N SCRIPT`, or call "
+                "torch.distributed.init_process_group before"
+            )
+        dist.init_process_group("nccl" if device_type == "cuda" else "gloo")
+    sizes, world = [dp_replicate, dp_shard, cp, tp], dist.get_world_size()
+    others = dp_replicate * cp * tp
+    if dp_shard == -1 and world % others == 0:
+        sizes[1] = world // others
+    if min(sizes) < 1 or sizes[0] * sizes[1] * cp * tp != world:
+        asked = ", ".join(f"{name}={size}" for name, size in zip(DIMS, sizes, strict=True))
+        raise InputError(f"make_mesh: {asked} do not multiply to the {world} processes that there are")
+    return init_device_mesh(device_type, tuple(sizes), mesh_dim_names=DIMS)
+
+
+class Parallel:
+    """How a model is spread over the ranks of a mesh; `model.parallel` after `parallelize`.
+
+    mesh: as given. fsdp: the mesh of FSDP, 1-D (dp_shard and cp together) or 2-D with dp_replicate. data: the ranks
+    among which all tokens of a batch are spread. context, tp: those of context and tensor parallel; None without.
+    """
+
+    def __init__(self, mesh: DeviceMesh):
+        names = mesh.mesh_dim_names
+        if names is None and mesh.ndim == 1:
+            mesh = DeviceMesh(mesh.device_type, mesh.mesh, mesh_dim_names=("dp_shard",))
+            names = ("dp_shard",)
+        if not names or list(names) != [name for name in DIMS if name in names] or "dp_shard" not in names:
+            raise InputError(
+                f"the mesh has dimensions {names}; expected dp_shard, which may be 1, and any of {', '.join(DIMS)}, in "
+                "this order, as make_mesh makes them"
+            )
+        self.mesh = mesh
+        sizes = dict(zip(names, mesh.shape, strict=True))
+        self.context = Ranks(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
+        self.tp = Ranks(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
+        copies = sizes.get("dp_replicate", 1) > 1
+        shard = "dp_shard"
+        if self.context is not None:
+            shard = "fsdp"
+            mesh["dp_shard", "cp"]._flatten("fsdp")  # torch has no public name for it; torchtitan calls it too
+        self.fsdp = mesh["dp_replicate", shard] if copies else mesh[shard]
+        data = self.fsdp if self.fsdp.ndim == 1 else self.fsdp._flatten("data")
+        self.data = Ranks(data)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Parallel":
+        return self
+
+    @property
+    def shards(self) -> int:
+        """The length of a sequence must be a multiple of this."""
+        return (1 if self.context is None else self.context.size) * (1 if self.tp is None else self.tp.size)
+
+    def count(self, labels: Iterable[Tensor] | Tensor) -> Tensor:
+        """The number of labels that count in these micro-batches of all ranks: `num_items_in_batch` of a step.
+
+        labels: [B, S] each, as they go into the model. The first label of a row predicts nothing; with packed
+        sequences set the first of each to -100 before.
+        """
+        labels = [labels] if isinstance(labels, Tensor) else list(labels)
+        return self.total(*(one[:, 1:] for one in labels), repeated=1 if self.context is None else self.context.size)
+
+    def total(self, *targets: Tensor, repeated: int = 1) -> Tensor:
+        """The number of targets other than -100 on all ranks, fp32; `repeated` ranks have the same ones."""
+        count = torch.stack([(one != -100).sum() for one in targets]).sum().float()
+        dist.all_reduce(count, group=self.data.group)
+        return count / repeated
+
+    def check_length(self, length: int) -> None:
+        """Raises InputError where so many tokens cannot be split over the ranks."""
+        if length % self.shards:
+            raise InputError(
+                f"{length} tokens a row cannot be split over {self.shards} ranks (context times tensor parallel): pad "
+                f"to a multiple of {self.shards}, with labels of -100"
+            )

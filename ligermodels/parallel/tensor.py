@@ -1,0 +1,129 @@
+"""How tensor parallel splits each kind of layer over the ranks, and which sizes fit."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from ligermodels.errors import InputError
+from ligermodels.layers import Attention, Embedding, GatedMLP, LMHead, MoE, RMSNorm
+from ligermodels.layers.moe import Experts, Router
+from ligermodels.layers.parallel import Ranks, ShardedLinear, distributed
+from ligermodels.parallel.mesh import Parallel
+
+_SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 64)
+
+
+def check_tensor(model: nn.Module, parallel: Parallel) -> None:
+    """Raises InputError where the layers cannot be split over the ranks of tensor parallel, saying which sizes fit."""
+    if parallel.tp is None:
+        return
+    size = parallel.tp.size
+    if not hasattr(model, "decoder"):
+        raise InputError(f"tp={size}: {type(model).__name__} is no model of the zoo; use dp_shard alone for it")
+    if problems := sorted(set(_problems(model, size))):
+        fits = [str(other) for other in _SIZES if not any(_problems(model, other))]
+        advice = f"tp may be {', '.join(fits)}" if fits else "use dp_shard and cp instead of tp"
+        raise InputError(f"{type(model).__name__} cannot be split over tp={size}: {'; '.join(problems)}. {advice}")
+
+
+def check_context(model: nn.Module, parallel: Parallel) -> None:
+    """Raises InputError where the heads cannot be split over the ranks of context parallel, saying which sizes fit."""
+    if parallel.context is None:
+        return
+    size, tp = parallel.context.size, 1 if parallel.tp is None else parallel.tp.size
+    if not hasattr(model, "decoder"):
+        raise InputError(f"cp={size}: {type(model).__name__} is no model of the zoo; use dp_shard alone for it")
+    layers = [module for module in model.decoder.modules() if isinstance(module, Attention)]
+
+    def fits(size: int) -> bool:
+        return all(_splits(m.num_heads // tp, m.num_kv_heads // tp or 1, size) for m in layers)
+
+    if not fits(size):
+        sizes = ", ".join(str(other) for other in _SIZES if fits(other))
+        first = layers[0]
+        raise InputError(
+            f"cp={size} does not fit {first.num_heads} heads and {first.num_kv_heads} key heads"
+            + (f" over tp={tp}" if tp > 1 else "")
+            + (f"; cp may be {sizes}" if sizes else "; use dp_shard or tp instead of cp")
+        )
+
+
+def _splits(heads: int, kv_heads: int, size: int) -> bool:
+    """Whether each of `size` ranks can have as many heads, and whole key heads or one that it shares."""
+    return heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+
+
+def _modules(model: Any) -> Iterator[nn.Module]:
+    """The modules that tensor parallel splits: those of the text model, and the head."""
+    yield from model.decoder.modules()
+    yield model.lm_head
+
+
+def _problems(model: Any, size: int) -> Iterator[str]:
+    """What does not fit `size` ranks."""
+    handled = set()
+    for module in _modules(model):
+        if isinstance(module, Attention):
+            if len(module.joint_names) != 3:
+                yield "q, k and v are one weight"
+            elif not _splits(module.num_heads, module.num_kv_heads, size):
+                yield f"{module.num_heads} heads and {module.num_kv_heads} key heads"
+            handled |= set(module.joint_modules) | {module.output_module}
+        elif isinstance(module, GatedMLP):
+            if len(module.joint_names) != 2:
+                yield "gate and up are one weight"
+            elif module.output_module.in_features % size:
+                yield f"an intermediate size of {module.output_module.in_features}"
+            handled |= set(module.joint_modules) | {module.output_module}
+        elif isinstance(module, Experts):
+            if module.down_proj.shape[-1] % size:
+                yield f"an intermediate size of {module.down_proj.shape[-1]}"
+        elif isinstance(module, MoE):
+            if module.jitter_noise > 0:
+                yield "router jitter, which each rank would draw for itself; set router_jitter_noise to 0"
+        elif isinstance(module, Embedding | LMHead):
+            rows = module.num_embeddings if isinstance(module, Embedding) else module.out_features
+            if rows % size:
+                yield f"a vocabulary of {rows}, which resize_token_embeddings(pad_to_multiple_of={size}) pads"
+        elif not isinstance(module, RMSNorm | Router) and module not in handled and any(module._parameters.values()):
+            yield f"a {type(module).__name__}"
+    for module in handled:
+        if type(module) is not nn.Linear:
+            yield f"a {type(module).__name__} in place of a projection"
+
+
+def shard_tensors(model: Any, tp: Ranks) -> None:
+    """Replaces the parameters of the text model and the head by DTensors over the ranks."""
+    for module in list(_modules(model)):
+        if isinstance(module, Attention):
+            q, k, v = module.joint_names
+            whole = module.num_kv_heads % tp.size == 0
+            _replace(module, q, tp, "columns")
+            for name in (k, v):
+                _replace(module, name, tp, "columns" if whole else "heads", module.head_dim)
+            _replace(module, module.output_name, tp, "rows")
+            module.num_heads //= tp.size
+            module.num_kv_heads = max(module.num_kv_heads // tp.size, 1)
+        elif isinstance(module, GatedMLP):
+            for name in module.joint_names:
+                _replace(module, name, tp, "columns")
+            _replace(module, module.output_name, tp, "rows")
+        elif isinstance(module, Experts):
+            gate_up = module.gate_up_proj.unflatten(1, (2, -1)).detach()
+            gate_up.requires_grad_(module.gate_up_proj.requires_grad)
+            module.gate_up_proj = distributed(gate_up, tp, 2)
+            module.down_proj = distributed(module.down_proj, tp, 2)
+        elif isinstance(module, RMSNorm | Router):
+            if module.weight is not None:
+                module.weight = distributed(module.weight, tp, None)
+        elif isinstance(module, Embedding) or (isinstance(module, LMHead) and not module.is_tied):
+            for name, parameter in module.named_parameters(recurse=False):
+                module._parameters[name] = distributed(parameter, tp, 0)
+        elif not isinstance(module, MoE | LMHead):
+            continue
+        module.tp = tp
+
+
+def _replace(layer: nn.Module, name: str, tp: Ranks, split: str, head_dim: int = 1) -> None:
+    layer._modules[name] = ShardedLinear(layer._modules[name], tp, split, head_dim)  # type: ignore[arg-type]
