@@ -256,7 +256,8 @@ class Pretrained(nn.Module):
             folder is there when any of them returns; an error in one of them raises in all. Each holds at most a
             parameter beyond the model in device memory and as much in host memory. With a `state_dict` of whole
             tensors for a sharded model, rank 0 writes by default, and the others return at once.
-        push_to_hub: uploads the folder too, from one rank, to `repo_id`, by default its name; options are those of `hub.push`.
+        push_to_hub: uploads the folder too, from one rank, to `repo_id`, by default its name; options are those of
+            `hub.push`.
         options: further arguments of transformers' save_pretrained; those not supported raise.
 
         Weights that accelerate has offloaded are fetched; a quantised model is saved with its quantization_config.
@@ -267,8 +268,9 @@ class Pretrained(nn.Module):
         target = saving.absolute(folder)
         if state_dict is None:
             for module in self.modules():
-                if hasattr(module, "reshard"):  # FSDP2 has gathered some of them for a forward pass, in its dtype
-                    module.reshard()
+                reshard: Any = getattr(module, "reshard", None)
+                if reshard is not None:  # FSDP2 may have gathered its parameters for a forward pass, in another dtype
+                    reshard()
             if any(parameter.is_meta for parameter in self.parameters()):
                 state_dict = placement.offloaded_state(self)
         given = dict(self.named_parameters()) if state_dict is None else dict(state_dict)
@@ -295,9 +297,7 @@ class Pretrained(nn.Module):
 
         given: the parameters or, where `is_state`, what the caller gives in their place. Raises CheckpointError.
         """
-        if not is_state and any(
-            getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()
-        ):
+        if not is_state and any(getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()):
             raise CheckpointError(
                 "The weights are partitioned by DeepSpeed's ZeRO-3. Call model_engine.save_16bit_model(folder), or "
                 "save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) on every rank."
@@ -364,7 +364,9 @@ def _check_mesh(mesh: Any, parallel: Mapping[str, Any] | None, device: Any, devi
             raise InputError("parallel= holds options of parallelize, which shards over mesh=: pass both")
         return
     if device_map is not None:
-        raise InputError("mesh= and device_map= both say where the weights go: pass mesh= alone, in each of its processes")
+        raise InputError(
+            "mesh= and device_map= both say where the weights go: pass mesh= alone, in each of its processes"
+        )
     own = torch.empty(0, device=mesh.device_type).device  # with its index
     if device is not None and torch.device(device) not in (torch.device(mesh.device_type), own):
         raise InputError(

@@ -2,9 +2,9 @@
 
 import collections
 import contextlib
-import itertools
 import ctypes
 import errno
+import itertools
 import json
 import os
 import re
@@ -68,29 +68,29 @@ def write_checkpoint(
             finish(staging, files or {})
         return target
 
-    writers = [member for member, writes in enumerate(team.exchange(writes)) if writes]
+    writers = [member for member, one in enumerate(team.exchange(writes)) if one]
     leads = writers[:1] == [team.member]
     own = writers.index(team.member) if team.member in writers else None
     stream = _gathered(tensors, [shards[start :: len(writers)] for start in range(len(writers))], own)
     with contextlib.ExitStack() as stack:
-        place = None
+        place: Path | None = None
         with team.together(), write_errors(target):
             if leads:
                 place = stack.enter_context(replacing(target, size))
-        staging = next(filter(None, team.exchange(place)), None)
+        shared: Path | None = next(filter(None, team.exchange(place)), None)
         with team.together(), write_errors(target):
             try:
-                if staging is not None and own is not None:
+                if shared is not None and own is not None:
                     which = range(own, len(shards), len(writers))
-                    _write_files(staging, headers, stream, shards, metadata, which)
-                    for number in which:
-                        _sync(staging / _file_names(shards)[number])  # here, since all of them do it at the same time
+                    _write_files(shared, headers, stream, shards, metadata, which)
+                    for file in map(_file_names(shards).__getitem__, which):
+                        _sync(shared / file)  # here, since all of them do it at the same time
             finally:
                 _read_all(stream)  # the others wait for this process in gathering each tensor
         with team.together(), write_errors(target):
-            if leads and staging is not None:
-                _write_index(staging, headers, shards)
-                finish(staging, files or {})
+            if leads and shared is not None:
+                _write_index(shared, headers, shards)
+                finish(shared, files or {})
                 stack.close()
     return target
 
@@ -159,7 +159,7 @@ def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | N
     """The tensors of the shards `queues[own]`, while all members read those of all queues in one order.
 
     A round reads of each queue up to as many bytes as the largest parameter has, and keeps its own in host memory:
-    so all members have something to write at the same time, and a parameter of several tensors is seldom gathered twice.
+    so all members have something to write at the same time, and few parameters of several tensors are gathered twice.
     """
     most = max(tensor.numel() * tensor.itemsize for tensor, _ in tensors.boxes.values())
     rounds = [
@@ -167,7 +167,7 @@ def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | N
         for queue in queues
     ]
     for batches in itertools.zip_longest(*rounds, fillvalue=()):
-        kept = collections.deque()
+        kept: collections.deque[Tensor] = collections.deque()
         for number, names in enumerate(batches):
             for name in names:
                 tensor = tensors.read(name)
