@@ -253,9 +253,9 @@ class Pretrained(nn.Module):
         is_main_process: False writes nothing. By default every process writes.
         Sharded weights (FSDP2, tensor parallelism): every rank of the mesh calls this. They are gathered one by one,
             and the ranks write shards at the same time, into one folder, on a file system that all of them see. The
-            folder is there when any of them returns; an error in one of them raises in all. Each holds at most a
-            parameter beyond the model in device memory and as much in host memory. With a `state_dict` of whole
-            tensors for a sharded model, rank 0 writes by default, and the others return at once.
+            folder is there when any of them returns; an error in one of them raises in all. Beyond the model, a rank
+            holds a whole parameter or two in device memory and one in host memory. With a `state_dict` of whole tensors
+            for a sharded model, rank 0 writes by default, and the others return at once.
         push_to_hub: uploads the folder too, from one rank, to `repo_id`, by default its name; options are those of
             `hub.push`.
         options: further arguments of transformers' save_pretrained; those not supported raise.
@@ -330,6 +330,11 @@ class Pretrained(nn.Module):
 
         options: private, revision, create_pr, commit_message, token; see hub.push.
         """
+        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
+            raise InputError(
+                "push_to_hub: a sharded model is saved by all its ranks into one folder: call on each of them "
+                "save_pretrained(folder, push_to_hub=True, repo_id=...)"
+            )
         with tempfile.TemporaryDirectory() as folder:
             saved = self.save_pretrained(Path(folder) / "model", max_shard_size=max_shard_size)
             return hub.push(saved, repo_id, **options)
