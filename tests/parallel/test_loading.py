@@ -102,14 +102,8 @@ def on_two_ranks(rank, folder):
         torch.testing.assert_close(model(IDS, labels=IDS).loss, load(folder / "tied")(IDS, labels=IDS).loss)
         assert random("tied", mesh=mesh, device="meta").device.type == "meta"
 
-        written, write_file = [], saving._write_file
-
-        def watched(path, *rest):
-            written.append(path.name)
-            write_file(path, *rest)
-
         with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(saving, "_write_file", watched)
+            written = names_written(patched)
             model.save_pretrained(folder / "both", max_shard_size="20KB")
             assert all(int(re.search(r"\d+", name)[0]) % 2 == 1 - rank for name in written) and len(written) > 1
             for main in (0, 1):
@@ -137,6 +131,18 @@ def count_bytes(patched):
 
     patched.setattr(reading.SafetensorsReader, "read", lambda self, name: read(self, name).as_subclass(Counted))
     return asked
+
+
+def names_written(patched):
+    """A list that gets the names of the weight files that this process writes."""
+    written, write_file = [], saving._write_file
+
+    def watched(path, *rest):
+        written.append(path.name)
+        write_file(path, *rest)
+
+    patched.setattr(saving, "_write_file", watched)
+    return written
 
 
 def fail(rank, model, folder):
@@ -219,8 +225,13 @@ def on_four_ranks(rank, folder):
         model = load(folder / "biases")
         for block, one in zip(model.model.layers, ("dp_shard", "tp"), strict=True):
             fully_shard(block, mesh=tensor[one])
-        model.save_pretrained(folder / "mixed", max_shard_size="20KB")
+        with pytest.MonkeyPatch.context() as patched:
+            written = names_written(patched)
+            model.save_pretrained(folder / "mixed", max_shard_size="20KB")
         assert_same_files(folder / "mixed", folder / "biases")
+        names = [None] * 4
+        dist.all_gather_object(names, written)
+        assert sorted(sum(names, [])) == sorted(path.name for path in (folder / "mixed").glob("*.safetensors"))
 
 
 @pytest.mark.slow
