@@ -1,6 +1,7 @@
 """Sharded models are loaded, drawn and saved as the whole model is, to the bit; each rank reads its own rows alone."""
 
 import errno
+import itertools
 import os
 import re
 
@@ -28,12 +29,21 @@ FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
     "experts": dict(model_type="mixtral", num_local_experts=3),
     "one-expert": dict(model_type="mixtral", num_local_experts=1, num_experts_per_tok=1),
 }
+VISION = {  # more parameters that are drawn in ways of their own
+    "towers": dict(model_type="mllama",
+                   text_config=dict(SIZES, model_type="mllama_text_model", cross_attention_layers=[1]),
+                   vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_global_layers=1,
+                                      attention_heads=2, image_size=8, patch_size=4, vision_output_dim=32,
+                                      intermediate_layers_indices=[1])),
+    "patches": dict(model_type="qwen2_vl", rope_scaling=dict(type="mrope", mrope_section=[1, 1, 2]),
+                    vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32)),
+}  # fmt: skip
 IDS = torch.randint(98, (2, 16), generator=torch.Generator().manual_seed(1))
 
 
 def random(family, **options):
     """A model with random weights, norms and biases too."""
-    config = {**SIZES, **FAMILIES[family]}
+    config = {**SIZES, **FAMILIES.get(family, VISION.get(family))}
     return ARCHS[config["model_type"]].from_config(config, seed=3, **options)
 
 
@@ -212,6 +222,10 @@ def on_four_ranks(rank, folder):
         assert model.model.layers[0].mlp.experts.gate_up_proj.ndim == 4
         assert_same_model(model, load(folder / "experts"))
 
+        for mesh in (tensor, tensor["dp_shard"]):
+            assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
+        assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))
+
         copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
         load_and_save(folder, ["tied", "experts"], copies)
 
@@ -231,7 +245,7 @@ def on_four_ranks(rank, folder):
         assert_same_files(folder / "mixed", folder / "biases")
         names = [None] * 4
         dist.all_gather_object(names, written)
-        assert sorted(sum(names, [])) == sorted(path.name for path in (folder / "mixed").glob("*.safetensors"))
+        assert sorted(itertools.chain(*names)) == sorted(path.name for path in (folder / "mixed").glob("*.safetensors"))
 
 
 @pytest.mark.slow
