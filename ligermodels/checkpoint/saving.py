@@ -99,7 +99,7 @@ class Team:
     """The processes that hold the parts of `tensors`, some of them sharded (DTensor), and write them together.
 
     Each of them makes one and calls its methods in the same order. They are those of the largest mesh, or, where
-    another mesh has further ones, all processes of the job.
+    another mesh has further ones, all processes of the job. ranks: theirs, ascending. member: this one's place there.
     """
 
     def __init__(self, tensors: Iterable[Any]):
@@ -115,7 +115,6 @@ class Team:
             self.ranks = list(range(get_world_size()))
             self._groups = [group.WORLD]
         self.member = self.ranks.index(get_rank())
-        """This process's number in the team."""
 
     def leads(self, writes: bool) -> bool:
         """Whether this is the first member of those that write. All members call it."""

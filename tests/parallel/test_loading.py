@@ -226,8 +226,9 @@ def on_four_ranks(rank, folder):
             assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
         assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))
 
-        copies = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
-        load_and_save(folder, ["tied", "experts"], copies)
+        for names in (("dp_replicate", "dp_shard"), ("dp_shard", "cp")):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            load_and_save(folder, ["experts"], mesh)
 
         # A mesh of some of the processes; and two, of which neither holds the other's ranks.
         half = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp_shard",))
