@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 import ligermodels
 from benchmarks.commits import LLAMA_1B, LLAMA_8B, TINY
 from benchmarks.common import environment, heading, table, write_json
-from ligermodels.parallel import make_mesh, parallelize
+from ligermodels.parallel import make_mesh
 from ligermodels.training import AdamW
 
 LLAMA_70B = LLAMA_8B | dict(
@@ -197,9 +197,14 @@ def _ours(
         model = ligermodels.Llama.from_config(config, dtype=dtype, device=device, activation_checkpointing=recompute)
         return model, dist.get_rank()
     whole = make_mesh(device_type=device, **(mesh or {}))
-    model = ligermodels.Llama.from_config(config, dtype=dtype, device="meta", activation_checkpointing=recompute)
-    parallelize(model, whole, param_dtype=torch.bfloat16, reshard_after_forward=reshard)
-    return model.to_empty(device=device), whole["dp_shard"].get_local_rank()
+    model = ligermodels.Llama.from_config(
+        config,
+        dtype=dtype,
+        mesh=whole,
+        parallel=dict(param_dtype=torch.bfloat16, reshard_after_forward=reshard),
+        activation_checkpointing=recompute,
+    )
+    return model, whole["dp_shard"].get_local_rank()
 
 
 def _liger(config: dict[str, Any], dtype: torch.dtype, device: str, recompute: str) -> tuple[Any, int]:
