@@ -86,11 +86,12 @@ def _problems(model: Any, size: int) -> Iterator[str]:
             rows = module.num_embeddings if isinstance(module, Embedding) else module.out_features
             if rows % size:
                 yield f"a vocabulary of {rows}, which resize_token_embeddings(pad_to_multiple_of={size}) pads"
-        elif not isinstance(module, RMSNorm | Router) and module not in handled and any(module._parameters.values()):
-            yield f"a {type(module).__name__}"
+        elif not isinstance(module, RMSNorm | Router) and module not in handled:
+            if any(parameter is not None for parameter in module._parameters.values()):
+                yield f"a {type(module).__name__}"
     for module in handled:
         if type(module) is not nn.Linear:
-            yield f"a {type(module).__name__} in place of a projection"
+            yield f"a {type(module).__module__}.{type(module).__name__} in place of a projection"
 
 
 def shard_tensors(model: Any, tp: Ranks) -> None:
