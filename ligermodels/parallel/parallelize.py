@@ -62,6 +62,9 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)  # a factor would be a multiplication of its own in NCCL
     if decoder is not None:
         decoder.context, decoder.tp = parallel.context, parallel.tp
+    for module in model.modules():
+        if hasattr(type(module), "parallel"):  # the model of the zoo, also inside of PEFT's wrapper
+            module.parallel = parallel
     model.parallel = parallel
     return model
 
