@@ -35,8 +35,11 @@ def parallelize(
     reduce_dtype: in which gradients are summed over ranks. reshard_after_forward: as in torch's `fully_shard`, for the
     blocks; final norm and head, and a tied embedding with them, stay whole between forward and backward.
 
-    Raises InputError for a mesh that does not fit the model, before anything is changed, saying what fits.
+    Raises InputError for a mesh that does not fit the model, before anything is changed, saying what fits, and for a
+    model that is sharded already.
     """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise InputError(f"{type(model).__name__} is sharded already; parallelize a model once, when it is made")
     parallel = Parallel(mesh)
     check_tensor(model, parallel)
     check_context(model, parallel)
