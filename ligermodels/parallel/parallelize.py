@@ -64,7 +64,7 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a factor would be a multiplication of its own in NCCL
     if decoder is not None:
-        decoder.context, decoder.tp = parallel.context, parallel.tp
+        decoder.context, decoder.tp, decoder.param_dtype = parallel.context, parallel.tp, param_dtype
     for module in model.modules():
         if hasattr(type(module), "parallel"):  # the model of the zoo, also inside of PEFT's wrapper
             module.parallel = parallel
