@@ -114,8 +114,8 @@ class CausalLM(Pretrained, TrainerInterface):
             (`eval()` and no gradients), where trainers ask for predictions; `return_logits=False` leaves them out
             there.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
-            count of labels over all micro-batches of a step (of all ranks, under `parallelize`: `model.parallel.count`).
-            A device scalar costs no synchronisation.
+            count of labels over all micro-batches of a step, under `parallelize` those of all ranks
+            (`model.parallel.count`). A device scalar costs no synchronisation.
         past_key_values, use_cache: a cache to read and extend; `use_cache` creates one where none is given. Where
             `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope), empty it and pass the
             whole text, as `generate` does: the cached keys were rotated by other frequencies.

@@ -1,5 +1,7 @@
 """One call that spreads a model over a mesh."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,9 +29,10 @@ def parallelize(
     - tp: heads, the inside of MLPs and experts, and the vocabulary are split; norms run on parts of the sequence.
     - cp: the sequence is split; attention exchanges heads for tokens (all-to-all), so that masks and packing hold.
 
-    The ranks of one cp x tp group are given the same batch, whole; the model splits it. `model(ids, labels=labels).loss`
-    is the mean over the labels of all ranks, the same number on each, and its backward leaves in `.grad` the gradients
-    that one process would compute over all batches. FSDP sums gradients and does not divide them.
+    The ranks of one cp x tp group are given the same batch, whole; the model splits it.
+    `model(ids, labels=labels).loss` is the mean over the labels of all ranks, the same number on each, and its backward
+    leaves in `.grad` the gradients that one process would compute over all batches. FSDP sums gradients and does not
+    divide them.
 
     param_dtype: in which layers compute, such as torch.bfloat16 beside fp32 parameters; None: the parameters' own.
     reduce_dtype: in which gradients are summed over ranks. reshard_after_forward: as in torch's `fully_shard`, for the
@@ -47,7 +50,7 @@ def parallelize(
     if parallel.tp is not None:
         shard_tensors(model, parallel.tp)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
-    options = dict(mesh=parallel.fsdp, mp_policy=policy)
+    options: dict[str, Any] = dict(mesh=parallel.fsdp, mp_policy=policy)
     for block in _blocks(model):
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
     head = getattr(model, "lm_head", None)
@@ -67,8 +70,8 @@ def parallelize(
         decoder.context, decoder.tp, decoder.param_dtype = parallel.context, parallel.tp, param_dtype
     for module in model.modules():
         if hasattr(type(module), "parallel"):  # the model of the zoo, also inside of PEFT's wrapper
-            module.parallel = parallel
-    model.parallel = parallel
+            module.parallel = parallel  # type: ignore[assignment]
+    model.parallel = parallel  # type: ignore[assignment]
     return model
 
 

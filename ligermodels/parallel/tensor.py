@@ -27,7 +27,7 @@ def check_tensor(model: nn.Module, parallel: Parallel) -> None:
         raise InputError(f"{type(model).__name__} cannot be split over tp={size}: {'; '.join(problems)}. {advice}")
 
 
-def check_context(model: nn.Module, parallel: Parallel) -> None:
+def check_context(model: Any, parallel: Parallel) -> None:
     """Raises InputError where the heads cannot be split over the ranks of context parallel, saying which sizes fit."""
     if parallel.context is None:
         return
@@ -86,9 +86,8 @@ def _problems(model: Any, size: int) -> Iterator[str]:
             rows = module.num_embeddings if isinstance(module, Embedding) else module.out_features
             if rows % size:
                 yield f"a vocabulary of {rows}, which resize_token_embeddings(pad_to_multiple_of={size}) pads"
-        elif not isinstance(module, RMSNorm | Router) and module not in handled:
-            if any(parameter is not None for parameter in module._parameters.values()):
-                yield f"a {type(module).__name__}"
+        elif not isinstance(module, RMSNorm | Router) and module not in handled and list(module.parameters(False)):
+            yield f"a {type(module).__name__}"
     for module in handled:
         if type(module) is not nn.Linear:
             yield f"a {type(module).__module__}.{type(module).__name__} in place of a projection"

@@ -32,6 +32,7 @@ TOWER = dict(
 )  # fmt: skip
 FAMILIES = {
     "llama": dict(SIZES, tie_word_embeddings=True),
+    "llama_biased": dict(SIZES, model_type="llama", attention_bias=True, mlp_bias=True),
     "qwen2": dict(SIZES, tie_word_embeddings=False),
     "qwen3": dict(SIZES, num_key_value_heads=1, head_dim=8),
     "gemma2": dict(
@@ -46,7 +47,7 @@ FAMILIES = {
         text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]),
     ),
 }  # fmt: skip
-"""model_type -> config: the embedding tied and not, biases, norms of heads, windows and caps, experts, images."""
+"""model_type, or a name, -> config: embeddings tied and not, biases, norms of heads, windows, caps, experts, images."""
 SPLITS = {
     "fsdp2": dict(dp_shard=2),
     "tp2": dict(tp=2),
@@ -62,12 +63,15 @@ SPLITS = {
 
 
 def make(family, device="cpu", **changes):
-    model = ARCHS[family].from_config({**FAMILIES[family], **changes}, dtype=torch.float32, device=device)
-    if family == "mllama" and device == "cpu":
-        with torch.no_grad():  # at 0, as they start, nothing comes from the images
-            for name, parameter in model.named_parameters():
-                if "gate" in name and parameter.numel() == 1:
-                    parameter.fill_(0.5)
+    """The model, with norms, biases and gates that are not 1 and 0, where parts of them could be mistaken."""
+    config = {**FAMILIES[family], **changes}
+    model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device=device)
+    if device == "cpu":
+        draw = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
     return model
 
 
@@ -382,7 +386,7 @@ def _before(model):
 
 
 def refused(model, split, lora=False):
-    """What `parallelize` says to this model, (family, changes), and split, having changed nothing."""
+    """What `parallelize` says to this model, (family, changes), having changed nothing; split: or a mesh's only dim."""
     sizes = SPLITS.get(split)
     if sizes is None:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(split,))
@@ -443,12 +447,11 @@ def call_refused(split, call):
     return {"says": "nothing"}
 
 
-CHECKS = {
-    check.__name__: check
-    for check in (
-        gradients, accumulated, logits, headless, frozen, norm, steps, mixed, generated, from_meta, adapted, custom, refused, call_refused,
-    )
-}  # fmt: skip
+CHECKS = (
+    gradients, accumulated, logits, headless, frozen, norm, steps, mixed, generated, from_meta, adapted, custom,
+    refused, call_refused,
+)  # fmt: skip
+_CHECKS = {check.__name__: check for check in CHECKS}
 
 
 def _process(rank, size, folder, jobs):
@@ -460,7 +463,7 @@ def _process(rank, size, folder, jobs):
         for name, check, options in jobs:
             if rank == 0:
                 (folder / "running").write_text(name)
-            found[name] = CHECKS[check](**options)
+            found[name] = _CHECKS[check](**options)
         (folder / f"{rank}.json").write_text(json.dumps(found))
     finally:
         dist.destroy_process_group()

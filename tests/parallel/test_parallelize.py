@@ -14,14 +14,15 @@ from tests.parallel.runs import FAMILIES, run
 TOLERANCE = 2e-5
 """Of errors relative to a gradient's largest number: it is a sum of some hundred products that are rounded in another
 order on each side, sqrt(300) * 2^-24 = 1e-6 on average, and of gates the small difference of larger numbers."""
-MIXED = 2.0
+MIXED = 3.0
 """In bf16: how far our gradients may be off those of fp32, in units of how far those of one process in bf16 are, plus
-an ulp: roundings of the same number and size, drawn otherwise."""
+an ulp. The roundings are as many and as large, and others; a gate's gradient is one number, and so a single draw."""
 
 IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "mllama")}
 ALIKE = {"mistral": "llama", "gemma": "llama"}
 """Families whose layers are all those of another."""
 WITHOUT_TP = ("phi3", "mllama")
+PAIRS = ("fsdp2", "tp2", "cp2")
 KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
 
 
@@ -47,7 +48,7 @@ QUICK = [
     gradients("llama", "fsdp2"),
     gradients("llama", "tp2", recompute="block"),
     gradients("llama", "cp2", kind="packed"),
-    gradients("qwen2", "tp2"),
+    gradients("llama_biased", "tp2"),
     gradients("qwen2", "cp2", recompute="mlp"),
     gradients("qwen3", "tp2"),
     gradients("gemma2", "tp2", kind="restarting"),
@@ -65,30 +66,30 @@ QUICK = [
     job("mixed", family="llama", split="fsdp2", recompute="block"),
 ]
 _TWO = [
-    *all_families("fsdp2", "tp2", "cp2"),
+    *all_families(*PAIRS),
     *(gradients(family, split, recompute=how) for family in ("llama", "gemma2", "mixtral", "qwen2_vl")
-      for split in ("fsdp2", "tp2", "cp2") for how in ("mlp", "block")),
+      for split in PAIRS for how in ("mlp", "block")),
     gradients("mllama", "cp2", recompute="block"),
     *(gradients(family, split, kind=kind) for family in ("gemma2", "mixtral") for split in ("tp2", "cp2")
       for kind in KINDS),
     *(gradients("qwen2_vl", split, kind=kind) for split in ("tp2", "cp2") for kind in ("axes", "packed", "left")),
     *(gradients("qwen2", "fsdp2", kind=kind) for kind in ("restarting", "left", "right", "few")),
-    *(job("accumulated", family=family, split=split) for family in ("llama", "qwen2") for split in ("fsdp2", "tp2", "cp2")),
-    *(job("logits", family=family, split=split) for family in ("gemma2", "qwen2") for split in ("fsdp2", "tp2", "cp2")),
+    *(job("accumulated", family=family, split=split) for family in ("llama", "qwen2") for split in PAIRS),
+    *(job("logits", family=family, split=split) for family in ("gemma2", "qwen2") for split in PAIRS),
     *(job("logits", family="llama", split=split, kind="packed") for split in ("tp2", "cp2")),
     *(job("headless", family=family, split="fsdp2") for family in ("llama", "qwen2")),
-    *(job("frozen", family=family, split=split) for family in ("llama", "qwen2") for split in ("fsdp2", "tp2", "cp2")),
-    *(job("norm", family=family, split=split) for family in ("llama", "mixtral") for split in ("fsdp2", "tp2", "cp2")),
+    *(job("frozen", family=family, split=split) for family in ("llama", "qwen2") for split in PAIRS),
+    *(job("norm", family=family, split=split) for family in ("llama", "mixtral") for split in PAIRS),
     # torch's clip_grad_norm_ refuses the tower's gradients, whose mesh has no dimension for tensor parallel.
     job("norm", family="qwen2_vl", split="tp2", kind="images", torchs=False),
-    *(job("steps", family="llama", split=split) for split in ("fsdp2", "tp2", "cp2")),
-    *(job("from_meta", family=family, split=split) for family in ("llama", "mixtral") for split in ("fsdp2", "tp2", "cp2")),
+    *(job("steps", family="llama", split=split) for split in PAIRS),
+    *(job("from_meta", family=family, split=split) for family in ("llama", "mixtral") for split in PAIRS),
     job("from_meta", family="qwen2_vl", split="tp2", kind="images"),
     job("custom", split="fsdp2"),
     job("generated", family="llama", split="fsdp2"),
     job("generated", family="llama", split="fsdp2", param_dtype="bfloat16"),
     job("generated", family="gemma2", split="fsdp2"),
-    *(job("mixed", family="llama", split=split, recompute=how) for split in ("fsdp2", "tp2", "cp2")
+    *(job("mixed", family="llama", split=split, recompute=how) for split in PAIRS
       for how in ("none", "mlp", "block")),
     *(job("mixed", family=family, split="fsdp2", **IMAGES.get(family, {}))
       for family in ("gemma2", "mixtral", "qwen2_vl", "mllama")),
@@ -178,7 +179,8 @@ def assert_small(found, name):
 
 
 def test_every_family_is_spread():
-    assert ARCHS.keys() == FAMILIES.keys() | ALIKE.keys()
+    spread = {config.get("model_type", family) for family, config in FAMILIES.items()}
+    assert ARCHS.keys() == spread | ALIKE.keys()
 
 
 @pytest.mark.parametrize("name", names(QUICK))
@@ -199,7 +201,7 @@ def test_four_processes_are_one(four, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, says", [(name, says) for (name, _, _), says in REFUSALS])
+@pytest.mark.parametrize("name, says", [pytest.param(name, says, id=name) for (name, _, _), says in REFUSALS])
 def test_what_cannot_be_honoured_is_refused(refusals, name, says):
     for found in refusals[name]:
         assert re.search(says, found["says"])
