@@ -67,11 +67,11 @@ class Parallel:
         self.context = Ranks(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
         self.tp = Ranks(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
         copies = sizes.get("dp_replicate", 1) > 1
-        shard = "dp_shard"
+        shard, flat = "dp_shard", mesh["dp_shard"]
         if self.context is not None:
             shard = "fsdp"
-            mesh["dp_shard", "cp"]._flatten("fsdp")  # torch has no public name for it; torchtitan calls it too
-        self.fsdp = mesh["dp_replicate", shard] if copies else mesh[shard]
+            flat = mesh["dp_shard", "cp"]._flatten("fsdp")  # torch has no public name for it; torchtitan calls it too
+        self.fsdp = mesh["dp_replicate", shard] if copies else flat
         data = self.fsdp if self.fsdp.ndim == 1 else self.fsdp._flatten("data")
         self.data = Ranks(data)
 

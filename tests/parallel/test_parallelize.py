@@ -61,7 +61,7 @@ QUICK = [
     job("accumulated", family="llama", split="fsdp2"),
     job("accumulated", family="llama", split="cp2"),
     job("logits", family="gemma2", split="tp2"),
-    job("logits", family="gemma2", split="cp2"),
+    job("logits", family="gemma2", split="cp2", kind="restarting"),
     job("norm", family="llama", split="tp2"),
     job("mixed", family="llama", split="fsdp2", recompute="block"),
 ]
@@ -76,7 +76,8 @@ _TWO = [
     *(gradients("qwen2", "fsdp2", kind=kind) for kind in ("restarting", "left", "right", "few")),
     *(job("accumulated", family=family, split=split) for family in ("llama", "qwen2") for split in PAIRS),
     *(job("logits", family=family, split=split) for family in ("gemma2", "qwen2") for split in PAIRS),
-    *(job("logits", family="llama", split=split, kind="packed") for split in ("tp2", "cp2")),
+    *(job("logits", family="llama", split=split, kind=kind) for split in ("tp2", "cp2")
+      for kind in ("packed", "restarting", "left")),
     *(job("headless", family=family, split="fsdp2") for family in ("llama", "qwen2")),
     *(job("frozen", family=family, split=split) for family in ("llama", "qwen2") for split in PAIRS),
     *(job("norm", family=family, split=split) for family in ("llama", "mixtral") for split in PAIRS),
