@@ -15,6 +15,7 @@ MAY_IMPORT = {
     "experimental": {"kernels", "errors"},
     "training": {"kernels", "errors"},
     "checkpoint": {"errors"},
+    "parallel": {"layers", "kernels", "training", "checkpoint", "errors"},
     "text": {"checkpoint", "errors"},
     "vision": {"text", "checkpoint", "errors"},
     "generation": {"layers", "text", "errors"},
