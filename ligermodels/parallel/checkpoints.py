@@ -20,9 +20,8 @@ convert` and DCP read the model in it. Only tensors are stored, so that resuming
 | rng.R                     | random states of rank R: torch's on the CPU and the current | 16,000                     |
 |                           | GPU, Python's, numpy's                                      |                            |
 
-DCP adds 2 kB per shard of a tensor. Per parameter trained with ligermodels.training.AdamW: 6 bytes for bf16 weights, 8 with
-master_weights=True, 12 with fp32 moments too; 12 for fp32 weights. Per frozen parameter: its own size. In host memory,
-save(wait=False) takes a rank's part of that, and save() the tensors that are on their way to the file.
+DCP adds 2 kB per shard of a tensor. Per parameter trained with ligermodels.training.AdamW: 6 bytes for bf16 weights,
+8 with master_weights=True, 12 with fp32 moments too; 12 for fp32 weights. Per frozen parameter: its own size.
 
 Exact: on the same number of ranks and the same mesh, a run that is resumed computes the same bits as one that was not
 interrupted, if its steps are deterministic. On others, weights, optimizer state and what is the same on all ranks are
@@ -261,7 +260,7 @@ class Checkpoints:
             group = self._ranks.group
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
             self._ranks.on_main(lambda: _publish(partial, complete))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             if self._ranks.is_main:
                 shutil.rmtree(partial, ignore_errors=True)
             raise CheckpointError(
@@ -284,7 +283,7 @@ class Checkpoints:
                 "  Next: to start from its weights, convert it (`ligermodels convert`) and load the result; or move it "
                 "elsewhere."
             )
-        run = _unpacked(_load(reader, {"run": _buffer(reader, "run")})["run"])
+        run = _state_at(reader, _load(reader, {"run": _buffer(reader, "run")}), "run")
         same_layout = run["layout"] == self._layout()
         model = self._model_state()
         wanted = {f"model.{name}": tensor for name, tensor in model.items()}
@@ -309,7 +308,7 @@ class Checkpoints:
         state = {order[name]: {**optimizer[name], **run["optimizer"]["values"][name]} for name in optimizer}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         for name, item in self._others.items():
-            item.load_state_dict(_unpacked(wanted[places[name]]))
+            item.load_state_dict(_state_at(reader, wanted, places[name]))
 
         warning = []
         if not same_layout:
@@ -319,7 +318,7 @@ class Checkpoints:
             )
         if left := sorted(_extras(reader) - self._others.keys()):
             warning.append(f"has a state of {', '.join(left)}, which is not resumed.")
-        return (_unpacked(wanted[rng]) if same_layout else None), " It ".join(warning)
+        return _state_at(reader, wanted, rng) if same_layout else None, " It ".join(warning)
 
     def _check_model(self, reader: Reader, wanted: Mapping[str, Tensor]) -> None:
         """Raises CheckpointError unless the names, shapes and dtypes of the checkpoint are the model's."""
@@ -425,15 +424,17 @@ class Checkpoints:
 
     def _layout(self) -> str:
         """What per-rank states depend on: the number of ranks, and how a mesh arranges them."""
-        meshes = [p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)]
-        mesh = getattr(getattr(self._model, "parallel", None), "mesh", None)
-        if mesh is None and meshes:
-            mesh = max(meshes, key=lambda mesh: mesh.ndim)
         ranks = f"{self._ranks.size} rank{'s' if self._ranks.size > 1 else ''}"
-        if mesh is None:
+        meshes = [p.device_mesh for p in self._model.parameters() if isinstance(p, DTensor)]
+        if not meshes:
             return ranks
+        # The whole mesh where `parallelize` made the model: in those of the parameters, dp_shard and cp are one.
+        spread: list[Any] = [getattr(module, "parallel", None) for module in self._model.modules()]
+        whole = [x.mesh for x in spread if hasattr(x, "mesh")]
+        mesh = whole[0] if whole else max(meshes, key=lambda mesh: mesh.ndim)
         names = mesh.mesh_dim_names or [f"dimension {i}" for i in range(mesh.ndim)]
-        return f"{ranks} ({', '.join(f'{name} {size}' for name, size in zip(names, mesh.shape, strict=True))})"
+        sizes = [f"{name} {size}" for name, size in zip(names, mesh.shape, strict=True) if size > 1]
+        return f"{ranks} ({', '.join(sizes)})" if sizes else ranks
 
 
 class _Ranks:
@@ -526,7 +527,7 @@ def _remove_old(folder: Path, keep: int | None) -> None:
             raise CheckpointError(f"Checkpoints: {steps[step]} is not needed any more and stays: {error}") from error
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     if not isinstance(error, CheckpointException):
         return str(error)
     rank, (cause, _) = next(iter(error.failures.items()))
@@ -552,6 +553,7 @@ def _packed(state: Any, name: str) -> Tensor:
 
 
 def _unpacked(packed: Tensor) -> Any:
+    """Raises pickle.UnpicklingError and others."""
     return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
 
 
@@ -580,6 +582,16 @@ def _load(reader: Reader, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
             f"{cause}\n  Next: remove {reader.folder} to resume from the checkpoint before it, or copy its files again."
         ) from error
     return tensors
+
+
+def _state_at(reader: Reader, tensors: Mapping[str, Tensor], name: str) -> Any:
+    try:
+        return _unpacked(tensors[name])
+    except Exception as error:
+        raise CheckpointError(
+            f"{reader.folder}: {name} cannot be read: {error}\n"
+            "  Likely: damaged, or made to run code on who loads it, which was refused."
+        ) from error
 
 
 # Random numbers
