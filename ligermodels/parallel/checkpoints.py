@@ -30,6 +30,9 @@ rounded in another order; AdamW's stochastic rounding draws other bits.
 Not stored: gradients (save between optimizer.zero_grad() and backward()), and what is in no object given here.
 Damage: files that are missing or cut short are noticed; a changed byte inside a tensor is not.
 
+Under `torchrun --max-restarts N`, set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1: without it, processes that torch 2.13
+starts again find the addresses of those that died (pytorch#135712), and init_process_group fails or hangs.
+
 Checked against: torch 2.11 and 2.13, distributed/checkpoint.
 """
 
