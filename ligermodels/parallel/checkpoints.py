@@ -549,7 +549,7 @@ def _packed(state: Any, name: str) -> Tensor:
         _unpacked(packed)
     except Exception as error:
         raise InputError(
-            f"Checkpoints: the state of {name} cannot be saved: {error}\n"
+            f"Checkpoints: the state of {name} cannot be saved: {_brief(error)}\n"
             "  Next: have its state_dict() consist of numbers, strings, lists, dicts and plain tensors."
         ) from error
     return packed
@@ -558,6 +558,13 @@ def _packed(state: Any, name: str) -> Tensor:
 def _unpacked(packed: Tensor) -> Any:
     """Raises pickle.UnpicklingError and others."""
     return torch.load(io.BytesIO(packed.numpy().tobytes()), map_location="cpu", weights_only=True)
+
+
+def _brief(error: Exception) -> str:
+    """torch's message without its advice to unpickle everything."""
+    if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+        return f"it holds a {found[1]}"
+    return "it is no pickle that torch reads" if "Weights only" in str(error) else f"{type(error).__name__}: {error}"
 
 
 def _digests(blobs: Mapping[str, Tensor]) -> dict[str, str]:
@@ -592,7 +599,7 @@ def _state_at(reader: Reader, tensors: Mapping[str, Tensor], name: str) -> Any:
         return _unpacked(tensors[name])
     except Exception as error:
         raise CheckpointError(
-            f"{reader.folder}: {name} cannot be read: {error}\n"
+            f"{reader.folder}: {name} cannot be read: {_brief(error)}\n"
             "  Likely: damaged, or made to run code on who loads it, which was refused."
         ) from error
 

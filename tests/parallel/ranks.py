@@ -2,7 +2,7 @@
 
 import datetime
 
-import torch._dynamo  # which FSDP2 imports on its first use: once here, and not in each fork
+import torch._dynamo  # noqa: F401 - FSDP2 imports it on its first use: once here, and not in each fork
 import torch.distributed as dist
 
 from tests.processes import Child

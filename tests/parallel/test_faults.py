@@ -111,6 +111,7 @@ def test_a_rank_that_cannot_write_stops_no_other(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*the random states of the ranks")
 def test_kills_at_random_moments_leave_a_whole_checkpoint(tmp_path):
     """Weights and moments of step n are filled with n: a checkpoint that is mixed of two steps would show."""
     folder, seed, seen = tmp_path / "run", random.Random(0), []
