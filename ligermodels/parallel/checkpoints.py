@@ -38,7 +38,6 @@ Checked against: torch 2.11 and 2.13, distributed/checkpoint.
 
 import hashlib
 import io
-import itertools
 import random
 import re
 import shutil
@@ -125,8 +124,8 @@ class Checkpoints:
     def save(self, step: int, *, wait: bool = True) -> None:
         """Saves the state after `step` steps.
 
-        wait: False copies this rank's shards to host memory (on a GPU pinned, kept for the next time) and writes them
-            in a thread, while training goes on. The next save, load or close waits for that.
+        wait: False copies this rank's shards to host memory (pinned, where they are on a GPU; kept for the next time)
+            and writes them in a thread, while training goes on. The next save, load or close waits for that.
 
         Saving the step that was saved or loaded last does nothing.
         Raises CheckpointError if this save, or the one before with wait=False, failed; then the older checkpoints are
@@ -302,12 +301,14 @@ class Checkpoints:
         _load(reader, wanted)
 
         set_model_state_dict(self._model, dict(model))
-        numbers = itertools.count()
-        order = {name: next(numbers) for group in run["optimizer"]["groups"] for name in group["params"]}
-        groups = [
-            {**group, "params": [order[name] for name in mine]}
-            for group, mine in zip(run["optimizer"]["groups"], self._groups(), strict=True)
-        ]
+        order = {name: number for number, name in enumerate(name for names in self._groups() for name in names)}
+        groups = []  # with the parameters in the order of this optimizer
+        for group, now in zip(run["optimizer"]["groups"], self._optimizer.param_groups, strict=True):
+            options = {  # a learning rate that is a tensor goes back to its device
+                key: x.to(now[key].device) if isinstance(x, Tensor) and isinstance(now.get(key), Tensor) else x
+                for key, x in group.items()
+            }
+            groups.append({**options, "params": sorted(order[name] for name in group["params"])})
         state = {order[name]: {**optimizer[name], **run["optimizer"]["values"][name]} for name in optimizer}
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
         for name, item in self._others.items():
@@ -562,7 +563,7 @@ def _unpacked(packed: Tensor) -> Any:
 
 def _brief(error: Exception) -> str:
     """torch's message without its advice to unpickle everything."""
-    if found := re.search(r"Unsupported global: GLOBAL (\S+)", str(error)):
+    if found := re.search(r"GLOBAL (\S+)", str(error)):
         return f"it holds a {found[1]}"
     return "it is no pickle that torch reads" if "Weights only" in str(error) else f"{type(error).__name__}: {error}"
 

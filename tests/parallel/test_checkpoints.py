@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -335,6 +336,33 @@ def test_other_parameter_groups(tmp_path):
     run.optimizer = AdamW([*run.model.parameters(), torch.zeros(3, requires_grad=True)])
     with run.checkpoints(tmp_path) as checkpoints, pytest.raises(InputError, match=r"\(3,\) that is not the model's"):
         checkpoints.load()
+
+
+def test_wrapped_modules_have_the_names_of_bare_ones(tmp_path, good):
+    run = Run()
+    layers = run.model.model.layers
+    layers[0], layers[1] = torch.compile(layers[0]), checkpoint_wrapper(layers[1])
+    run.model = torch.compile(run.model)
+    with run.checkpoints(good) as checkpoints:
+        assert checkpoints.load() == 1
+    with run.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1)
+    ours, theirs = (Reader(folder / "step-00000001").headers for folder in (tmp_path, good))
+    assert {name: ours[name] for name in ours if name != "run"} == {n: x for n, x in theirs.items() if n != "run"}
+
+
+def test_the_optimizer_s_state_goes_by_names(good):
+    """Another order within a group changes nothing."""
+    run, other = Run(), Run()
+    other.optimizer = AdamW(reversed(list(other.model.parameters())))
+    for each in (run, other):
+        with (
+            Checkpoints(good, each.model, each.optimizer) as checkpoints,
+            pytest.warns(UserWarning, match="data, sched"),
+        ):
+            checkpoints.load()
+    for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(run.optimizer.state[p]["exp_avg"], other.optimizer.state[q]["exp_avg"])
 
 
 def test_further_objects_by_their_names(tmp_path, good):
