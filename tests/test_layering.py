@@ -16,6 +16,7 @@ MAY_IMPORT = {
     "training": {"kernels", "errors"},
     "parallel": {"layers", "errors"},
     "checkpoint": {"errors"},
+    "parallel": {"layers", "kernels", "training", "checkpoint", "errors"},
     "text": {"checkpoint", "errors"},
     "vision": {"text", "checkpoint", "errors"},
     "generation": {"layers", "text", "errors"},
