@@ -114,8 +114,8 @@ class CausalLM(Pretrained, TrainerInterface):
             (`eval()` and no gradients), where trainers ask for predictions; `return_logits=False` leaves them out
             there.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
-            count of labels over all micro-batches of a step (of all ranks, under `parallelize`: `model.parallel.count`).
-            A device scalar costs no synchronisation.
+            count of labels over all micro-batches of a step (under `parallelize` of all ranks, `parallel.count`). A
+            device scalar costs no synchronisation.
         past_key_values, use_cache: a cache to read and extend; `use_cache` creates one where none is given. Where
             `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope), empty it and pass the
             whole text, as `generate` does: the cached keys were rotated by other frequencies.
@@ -150,7 +150,8 @@ class CausalLM(Pretrained, TrainerInterface):
         check_labels(labels, inputs.tokens, num_items_in_batch, logits_to_keep)
         parallel, context = self.parallel, self.decoder.context
         if parallel is not None and parallel.shards > 1:
-            parallel.check_length(inputs.tokens.shape[:2].numel() if inputs.cu_seqlens is not None else inputs.tokens.shape[1])
+            rows, length = inputs.tokens.shape[:2]
+            parallel.check_length(length if inputs.cu_seqlens is None else rows * length)
             if inputs.cache is not None or output_hidden_states or logits_to_keep:
                 raise InputError(
                     "a cache, output_hidden_states and logits_to_keep are not supported under context or tensor "

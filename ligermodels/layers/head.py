@@ -136,7 +136,8 @@ class LMHead(nn.Module):
         weight = self._weight_for(x) if weight is None else weight
         if self.tp is not None:
             options["workspace_bytes"] = self.workspace_bytes if workspace_bytes is None else workspace_bytes
-            return self._sharded(x, weight, labels, self.tp, softcap=softcap, return_logprobs=return_logprobs, **options)
+            options |= {"softcap": softcap, "return_logprobs": return_logprobs}
+            return self._sharded(x, weight, labels, self.tp, **options)
         if labels is None:
             return capped(nn.functional.linear(x, weight, self.bias), softcap)
         options |= {
