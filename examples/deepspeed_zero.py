@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     losses = []
     for step in range(options.steps):
         random = torch.Generator().manual_seed(step * ranks + rank)
-        parts = [torch.randint(50, (2, 1), generator=random) + torch.arange(24 + 8 * n) for n in range(options.accumulate)]
+        parts = [
+            torch.randint(50, (2, 1), generator=random) + torch.arange(24 + 8 * n) for n in range(options.accumulate)
+        ]
         # The mean over the labels of all micro-batches of all ranks: DeepSpeed divides gradients by ranks and parts.
         count = torch.tensor(float(sum(part[:, 1:].numel() for part in parts)), device=engine.device)
         dist.all_reduce(count)

@@ -44,7 +44,9 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--save-every", type=int, default=10, help="steps between checkpoints")
     parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--recompute", default="none", help="none, mlp or block: see docs/training.md")
-    parser.add_argument("--bf16", action="store_true", help="weights in bf16, stepped in the backward; no micro-batches")
+    parser.add_argument(
+        "--bf16", action="store_true", help="weights in bf16, stepped in the backward; no micro-batches"
+    )
     options = parser.parse_args(arguments)
     mesh = make_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp)
     # The GPUs of one cp x tp group get the same rows, the groups different ones.
