@@ -1,4 +1,4 @@
-"""examples/pretrain.py and slurm.sh as torchrun and Slurm start them, and what docs/distributed.md shows, on the CPU."""
+"""examples/pretrain.py and slurm.sh as torchrun and Slurm start them, and docs/distributed.md, on the CPU."""
 
 import os
 import re
