@@ -193,9 +193,9 @@ def _run(
 ) -> tuple[Tensor, list[Tensor | None]]:  # fmt: skip
     """(loss, [dx, dweight, dbias, factor]), where the gradients lack the upstream one and, unless None, `factor`.
 
-    share: the rows of a rank's weight, to go by. All ranks must cut the tokens into the same chunks, since each is a
-    collective; so their length follows from the share, not from how many rows this rank has. unrounded: dweight may be
-    fp32. fp16 leaves the divisor of a mean to backward, as `linear_cross_entropy` does.
+    share: the rows of weight of a rank if all had as many. Each chunk is a collective, so that all ranks must cut the
+    tokens alike: the length of a chunk follows from the share, not from the rows that this rank has. unrounded: dweight
+    may be fp32. fp16 leaves the divisor of a mean to backward, as `linear_cross_entropy` does.
     """
     undivided = settings.dtype == torch.float16 and options.reduction == "mean" and any(needs)
     sum_dtype, whole_bytes = settings.sum_dtype(weight), settings.workspace_bytes

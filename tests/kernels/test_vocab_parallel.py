@@ -233,6 +233,33 @@ def test_a_label_in_no_shard(on_ranks, device):
     assert all(one["loss"].isnan() for one in on_ranks(more)[0])
 
 
+def test_a_label_in_two_shards(on_ranks, device):
+    """Two ranks that give the same first_id get no loss, rather than a wrong one."""
+    case = Case(shards=(60, 60), ignored=0.0)
+
+    def overlapping(op, call, upstream):
+        return results(op, call | {"first_id": 0, "vocab_size": 120}, upstream)
+
+    for one in on_ranks(case, overlapping)[0]:
+        assert one["loss"].isnan() and one["x"].isnan().all()
+
+
+@pytest.mark.slow
+def test_fp32_accumulation_is_as_exact_as_one_chunk(on_ranks, device):
+    """Over 5 chunks; half precision is not."""
+
+    def error(**options):
+        case = Case(
+            dict(reduction="sum", num_valid=640) | options, 640, (64,), HALF, ("weight",), ignored=0.9, upstream=1.0
+        )
+        found, exact = on_ranks(case)[0][0]["weight"], case.whole(device, torch.float64)["weight"]
+        return (found.double() - exact).square().mean().sqrt()
+
+    once = error()
+    assert error(accum_dtype=torch.float32, workspace_bytes=1) <= 1.02 * once  # the order of sums inside the matmuls
+    assert error(accum_dtype=None, workspace_bytes=1) > 1.02 * once
+
+
 def test_weight_grad_in_place(on_ranks, device):
     """Two micro-batches of two chunks add to one .grad."""
     case = Case(dict(workspace_bytes=1), 140, (60, 68), torch.float32, ("x", "weight"), ignored=0.8)
