@@ -84,7 +84,7 @@ def write_checkpoint(
                     which = range(own, len(shards), len(writers))
                     _write_files(shared, headers, stream, shards, metadata, which)
                     for file in map(_file_names(shards).__getitem__, which):
-                        _sync(shared / file)  # here, since all of them do it at the same time
+                        sync(shared / file)  # here, since all of them do it at the same time
             finally:
                 _read_all(stream)  # the others wait for this process in gathering each tensor
         with team.together(), write_errors(target):
