@@ -169,7 +169,7 @@ def fail(rank, model, folder):
     for failing in (0, 1):
         for name, replacement, kind in (
             ("_write_file", full_disk, HubError),
-            ("_sync", full_disk, HubError),
+            ("sync", full_disk, HubError),
             ("_write_file", broken, CheckpointError),
             ("finish", full_disk, HubError),  # of rank 0 alone
         ):
