@@ -114,8 +114,8 @@ class CausalLM(Pretrained, TrainerInterface):
             (`eval()` and no gradients), where trainers ask for predictions; `return_logits=False` leaves them out
             there.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
-            count of labels over all micro-batches of a step, under `parallelize` those of all ranks
-            (`model.parallel.count`). A device scalar costs no synchronisation.
+            count of labels over all micro-batches of a step (under `parallelize` of all ranks, `parallel.count`). A
+            device scalar costs no synchronisation.
         past_key_values, use_cache: a cache to read and extend; `use_cache` creates one where none is given. Where
             `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope), empty it and pass the
             whole text, as `generate` does: the cached keys were rotated by other frequencies.
@@ -157,8 +157,8 @@ class CausalLM(Pretrained, TrainerInterface):
                     "not supported under context or tensor parallelism: save the model and load it on one GPU, or use "
                     "a mesh of dp_shard alone"
                 )
-            packed = inputs.cu_seqlens is not None
-            parallel.check_length(inputs.tokens.shape[:2].numel() if packed else inputs.tokens.shape[1])
+            rows, length = inputs.tokens.shape[:2]
+            parallel.check_length(length if inputs.cu_seqlens is None else rows * length)
         # Before the blocks, so that the count of labels is on the host when the head asks for it.
         targets = None if labels is None else Targets(labels, inputs.cu_seqlens, context)
         if targets is not None and parallel is not None and num_items_in_batch is None:

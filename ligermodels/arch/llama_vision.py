@@ -14,6 +14,7 @@ Paper: Dubey et al. 2024, https://arxiv.org/abs/2407.21783, section 7.
 Checked against: models/mllama/modeling_mllama.py of transformers 5.23.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
@@ -27,6 +28,7 @@ from ligermodels.arch.decoder import BaseModel, Decoder
 from ligermodels.arch.inputs import TextInputs
 from ligermodels.arch.llama import LlamaBlock, LlamaConfig
 from ligermodels.arch.llama_vision_tower import LlamaVisionTowerConfig, VisionTower
+from ligermodels.checkpoint import weights
 from ligermodels.errors import ConfigError, InputError
 from ligermodels.layers import Batch, CrossAttention, CrossStates, GatedMLP, RMSNorm
 from ligermodels.layers.cache import CrossCache
@@ -285,10 +287,11 @@ class LlamaVision(CausalLM):
             tower.class_embedding,
             tower.gated_positional_embedding.embedding,
         ):
-            parameter.normal_(0.0, std, generator=generator)
+            weights.fill(parameter, functools.partial(nn.init.normal_, std=std, generator=generator))
         for name, parameter in self.named_parameters():
             if name.endswith(("gate", "gate_attn", "gate_ffn")):
-                parameter.normal_(0.0, std if "global_transformer" in name else 0.0, generator=generator)
+                spread = std if "global_transformer" in name else 0.0
+                weights.fill(parameter, functools.partial(nn.init.normal_, std=spread, generator=generator))
 
     DISK_NAMES: ClassVar = {
         "model.language_model.{rest}": "language_model.model.{rest}",

@@ -1,5 +1,6 @@
 """Models from a config or a checkpoint, and checkpoints from models."""
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ from ligermodels.arch.config import ModelConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
-from ligermodels.errors import CheckpointError, ConfigError
+from ligermodels.errors import CheckpointError, ConfigError, InputError
 from ligermodels.layers import Experts, LayerNorm, LMHead, RMSNorm, Router
 from ligermodels.layers.multimodal import PatchEmbedding
 
@@ -54,17 +55,28 @@ class Pretrained(nn.Module):
         device: torch.device | str | None = None,
         seed: int = 0,
         activation_checkpointing: str | Mapping[str, Any] = "none",
+        mesh: Any = None,
+        parallel: Mapping[str, Any] | None = None,
     ) -> Self:
         """A model with random weights, from a config or the contents of a config.json.
 
         `dtype="auto"` is the config's own; `device="meta"` builds shapes only. activation_checkpointing: "none", "mlp"
         or "block", or the dict of `gradient_checkpointing_enable`.
-        Raises ConfigError if the config cannot work, InputError for another value of activation_checkpointing.
+        mesh, parallel: as in `from_hub`. The weights are those that one process draws from the same seed on a device
+            of the same kind; memory beyond the shards holds one whole parameter.
+        Raises ConfigError if the config cannot work, InputError for another value of activation_checkpointing, and as
+        `from_hub` does for mesh and parallel.
         """
         if not isinstance(config, ModelConfig):
             config = cls.config_class.from_hf(config)
+        is_meta = device is not None and torch.device(device).type == "meta"
+        _check_mesh(mesh, parallel, None if is_meta else device)
         model = cls._on_meta(config, dtype, activation_checkpointing)
-        device = torch.device(device or torch.get_default_device())
+        if mesh is None:
+            device = torch.device(device or torch.get_default_device())
+        else:
+            model = _parallelize(model, mesh, parallel)
+            device = torch.device(device or mesh.device_type)
         if device.type != "meta":
             weights.allocate(model, device)
             model.init_weights(seed)
@@ -91,6 +103,8 @@ class Pretrained(nn.Module):
         progress: bool = True,
         allow_pickle: bool = False,
         activation_checkpointing: str | Mapping[str, Any] = "none",
+        mesh: Any = None,
+        parallel: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Self:
         """The model of a repository on the Hub, or of a folder in its layout, ready for inference (`eval()`).
@@ -110,6 +124,9 @@ class Pretrained(nn.Module):
             `quantization.quantizer_of`; with bitsandbytes the default device is the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
+        mesh: a DeviceMesh, over whose processes `ligermodels.parallel.parallelize` shards the model before it is
+            loaded; each of them calls this and reads its own rows alone, onto its device. parallel: that function's
+            options.
         options: fields of the config to change, such as use_cache=False. Other arguments of transformers are ignored
             where they make no difference, and otherwise raise and say what to do.
 
@@ -117,7 +134,8 @@ class Pretrained(nn.Module):
         """
         changes = arguments.config_changes(options, cls)
         dtype = arguments.one_dtype(dtype, torch_dtype)
-        place = placement.one_device(device, device_map)
+        _check_mesh(mesh, parallel, device, device_map)
+        place = placement.one_device(device, device_map) if mesh is None else torch.device(mesh.device_type)
         found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
         folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
         with unreplaced(folder):
@@ -125,6 +143,8 @@ class Pretrained(nn.Module):
             made = cls._checked_config(values, changes)
             made._name_or_path = str(id_or_folder)
             quantizer = quantization.choose(quantization_config, saved_with)
+            if mesh is not None and quantizer is not None:
+                raise InputError("mesh= shards plain weights, and these are quantised: leave mesh out, or quantization")
             opened = reading.open_checkpoint(folder, allow_pickle=allow_pickle)
             if config is not None and dtype == "auto":
                 dtype = _dtype_of(opened.headers) or dtype
@@ -132,6 +152,9 @@ class Pretrained(nn.Module):
             if (folder / "generation_config.json").is_file():
                 generation = read_json(folder / "generation_config.json", lenient=True)
                 model.generation_config.update(generation)
+        if mesh is not None:
+            model = _parallelize(model, mesh, parallel)
+            progress = progress and torch.distributed.get_rank() == int(mesh.mesh.min())
         if place is None:
             plan = placement.plan(model, device_map, max_memory=max_memory, **quantization.sizes(model, quantizer))
         elif device is None and device_map is None and quantizer is not None:
@@ -178,7 +201,7 @@ class Pretrained(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int = 0) -> None:
-        """Draws every parameter.
+        """Draws every parameter; of one that is sharded, each rank keeps its part of what one process draws.
 
         | parameter                     | distribution                            |
         |-------------------------------|-----------------------------------------|
@@ -188,18 +211,22 @@ class Pretrained(nn.Module):
         | norm weights                  | 1 - offset, so that the scale is 1      |
         """
         generator = torch.Generator(self.device).manual_seed(seed)
+
+        def draw(weight: Tensor, *, padding_idx: int | None = None) -> None:
+            weight.normal_(0.0, self.config.initializer_range, generator=generator)
+            if padding_idx is not None:
+                weight[padding_idx].zero_()
+
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding | PatchEmbedding | LMHead | Router):
                 if isinstance(module, LMHead) and module.is_tied:
                     continue
-                module.weight.normal_(0.0, self.config.initializer_range, generator=generator)
+                weights.fill(module.weight, functools.partial(draw, padding_idx=getattr(module, "padding_idx", None)))
                 if isinstance(module, nn.Linear | LMHead) and module.bias is not None:
                     module.bias.zero_()
-                if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-                    module.weight[module.padding_idx].zero_()
             elif isinstance(module, Experts):
                 for weight in module.parameters(recurse=False):
-                    weight.normal_(0.0, self.config.initializer_range, generator=generator)
+                    weights.fill(weight, draw)
             elif isinstance(module, RMSNorm) and module.weight is not None:
                 module.weight.fill_(1.0 - module.offset)
             elif isinstance(module, LayerNorm):
@@ -223,10 +250,14 @@ class Pretrained(nn.Module):
 
         state_dict: {name of a parameter: tensor} to save in place of the model's own weights, as
             accelerator.get_state_dict(model) gives them.
-        is_main_process: False writes nothing. Every rank calls this where weights are sharded (FSDP2, tensor
-            parallelism): they are gathered one by one, and by default rank 0 writes. The others may return before the
-            folder is there. Otherwise the default is True.
-        push_to_hub: uploads the folder too, to `repo_id`, by default its name; options are those of `hub.push`.
+        is_main_process: False writes nothing. By default every process writes.
+        Sharded weights (FSDP2, tensor parallelism): every rank of the mesh calls this. They are gathered one by one,
+            and the ranks write shards at the same time, into one folder, on a file system that all of them see. The
+            folder is there when any of them returns; an error in one of them raises in all. Beyond the model, a rank
+            holds a whole parameter or two in device memory and one in host memory. With a `state_dict` of whole tensors
+            for a sharded model, rank 0 writes by default, and the others return at once.
+        push_to_hub: uploads the folder too, from one rank, to `repo_id`, by default its name; options are those of
+            `hub.push`.
         options: further arguments of transformers' save_pretrained; those not supported raise.
 
         Weights that accelerate has offloaded are fetched; a quantised model is saved with its quantization_config.
@@ -235,17 +266,38 @@ class Pretrained(nn.Module):
         """
         for_hub = arguments.hub_options(options, push_to_hub)
         target = saving.absolute(folder)
-        if state_dict is None and any(parameter.is_meta for parameter in self.parameters()):
-            state_dict = placement.offloaded_state(self)
+        if state_dict is None:
+            for module in self.modules():
+                reshard: Any = getattr(module, "reshard", None)
+                if reshard is not None:  # FSDP2 may have gathered its parameters for a forward pass, in another dtype
+                    reshard()
+            if any(parameter.is_meta for parameter in self.parameters()):
+                state_dict = placement.offloaded_state(self)
         given = dict(self.named_parameters()) if state_dict is None else dict(state_dict)
-        sharded = any(hasattr(tensor, "full_tensor") for tensor in (*given.values(), *self.parameters()))
-        if is_main_process is None:
-            is_main_process = not sharded or torch.distributed.get_rank() == 0
-        if not is_main_process and not any(hasattr(tensor, "full_tensor") for tensor in given.values()):
+        writes, team = is_main_process is not False, None
+        if any(hasattr(tensor, "full_tensor") for tensor in given.values()):
+            team = saving.Team(given.values())
+        elif is_main_process is None and any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
+            writes = torch.distributed.get_rank() == 0
+        if team is None and not writes:
             return target
-        if state_dict is None and any(
-            getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()
-        ):
+        with team.together() if team is not None else contextlib.nullcontext():
+            tensors, files, metadata = self._exported(given, state_dict is not None, target)
+        saving.write_checkpoint(
+            target, tensors, files=files, metadata=metadata, max_shard_size=max_shard_size, team=team, writes=writes
+        )
+        if push_to_hub and (team is None or team.leads(writes)):
+            hub.push(target, for_hub.pop("repo_id", target.name), **for_hub)
+        return target
+
+    def _exported(
+        self, given: Mapping[str, Tensor], is_state: bool, target: Path
+    ) -> tuple[weights.Exported, dict[str, Any], Mapping[str, str] | None]:
+        """What `save_pretrained` writes to `target`: the tensors, the other files, the metadata of the safetensors.
+
+        given: the parameters or, where `is_state`, what the caller gives in their place. Raises CheckpointError.
+        """
+        if not is_state and any(getattr(tensor, "ds_shape", tensor.shape) != tensor.shape for tensor in given.values()):
             raise CheckpointError(
                 "The weights are partitioned by DeepSpeed's ZeRO-3. Call model_engine.save_16bit_model(folder), or "
                 "save_pretrained(folder, state_dict=accelerator.get_state_dict(model)) on every rank."
@@ -261,7 +313,7 @@ class Pretrained(nn.Module):
         shapes = type(self)._on_meta(copy.copy(config), config.dtype, "none")
         if quantizer is None:
             tensors = weights.export(shapes, self.DISK_NAMES, given, tied=tied)
-        elif state_dict is not None:
+        elif is_state:
             raise CheckpointError("A quantised model is saved from its own weights: leave state_dict out.")
         else:
             tensors, metadata = quantization.export(self, shapes, self.DISK_NAMES, quantizer, tied=tied)
@@ -271,23 +323,18 @@ class Pretrained(nn.Module):
             files["generation_config.json"] = json_bytes(dict(self.generation_config))
         if self.source_folder is not None:
             files = {**companion_files(self.source_folder, target), **files}
-        saving.write_checkpoint(
-            target,
-            tensors,
-            files=files,
-            metadata=metadata,
-            max_shard_size=max_shard_size,
-            is_main=is_main_process,
-        )
-        if push_to_hub and is_main_process:
-            hub.push(target, for_hub.pop("repo_id", target.name), **for_hub)
-        return target
+        return tensors, files, metadata
 
     def push_to_hub(self, repo_id: str, *, max_shard_size: int | str = "5GB", **options: Any) -> str:
         """Saves the model and uploads it to `repo_id` ("owner/name"). Returns the URL of the commit.
 
         options: private, revision, create_pr, commit_message, token; see hub.push.
         """
+        if any(hasattr(parameter, "full_tensor") for parameter in self.parameters()):
+            raise InputError(
+                "push_to_hub: a sharded model is saved by all its ranks into one folder: call on each of them "
+                "save_pretrained(folder, push_to_hub=True, repo_id=...)"
+            )
         with tempfile.TemporaryDirectory() as folder:
             saved = self.save_pretrained(Path(folder) / "model", max_shard_size=max_shard_size)
             return hub.push(saved, repo_id, **options)
@@ -313,6 +360,30 @@ class Pretrained(nn.Module):
         if (isinstance(head, LMHead) and head.is_tied) or getattr(head, "weight", None) is table:
             return {"lm_head.weight": self._table_name}
         return {}
+
+
+def _check_mesh(mesh: Any, parallel: Mapping[str, Any] | None, device: Any, device_map: Any = None) -> None:
+    """Raises InputError where a model cannot be sharded over `mesh` as the other arguments say."""
+    if mesh is None:
+        if parallel is not None:
+            raise InputError("parallel= holds options of parallelize, which shards over mesh=: pass both")
+        return
+    if device_map is not None:
+        raise InputError(
+            "mesh= and device_map= both say where the weights go: pass mesh= alone, in each of its processes"
+        )
+    own = torch.empty(0, device=mesh.device_type).device  # with its index
+    if device is not None and torch.device(device) not in (torch.device(mesh.device_type), own):
+        raise InputError(
+            f"device={device!r}, but the mesh puts this process on {own}: leave device out; "
+            "torch.cuda.set_device says which GPU is a process's own"
+        )
+
+
+def _parallelize(model: Any, mesh: Any, parallel: Mapping[str, Any] | None) -> Any:
+    from ligermodels.parallel import parallelize  # imports torch.distributed, which takes a while
+
+    return parallelize(model, mesh, **(parallel or {}))
 
 
 def config_values(folder: Path, config: Any = None, **found: Any) -> ModelConfig | Mapping[str, Any]:

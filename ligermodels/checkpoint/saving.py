@@ -4,13 +4,14 @@ import collections
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import re
 import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,8 @@ from torch import Tensor
 
 from ligermodels.checkpoint.files import SAFETENSORS, absolute, json_bytes, write_errors
 from ligermodels.checkpoint.reading import DTYPES
-from ligermodels.checkpoint.weights import Reader, TensorInfo
-from ligermodels.errors import CheckpointError, HubError, InputError
+from ligermodels.checkpoint.weights import Exported, TensorInfo
+from ligermodels.errors import CheckpointError, HubError, InputError, LigermodelsError
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -36,38 +37,144 @@ def num_bytes(size: int | str) -> int:
 
 def write_checkpoint(
     folder: str | Path,
-    tensors: Reader,
+    tensors: Exported,
     *,
     files: Mapping[str, bytes | Path] | None = None,
     metadata: Mapping[str, str] | None = None,
     max_shard_size: int | str = "5GB",
-    is_main: bool = True,
+    team: "Team | None" = None,
+    writes: bool = True,
 ) -> Path:
     """Writes a checkpoint folder in one step and returns its path. Memory on the CPU holds one tensor at a time.
 
     files: {name in the folder: its bytes, or a file to copy}. metadata: of the safetensors files, by default
     {"format": "pt"}.
     max_shard_size: in bytes, or as "5GB" (10^9) or "5GiB" (2^30); a larger tensor gets a shard of its own.
-    is_main: False reads the tensors and writes nothing. Where reading gathers sharded weights, every rank calls
-    this, one of them with True; the others return before the folder is there: put a barrier after it.
+    team: where reading gathers sharded weights, the processes that do; each calls this with the same arguments, and
+    they write the shards at the same time into one folder, on a file system that all of them see. Memory on the CPU
+    of each holds as much as the largest parameter. An error in one of them raises in all. writes: False takes part in
+    gathering and writes nothing.
 
     The folder is replaced as by `replacing`; its other files stay.
     Raises CheckpointError if `folder` is refused, HubError (with `errno`) if it cannot be written.
     """
-    shards = split_into_shards(tensors.headers, num_bytes(max_shard_size))
-    stream = (tensors.read(name) for names in shards for name in names)
+    headers = tensors.headers
+    shards = split_into_shards(headers, num_bytes(max_shard_size))
+    size = sum(info.nbytes for info in headers.values())
     target = absolute(folder)
-    try:
-        if is_main:
-            size = sum(info.nbytes for info in tensors.headers.values())
-            with write_errors(target), replacing(target, size) as staging:
-                write_shards(staging, tensors.headers, stream, shards, metadata)
-                finish(staging, files or {})
-    except Exception:
-        _read_all(stream)  # the other ranks wait for this one in gathering each of them
-        raise
-    _read_all(stream)
+    if team is None:
+        with write_errors(target), replacing(target, size) as staging:
+            write_shards(staging, headers, (tensors.read(name) for names in shards for name in names), shards, metadata)
+            finish(staging, files or {})
+        return target
+
+    writers = [member for member, one in enumerate(team.exchange(writes)) if one]
+    leads = writers[:1] == [team.member]
+    own = writers.index(team.member) if team.member in writers else None
+    stream = _gathered(tensors, [shards[start :: len(writers)] for start in range(len(writers))], own)
+    with contextlib.ExitStack() as stack:
+        place: Path | None = None
+        with team.together(), write_errors(target):
+            if leads:
+                place = stack.enter_context(replacing(target, size))
+        shared: Path | None = next(filter(None, team.exchange(place)), None)
+        with team.together(), write_errors(target):
+            try:
+                if shared is not None and own is not None:
+                    which = range(own, len(shards), len(writers))
+                    _write_files(shared, headers, stream, shards, metadata, which)
+                    for file in map(_file_names(shards).__getitem__, which):
+                        _sync(shared / file)  # here, since all of them do it at the same time
+            finally:
+                _read_all(stream)  # the others wait for this process in gathering each tensor
+        with team.together(), write_errors(target):
+            if leads and shared is not None:
+                _write_index(shared, headers, shards)
+                finish(shared, files or {})
+                stack.close()
     return target
+
+
+class Team:
+    """The processes that hold the parts of `tensors`, some of them sharded (DTensor), and write them together.
+
+    Each of them makes one and calls its methods in the same order. They are those of the largest mesh, or, where
+    another mesh has further ones, all processes of the job. ranks: theirs, ascending. member: this one's place there.
+    """
+
+    def __init__(self, tensors: Iterable[Any]):
+        from torch.distributed import get_rank, get_world_size, group
+
+        meshes = {tensor.device_mesh: None for tensor in tensors if hasattr(tensor, "device_mesh")}
+        ranks = [mesh.mesh.flatten().tolist() for mesh in meshes]
+        mesh, largest = max(zip(meshes, ranks, strict=True), key=lambda pair: len(pair[1]))
+        if set(itertools.chain(*ranks)) <= set(largest):
+            self.ranks = sorted(largest)
+            self._groups = [mesh.get_group(dim) for dim in reversed(range(mesh.ndim))]
+        else:
+            self.ranks = list(range(get_world_size()))
+            self._groups = [group.WORLD]
+        self.member = self.ranks.index(get_rank())
+
+    def leads(self, writes: bool) -> bool:
+        """Whether this is the first member of those that write. All members call it."""
+        first = next((member for member, one in enumerate(self.exchange(writes)) if one), None)
+        return first == self.member
+
+    def exchange(self, value: Any) -> list[Any]:
+        """What each member gives, in their order. None goes on before all have called this."""
+        from torch.distributed import all_gather_object
+
+        values = {self.ranks[self.member]: value}
+        for group in self._groups:  # along each dim of the mesh in turn
+            found: list[Any] = [None] * group.size()
+            all_gather_object(found, values, group)
+            values = {rank: value for part in found for rank, value in part.items()}
+        return [values[rank] for rank in self.ranks]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """For a block that all members run: once all have ended it, an Exception in one of them raises in each."""
+        failure: Any = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        kind = type(failure) if isinstance(failure, LigermodelsError) else CheckpointError
+        report = failure and (kind, f"{failure}", getattr(failure, "errno", None))
+        reports = self.exchange(report)
+        if failure is not None:
+            raise failure
+        for rank, report in zip(self.ranks, reports, strict=True):
+            if report is not None:
+                kind, text, code = report
+                failure = kind(f"rank {rank} failed, so nothing was saved: {text}")
+                if code is not None:
+                    failure.errno = code
+                raise failure
+
+
+def _gathered(tensors: Exported, queues: Sequence[list[list[str]]], own: int | None) -> Iterator[Tensor]:
+    """The tensors of the shards `queues[own]`, while all members read those of all queues in one order.
+
+    A round reads of each queue up to as many bytes as the largest parameter has, and keeps its own in host memory:
+    so all members have something to write at the same time, and few parameters of several tensors are gathered twice.
+    """
+    most = max(tensor.numel() * tensor.itemsize for tensor, _ in tensors.boxes.values())
+    rounds = [
+        [names for shard in queue for names in split_into_shards({name: tensors.headers[name] for name in shard}, most)]
+        for queue in queues
+    ]
+    for batches in itertools.zip_longest(*rounds, fillvalue=()):
+        kept: collections.deque[Tensor] = collections.deque()
+        for number, names in enumerate(batches):
+            for name in names:
+                tensor = tensors.read(name)
+                if number == own:
+                    kept.append(tensor.cpu())
+                del tensor
+        while kept:
+            yield kept.popleft()
 
 
 def _read_all(stream: Iterator[Tensor]) -> None:
@@ -162,15 +269,35 @@ def write_shards(
 
     The safetensors library's own writer would hold all tensors of a file in memory. Raises OSError.
     """
-    weight_map: dict[str, str] = {}
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05}-of-{len(shards):05}.safetensors" if len(shards) > 1 else SAFETENSORS
-        weight_map |= dict.fromkeys(names, file)
-        _write_file(folder / file, headers, names, tensors, metadata or {"format": "pt"})
+    _write_files(folder, headers, tensors, shards, metadata, range(len(shards)))
+    _write_index(folder, headers, shards)
+
+
+def _write_files(
+    folder: Path,
+    headers: Mapping[str, TensorInfo],
+    tensors: Iterator[Tensor],
+    shards: list[list[str]],
+    metadata: Mapping[str, str] | None,
+    which: Iterable[int],
+) -> None:
+    files = _file_names(shards)
+    for number in which:
+        _write_file(folder / files[number], headers, shards[number], tensors, metadata or {"format": "pt"})
+
+
+def _write_index(folder: Path, headers: Mapping[str, TensorInfo], shards: list[list[str]]) -> None:
     if len(shards) > 1:
         size = sum(info.nbytes for info in headers.values())
+        weight_map = {name: file for file, names in zip(_file_names(shards), shards, strict=True) for name in names}
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
         (folder / f"{SAFETENSORS}.index.json").write_bytes(json_bytes(index))
+
+
+def _file_names(shards: list[list[str]]) -> list[str]:
+    if len(shards) == 1:
+        return [SAFETENSORS]
+    return [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
 
 
 def _write_file(

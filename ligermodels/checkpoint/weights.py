@@ -18,7 +18,7 @@ import functools
 import math
 import re
 import warnings
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -140,8 +140,8 @@ def check(
     Raises CheckpointError that counts and lists what does not fit and guesses why.
     """
     params = dict(model.named_parameters())
-    expected = {region.source: tuple(params[region.param][region.index].shape) for region in regions(model, table)}
-    copies = {name: tuple(params[ours].shape) for name, ours in (tied or {}).items()}
+    expected = {box.source: _box_shape(_shape(params[box.param]), box.index) for box in regions(model, table)}
+    copies = {name: _shape(params[ours]) for name, ours in (tied or {}).items()}
     skip = [re.compile(pattern) for pattern in ignore]
     shapes = {name: shape for name, shape in {**copies, **expected}.items() if name in headers}
     missing = [name for name in expected if name not in headers]
@@ -197,6 +197,7 @@ def load(
     adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself; it has to be nobody
         else's, as those of a mapped safetensors file are. Without a GPU this leaves one copy of the weights in memory.
     The rest is copied one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
+    Of a sharded parameter (DTensor), only the part that lies here is filled, and of a mapped file only that is read.
     Weights that hold NaN or infinity are loaded, and named in one warning. A module with buffers must rebuild them in
     its own `_apply`.
     Raises CheckpointError.
@@ -209,6 +210,8 @@ def load(
     if adopt and torch.device(device).type == "cpu":
         params = dict(model.named_parameters())
         for name, box in boxes.items():
+            if _is_sharded(params[box.param]):
+                continue
             is_whole = not box.index and reader.headers[name].dtype == (dtype or params[box.param].dtype)
             if is_whole and (tensor := reader.read(name)).data_ptr() % tensor.element_size() == 0:
                 adopted[box.param] = tensor
@@ -221,10 +224,13 @@ def load(
         for name in reader.headers:
             if name in boxes:
                 box = boxes[name]
-                values = params[box.param][box.index]
-                if box.param not in adopted:
-                    values.copy_(reader.read(name))
-                finite[name] = torch.stack(values.aminmax()).isfinite().all()  # NaN spreads, and no copy is made
+                fine = []
+                for values, index in _parts(params[box.param], box.index):
+                    if box.param not in adopted:
+                        values.copy_(reader.read(name)[index])
+                    fine.append(torch.stack(values.aminmax()).isfinite().all())  # NaN spreads, and no copy is made
+                if fine:
+                    finite[name] = torch.stack(fine).all()
                 bar.update(reader.headers[name].nbytes)
     _warn_of_nan(finite, reader.source)
 
@@ -237,7 +243,8 @@ def allocate(
 ) -> None:
     """Gives the parameters of `model`, all on the meta device, memory on `device`; its contents are arbitrary.
 
-    adopted: {parameter: a tensor whose memory it gets}. torch's to_empty imports sympy, which takes a while.
+    adopted: {parameter: a tensor whose memory it gets}. Of a DTensor, the part that lies here gets memory. torch's
+    to_empty imports sympy, which takes a while.
     """
     memory: dict[int, Tensor] = {}
     for name, module in model.named_modules():
@@ -245,14 +252,34 @@ def allocate(
         assert rebuilds, f"{name} has buffers but no _apply of its own"
     for name, param in model.named_parameters():
         assert param.is_meta, f"only models on the meta device are filled; {name} is on {param.device}"
-        param.data = param.data.to(dtype or param.dtype)
+        if dtype not in (None, param.dtype):
+            param.data = param.data.to(dtype)
         if adopted and name in adopted:
             memory[id(param)] = adopted[name]
 
-    def fill(x: Tensor) -> Tensor:
-        return memory[id(x)] if id(x) in memory else torch.empty(x.shape, dtype=x.dtype, device=device)
+    def with_memory(x: Tensor) -> Tensor:
+        if id(x) in memory:
+            return memory[id(x)]
+        if _is_sharded(x):
+            return torch.empty_like(x, device=device)
+        return torch.empty(x.shape, dtype=x.dtype, device=device)
 
-    model._apply(fill)
+    model._apply(with_memory)
+
+
+def fill(param: Tensor, draw: Callable[[Tensor], object]) -> None:
+    """Has `draw` write the values of `param`.
+
+    Of a DTensor it writes the whole parameter, in memory of its own, and the part that lies here is kept: ranks that
+    draw from the same generator hold the parts of what one process draws.
+    """
+    if not _is_sharded(param):
+        draw(param)
+        return
+    whole = torch.empty(_shape(param), dtype=param.dtype, device=_local(param).device)
+    draw(whole)
+    for values, index in _parts(param, ()):
+        values.copy_(whole[index])
 
 
 def export(
@@ -284,14 +311,14 @@ class Exported:
     """A `Reader` of tensors in memory. Iterating gives (name, tensor).
 
     boxes: {name: (tensor, index of the part that has this name)}. Sharded tensors (DTensor) are gathered when they are
-    read, one at a time: every rank has to read all of them, in the same order.
+    read, one at a time: every rank has to read all of them, in the same order. The last one is kept, for its next box.
     """
 
     source = "the model"
 
     def __init__(self, boxes: Mapping[str, tuple[Tensor, tuple[int | slice, ...]]]):
         self.boxes = boxes
-        self.headers = {name: TensorInfo(x.dtype, _box_shape(x.shape, index)) for name, (x, index) in boxes.items()}
+        self.headers = {name: TensorInfo(x.dtype, _box_shape(_shape(x), index)) for name, (x, index) in boxes.items()}
         self._gathered: tuple[Any, Tensor] | None = None
 
     def read(self, name: str) -> Tensor:
@@ -301,7 +328,7 @@ class Exported:
             return tensor[index]
         if self._gathered is None or self._gathered[0] is not tensor:
             self._gathered = None
-            self._gathered = tensor, tensor.full_tensor()
+            self._gathered = tensor, tensor.full_tensor().reshape(_shape(tensor))
         return self._gathered[1][index]
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
@@ -369,8 +396,58 @@ def _local(tensor: Any) -> Tensor:
 
 
 def _shape(param: Tensor) -> tuple[int, ...]:
-    """The shape of the whole parameter; under ZeRO-3, DeepSpeed leaves an empty tensor in its place."""
-    return tuple(getattr(param, "ds_shape", param.shape))
+    """The shape of the whole parameter as checkpoints have it.
+
+    Under ZeRO-3, DeepSpeed leaves an empty tensor in its place. Tensor parallelism keeps the gate and up projections
+    of experts, [E, 2 I, H] on disk, as a DTensor [E, 2, I, H]: each rank then holds rows of both.
+    """
+    shape = tuple(getattr(param, "ds_shape", param.shape))
+    return (shape[0], 2 * shape[2], shape[3]) if _holds_gate_and_up(param) else shape
+
+
+def _holds_gate_and_up(param: Tensor) -> bool:
+    return _is_sharded(param) and param.ndim == 4 and param.shape[1] == 2
+
+
+def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[int | slice, ...]]]:
+    """(memory here, its index in box `index` of `param`) for each part of the box that lies here."""
+    if not _is_sharded(param):
+        yield param[index], ()
+        return
+    shape = _shape(param)
+    for start, local in _local_boxes(param):
+        here: list[int | slice] = []
+        there: list[int | slice] = []
+        for dim, (first, size, whole) in enumerate(zip(start, local.shape, shape, strict=True)):
+            at = index[dim] if dim < len(index) else slice(None)
+            low, high, _ = (at if isinstance(at, slice) else slice(at, at + 1)).indices(whole)
+            begin, end = max(low, first), min(high, first + size)
+            if begin >= end:
+                break
+            if isinstance(at, slice):
+                here.append(slice(begin - first, end - first))
+                there.append(slice(begin - low, end - low))
+            else:
+                here.append(at - first)
+        else:
+            yield local[tuple(here)], tuple(there)
+
+
+def _local_boxes(param: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """(where it begins in the whole parameter, of shape `_shape`; its memory) of each box of a DTensor here."""
+    local = _local(param.detach())
+    if local.numel() == 0:
+        return
+    # As torch's own checkpoints ask; right for FSDP2 over tensor parallelism (_StridedShard) and uneven shards as well.
+    (chunk,) = param.__create_chunk_list__()
+    assert chunk.sizes == local.shape, f"{param.placements}: {list(local.shape)} here, {list(chunk.sizes)} expected"
+    start = tuple(chunk.offsets)
+    if not _holds_gate_and_up(param):
+        yield start, local
+        return
+    expert, half, row, column = start
+    for k in range(local.shape[1]):
+        yield (expert, (half + k) * param.shape[2] + row, column), local[:, k]
 
 
 def _box_shape(shape: Iterable[int], index: tuple[int | slice, ...]) -> tuple[int, ...]:
@@ -399,7 +476,7 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
             problem = f"is quantised ({kind}). Save the model that it was made from"
         elif tensor.is_meta:
             problem = f"has no memory here: it is offloaded, or was never loaded. {whole}"
-        elif tuple(tensor.shape) != expected[name]:
+        elif _shape(tensor) != expected[name]:
             problem = f"is {list(tensor.shape)}, the model has {list(expected[name])}. {whole}"
         else:
             continue

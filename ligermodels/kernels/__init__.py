@@ -25,6 +25,10 @@ from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs,
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
 from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.kernels.rope import rope, rope_qk, rope_qk_reference, rope_reference
+from ligermodels.kernels.vocab_parallel_cross_entropy import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_cross_entropy_reference,
+)
 
 __all__ = [
     "CrossEntropyOutput",
@@ -74,4 +78,6 @@ __all__ = [
     "rope_reference",
     "route",
     "route_reference",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_cross_entropy_reference",
 ]

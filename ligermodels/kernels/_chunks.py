@@ -28,10 +28,10 @@ def gather(x: Tensor, source: Tensor) -> Tensor:
     return x.index_select(0, source.clamp(min=0)).masked_fill_(source[:, None] < 0, 0)
 
 
-def compact(labels: Tensor, limit: int, ignore_index: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+def compact(labels: Tensor, limit: int, ignore_index: int) -> tuple[Tensor, Tensor, Tensor]:
     """(labels of the valid tokens [limit], the token each came from or -1, the place of each token or -1).
 
-    With more than `limit` valid labels, all labels returned are no class, so that the loss becomes NaN.
+    With more than `limit` valid labels, all labels returned are negative, no class, so that the loss becomes NaN.
     """
     valid = labels != ignore_index
     rank = valid.cumsum(0) - 1
@@ -40,7 +40,7 @@ def compact(labels: Tensor, limit: int, ignore_index: int, vocab: int) -> tuple[
     source = torch.full((limit + 1,), -1, device=labels.device)
     source = source.scatter_(0, torch.where(place < 0, limit, place), tokens)[:limit]
     kept = torch.where(source < 0, ignore_index, labels.gather(0, source.clamp(min=0)))
-    return torch.where(rank[-1] >= limit, vocab + (ignore_index == vocab), kept), source, place
+    return torch.where(rank[-1] >= limit, -1 - (ignore_index == -1), kept), source, place
 
 
 class Settings(NamedTuple):
@@ -81,7 +81,7 @@ class Chunks:
         self.source = self.place = None
         tokens, self.vocab = x.shape[0], weight.shape[0]
         if num_valid is not None and (limit := max(-(-num_valid // 128), 1) * 128) <= 0.9 * tokens:
-            self.labels, self.source, self.place = compact(self.labels, limit, ignore_index, self.vocab)
+            self.labels, self.source, self.place = compact(self.labels, limit, ignore_index)
             x = gather(x, self.source)
         self.x, self.weight = x.to(dtype), weight.to(dtype)
         self.bias = None if bias is None else bias.to(dtype)

@@ -64,7 +64,7 @@ def _tanh(u):
 
 
 @triton.jit
-def _columns(start, R: tl.constexpr, AXIS: tl.constexpr):
+def tile_columns(start, R: tl.constexpr, AXIS: tl.constexpr):
     """Columns of a tile in strips of 8: side by side, [R, 8] and AXIS 1, or R apart, [8, R] and AXIS 0."""
     if AXIS == 1:
         columns = start + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
@@ -74,8 +74,8 @@ def _columns(start, R: tl.constexpr, AXIS: tl.constexpr):
 
 
 @triton.jit
-def _load_capped(row, columns, V, END, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, DTYPE: tl.constexpr,
-                 EVICT: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+def load_capped(row, columns, V, END, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, DTYPE: tl.constexpr,
+                EVICT: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
     """Logits at `columns` of a row, capped and times SHARPEN, and the cap's slope; -inf past the row's end."""
     z = tl.load(row + columns, mask=columns < END, other=-float("inf"), eviction_policy=EVICT).to(DTYPE)
     slope = z
@@ -114,10 +114,10 @@ def _gradient(z, cap_slope, class_weight, columns, V, maximum, log_total, slope,
 
 
 @triton.jit
-def _write_gradient(row, out, class_weight, every_weight, label, is_class, z_label, cap_label, label_weight, maximum,
-                    total, entropy, ce_scale, z_scale, entropy_scale, V, END, SMOOTHING: tl.constexpr,
-                    Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, DTYPE: tl.constexpr,
-                    PADDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
+def write_gradient(row, out, class_weight, every_weight, label, is_class, z_label, cap_label, label_weight, maximum,
+                   total, entropy, ce_scale, z_scale, entropy_scale, V, END, SMOOTHING: tl.constexpr,
+                   Z_LOSS: tl.constexpr, SOFTCAP: tl.constexpr, SHARPEN: tl.constexpr, DTYPE: tl.constexpr,
+                   PADDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr, AXIS: tl.constexpr):  # fmt: skip
     """out = d(ce_scale * ce + z_scale * z_part + entropy_scale * entropy)/d(row), the last unless entropy is None.
 
     `out` may be `row`: a tile is read before it is written.
@@ -138,8 +138,8 @@ def _write_gradient(row, out, class_weight, every_weight, label, is_class, z_lab
     tl.debug_barrier()  # every thread has read z_y before one writes over it
     tiles = tl.cdiv(V, R * 8)
     for i in tl.range(0, tiles, num_stages=STAGES):
-        columns = _columns((tiles - 1 - i) * (R * 8), R, AXIS)
-        z, cap_slope = _load_capped(row, columns, V, END, SOFTCAP, SHARPEN, DTYPE, "evict_first", PADDED)
+        columns = tile_columns((tiles - 1 - i) * (R * 8), R, AXIS)
+        z, cap_slope = load_capped(row, columns, V, END, SOFTCAP, SHARPEN, DTYPE, "evict_first", PADDED)
         g = _gradient(z, cap_slope, class_weight, columns, V, maximum, log_total, slope, 0.0, smooth, entropy,
                       entropy_slope, SMOOTHING, SOFTCAP, SHARPEN)  # fmt: skip
         tl.store(out + columns, g.to(out.dtype.element_ty), mask=columns < END)
@@ -184,8 +184,8 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                 label_weight = tl.load(class_weight + label, mask=is_class, other=0.0).to(DTYPE)
                 every_weight = tl.load(weight_sum).to(DTYPE)
             label_weight = tl.where(is_class, label_weight, float("nan"))
-            z_label, cap_label = _load_capped(row, tl.where(is_class, label, V), V, V, SOFTCAP, SHARPEN, DTYPE, "",
-                                              False)  # fmt: skip
+            z_label, cap_label = load_capped(row, tl.where(is_class, label, V), V, V, SOFTCAP, SHARPEN, DTYPE, "",
+                                             False)  # fmt: skip
 
             if LOSS:
                 m = tl.full([R], -float("inf"), DTYPE)
@@ -195,8 +195,8 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                 tilt = tl.zeros([R], DTYPE)  # sum of exp(z_c - m) (z_c - m), for the entropy
                 sums = tl.zeros([R], DTYPE)
                 for start in tl.range(0, V, R * 8, num_stages=STAGES):
-                    columns = _columns(start, R, AXIS)
-                    z, _ = _load_capped(row, columns, V, END, SOFTCAP, SHARPEN, DTYPE, KEEP, PADDED)
+                    columns = tile_columns(start, R, AXIS)
+                    z, _ = load_capped(row, columns, V, END, SOFTCAP, SHARPEN, DTYPE, KEEP, PADDED)
                     peak = tl.max(z, AXIS)
                     if predicted is not None or correct is not None:
                         at_peak = tl.where(z == tl.expand_dims(peak, AXIS), columns, V)
@@ -256,13 +256,13 @@ def _rows_kernel(logits, out, labels, class_weight, weight_sum, scales, upstream
                 tilted, entropy_scale = None, None
                 if upstream_entropy is not None:
                     tilted, entropy_scale = entropy, tl.load(upstream_entropy + token).to(DTYPE)
-                _write_gradient(row, out_row, class_weight, every_weight, label, is_class, z_label, cap_label,
-                                label_weight, maximum, total, tilted, factor * ce_scale, factor * z_scale,
-                                entropy_scale, V, END, SMOOTHING, Z_LOSS, SOFTCAP, SHARPEN, DTYPE, PADDED, STAGES, R,
-                                AXIS)  # fmt: skip
+                write_gradient(row, out_row, class_weight, every_weight, label, is_class, z_label, cap_label,
+                               label_weight, maximum, total, tilted, factor * ce_scale, factor * z_scale,
+                               entropy_scale, V, END, SMOOTHING, Z_LOSS, SOFTCAP, SHARPEN, DTYPE, PADDED, STAGES, R,
+                               AXIS)  # fmt: skip
         elif GRADIENT:
             for start in range(0, V, R * 8):
-                columns = _columns(start, R, AXIS)
+                columns = tile_columns(start, R, AXIS)
                 tl.store(out_row + columns, tl.zeros_like(columns).to(out.dtype.element_ty), mask=columns < END)
         if LOSS:
             tl.store(loss + token, token_loss)
@@ -344,7 +344,7 @@ def _is_ampere(index: int | None) -> bool:
     return has_cuda and torch.cuda.get_device_capability(index)[0] >= 8
 
 
-def _tiling(
+def row_tiling(
     logits: Tensor, row_stride: int, padded: bool, twice: bool, streams: int
 ) -> tuple[int, int, dict[str, int]]:
     """(programs, END, tile): a tile is 32 KiB of a row in strips of 8 columns, or 16 KiB where rows are short.
@@ -390,7 +390,7 @@ def launch_rows(
     logits.
     """
     streams = 2 if class_weight is not None and options.label_smoothing else 1
-    programs, end, tiling = _tiling(logits, row_stride, padded, rows is not None and out is not None, streams)
+    programs, end, tiling = row_tiling(logits, row_stride, padded, rows is not None and out is not None, streams)
     loss, z_loss, correct, predicted, entropy, means = rows or (None, None, None, None, entropy, None)
     launch(
         _rows_kernel, (programs,),

@@ -8,8 +8,9 @@ written. What differs from torch's fused AdamW, beside `factor`, is how bf16 is 
 
 - "nearest": as torch does. An update smaller than half a step between neighbours (1/512 of a weight) is lost.
 - "stochastic": up or down, with the odds by which the mean is the exact value: 16 random bits are added to the fp32's
-  bits, and those below bf16 cut off. The bits come from Philox4x32-7, by seed, parameter, step and element, and so are
-  the same on every device, for every block size, and after a resume. On the CPU they take most of the step's time.
+  bits, and those below bf16 cut off. The bits come from Philox4x32-7, by seed, parameter, step and the element's place
+  in the whole parameter, and so are the same on every device, for every block size and sharding, and after a resume.
+  On the CPU they take most of the step's time.
 - `remainder`: the weight is an exact fp32 number for 2 bytes more: master's bits = (weight's bits << 16) + remainder,
   int16. The weight is the master rounded to nearest, ties away from zero: ties to even would need one value more than
   16 bits hold. Beside a weight that was set from outside, an old remainder adds half a step at most.
@@ -23,10 +24,10 @@ https://github.com/NVIDIA/apex.
 
 import math
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.adamw import adamw as torch_adamw
 
 from ligermodels.errors import InputError
@@ -35,7 +36,24 @@ from ligermodels.kernels._triton import accumulator, cdiv, tl, triton, use_trito
 
 ROUNDINGS = ("stochastic", "nearest")
 _BLOCK = 1024
+_CPU_LANES = 16  # of torch's vectors, at most: the elements that fill none get other last bits
 _CPU_CHUNK = 32768  # the most elements that torch leaves to one thread; in fp32, 128 KiB
+
+
+class Piece(NamedTuple):
+    """Which elements of a whole parameter a tensor holds: rows of `inner` elements, `stride` apart in the whole.
+
+    Its element i is element first + i // inner * stride + i % inner of the whole, both counted in row-major order.
+    Pieces are fastest where `first` is a multiple of 8, and inner == stride or both are as well: eight elements of the
+    whole share a call of Philox.
+    """
+
+    first: int = 0
+    inner: int = 1
+    stride: int = 1
+
+
+WHOLE = Piece()
 
 
 def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> list[Tensor]:
@@ -56,18 +74,27 @@ def philox(counters: tuple[Tensor | int, ...], seed: int, rounds: int = 7) -> li
 
 
 def random_bits(
-    x: Tensor, streams: list[int], *, seed: int, number: int, step: int | Tensor, first: int
+    x: Tensor, streams: list[int], *, seed: int, number: int, step: int | Tensor, piece: Piece, start: int = 0
 ) -> Tensor:  # fmt: skip
-    """16 random bits per stream and element of x, as int32 [streams, *x.shape]; eight elements share a call of Philox.
+    """16 random bits per stream and element of x, as int32 [streams, *x.shape].
 
-    streams: 0 for the weight, 1 and 2 for its moments; number, step, first: as in `adamw`.
+    streams: 0 for the weight, 1 and 2 for its moments; number, step, piece: as in `adamw`; start: the element of the
+    piece at which x begins. Eight elements of the whole share a call of Philox.
     """
-    group = torch.arange(cdiv(x.numel(), 8), device=x.device) + first
+    first, inner, stride = piece
+    if inner == stride and (first + start) % 8 == 0:
+        group = torch.arange(cdiv(x.numel(), 8), device=x.device) + (first + start) // 8
+        at: Any = slice(x.numel())
+    else:
+        i = torch.arange(start, start + x.numel(), device=x.device)
+        place = first + i // inner * stride + i % inner
+        group, which = torch.unique_consecutive(place >> 3, return_inverse=True)
+        at = which * 8 + (place & 7)
     step = step.long() if isinstance(step, Tensor) else step
     last = torch.tensor(streams, device=x.device)[:, None] + number * 4
     a, b, c, d = philox((group & 0xFFFFFFFF, group >> 32, step, last), seed)
     halves = torch.stack([a | b << 32, c | d << 32], dim=-1).view(torch.int16)  # the lower half of each comes first
-    return (halves.flatten(1)[:, : x.numel()].int() & 0xFFFF).view(len(streams), *x.shape)
+    return (halves.flatten(1)[:, at].int() & 0xFFFF).view(len(streams), *x.shape)
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
@@ -91,7 +118,7 @@ def split_master(master: Tensor) -> tuple[Tensor, Tensor]:
 def adamw_reference(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None = None, *,
     step: int | Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, first: int = 0,
+    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, piece: Piece = WHOLE,
 ) -> None:  # fmt: skip
     acc, (beta1, beta2) = accumulator(weight.dtype), betas
     t, lr = (x.double() if isinstance(x, Tensor) else x for x in (step, lr))
@@ -102,13 +129,13 @@ def adamw_reference(
     v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     root = v.sqrt().div_((1 - beta2**t) ** 0.5).add_(eps)
     w.mul_(1 - lr * weight_decay).sub_((m * (lr / (1 - beta1**t))).div_(root))
-    _write((weight, exp_avg, exp_avg_sq), remainder, (w, m, v), rounding, seed, number, step, first)
+    _write((weight, exp_avg, exp_avg_sq), remainder, (w, m, v), rounding, seed, number, step, piece)
 
 
 def _adamw_on_cpu(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, *,
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None, rounding: str, seed: int, number: int, first: int,
+    factor: Tensor | None, rounding: str, seed: int, number: int, piece: Piece,
 ) -> None:  # fmt: skip
     """What `adamw_reference` computes, on contiguous tensors, by torch's fused step.
 
@@ -124,7 +151,8 @@ def _adamw_on_cpu(
     tensors = weight, grad, exp_avg, exp_avg_sq
     acc, dtypes = accumulator(weight.dtype), {x.dtype for x in tensors}
     exactly = rounding == "nearest" or torch.bfloat16 not in dtypes
-    if len(dtypes) == 1 and exactly and factor is None and remainder is None:
+    whole_vectors = weight.numel() % _CPU_LANES == 0
+    if len(dtypes) == 1 and exactly and factor is None and remainder is None and whole_vectors:
         fused(*tensors)
         return
     flat = [x.view(-1) for x in tensors]
@@ -136,9 +164,14 @@ def _adamw_on_cpu(
         w, g, m, v = (x.to(acc) for x in pieces)
         w = w if low is None else join_master(pieces[0], low)
         g = g if factor is None else g * factor
+        size = w.numel()
+        if size % _CPU_LANES:
+            w, g, m, v = (nn.functional.pad(x, (0, -size % _CPU_LANES)) for x in (w, g, m, v))
         fused(w, g, m, v)
+        if size % _CPU_LANES:
+            w, m, v = w[:size], m[:size], v[:size]
         held = pieces[0], pieces[2], pieces[3]
-        _write(held, low, (w, m, v), rounding, seed, number, step, first + start // 8)
+        _write(held, low, (w, m, v), rounding, seed, number, step, piece, start)
 
     starts = range(0, weight.numel(), _CPU_CHUNK)
     with ThreadPoolExecutor(max_workers=min(torch.get_num_threads(), len(starts))) as pool:
@@ -147,7 +180,7 @@ def _adamw_on_cpu(
 
 def _write(
     tensors: tuple[Tensor, Tensor, Tensor], remainder: Tensor | None, exact: tuple[Tensor, Tensor, Tensor],
-    rounding: str, seed: int, number: int, step: int | Tensor, first: int,
+    rounding: str, seed: int, number: int, step: int | Tensor, piece: Piece, start: int = 0,
 ) -> None:  # fmt: skip
     """Rounds the exact weight and moments into the tensors that hold them."""
     w, m, v = exact
@@ -157,7 +190,7 @@ def _write(
     pairs = list(zip(tensors, (w, m, v), strict=True))
     streams = [i for i, (held, x) in enumerate(pairs) if held.dtype == torch.bfloat16 and x.dtype == torch.float32]
     if streams and rounding == "stochastic":
-        bits = random_bits(w, streams, seed=seed, number=number, step=step, first=first)
+        bits = random_bits(w, streams, seed=seed, number=number, step=step, piece=piece, start=start)
         for stream, some in zip(streams, bits, strict=True):
             pairs[stream] = pairs[stream][0], round_stochastically(pairs[stream][1], some)
     for held, x in pairs:
@@ -167,17 +200,24 @@ def _write(
 
 @triton.jit
 def _store(
-    ptr, x, at, mask, seed, group, step, stream, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr
+    ptr, x, at, mask, seed, group, word, step, stream, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr
 ):  # fmt: skip
-    """x, rounded to the dtype of ptr; to bf16 through its bits."""
+    """x, rounded to the dtype of ptr; to bf16 through its bits.
+
+    group, word: which call of Philox, and which 16 bits of it; word None: all eight elements of each group are here.
+    """
     if ptr.dtype.element_ty == tl.bfloat16:
         raw = x.to(tl.uint32, bitcast=True)
         if STOCHASTIC:
             low = (group & 0xFFFFFFFF).to(tl.uint32)
             zero = low * 0
             a, b, c, d = tl.philox(seed, low, (group >> 32).to(tl.uint32), zero + step, zero + stream, n_rounds=7)
-            words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK // 2])
-            more = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
+            if word is None:
+                words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [BLOCK // 2])
+                more = tl.reshape(tl.join(words & 0xFFFF, words >> 16), [BLOCK])
+            else:
+                pair = tl.where(word < 4, tl.where(word < 2, a, b), tl.where(word < 6, c, d))
+                more = tl.where(word % 2 == 0, pair & 0xFFFF, pair >> 16)
         else:
             more = 0x7FFF + ((raw >> 16) & 1)
         raw = tl.where(x == x, raw + more, raw)  # adding to an infinity's bits never carries
@@ -186,11 +226,12 @@ def _store(
         tl.store(ptr + at, x.to(ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["step", "seed", "first", "stream"])
+@triton.jit(do_not_specialize=["step", "seed", "first", "inner", "stride", "stream"])
 def _adamw_kernel(
     w_ptr, g_ptr, m_ptr, v_ptr, r_ptr, factor_ptr, step, lr, weight_decay, beta2, rest1, rest2, bias1, bias2, eps,
-    size, seed, first, stream,
-    STEP_ON_DEVICE: tl.constexpr, LR_ON_DEVICE: tl.constexpr, STOCHASTIC: tl.constexpr, BLOCK: tl.constexpr,
+    size, seed, first, inner, stride, stream,
+    STEP_ON_DEVICE: tl.constexpr, LR_ON_DEVICE: tl.constexpr, STOCHASTIC: tl.constexpr, CONTIGUOUS: tl.constexpr,
+    WHOLE_GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """BLOCK elements. rest = 1 - beta; bias = 1 - beta^step, or log beta where the step is read here."""
     start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -221,22 +262,32 @@ def _adamw_kernel(
     v = beta2 * v + rest2 * g * g
     root = tl.sqrt(v) * (1 / bias2) + eps
     w = (1 - lr * weight_decay) * w - (lr / bias1) * m / root
-    group = first + (start // 8) + tl.arange(0, BLOCK // 8)
+    if WHOLE_GROUPS:
+        word = None
+        group = (start // 8) + tl.arange(0, BLOCK // 8)
+        if not CONTIGUOUS:
+            row = group // (inner // 8)
+            group += row * (stride // 8 - inner // 8)
+        group += first // 8
+    else:
+        row = at // inner
+        place = first + row * stride + (at - row * inner)
+        group, word = place // 8, place % 8
     if r_ptr is None:
-        _store(w_ptr, w, at, mask, seed, group, step, stream, BLOCK, STOCHASTIC)
+        _store(w_ptr, w, at, mask, seed, group, word, step, stream, BLOCK, STOCHASTIC)
     else:
         raw = tl.where(w == w, w.to(tl.uint32, bitcast=True), 0x7FC00000)
         high = (raw + 0x8000) >> 16
         tl.store(w_ptr + at, high.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=mask)
         tl.store(r_ptr + at, (raw - (high << 16)).to(tl.uint16).to(tl.int16, bitcast=True), mask=mask)
-    _store(m_ptr, m, at, mask, seed, group, step, stream + 1, BLOCK, STOCHASTIC)
-    _store(v_ptr, v, at, mask, seed, group, step, stream + 2, BLOCK, STOCHASTIC)
+    _store(m_ptr, m, at, mask, seed, group, word, step, stream + 1, BLOCK, STOCHASTIC)
+    _store(v_ptr, v, at, mask, seed, group, word, step, stream + 2, BLOCK, STOCHASTIC)
 
 
 def adamw(
     weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None = None, *,
     step: int | Tensor, lr: float | Tensor, betas: tuple[float, float], eps: float, weight_decay: float,
-    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, first: int = 0,
+    factor: Tensor | None = None, rounding: str = "stochastic", seed: int = 0, number: int = 0, piece: Piece = WHOLE,
 ) -> None:  # fmt: skip
     """One step of AdamW: writes weight, exp_avg, exp_avg_sq and remainder; grad is read only.
 
@@ -244,41 +295,47 @@ def adamw(
     weight, or None. step: which step this is, from 1; a 0-dim fp32 tensor on the weight's device may hold it, as one
     may hold lr. factor: a number on the device, times which the gradient counts, or None.
     rounding: of what is bf16 (weight, unless it has a remainder, and moments), "stochastic" or "nearest". seed (below
-    2^63), number (of the parameter, below 2^29), step and the element's place choose the random bits; `first` is what
-    the places of this tensor's elements start at, over 8, where it is a piece of a larger one.
+    2^63), number (of the parameter, below 2^29), step and the element's place choose the random bits; piece: the
+    places of this tensor's elements, where it is a piece of a larger one.
     Raises InputError for shapes or dtypes that do not fit.
     """
-    _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding)
+    _check(weight, grad, exp_avg, exp_avg_sq, remainder, rounding, piece)
     if not weight.numel():
         return
     given = weight, exp_avg, exp_avg_sq, remainder
     held: Any = tuple(x if x is None or x.is_contiguous() else x.contiguous() for x in given)
     w, m, v, r = held
     options: dict[str, Any] = dict(
-        eps=eps, weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number
+        eps=eps, weight_decay=weight_decay, factor=factor, rounding=rounding, seed=seed, number=number, piece=piece
     )
     if weight.is_cpu and not use_triton(weight):
-        _adamw_on_cpu(w, grad.contiguous(), m, v, r, step=int(step), lr=float(lr), betas=betas, first=first, **options)
+        _adamw_on_cpu(w, grad.contiguous(), m, v, r, step=int(step), lr=float(lr), betas=betas, **options)
     elif not use_triton(weight) or weight.dtype == torch.float64:
-        adamw_reference(w, grad, m, v, r, step=step, lr=lr, betas=betas, first=first, **options)
+        adamw_reference(w, grad, m, v, r, step=step, lr=lr, betas=betas, **options)
     else:
         beta1, beta2 = betas
         if isinstance(step, Tensor):
             bias1, bias2 = (math.log(beta) if beta else -math.inf for beta in betas)
         else:
             bias1, bias2 = 1 - beta1**step, math.sqrt(1 - beta2**step)
-        size = weight.numel()
+        size, (first, inner, stride) = weight.numel(), piece
+        contiguous = inner == stride
+        whole_groups = first % 8 == 0 and (contiguous or (inner % 8 == 0 and stride % 8 == 0))
         launch(
             _adamw_kernel, (cdiv(size, _BLOCK),), w, grad.contiguous(), m, v, r, factor, step, lr, weight_decay, beta2,
-            1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, number * 4, isinstance(step, Tensor),
-            isinstance(lr, Tensor), rounding == "stochastic", _BLOCK, num_warps=4,
+            1 - beta1, 1 - beta2, bias1, bias2, eps, size, seed, first, inner, stride, number * 4,
+            isinstance(step, Tensor), isinstance(lr, Tensor), rounding == "stochastic", contiguous, whole_groups,
+            _BLOCK, num_warps=4,
         )  # fmt: skip
     for x, y in zip(given, held, strict=True):
         if x is not y:
             x.copy_(y)  # type: ignore[union-attr]
 
 
-def _check(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, rounding: str):
+def _check(
+    weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, remainder: Tensor | None, rounding: str,
+    piece: Piece,
+) -> None:  # fmt: skip
     shape = weight.shape
     if not (
         shape == grad.shape == exp_avg.shape == exp_avg_sq.shape
@@ -293,3 +350,5 @@ def _check(weight: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, re
         raise InputError(f"adamw: a remainder beside a weight of {weight.dtype}; it completes bf16 weights to fp32")
     if rounding not in ROUNDINGS:
         raise InputError(f"adamw: rounding={rounding!r} is unknown; supported: {', '.join(ROUNDINGS)}")
+    if not (piece.first >= 0 and 1 <= piece.inner <= piece.stride):
+        raise InputError(f"adamw: {piece}; expected first at 0 or more, and inner from 1 to stride")

@@ -24,7 +24,9 @@ from ligermodels.layers.parallel import Ranks, local_part
 
 _LOSS_OPTIONS = frozenset(inspect.signature(linear_cross_entropy).parameters) - {"bias"}
 _LOGPROBS_OPTIONS = frozenset(inspect.signature(linear_logprobs).parameters) - {"bias"}
-_SHARDED_OPTIONS = frozenset(inspect.signature(vocab_parallel_cross_entropy).parameters) - {"bias", "group", "first_id"}
+_SHARDED_OPTIONS = frozenset(inspect.signature(vocab_parallel_cross_entropy).parameters) - {
+    "bias", "group", "first_id", "vocab_size",
+}  # fmt: skip
 
 
 class LMHead(nn.Module):
@@ -136,9 +138,8 @@ class LMHead(nn.Module):
         weight = self._weight_for(x) if weight is None else weight
         if self.tp is not None:
             options["workspace_bytes"] = self.workspace_bytes if workspace_bytes is None else workspace_bytes
-            return self._sharded(
-                x, weight, labels, self.tp, softcap=softcap, return_logprobs=return_logprobs, **options
-            )
+            options |= {"softcap": softcap, "return_logprobs": return_logprobs}
+            return self._sharded(x, weight, labels, self.tp, **options)
         if labels is None:
             return capped(nn.functional.linear(x, weight, self.bias), softcap)
         options |= {
@@ -167,6 +168,8 @@ class LMHead(nn.Module):
         if return_logprobs or (unknown := options.keys() - _SHARDED_OPTIONS):
             asked = "return_logprobs" if return_logprobs else ", ".join(sorted(unknown))
             raise InputError(f"lm_head: {asked} is not supported under tensor parallel; use a mesh without tp")
+        if options.get("num_items_in_batch") is not None:
+            check_count(options["num_items_in_batch"])
         weight, bias = local_part(weight, tp), local_part(self.bias, tp)
         if labels is None:
             return tp.join(capped(nn.functional.linear(x, weight, bias), softcap), -1)

@@ -1,6 +1,7 @@
 """The mesh of ranks: its dimensions, their groups, and what a forward needs to know of them."""
 
 import os
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -66,13 +67,14 @@ class Parallel:
         sizes = dict(zip(names, mesh.shape, strict=True))
         self.context = Ranks(mesh["cp"]) if sizes.get("cp", 1) > 1 else None
         self.tp = Ranks(mesh["tp"]) if sizes.get("tp", 1) > 1 else None
-        copies = sizes.get("dp_replicate", 1) > 1
-        shard, flat = "dp_shard", mesh["dp_shard"]
-        if self.context is not None:
-            shard = "fsdp"
-            flat = mesh["dp_shard", "cp"]._flatten("fsdp")  # torch has no public name for it; torchtitan calls it too
-        self.fsdp = mesh["dp_replicate", shard] if copies else flat
-        data = self.fsdp if self.fsdp.ndim == 1 else self.fsdp._flatten("data")
+        # torch has no public name for joining dims; torchtitan calls this one too.
+        shard = mesh["dp_shard"] if self.context is None else mesh["dp_shard", "cp"]._flatten("fsdp")
+        self.fsdp = data = shard
+        if sizes.get("dp_replicate", 1) > 1:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of a later way to combine dims, which torch 2.11 does not have
+                self.fsdp = mesh["dp_replicate", "dp_shard" if self.context is None else "fsdp"]
+            data = self.fsdp._flatten("data")
         self.data = Ranks(data)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Parallel":

@@ -29,14 +29,16 @@ def parallelize(
     - tp: heads, the inside of MLPs and experts, and the vocabulary are split; norms run on parts of the sequence.
     - cp: the sequence is split; attention exchanges heads for tokens (all-to-all), so that masks and packing hold.
 
-    The ranks of one cp x tp group are given the same batch, whole; the model splits it.
-    `model(ids, labels=labels).loss` is the mean over the labels of all ranks, the same number on each, and its backward
-    leaves in `.grad` the gradients that one process would compute over all batches. FSDP sums gradients and does not
-    divide them.
+    The ranks of one cp x tp group are given the same batch, whole; the model splits it. The loss that the model returns
+    for labels is the mean over those of all ranks, the same number on each, and its backward leaves in `.grad` the
+    gradients that one process would compute over all batches. FSDP sums gradients and does not divide them.
 
     param_dtype: in which layers compute, such as torch.bfloat16 beside fp32 parameters; None: the parameters' own.
     reduce_dtype: in which gradients are summed over ranks. reshard_after_forward: as in torch's `fully_shard`, for the
     blocks; final norm and head, and a tied embedding with them, stay whole between forward and backward.
+
+    model: one of the zoo, also inside of an adapter's wrapper such as PEFT's. Other modules can be sharded by FSDP
+    alone; their loss has to be a sum over the rank's batch divided by the number of labels of all ranks.
 
     Raises InputError for a mesh that does not fit the model, before anything is changed, saying what fits, and for a
     model that is sharded already.
@@ -44,19 +46,23 @@ def parallelize(
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise InputError(f"{type(model).__name__} is sharded already; parallelize a model once, when it is made")
     parallel = Parallel(mesh)
-    check_tensor(model, parallel)
-    check_context(model, parallel)
-    decoder = getattr(model, "decoder", None)
+    zoo: Any = next((module for module in model.modules() if hasattr(type(module), "parallel")), None)
+    if zoo is None and parallel.shards > 1:
+        raise InputError(f"{type(model).__name__} is no model of the zoo: of its mesh, cp and tp have to be 1")
+    tp = 1 if parallel.tp is None else parallel.tp.size
+    if tp > 1:
+        check_tensor(zoo, tp)
+    if parallel.context is not None:
+        check_context(zoo, parallel.context.size, tp)
     if parallel.tp is not None:
-        shard_tensors(model, parallel.tp)
+        shard_tensors(zoo, parallel.tp)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype, cast_forward_inputs=False)
     options: dict[str, Any] = dict(mesh=parallel.fsdp, mp_policy=policy)
     for block in _blocks(model):
         fully_shard(block, reshard_after_forward=reshard_after_forward, **options)
-    head = getattr(model, "lm_head", None)
-    if decoder is not None and isinstance(head, LMHead):
-        last = [decoder.norm, head]
-        if head.is_tied:
+    if zoo is not None and isinstance(zoo.lm_head, LMHead):
+        decoder, last = zoo.decoder, [zoo.decoder.norm, zoo.lm_head]
+        if zoo.lm_head.is_tied:
             last = [decoder.embed_tokens, *last]
         else:
             fully_shard(decoder.embed_tokens, reshard_after_forward=reshard_after_forward, **options)
@@ -66,12 +72,9 @@ def parallelize(
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a factor would be a multiplication of its own in NCCL
-    if decoder is not None:
-        decoder.context, decoder.tp, decoder.param_dtype = parallel.context, parallel.tp, param_dtype
-    for module in model.modules():
-        if hasattr(type(module), "parallel"):  # the model of the zoo, also inside of PEFT's wrapper
-            module.parallel = parallel  # type: ignore[assignment]
-    model.parallel = parallel  # type: ignore[assignment]
+    if zoo is not None:
+        zoo.decoder.context, zoo.decoder.tp, zoo.decoder.param_dtype = parallel.context, parallel.tp, param_dtype
+        zoo.parallel = parallel
     return model
 
 

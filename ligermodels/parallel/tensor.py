@@ -9,31 +9,23 @@ from ligermodels.errors import InputError
 from ligermodels.layers import Attention, Embedding, GatedMLP, LMHead, MoE, RMSNorm
 from ligermodels.layers.moe import Experts, Router
 from ligermodels.layers.parallel import Ranks, ShardedLinear, distributed
-from ligermodels.parallel.mesh import Parallel
 
 _SIZES = (2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 24, 32, 64)
 
 
-def check_tensor(model: nn.Module, parallel: Parallel) -> None:
-    """Raises InputError where the layers cannot be split over the ranks of tensor parallel, saying which sizes fit."""
-    if parallel.tp is None:
-        return
-    size = parallel.tp.size
-    if not hasattr(model, "decoder"):
-        raise InputError(f"tp={size}: {type(model).__name__} is no model of the zoo; use dp_shard alone for it")
+def check_tensor(model: Any, size: int) -> None:
+    """Raises InputError where the layers cannot be split over `size` ranks, saying which sizes fit."""
     if problems := sorted(set(_problems(model, size))):
         fits = [str(other) for other in _SIZES if not any(_problems(model, other))]
         advice = f"tp may be {', '.join(fits)}" if fits else "use dp_shard and cp instead of tp"
         raise InputError(f"{type(model).__name__} cannot be split over tp={size}: {'; '.join(problems)}. {advice}")
 
 
-def check_context(model: Any, parallel: Parallel) -> None:
-    """Raises InputError where the heads cannot be split over the ranks of context parallel, saying which sizes fit."""
-    if parallel.context is None:
-        return
-    size, tp = parallel.context.size, 1 if parallel.tp is None else parallel.tp.size
-    if not hasattr(model, "decoder"):
-        raise InputError(f"cp={size}: {type(model).__name__} is no model of the zoo; use dp_shard alone for it")
+def check_context(model: Any, size: int, tp: int) -> None:
+    """Raises InputError where the heads cannot be split over `size` ranks of context parallel, saying which sizes fit.
+
+    tp: the ranks over which the heads are split already.
+    """
     layers = [module for module in model.decoder.modules() if isinstance(module, Attention)]
 
     def fits(size: int) -> bool:

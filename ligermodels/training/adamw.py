@@ -19,6 +19,7 @@ Bytes per parameter of weight and states, and bytes that a step moves:
 The kernel and what it computes are in ligermodels/kernels/adamw.py.
 """
 
+import math
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +30,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import accumulator, is_capturing
-from ligermodels.kernels.adamw import ROUNDINGS, adamw, join_master
+from ligermodels.kernels.adamw import ROUNDINGS, WHOLE, Piece, adamw, join_master
 
 _HOW = ("rounding", "master_weights", "state_dtype", "capturable")
 """Group options that say how numbers are stored; loading a state leaves them alone."""
@@ -49,13 +50,15 @@ class AdamW(torch.optim.Optimizer):
     step_in_backward: each parameter takes its step as soon as its gradient is complete, and .grad becomes None: the
         gradients of one layer at a time exist. Call step() once per backward all the same: it marks the end. Not for
         max_grad_norm, several backwards per step, a GradScaler, or DistributedDataParallel, which averages gradients
-        later and is not noticed (FSDP2 averages before). It lasts until `remove_hooks()`.
-    seed: of stochastic rounding, together with the parameter's number and step: a resumed run and each replica of a
-        parameter draw the same bits.
+        later and is not noticed (FSDP2 reduces before). It lasts until `remove_hooks()`.
+    seed: of stochastic rounding, together with the parameter's number and step, and an element's place in the whole
+        parameter: a resumed run draws the same bits, and so does one on another number of GPUs.
     capturable: step counts live on the device, for CUDA graphs. Take a step before capturing.
 
-    DTensors (FSDP2, tensor parallelism) are updated by their local pieces. On the CPU a step takes about the time of
-    torch.optim.AdamW's, and with stochastic rounding of bf16 about ten times that: the random bits are what costs.
+    DTensors (FSDP2, tensor parallelism) are updated by their local pieces. Given the same gradients, the bits of
+    weights and states do not depend on the sharding; with max_grad_norm the last bit of the norm does.
+    On the CPU a step takes about the time of torch.optim.AdamW's, and with stochastic rounding of bf16 about ten times
+    that: the random bits are what costs.
     Raises InputError for options out of range, complex parameters, and sparse gradients.
     """
 
@@ -102,6 +105,7 @@ class AdamW(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         self._stepped: set[Tensor] = set()  # by their backward, since the last step() or zero_grad()
+        self._pieces: dict[Tensor, Piece] = {}  # of DTensors: each takes about 100 us to work out
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles)
 
@@ -132,8 +136,9 @@ class AdamW(torch.optim.Optimizer):
                 loss = closure()
         factor = None
         if self.max_grad_norm is not None:
-            grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-            self.grad_norm = _total_norm(grads)
+            self.grad_norm = _total_norm(
+                [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+            )
             factor = (self.max_grad_norm / (self.grad_norm + 1e-6)).clamp(max=1.0)
         number = 0
         for group in self.param_groups:
@@ -184,9 +189,14 @@ class AdamW(torch.optim.Optimizer):
             state, device, plain = self.state[p], p.device, _is_plain(p)
             if capturable and state["step"].device != device:  # the option was set later
                 state["step"] = state["step"].to(device)
-            tensors: Any = (p, p.grad, state["exp_avg"], state["exp_avg_sq"], state.get("remainder"))
+            tensors: Any = (p, _grad(p), state["exp_avg"], state["exp_avg_sq"], state.get("remainder"))
+            piece = WHOLE
             if not plain:
-                tensors = _local(*tensors)
+                tensors = tuple(None if x is None else x.to_local() for x in tensors)
+                if group["rounding"] == "stochastic" and torch.bfloat16 in (p.dtype, state["exp_avg"].dtype):
+                    if p not in self._pieces:
+                        self._pieces[p] = _piece(p)
+                    piece = self._pieces[p]
             weight, grad, exp_avg, exp_avg_sq, remainder = tensors
             adamw(
                 weight,
@@ -203,11 +213,16 @@ class AdamW(torch.optim.Optimizer):
                 rounding=group["rounding"],
                 seed=group["seed"],
                 number=number,
-                first=0 if plain else _piece(p),
+                piece=piece,
             )
         torch.autograd.graph.increment_version([p for _, p in ready])  # a backward that still needs them must not go on
 
     def _step_in_backward(self, index: int, number: int, p: Tensor) -> None:
+        """The step of one parameter, in its hook.
+
+        FSDP2 calls it on the stream that reduced the gradient, and at the end of backward has the caller's stream wait
+        for that one, hooks included: the next forward reads the new weight. The gradient's memory is that stream's too.
+        """
         if p.grad is None:
             raise InputError(
                 f"AdamW: the gradient of {_name(p)} is gone before its step; another optimizer steps in the backward "
@@ -218,6 +233,8 @@ class AdamW(torch.optim.Optimizer):
                 f"AdamW: {_name(p)} gets a second gradient after its step in the backward; call step() after each "
                 "backward, and zero_grad() after one that raised. Gradient accumulation needs step_in_backward=False"
             )
+        if p.is_cpu and not _is_plain(p) and torch.cuda.is_initialized():
+            torch.cuda.current_stream().synchronize()  # a gradient that FSDP2 offloads may still be on its way
         with torch.no_grad():
             self._update(self.param_groups[index], [(number, p)], None)
         self._stepped.add(p)
@@ -364,22 +381,59 @@ def _loaded_state(p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> di
     return found
 
 
-def _total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of all gradients in fp32 (fp64 for fp64), a 0-dim tensor; of DTensors, over all ranks."""
-    if not grads:
+def _total_norm(parameters: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of all gradients in fp32 (fp64 for fp64), a 0-dim tensor, the same on all ranks.
+
+    Each mesh takes one all-gather per dim of it, of one number per rank.
+    """
+    if not parameters:
         return torch.tensor(0.0)
     alike = defaultdict(list)
-    for grad in grads:
-        alike[grad.device, grad.dtype, getattr(grad, "device_mesh", None)].append(grad)
+    for p in parameters:
+        alike[getattr(p, "device_mesh", None)].append(p)
     norms = []
-    for (_, dtype, mesh), some in alike.items():
+    for mesh, some in alike.items():
+        grads: list[Any] = [_grad(p) for p in some]
+        dtype = torch.float64 if torch.float64 in {grad.dtype for grad in grads} else torch.float32
         if mesh is None:
-            each = list(torch._foreach_norm(some, 2, dtype=accumulator(dtype)))
+            norm = _norm(grads, dtype, grads[0].device)
         else:
-            each = [torch.linalg.vector_norm(grad, dtype=accumulator(dtype)) for grad in some]
-        norm = torch.linalg.vector_norm(torch.stack(each))
-        norms.append((norm if mesh is None else norm.full_tensor()).to(grads[0].device))  # type: ignore[attr-defined]
+            at = mesh.get_coordinate()
+            local = [grad.to_local() for grad in grads if _is_counted(grad, at)]
+            norm = _norm([x for x in local if x.numel()], dtype, grads[0].device)
+            norm = torch.linalg.vector_norm(_of_all_ranks(norm, mesh))
+        norms.append(norm.to(parameters[0].device))
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _norm(tensors: Sequence[Tensor], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The 2-norm of plain tensors, which may be none."""
+    alike = defaultdict(list)
+    for x in tensors:
+        alike[x.device, x.dtype].append(x)
+    norms = [torch.zeros((), dtype=dtype, device=device)]
+    for some in alike.values():
+        each = torch._foreach_norm(some, 2, dtype=accumulator(some[0].dtype))
+        norms.append(torch.linalg.vector_norm(torch.stack(each), dtype=dtype).to(device))
+    return norms[1] if len(norms) == 2 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def _is_counted(grad: Any, coordinate: Sequence[int] | None) -> bool:
+    """True on one of the ranks that hold the same piece of a DTensor: the first of its replicas."""
+    return coordinate is not None and not any(
+        at and placement.is_replicate() for at, placement in zip(coordinate, grad.placements, strict=True)
+    )
+
+
+def _of_all_ranks(x: Tensor, mesh: Any) -> Tensor:
+    """The 0-dim x of each rank of a mesh.
+
+    They are gathered, and not reduced: an all-reduce over each dim in turn may add in another order on other ranks,
+    and replicas of a weight that are clipped by other numbers drift apart.
+    """
+    from torch.distributed.tensor import DTensor, Shard
+
+    return DTensor.from_local(x.view([1] * mesh.ndim), mesh, [Shard(dim) for dim in range(mesh.ndim)]).full_tensor()
 
 
 def _number(lr: float | Tensor, device: torch.device) -> float | Tensor:
@@ -393,20 +447,65 @@ def _is_plain(p: Tensor) -> bool:
     return type(p) is nn.Parameter or not hasattr(p, "device_mesh")
 
 
-def _local(p: Any, grad: Any, *states: Any) -> tuple:
-    """The local pieces of DTensors."""
-    if grad.placements != p.placements:
-        grad = grad.redistribute(placements=p.placements)
-    return tuple(x if x is None else x.to_local() for x in (p, grad, *states))
+def _grad(p: Any) -> Any:
+    """The gradient of p, which has one, sharded as p is."""
+    if _is_plain(p) or p.grad.placements == p.placements:
+        return p.grad
+    return p.grad.redistribute(placements=p.placements)
 
 
-def _piece(p: Any) -> int:
-    """Where the random numbers of this rank's piece start: different for pieces, the same for replicas."""
-    index, mesh = 0, p.device_mesh
-    for size, at, placement in zip(mesh.shape, mesh.get_coordinate(), p.placements, strict=True):
-        if not placement.is_replicate():
-            index = index * size + at
-    return index << 40
+def _piece(p: Any) -> Piece:
+    """Which elements of a DTensor this rank holds.
+
+    Raises InputError if they are not evenly spaced runs: where dims are cut that leave a whole one between them.
+    """
+    # This is what distributed checkpoints place shards by. No public function of torch 2.11 to 2.13 tells it, and
+    # FSDP2's pieces of tensor parallel weights, _StridedShard, are not what their name says.
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, offset = compute_local_shape_and_global_offset(p.shape, p.device_mesh, p.placements)
+    if tuple(p.to_local().shape) != tuple(shape) or not _is_box(p):
+        raise InputError(
+            f"AdamW: the place of a local piece of {_name(p)} is unknown, with placements {p.placements}; "
+            'rounding="nearest" does not ask for it'
+        )
+    if math.prod(shape) == 0:
+        return WHOLE
+    first = sum(at * stride for at, stride in zip(offset, _strides(p.shape), strict=True))
+    runs: list[tuple[int, int]] = []  # (count, stride), the innermost last
+    for count, stride in zip(shape, _strides(p.shape), strict=True):
+        if runs and runs[-1][1] == count * stride:
+            runs[-1] = runs[-1][0] * count, stride
+        elif count > 1:
+            runs.append((count, stride))
+    if not runs or runs[-1][1] > 1:
+        runs.append((1, 1))
+    if len(runs) > 2:
+        raise InputError(
+            f"AdamW: a local piece of {_name(p)} is no evenly spaced runs of elements, with placements {p.placements}; "
+            'cut other dims, or set rounding="nearest"'
+        )
+    return Piece(first) if len(runs) == 1 else Piece(first, runs[1][0], runs[0][1])
+
+
+def _strides(shape: Sequence[int]) -> list[int]:
+    """Of a contiguous tensor."""
+    return [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+
+
+def _is_box(p: Any) -> bool:
+    """True if the local piece of a DTensor is a range of each dim.
+
+    A _StridedShard alone takes rows from several places. It is a range if Shards of the same dim, further to the right,
+    cut that into its split_factor: FSDP2's of tensor parallel weights.
+    """
+    for i, placement in enumerate(p.placements):
+        factor = getattr(placement, "split_factor", 1)
+        if factor > 1:
+            later = [j for j in range(i + 1, p.device_mesh.ndim) if p.placements[j].is_shard(placement.dim)]
+            if factor != math.prod(p.device_mesh.size(j) for j in later):
+                return False
+    return True
 
 
 def _name(p: Tensor) -> str:

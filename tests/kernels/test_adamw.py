@@ -7,7 +7,7 @@ import torch
 
 from ligermodels.errors import InputError
 from ligermodels.kernels import adamw as adamw_file
-from ligermodels.kernels.adamw import adamw, adamw_reference, join_master, split_master
+from ligermodels.kernels.adamw import WHOLE, Piece, adamw, adamw_reference, join_master, random_bits, split_master
 from tests.kernels.on_gpu import assert_captures, large
 
 BETAS = dict(betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
@@ -62,7 +62,7 @@ def test_it_is_the_adamw_of_torch(device, dtype, size, on_device, factor):
 @pytest.mark.parametrize(
     ("weight", "states", "remainder", "options"),
     [
-        (torch.bfloat16, torch.bfloat16, False, dict(seed=2**40 + 7, number=5, first=2**33)),
+        (torch.bfloat16, torch.bfloat16, False, dict(seed=2**40 + 7, number=5, piece=Piece(2**36))),
         (torch.bfloat16, torch.bfloat16, True, {}),
         (torch.bfloat16, torch.bfloat16, True, dict(rounding="nearest")),
         (torch.bfloat16, torch.float32, False, dict(rounding="nearest")),
@@ -89,6 +89,54 @@ def test_every_path_rounds_as_the_reference(monkeypatch, device, weight, states,
         if actual.dtype != torch.float32:
             assert (actual == other).double().mean() > 0.99
         torch.testing.assert_close(actual, other, rtol=2 * eps, atol=2 * eps * other.float().abs().mean().item())
+
+
+def words_of(place, *, seed, step, stream):
+    """The 16 bits of one element, by the paper's Philox4x32-7 in Python's integers."""
+    c, key = [place // 8 % 2**32, place // 8 >> 32, step, stream], [seed % 2**32, seed >> 32]
+    for _ in range(7):
+        a, b = c[0] * 0xD2511F53, c[2] * 0xCD9E8D57
+        c = [(b >> 32) ^ c[1] ^ key[0], b % 2**32, (a >> 32) ^ c[3] ^ key[1], a % 2**32]
+        key = [(key[0] + 0x9E3779B9) % 2**32, (key[1] + 0xBB67AE85) % 2**32]
+    return c[place % 8 // 2] >> 16 * (place % 2) & 0xFFFF
+
+
+def test_the_random_bits_of_whole_parameters_stay(device):
+    """Runs that were begun with an earlier version go on with its bits."""
+    bits = random_bits(torch.zeros(19, device=device), [0, 1, 2], seed=2**40 + 7, number=5, step=3, piece=WHOLE)
+    assert bits[:, -3:].tolist() == [[42432, 25657, 37753], [45610, 32532, 28785], [56045, 2479, 35576]]
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        WHOLE,
+        Piece(2**36 + 64),  # rows of a matrix
+        Piece(13),  # a range that begins within a group
+        Piece(2**35 + 16, 40, 2**33),  # columns, of groups that stay whole
+        Piece(8, 2048, 4096),
+        Piece(32, 49, 97),  # uneven columns
+        Piece(16, 24, 97),
+        Piece(12, 16, 64),
+        Piece(5, 1, 3),  # one column
+    ],
+)
+@pytest.mark.parametrize("where", ["kernel", "reference", "pieces on the CPU"])
+def test_the_random_bits_of_pieces_are_those_of_the_whole(monkeypatch, device, piece, where):
+    """Gradients that are the first moment, exactly, and are rounded up by their bits but by none smaller."""
+    if where == "pieces on the CPU":
+        device = "cpu"
+        monkeypatch.setattr(adamw_file, "use_triton", lambda x: False)
+        monkeypatch.setattr(adamw_file, "_CPU_CHUNK", 512)
+    places = [piece.first + i // piece.inner * piece.stride + i % piece.inner for i in range(ODD)]
+    seed, number = 2**40 + 7, 5
+    bits = torch.tensor([words_of(place, seed=seed, step=1, stream=number * 4 + 1) for place in places], device=device)
+    op = adamw_reference if where == "reference" else adamw
+    for more, expected in ((0, 0x3F81), (-1, 0x3F80)):
+        grad = ((0x3F80 << 16) + (65536 + more - bits)).int().view(torch.float32)
+        w, m, v, _ = start((ODD,), torch.bfloat16, torch.bfloat16, device)
+        op(w, grad, m, v, **PLAIN, seed=seed, number=number, piece=piece)
+        assert (bits_of(m) == expected).all()
 
 
 def test_stochastic_rounding_is_right_in_the_mean(device):
@@ -159,6 +207,8 @@ def test_errors(device):
         adamw(w, w[:3], m, v, **options)
     with pytest.raises(InputError, match="supported: stochastic, nearest"):
         adamw(w, w, m, v, **options, rounding="up")
+    with pytest.raises(InputError, match=r"Piece\(first=0, inner=8, stride=4\); expected"):
+        adamw(w, w, m, v, **options, piece=Piece(0, 8, 4))
 
 
 @pytest.mark.gpu
@@ -185,6 +235,6 @@ def test_more_than_2_31_elements():
     tail = [x[-1003:].clone() for x in (w, grad, m, v)]
     options = dict(step=1, lr=1e-3, **BETAS, seed=2)
     adamw(w, grad, m, v, **options)
-    adamw(*tail, **options, first=2**28)
+    adamw(*tail, **options, piece=Piece(2**31))
     for whole, piece in zip((w, m, v), (tail[0], *tail[2:]), strict=True):
         assert torch.equal(whole[-1003:], piece)

@@ -5,13 +5,11 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
 from ligermodels.training.adamw import AdamW
-from tests.processes import Child
 
 BF16 = dict(dtype=torch.bfloat16)
 EXACT = dict(master_weights=True, state_dtype=torch.float32)
@@ -283,65 +281,6 @@ def test_errors(device):
     p.grad = torch.ones(3, device=device).to_sparse()
     with pytest.raises(InputError, match="make it dense"):
         optimizer.step()
-
-
-def _shard(rank, folder, steps):
-    """One of two processes: FSDP2 with clipping, states through a distributed checkpoint, replicas and pieces."""
-    from torch.distributed.checkpoint.state_dict import (
-        StateDictOptions,
-        get_optimizer_state_dict,
-        set_optimizer_state_dict,
-    )
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    mesh = init_device_mesh("cpu", (2,))
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).bfloat16()  # 9 and 3 rows: pieces are uneven
-    for part in (model[0], model):
-        fully_shard(part, mesh=mesh)
-    optimizer = AdamW(model.parameters(), 1e-2, max_grad_norm=0.05, **EXACT)
-    for i, x in enumerate(steps):
-        if i == 1:
-            whole = StateDictOptions(full_state_dict=True)
-            state = get_optimizer_state_dict(model, optimizer, options=whole)
-            optimizer = AdamW(model.parameters(), 1.0, max_grad_norm=0.05, **EXACT)
-            set_optimizer_state_dict(model, optimizer, state, options=whole)
-        model(x[2 * rank : 2 * rank + 2]).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    full = [optimizer.master(p).full_tensor() for p in model.parameters()]
-    ones = torch.ones(64, dtype=torch.bfloat16)
-    kinds = [nn.Parameter(distribute_tensor(ones, mesh, [placement])) for placement in (Replicate(), Shard(0))]
-    for p in kinds:
-        p.grad = torch.ones_like(p)
-    AdamW(kinds).step()
-    torch.save([full, optimizer.grad_norm, *(p.detach().to_local() for p in kinds)], f"{folder}/{rank}")
-    dist.destroy_process_group()
-
-
-def test_sharded_weights(tmp_path):
-    steps = torch.randn(3, 4, 7).bfloat16()
-    for child in [Child(lambda rank=rank: _shard(rank, tmp_path, steps)) for rank in range(2)]:
-        assert child.wait() == 0
-    (full, norm, replica, piece), (_, norm1, replica1, piece1) = (torch.load(tmp_path / rank) for rank in "01")
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).bfloat16()
-    optimizer = AdamW(model.parameters(), 1e-2, max_grad_norm=0.05, **EXACT)
-    for x in steps:
-        model(x).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert torch.equal(norm, norm1) and norm > 0.05
-    # Halves of the batch, each rounded to bf16 before they are averaged: one part in 2^8, and of an lr of 1e-2 that.
-    torch.testing.assert_close(norm, optimizer.grad_norm, rtol=1e-2, atol=0)
-    for x, p in zip(full, model.parameters(), strict=True):
-        torch.testing.assert_close(x, optimizer.master(p), rtol=0, atol=3e-3)
-    assert torch.equal(replica, replica1) and len(replica) == 64
-    assert len(piece) == 32 and not torch.equal(piece, piece1)
-    assert {len(x.unique()) for x in (replica, piece)} == {2}  # some of each up, and some down
 
 
 @pytest.mark.gpu

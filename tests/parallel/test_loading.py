@@ -1,0 +1,314 @@
+"""Sharded models are loaded, drawn and saved as the whole model is, to the bit; each rank reads its own rows alone."""
+
+import errno
+import itertools
+import os
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ligermodels import CheckpointError, HubError, InputError
+from ligermodels.arch import ARCHS, load
+from ligermodels.checkpoint import quantization, reading, saving
+from ligermodels.checkpoint.weights import Exported, same_bits
+from tests.checkpoint.test_sharded import processes
+
+SIZES = dict(
+    vocab_size=98, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.2, pad_token_id=3, dtype="float32",
+)  # fmt: skip
+FAMILIES = {  # each with rows that neither 2 nor 4 ranks share evenly
+    "tied": dict(model_type="llama", tie_word_embeddings=True),
+    "biases": dict(model_type="qwen2", tie_word_embeddings=False, num_key_value_heads=1),
+    "experts": dict(model_type="mixtral", num_local_experts=3),
+    "one-expert": dict(model_type="mixtral", num_local_experts=1, num_experts_per_tok=1),
+}
+VISION = {  # more parameters that are drawn in ways of their own
+    "towers": dict(model_type="mllama",
+                   text_config=dict(SIZES, model_type="mllama_text_model", cross_attention_layers=[1]),
+                   vision_config=dict(hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_global_layers=1,
+                                      attention_heads=2, image_size=8, patch_size=4, vision_output_dim=32,
+                                      intermediate_layers_indices=[1])),
+    "patches": dict(model_type="qwen2_vl", rope_scaling=dict(type="mrope", mrope_section=[1, 1, 2]),
+                    vision_config=dict(depth=1, embed_dim=16, num_heads=2, hidden_size=32)),
+}  # fmt: skip
+IDS = torch.randint(98, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def random(family, **options):
+    """A model with random weights, norms and biases too."""
+    config = {**SIZES, **FAMILIES.get(family, VISION.get(family))}
+    return ARCHS[config["model_type"]].from_config(config, seed=3, **options)
+
+
+def write(family, folder):
+    model = random(family, device="cpu")
+    generator = torch.Generator().manual_seed(4)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:
+            parameter.data.normal_(1.0, 0.1, generator=generator)
+    model.save_pretrained(folder)
+    return load(folder).save_pretrained(folder, max_shard_size="20KB")  # with all fields of a config that was read
+
+
+def files_of(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_files(found, expected):
+    found, expected = files_of(found), files_of(expected)
+    assert found.keys() == expected.keys()
+    assert not (different := [name for name in expected if found[name] != expected[name]]), different
+
+
+def assert_same_model(sharded, whole):
+    expected = dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        found = parameter.detach().full_tensor().reshape(expected[name].shape)
+        assert same_bits(found, expected[name].detach()), f"{name} {parameter.placements}"
+        assert (
+            parameter.to_local().numel() < expected[name].numel()
+            or parameter.device_mesh.size() == 1
+            or (parameter.shape[0] < parameter.device_mesh.size())
+        ), f"{name} is not sharded"
+
+
+def load_and_save(folder, families, mesh, **parallel):
+    for family in families:
+        source = folder / family
+        loaded = load(source, mesh=mesh, parallel=parallel)
+        assert loaded.parallel is not None and not loaded.training
+        assert_same_model(loaded, load(source))
+        assert_same_model(random(family, mesh=mesh), random(family, device="cpu"))
+        saved = folder / f"{family}-{'-'.join(map(str, mesh.shape))}"
+        loaded.save_pretrained(saved, max_shard_size="20KB")
+        assert_same_files(saved, source)  # on each rank, as soon as it returns: nobody is still writing
+        dist.barrier()
+
+
+def on_two_ranks(rank, folder):
+    torch.set_num_threads(1)
+    with processes(rank, 2, folder / "meeting"):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+        load_and_save(folder, ["tied", "experts"], mesh)
+
+        # After a forward pass, which leaves the last group gathered in bf16.
+        model = load(folder / "biases", mesh=mesh, parallel=dict(param_dtype=torch.bfloat16))
+        with torch.no_grad():
+            model(IDS)
+        model.save_pretrained(folder / "after-forward", max_shard_size="20KB")
+        assert_same_files(folder / "after-forward", folder / "biases")
+
+        with pytest.MonkeyPatch.context() as patched:
+            asked = count_bytes(patched)
+            model = load(folder / "tied", mesh=mesh)
+            assert sum(asked) == sum(parameter.to_local().nbytes for parameter in model.parameters())
+        torch.testing.assert_close(model(IDS, labels=IDS).loss, load(folder / "tied")(IDS, labels=IDS).loss)
+        assert random("tied", mesh=mesh, device="meta").device.type == "meta"
+
+        with pytest.MonkeyPatch.context() as patched:
+            written = names_written(patched)
+            model.save_pretrained(folder / "both", max_shard_size="20KB")
+            assert all(int(re.search(r"\d+", name)[0]) % 2 == 1 - rank for name in written) and len(written) > 1
+            for main in (0, 1):
+                written.clear()
+                model.save_pretrained(folder / f"main-{main}", max_shard_size="20KB", is_main_process=rank == main)
+                assert bool(written) == (rank == main)
+                assert_same_files(folder / f"main-{main}", folder / "tied")
+            model.save_pretrained(folder / "nobody", is_main_process=False)
+            assert not (folder / "nobody").exists()
+        fail(rank, model, folder)
+
+
+def count_bytes(patched):
+    """A list that gets the bytes of each tensor on disk that are copied; nothing else may be done with one."""
+    asked, read = [], reading.SafetensorsReader.read
+
+    class Counted(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, function, types, arguments=(), options=None):
+            if function.__name__ == "copy_":
+                asked.append(arguments[1].as_subclass(torch.Tensor).nbytes)
+            else:
+                assert function.__name__ in ("__getitem__", "as_subclass"), function
+            return super().__torch_function__(function, types, arguments, options)
+
+    patched.setattr(reading.SafetensorsReader, "read", lambda self, name: read(self, name).as_subclass(Counted))
+    return asked
+
+
+def names_written(patched):
+    """A list that gets the names of the weight files that this process writes."""
+    written, write_file = [], saving._write_file
+
+    def watched(path, *rest):
+        written.append(path.name)
+        write_file(path, *rest)
+
+    patched.setattr(saving, "_write_file", watched)
+    return written
+
+
+def fail(rank, model, folder):
+    """One rank fails: both raise, and the old folder stays."""
+    state, target = files_of(folder / "both"), folder / "both"
+
+    def full_disk(path, *rest):
+        (path / "new" if path.is_dir() else path).write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def broken(*arguments):
+        raise ValueError("a bug")
+
+    for failing in (0, 1):
+        for name, replacement, kind in (
+            ("_write_file", full_disk, HubError),
+            ("_sync", full_disk, HubError),
+            ("_write_file", broken, CheckpointError),
+            ("finish", full_disk, HubError),  # of rank 0 alone
+        ):
+            if name == "finish" and failing == 1:
+                continue
+            own = kind if kind is HubError else ValueError
+            with pytest.MonkeyPatch.context() as patched:
+                if rank == failing:
+                    patched.setattr(saving, name, replacement)
+                with pytest.raises(own if rank == failing else kind) as caught:
+                    model.save_pretrained(target, max_shard_size="20KB")
+            assert (f"rank {failing} failed" in str(caught.value)) == (rank != failing)
+            if kind is HubError:
+                assert caught.value.errno == errno.ENOSPC and "free some space" in str(caught.value)
+            dist.barrier()
+            assert files_of(target) == state and not list(folder.glob(".both*"))
+
+    with pytest.MonkeyPatch.context() as patched:  # before anything is written
+        if rank == 1:
+            patched.setattr(type(model), "_saved_dtype", broken)
+        with pytest.raises(ValueError if rank == 1 else CheckpointError, match="a bug"):
+            model.save_pretrained(target)
+    assert files_of(target) == state
+    model.save_pretrained(target, max_shard_size="20KB")
+    assert_same_files(target, folder / "tied")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    for family in FAMILIES:
+        write(family, tmp_path / family)
+    stacked = tmp_path / "experts-stacked"
+    stacked.mkdir()
+    (stacked / "config.json").write_bytes((tmp_path / "experts" / "config.json").read_bytes())
+    save_file(dict(load(tmp_path / "experts").named_parameters()), stacked / "model.safetensors")
+    return tmp_path
+
+
+def test_two_ranks(folder):
+    mp.spawn(on_two_ranks, args=(folder,), nprocs=2)
+
+
+def on_four_ranks(rank, folder):
+    torch.set_num_threads(1)
+    with processes(rank, 4, folder / "meeting"):
+        tensor = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        load_and_save(folder, FAMILIES, tensor)
+        load_and_save(folder, ["biases", "one-expert"], init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)))
+        model = load(folder / "experts-stacked", mesh=tensor)
+        assert model.model.layers[0].mlp.experts.gate_up_proj.ndim == 4
+        assert_same_model(model, load(folder / "experts"))
+
+        for mesh in (tensor, tensor["dp_shard"]):
+            assert_same_model(random("patches", mesh=mesh), random("patches", device="cpu"))
+        assert_same_model(random("towers", mesh=tensor["dp_shard"]), random("towers", device="cpu"))
+
+        for names in (("dp_replicate", "dp_shard"), ("dp_shard", "cp")):
+            mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+            load_and_save(folder, ["experts"], mesh)
+
+        # A mesh of some of the processes; and two, of which neither holds the other's ranks.
+        half = DeviceMesh("cpu", [1, 3], mesh_dim_names=("dp_shard",))
+        if rank in (1, 3):
+            model = load(folder / "tied", mesh=half)
+            model.save_pretrained(folder / "half", max_shard_size="20KB")
+            assert_same_files(folder / "half", folder / "tied")
+        dist.barrier()
+        model = load(folder / "biases")
+        for block, one in zip(model.model.layers, ("dp_shard", "tp"), strict=True):
+            fully_shard(block, mesh=tensor[one])
+        with pytest.MonkeyPatch.context() as patched:
+            written = names_written(patched)
+            model.save_pretrained(folder / "mixed", max_shard_size="20KB")
+        assert_same_files(folder / "mixed", folder / "biases")
+        names = [None] * 4
+        dist.all_gather_object(names, written)
+        assert sorted(itertools.chain(*names)) == sorted(path.name for path in (folder / "mixed").glob("*.safetensors"))
+
+
+@pytest.mark.slow
+def test_four_ranks_with_tensor_parallelism_and_copies(folder):
+    mp.spawn(on_four_ranks, args=(folder,), nprocs=4)
+
+
+def test_ranks_write_at_the_same_time_in_bounded_memory():
+    """What the generator reads: each round something for each writer, no more than the largest parameter."""
+    sizes = [5, 1, 8, 2, 2, 4, 8, 1]
+    boxes = {f"t{i}": (torch.full((size,), float(i)), ()) for i, size in enumerate(sizes)}
+    read = []
+
+    class Watched(Exported):
+        def read(self, name):
+            read.append(name)
+            return super().read(name)
+
+    queues = [[["t0", "t1"], ["t4", "t5", "t7"]], [["t2"], ["t3", "t6"]]]
+    for own, queue in enumerate(queues):
+        read.clear()
+        seen = []
+        for tensor in saving._gathered(Watched(boxes), queues, own):
+            seen.append((f"t{int(tensor[0])}", "".join(read)))
+        # Rounds: t0 t1 (6 of at most 8) beside t2; t4 t5 t7 (7) beside t3; nothing beside t6.
+        rounds = ["t0t1t2", "t0t1t2t4t5t7t3", "t0t1t2t4t5t7t3t6"]
+        number = {"t0": 0, "t1": 0, "t2": 0, "t4": 1, "t5": 1, "t7": 1, "t3": 1, "t6": 2}
+        assert seen == [(name, rounds[number[name]]) for shard in queue for name in shard]
+    assert read == ["t0", "t1", "t2", "t4", "t5", "t7", "t3", "t6"]
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(parallel={}), "pass both"),
+        (dict(mesh=True, device_map="auto"), "pass mesh= alone"),
+        (dict(mesh=True, device="cuda:1"), "leave device out"),
+        (dict(mesh=True, quantization_config={"load_in_4bit": True}), "leave mesh out"),
+        (dict(mesh=True, parallel=dict(nonsense=1)), None),
+    ],
+)
+def test_arguments_that_do_not_go_with_a_mesh(tmp_path, monkeypatch, options, message):
+    write("tied", tmp_path / "tied")
+    monkeypatch.setattr(quantization, "choose", lambda given, saved: given)  # its libraries take long to import
+    with processes(0, 1, tmp_path / "meeting"):
+        if "mesh" in options:
+            options = {**options, "mesh": init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))}
+        with pytest.raises(InputError, match=message) if message else pytest.raises(TypeError, match="nonsense"):
+            load(tmp_path / "tied", **options)
+        if not options.keys() & {"device_map", "quantization_config"}:
+            with pytest.raises((InputError, TypeError), match=message):
+                random("tied", **options)
+
+
+def test_a_damaged_weight_is_named_by_the_rank_that_holds_it(tmp_path):
+    folder = write("tied", tmp_path / "tied")
+    (path,) = {folder / file for file in folder.glob("*00001-of*.safetensors")}
+    tensors = load_file(path)
+    name = next(iter(tensors))
+    tensors[name].view(-1)[0] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    with processes(0, 1, tmp_path / "meeting"):
+        mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",))
+        with pytest.warns(UserWarning, match=re.escape(name)):
+            load(folder, mesh=mesh)

@@ -1,0 +1,357 @@
+"""AdamW on DTensors: the bits of one process for every sharding, norms over several meshes, steps in FSDP2's backward,
+and distributed checkpoints that go on with the same bits on another number of processes.
+
+The processes meet over gloo, on the CPU; what they save is compared in the test's own process.
+"""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ligermodels.arch import ARCHS
+from ligermodels.checkpoint.weights import same_bits
+from ligermodels.errors import InputError
+from ligermodels.training.adamw import AdamW
+from tests.processes import Child
+
+STEPS = 3
+OPTIONS = {"rounded": dict(seed=3), "with masters": dict(master_weights=True)}
+
+TWO = [
+    ((7, 16), (2,), [Shard(0)]),  # uneven rows, in whole groups of eight
+    ((7, 5), (2,), [Shard(0)]),
+    ((13,), (2,), [Shard(0)]),
+    ((1, 9), (2,), [Shard(0)]),  # nothing on the second rank
+    ((6, 32), (2,), [Shard(1)]),
+    ((5, 97), (2,), [Shard(1)]),  # uneven columns
+    ((3, 2, 10, 8), (2,), [Shard(2)]),  # gate and up of experts
+    ((3, 10, 14), (2,), [Shard(2)]),  # down of experts
+    ((4, 5), (2,), [Replicate()]),
+    ((7, 5), (2, 1), [Replicate(), Shard(0)]),
+    ((7, 10), (1, 2), [Shard(0), Shard(1)]),
+]
+"""Shapes, meshes and placements."""
+
+FOUR = [
+    ((7, 10), (2, 2), [Shard(0), Shard(1)]),
+    ((7, 97), (2, 2), [Shard(0), Shard(1)]),
+    ((3, 10, 14), (2, 2), [Shard(0), Shard(2)]),
+    ((4, 2, 10, 8), (2, 2), [Shard(0), Shard(2)]),
+    ((9, 10), (2, 2), [Shard(0), Shard(0)]),
+    ((7, 6), (2, 2), [Replicate(), Shard(0)]),
+    ((7, 6), (2, 2), [Shard(0), Replicate()]),
+    ((11, 3), (4,), [Shard(0)]),
+]
+
+PLANS = [
+    ((8, 12), Shard(0)),
+    ((7, 12), Shard(0)),
+    ((6, 10), Shard(1)),
+    ((5, 97), Shard(1)),
+    ((6,), Replicate()),
+    ((3, 2, 10, 8), Shard(2)),
+]
+"""Shapes, and their placement by tensor parallelism; FSDP2 shards them further."""
+
+
+LLAMA = dict(
+    vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+CLIPPED = dict(master_weights=True, state_dtype=torch.float32, max_grad_norm=0.05)
+
+
+def shapes_of(cases):
+    return [case[0] for case in cases]
+
+
+def values(shapes, seed):
+    """A bf16 tensor of each shape."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+
+
+def sharded(x, mesh, placements):
+    """A DTensor of x, of which each rank holds all."""
+    return distribute_tensor(x, mesh, placements, src_data_rank=None)
+
+
+def whole(x):
+    return (x.full_tensor() if isinstance(x, DTensor) else x).clone()
+
+
+def held(params, optimizer):
+    """All values of the parameters and their states."""
+    return [[whole(p.detach()), *(whole(x) for x in optimizer.state[p].values())] for p in params]
+
+
+def assert_same(found, expected):
+    for i, (some, others) in enumerate(zip(found, expected, strict=True)):
+        for x, y in zip(some, others, strict=True):
+            assert same_bits(x, y), f"parameter {i}: {(x != y).sum().item()} of {x.numel()} differ"
+
+
+class Weights(nn.Module):
+    """Parameters whose gradients are given to forward."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(x) for x in values(shapes, 0))
+
+    def forward(self, grads):
+        return sum(
+            ((p.to_local() if isinstance(p, DTensor) else p) * g).sum()
+            for p, g in zip(self.weights, grads, strict=True)
+        )
+
+
+def run(size, work, folder):
+    """work(rank), in that many processes; what each returns."""
+
+    def child(rank):
+        meeting = f"file://{folder}/meeting"
+        dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+        torch.save(work(rank), folder / str(rank))
+        dist.destroy_process_group()
+
+    folder.mkdir()
+    children = [Child(lambda rank=rank: child(rank)) for rank in range(size)]
+    assert [child.wait() for child in children] == [0] * size
+    return [torch.load(folder / str(rank)) for rank in range(size)]
+
+
+def fully_sharded(module, mesh):
+    """FSDP2 that sums gradients; gloo can do so only as a plain sum."""
+    fully_shard(module, mesh=mesh)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+
+
+def step_cases(cases):
+    """What DTensors hold after the steps, by options; and the norm of all gradients, beside one of no mesh."""
+    meshes = {shape: init_device_mesh("cpu", shape) for _, shape, _ in cases}
+    found = []
+    for options in OPTIONS.values():
+        params = [
+            nn.Parameter(sharded(x, meshes[at], plan))
+            for x, (_, at, plan) in zip(values(shapes_of(cases), 0), cases, strict=True)
+        ]
+        optimizer = AdamW(params, 1e-2, weight_decay=0.1, **options)
+        for t in range(STEPS):
+            for p, grad in zip(params, values(shapes_of(cases), 1 + t), strict=True):
+                p.grad = sharded(grad, p.device_mesh, p.placements)
+                if p.placements == (Replicate(),):  # as if each rank had seen a part of the tokens
+                    p.grad = DTensor.from_local(grad / p.device_mesh.size(), p.device_mesh, [Partial()])
+            optimizer.step()
+        found.append(held(params, optimizer))
+    plain = nn.Parameter(torch.ones(3))
+    plain.grad = torch.full_like(plain, 2.0)
+    optimizer = AdamW([*params, plain], max_grad_norm=float("inf"))
+    optimizer.step()
+    return found, optimizer.grad_norm, refused(meshes)
+
+
+def refused(meshes):
+    """Pieces that are not evenly spaced runs."""
+    mesh = next(iter(meshes.values()))
+    cuts = [_StridedShard(0, split_factor=2)] if mesh.ndim == 1 else [Shard(1), Shard(3)]
+    shape = (2,) if mesh.ndim == 1 else (2, 2, 3, 2)
+    p = nn.Parameter(DTensor.from_local(torch.ones(shape).bfloat16(), mesh, cuts))
+    p.grad = torch.ones_like(p)
+    AdamW([p], rounding="nearest").step()
+    with pytest.raises(InputError, match=r"AdamW: (the place of )?a local piece of a parameter of shape"):
+        AdamW([p]).step()
+    return True
+
+
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_bits_do_not_depend_on_the_sharding(tmp_path, size):
+    cases = TWO if size == 2 else FOUR
+    results = run(size, lambda rank: step_cases(cases), tmp_path / "run")
+    for k, options in enumerate(OPTIONS.values()):
+        params = [nn.Parameter(x) for x in values(shapes_of(cases), 0)]
+        optimizer = AdamW(params, 1e-2, weight_decay=0.1, **options)
+        for t in range(STEPS):
+            for p, grad in zip(params, values(shapes_of(cases), 1 + t), strict=True):
+                p.grad = grad
+            optimizer.step()
+        for found, _, _ in results:
+            assert_same(found[k], held(params, optimizer))
+    exact = torch.cat([torch.full((3,), 2.0), *(p.grad.flatten() for p in params)]).double().norm().item()
+    assert results[0][1].item() == pytest.approx(exact, rel=1e-6)
+    assert len({norm.item() for _, norm, _ in results}) == 1
+
+
+def step_fsdp(dims, plans):
+    """What FSDP2's parameters hold after the steps. dims: of a mesh, by name."""
+    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    found = []
+    for options in OPTIONS.values():
+        model = Weights(shapes_of(plans))
+        if "tp" in dims:
+            for i, (p, (_, plan)) in enumerate(zip(list(model.weights), plans, strict=True)):
+                model.weights[i] = nn.Parameter(sharded(p.detach(), mesh["tp"], [plan]))
+        data = tuple(name for name in dims if name != "tp")
+        fully_sharded(model, mesh[data])
+        optimizer = AdamW(model.parameters(), 1e-2, weight_decay=0.1, **options)
+        step_on(model, optimizer, plans, range(STEPS), mesh[data], mesh["tp"] if "tp" in dims else None)
+        found.append(held(model.parameters(), optimizer))
+    return found
+
+
+def step_on(model, optimizer, plans, steps, data=None, tp=None):
+    """Steps with the gradients of those numbers, of which each data-parallel rank computes a part."""
+    for t in steps:
+        grads = values(shapes_of(plans), 1 + t)
+        if data is not None:
+            grads = [grad / data.size() for grad in grads]  # by a power of two: the parts add up exactly
+        if tp is not None:
+            grads = [sharded(g, tp, [plan]).to_local() for g, (_, plan) in zip(grads, plans, strict=True)]
+        model(grads).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [dict(dp=2, tp=2), dict(dp_replicate=2, dp_shard=2)], ids=["2-D", "HSDP"])
+def test_fsdp_over_tensor_parallel_and_replicas(tmp_path, dims):
+    results = run(4, lambda rank: step_fsdp(dims, PLANS), tmp_path / "run")
+    for k, options in enumerate(OPTIONS.values()):
+        model, optimizer = trained(options)
+        for found in results:
+            assert_same(found[k], held(model.parameters(), optimizer))
+
+
+def trained(options, steps=STEPS):
+    """The model and optimizer of one process after the steps."""
+    model = Weights(shapes_of(PLANS))
+    optimizer = AdamW(model.parameters(), 1e-2, weight_decay=0.1, **options)
+    step_on(model, optimizer, PLANS, range(steps))
+    return model, optimizer
+
+
+def save(model, optimizer, folder):
+    weights, states = get_state_dict(model, optimizer)
+    dcp.save(dict(model=weights, optimizer=states), checkpoint_id=folder, no_dist=not dist.is_initialized())
+
+
+def load(model, optimizer, folder):
+    weights, states = get_state_dict(model, optimizer)
+    dcp.load(dict(model=weights, optimizer=states), checkpoint_id=folder, no_dist=not dist.is_initialized())
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=states)
+
+
+def step_and_resume(folder):
+    """A run of FSDP2 that saves before its last step, and one that goes on with what one process has saved."""
+    mesh = init_device_mesh("cpu", (2,))
+    found = []
+    for name, options in OPTIONS.items():
+        for resume in (False, True):
+            model = Weights(shapes_of(PLANS))
+            fully_sharded(model, mesh)
+            optimizer = AdamW(model.parameters(), 1.0 if resume else 1e-2, weight_decay=0.1, **options)
+            if resume:
+                load(model, optimizer, folder / f"{name}, of one")
+            else:
+                step_on(model, optimizer, PLANS, range(STEPS - 1), mesh)
+                save(model, optimizer, folder / f"{name}, of two")
+            step_on(model, optimizer, PLANS, [STEPS - 1], mesh)
+            found.append(held(model.parameters(), optimizer))
+    return found
+
+
+def test_a_checkpoint_resumes_on_another_number_of_processes(tmp_path):
+    for name, options in OPTIONS.items():
+        save(*trained(options, STEPS - 1), tmp_path / f"{name}, of one")
+    results = run(2, lambda rank: step_and_resume(tmp_path), tmp_path / "run")
+    for k, (name, options) in enumerate(OPTIONS.items()):
+        model, optimizer = trained(options)
+        expected = held(model.parameters(), optimizer)
+        for found in results:
+            assert_same(found[2 * k], expected)
+            assert_same(found[2 * k + 1], expected)
+        model = Weights(shapes_of(PLANS))
+        optimizer = AdamW(model.parameters(), 1.0, **options)
+        load(model, optimizer, tmp_path / f"{name}, of two")
+        step_on(model, optimizer, PLANS, [STEPS - 1])
+        assert_same(held(model.parameters(), optimizer), expected)
+
+
+def step_llama(rank, tied, step_in_backward):
+    """A tiny Llama's weights and states after the steps."""
+    mesh = init_device_mesh("cpu", (2,))
+    config = dict(LLAMA, tie_word_embeddings=tied)
+    model = ARCHS["llama"].from_config(config, dtype=torch.bfloat16, device="cpu")
+    for part in (*model.model.layers, model):
+        fully_sharded(part, mesh)
+    optimizer = AdamW(model.parameters(), 1e-2, step_in_backward=step_in_backward, seed=7)
+    for t in range(STEPS):
+        ids = torch.randint(97, (2, 8), generator=torch.Generator().manual_seed(t))[rank : rank + 1]
+        model(ids, labels=ids).loss.backward()
+        assert all((p.grad is None) == step_in_backward for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    return held(model.parameters(), optimizer)
+
+
+def test_steps_in_the_backward_of_fsdp(tmp_path):
+    def work(rank):
+        torch.manual_seed(0)
+        return [[step_llama(rank, tied, early) for early in (False, True)] for tied in (False, True)]
+
+    for result in run(2, work, tmp_path / "run"):
+        for late, early in result:
+            assert_same(early, late)
+
+
+def step_linear(rank, steps):
+    """Masters of FSDP2's weights after clipped steps, with states through a full state dict; and the last norm."""
+    mesh = init_device_mesh("cpu", (2,))
+    model = linear()
+    for part in (model[0], model):
+        fully_shard(part, mesh=mesh)
+    optimizer = AdamW(model.parameters(), 1e-2, **CLIPPED)
+    for i, x in enumerate(steps):
+        if i == 1:
+            full = StateDictOptions(full_state_dict=True)
+            state = get_optimizer_state_dict(model, optimizer, options=full)
+            optimizer = AdamW(model.parameters(), 1.0, **CLIPPED)
+            set_optimizer_state_dict(model, optimizer, state, options=full)
+        model(x[2 * rank : 2 * rank + 2]).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [optimizer.master(p).full_tensor() for p in model.parameters()], optimizer.grad_norm
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 9), nn.Tanh(), nn.Linear(9, 3)).bfloat16()  # 9 and 3 rows: pieces are uneven
+
+
+def test_clipped_steps_of_fsdp(tmp_path):
+    steps = torch.randn(3, 4, 7).bfloat16()
+    (found, norm), (_, other) = run(2, lambda rank: step_linear(rank, steps), tmp_path / "run")
+    model = linear()
+    optimizer = AdamW(model.parameters(), 1e-2, **CLIPPED)
+    for x in steps:
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert torch.equal(norm, other) and norm > CLIPPED["max_grad_norm"]
+    # Halves of the batch, each rounded to bf16 before they are averaged: one part in 2^8, and of an lr of 1e-2 that.
+    torch.testing.assert_close(norm, optimizer.grad_norm, rtol=1e-2, atol=0)
+    for x, p in zip(found, model.parameters(), strict=True):
+        torch.testing.assert_close(x, optimizer.master(p), rtol=0, atol=3e-3)
