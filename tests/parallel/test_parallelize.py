@@ -125,8 +125,8 @@ REFUSED = [
     ("mixtral", "tp2", dict(router_jitter_noise=0.1), r"router_jitter_noise to 0"),
     ("phi3", "tp2", {}, r"gate and up are one weight; q, k and v are one weight\. use dp_shard and cp"),
     ("mllama", "tp2", {}, r"a CrossBlock.*use dp_shard and cp instead of tp"),
-    ("custom", "tp2", {}, r"no model of the zoo; use dp_shard alone"),
-    ("custom", "cp2", {}, r"no model of the zoo; use dp_shard alone"),
+    ("custom", "tp2", {}, r"no model of the zoo: of its mesh, cp and tp have to be 1"),
+    ("custom", "cp2", {}, r"no model of the zoo: of its mesh, cp and tp have to be 1"),
     ("llama", "fsdp", {}, r"dimensions \('fsdp',\); expected dp_shard"),
     ("llama", "tp", {}, r"dimensions \('tp',\); expected dp_shard"),
 ]
