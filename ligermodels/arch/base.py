@@ -150,13 +150,15 @@ class CausalLM(Pretrained, TrainerInterface):
         check_labels(labels, inputs.tokens, num_items_in_batch, logits_to_keep)
         parallel, context = self.parallel, self.decoder.context
         if parallel is not None and parallel.shards > 1:
+            headless = labels is None and return_logits is False
+            if inputs.cache is not None or output_hidden_states or logits_to_keep or headless:
+                raise InputError(
+                    "a cache, output_hidden_states, logits_to_keep, and hidden states alone (return_logits=False) are "
+                    "not supported under context or tensor parallelism: save the model and load it on one GPU, or use "
+                    "a mesh of dp_shard alone"
+                )
             rows, length = inputs.tokens.shape[:2]
             parallel.check_length(length if inputs.cu_seqlens is None else rows * length)
-            if inputs.cache is not None or output_hidden_states or logits_to_keep:
-                raise InputError(
-                    "a cache, output_hidden_states and logits_to_keep are not supported under context or tensor "
-                    "parallelism: save the model and load it on one GPU, or use a mesh of dp_shard alone"
-                )
         # Before the blocks, so that the count of labels is on the host when the head asks for it.
         targets = None if labels is None else Targets(labels, inputs.cu_seqlens, context)
         if targets is not None and parallel is not None and num_items_in_batch is None:

@@ -86,6 +86,8 @@ class Decoder(BaseModel):
 
     context: Ranks | None = None
     tp: Ranks | None = None
+    param_dtype: torch.dtype | None = None
+    """In which FSDP's mixed precision gives the blocks their weights; None: as they are stored."""
     _tied_head: Any = None
     """A weak reference to the head that is tied to the table, which `LMHead.tie` sets and `keep_table` reads."""
 
@@ -182,9 +184,14 @@ class Decoder(BaseModel):
             config.head_dim,
             windows=[config.window(layer) for layer in range(config.num_hidden_layers)],
             cross_layers=getattr(config, "cross_attention_layers", ()),
-            dtype=self.embed_tokens.weight.dtype,
+            dtype=self.compute_dtype,
             device=self.embed_tokens.weight.device,
         )
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states."""
+        return self.param_dtype or self.embed_tokens.weight.dtype
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed_tokens

@@ -225,7 +225,7 @@ class LlamaVisionModel(BaseModel):
         if mask is None:
             return CrossStates(states=states)
         mask, rows = cross_mask(mask, vision.num_patches)
-        kept = rows.to(self.language_model.embed_tokens.weight.dtype)
+        kept = rows.to(self.language_model.compute_dtype)
         attn_rows = kept if self.config.zero_masked_attention else None
         return CrossStates(states=states, mask=mask, attn_rows=attn_rows, mlp_rows=kept)
 

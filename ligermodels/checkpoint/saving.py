@@ -84,7 +84,7 @@ def write_checkpoint(
                     which = range(own, len(shards), len(writers))
                     _write_files(shared, headers, stream, shards, metadata, which)
                     for file in map(_file_names(shards).__getitem__, which):
-                        _sync(shared / file)  # here, since all of them do it at the same time
+                        sync(shared / file)  # here, since all of them do it at the same time
             finally:
                 _read_all(stream)  # the others wait for this process in gathering each tensor
         with team.together(), write_errors(target):
@@ -209,7 +209,7 @@ def replacing(target: Path, size: int, *, is_file: bool = False) -> Iterator[Pat
             os.replace(path, target)
         else:
             (_move_files if fixed else _swap)(staging, target)
-        _sync(target if fixed else target.parent)
+        sync(target if fixed else target.parent)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -336,10 +336,11 @@ def finish(staging: Path, files: Mapping[str, bytes | Path]) -> None:
         else:
             (staging / name).write_bytes(content)
     for path in [*staging.rglob("*"), staging]:
-        _sync(path)
+        sync(path)
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Waits until a file or folder is on the disk. Raises OSError."""
     if os.name == "nt" and path.is_dir():
         return  # Windows opens no folder
     descriptor = os.open(path, os.O_RDONLY)
@@ -403,7 +404,7 @@ def _link_others(old: Path, new: Path, *, weights: bool = False) -> None:
                 os.link(path, place)
             except OSError:  # the file system has no links, or none to the files of others
                 shutil.copy2(path, place)
-    _sync(new)
+    sync(new)
 
 
 def _rename(a: Path, b: Path) -> bool:

@@ -1,19 +1,8 @@
-"""PyTorch's distributed checkpoints: a folder of `.metadata` and `__<rank>_<part>.distcp`, sharded or not.
+"""PyTorch's distributed checkpoints as a source and a target; see ligermodels/checkpoint/dcp.py."""
 
-torch's FileSystemReader reads them, but for `.metadata`, which torch unpickles without a restriction: here only the
-classes that such a file consists of are admitted. torch reads tensors with weights_only=True. So no permission to
-read pickles is asked for.
-
-Checked against: torch 2.11 and 2.13, distributed/checkpoint/{filesystem,metadata}.py.
-"""
-
-import contextlib
 import errno
-import math
-import pickle
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -21,50 +10,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint import weights
+from ligermodels.checkpoint.dcp import Reader, cause, one_process
 from ligermodels.checkpoint.files import companion_files, read_json
-from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.conversion.huggingface import config_files
-from ligermodels.conversion.source import METADATA, Source
+from ligermodels.conversion.source import Source
 from ligermodels.errors import CheckpointError, ConfigError
 
-_CHECKPOINT = "torch.distributed.checkpoint."
-_ADMITTED = {
-    _CHECKPOINT + "metadata": {
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    _CHECKPOINT + "filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
-    "torch.serialization": {"_get_layout"},
-    "collections": {"OrderedDict"},
-    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
-    "pathlib._local": {"PosixPath", "WindowsPath"},
-}  # fmt: skip
 # What trainers store beside the model, at the top level of the same folder.
 _BESIDE = re.compile(r"(optim|optimizers?|lr_schedulers?|schedulers?|dataloaders?|train_state|rng_state|ema)\b")
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name not in _ADMITTED.get(module, ()):
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return super().find_class(module, name)
-
-
-class _Reader(dcp.FileSystemReader):
-    """torch's reader, with `.metadata` read once and by `_Unpickler`."""
-
-    def __init__(self, folder: Path):
-        super().__init__(folder)
-        with (folder / METADATA).open("rb") as file:
-            self.metadata: Metadata = _Unpickler(file).load()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
 
 
 class DcpSource(Source):
@@ -85,20 +41,8 @@ class DcpSource(Source):
                 "  Next: give the folder of the model's config.json and tokenizer with --config DIR (config=...)."
             )
         self._config = read_json(self._config_folder / "config.json")
-        try:
-            self._reader = _Reader(folder)
-            tensors = {
-                name: entry
-                for name, entry in self._reader.metadata.state_dict_metadata.items()
-                if isinstance(entry, TensorStorageMetadata)
-            }
-            stored = {name: TensorInfo(x.properties.dtype, tuple(x.size)) for name, x in tensors.items()}
-        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
-            raise CheckpointError(
-                f"{folder / METADATA} cannot be read as the metadata of a distributed checkpoint: {error}.\n"
-                "  Likely: damaged, of a torch that is much newer, or made to run code on who loads it, which was "
-                "refused."
-            ) from error
+        self._reader = Reader(folder)
+        stored = self._reader.headers
         prefix = self._prefix(stored)
         self._stored_names = {
             name.removeprefix(prefix): name
@@ -106,7 +50,8 @@ class DcpSource(Source):
             if name.startswith(prefix) and (prefix or not _BESIDE.match(name))
         }
         self.headers = {ours: stored[name] for ours, name in self._stored_names.items()}
-        self._check_chunks(tensors)
+        self._reader.check_whole(self._stored_names.values())
+        self._reader.check_files()
 
     def config(self) -> dict[str, Any]:
         return dict(self._config)
@@ -119,14 +64,14 @@ class DcpSource(Source):
         stored, info = self._stored_names[name], self.headers[name]
         tensor = torch.empty(info.shape, dtype=info.dtype)
         try:
-            with _one_process():
+            with one_process():
                 dcp.load({stored: tensor}, storage_reader=self._reader, no_dist=True)
         except CheckpointException as error:
-            cause = _cause(error)
+            reason = cause(error)
             raise CheckpointError(
-                f"{self.folder}: {name} cannot be read: {cause}.\n"
+                f"{self.folder}: {name} cannot be read: {reason}.\n"
                 "  Likely: a file that is cut short or of another checkpoint; copy the files of all ranks again."
-            ) from cause
+            ) from reason
         return tensor
 
     def _prefix(self, stored: Iterable[str]) -> str:
@@ -151,19 +96,6 @@ class DcpSource(Source):
                 "  Likely: a checkpoint of another model, or of the optimizer alone; or config.json is another's."
             )
         return found
-
-    def _check_chunks(self, tensors: Mapping[str, TensorStorageMetadata]) -> None:
-        """torch fills what the chunks cover, and leaves the rest of a tensor as it was."""
-        for name, stored in self._stored_names.items():
-            chunks = [math.prod(chunk.sizes) for chunk in tensors[stored].chunks]
-            if sum(chunks) != math.prod(self.headers[name].shape):
-                shape = list(self.headers[name].shape)
-                raise CheckpointError(f"{self.folder}: {name} {shape} is not whole in its {len(chunks)} shards")
-        for file in {info.relative_path for info in self._reader.metadata.storage_data.values()}:
-            if Path(file).name != file:
-                raise CheckpointError(f"{self.folder / METADATA} names {file!r}; expected a file in its folder")
-            if not (self.folder / file).is_file():
-                raise CheckpointError(f"{self.folder / file} is not there. Copy the files of all ranks.")
 
 
 class DcpTarget:
@@ -192,23 +124,10 @@ class DcpTarget:
         # torch holds all tensors of a file until that is complete.
         writer = dcp.FileSystemWriter(folder, single_file_per_rank=False, sync_files=False, per_thread_copy_ahead=0)
         try:
-            with _one_process():
+            with one_process():
                 dcp.save(state, storage_writer=writer, planner=Planner(), no_dist=True)
         except CheckpointException as error:
-            cause = _cause(error)
-            if isinstance(cause, RuntimeError):  # of torch.save: a failed write has no type of its own
-                raise OSError(errno.EIO, f"torch.save: {cause}") from error
-            raise cause from error
-
-
-@contextlib.contextmanager
-def _one_process() -> Iterator[None]:
-    """Without torch's warning that it saves or loads in a single process."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        yield
-
-
-def _cause(error: CheckpointException) -> BaseException:
-    """What failed in the one process that there is."""
-    return next(iter(error.failures.values()))[0]
+            reason = cause(error)
+            if isinstance(reason, RuntimeError):  # of torch.save: a failed write has no type of its own
+                raise OSError(errno.EIO, f"torch.save: {reason}") from error
+            raise reason from error

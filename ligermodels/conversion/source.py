@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from ligermodels.checkpoint.weights import TensorInfo
 
 
-METADATA = ".metadata"
-"""The file that tells a distributed checkpoint apart; dcp.py imports torch.distributed, which takes half a second."""
-
-
 class MismatchError(CheckpointError):
     """Weights that do not fit the model of their config, or a result that differs from its source."""
 

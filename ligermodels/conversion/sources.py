@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Literal
 
 from ligermodels.checkpoint import files, hub
-from ligermodels.checkpoint.files import PICKLES, SAFETENSORS, read_errors, weight_files
+from ligermodels.checkpoint.files import METADATA, PICKLES, SAFETENSORS, read_errors, weight_files
 from ligermodels.conversion import lora, meta, mistral
 from ligermodels.conversion.huggingface import FolderSource
-from ligermodels.conversion.source import METADATA, Source
+from ligermodels.conversion.source import Source
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError, InputError
 

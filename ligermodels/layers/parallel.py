@@ -20,6 +20,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ligermodels.errors import InputError
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -63,7 +65,14 @@ class Ranks:
         return _Join.apply(x, self, dim)
 
     def part(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's part of x, which all ranks hold. Backward: zeros in the parts of other ranks."""
+        """This rank's part of x, which all ranks hold. Backward: zeros in the parts of other ranks.
+
+        Raises InputError where the length of `dim` is no multiple of the number of ranks.
+        """
+        if x.shape[dim] % self.size:
+            raise InputError(
+                f"a length of {x.shape[dim]} cannot be split over {self.size} ranks; pad to a multiple of {self.size}"
+            )
         length = x.shape[dim] // self.size
         return x.narrow(dim, self.rank * length, length)
 

@@ -1,6 +1,7 @@
-"""Models on many GPUs: FSDP2, tensor parallel with sequence parallel, context parallel, on torch's own engine."""
+"""Models on many GPUs: FSDP2, tensor and context parallel on torch's own engine, and checkpoints of a training run."""
 
+from ligermodels.parallel.checkpoints import Checkpoints
 from ligermodels.parallel.mesh import Parallel, make_mesh
 from ligermodels.parallel.parallelize import parallelize
 
-__all__ = ["Parallel", "make_mesh", "parallelize"]
+__all__ = ["Checkpoints", "Parallel", "make_mesh", "parallelize"]

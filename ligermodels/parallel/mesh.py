@@ -63,6 +63,9 @@ class Parallel:
                 f"the mesh has dimensions {names}; expected dp_shard, which may be 1, and any of {', '.join(DIMS)}, in "
                 "this order, as make_mesh makes them"
             )
+        ranks = mesh.mesh.flatten().tolist()
+        if ranks != sorted(ranks):
+            raise InputError(f"the mesh lists its ranks as {ranks[:8]}; they have to ascend, since torch's groups do")
         self.mesh = mesh
         sizes = dict(zip(names, mesh.shape, strict=True))
         self.context = Ranks(mesh["cp"]) if sizes.get("cp", 1) > 1 else None

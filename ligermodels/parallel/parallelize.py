@@ -40,8 +40,11 @@ def parallelize(
     model: one of the zoo, also inside of an adapter's wrapper such as PEFT's. Other modules can be sharded by FSDP
     alone; their loss has to be a sum over the rank's batch divided by the number of labels of all ranks.
 
-    Raises InputError for a mesh that does not fit the model, before anything is changed, saying what fits.
+    Raises InputError for a mesh that does not fit the model, before anything is changed, saying what fits, and for a
+    model that is sharded already.
     """
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise InputError(f"{type(model).__name__} is sharded already; parallelize a model once, when it is made")
     parallel = Parallel(mesh)
     zoo: Any = next((module for module in model.modules() if hasattr(type(module), "parallel")), None)
     if zoo is None and parallel.shards > 1:
@@ -70,7 +73,7 @@ def parallelize(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # a factor would be a multiplication of its own in NCCL
     if zoo is not None:
-        zoo.decoder.context, zoo.decoder.tp = parallel.context, parallel.tp
+        zoo.decoder.context, zoo.decoder.tp, zoo.decoder.param_dtype = parallel.context, parallel.tp, param_dtype
         zoo.parallel = parallel
     return model
 

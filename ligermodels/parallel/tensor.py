@@ -78,11 +78,11 @@ def _problems(model: Any, size: int) -> Iterator[str]:
             rows = module.num_embeddings if isinstance(module, Embedding) else module.out_features
             if rows % size:
                 yield f"a vocabulary of {rows}, which resize_token_embeddings(pad_to_multiple_of={size}) pads"
-        elif not isinstance(module, RMSNorm | Router) and module not in handled and any(module._parameters.values()):
+        elif not isinstance(module, RMSNorm | Router) and module not in handled and list(module.parameters(False)):
             yield f"a {type(module).__name__}"
     for module in handled:
         if type(module) is not nn.Linear:
-            yield f"a {type(module).__name__} in place of a projection"
+            yield f"a {type(module).__module__}.{type(module).__name__} in place of a projection"
 
 
 def shard_tensors(model: Any, tp: Ranks) -> None:

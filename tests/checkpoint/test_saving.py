@@ -223,7 +223,7 @@ def fail_with(code: int):
     return fail
 
 
-@pytest.mark.parametrize("step", ["_write_file", "_sync", "finish", "_rename", "_exchange", "second rename"])
+@pytest.mark.parametrize("step", ["_write_file", "sync", "finish", "_rename", "_exchange", "second rename"])
 def test_a_disk_that_fails_at_any_step(tmp_path, monkeypatch, step):
     folder = save(tmp_path / "out", 1.0)
     if step == "second rename":  # of the two that take the place of the exchange

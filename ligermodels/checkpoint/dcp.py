@@ -1,0 +1,124 @@
+"""Reads PyTorch's distributed checkpoints: folders of `.metadata` and `__<rank>_<part>.distcp`, sharded or not.
+
+torch's FileSystemReader reads them, but for `.metadata`, which torch unpickles without a restriction: here only the
+classes that such a file consists of are admitted. torch reads tensors with weights_only=True. So no permission to
+read pickles is asked for. (Of what is not a tensor, torch's planner unpickles anything: ask for tensors only.)
+
+Checked against: torch 2.11 and 2.13, distributed/checkpoint/{filesystem,metadata}.py.
+"""
+
+import contextlib
+import dataclasses
+import math
+import pickle
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.futures import Future
+
+from ligermodels.checkpoint.files import METADATA
+from ligermodels.checkpoint.weights import TensorInfo
+from ligermodels.errors import CheckpointError
+
+_CHECKPOINT = "torch.distributed.checkpoint."
+_ADMITTED = {
+    _CHECKPOINT + "metadata": {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    _CHECKPOINT + "filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
+    "torch.serialization": {"_get_layout"},
+    "collections": {"OrderedDict"},
+    "pathlib": {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+    "pathlib._local": {"PosixPath", "WindowsPath"},
+}  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name not in _ADMITTED.get(module, ()):
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return super().find_class(module, name)
+
+
+class Reader(dcp.FileSystemReader):
+    """torch's reader, with `.metadata` read once and by `_Unpickler`, and errors that name the file.
+
+    headers: {name: dtype and shape} of all tensors.
+    Raises CheckpointError for a `.metadata` that is missing, damaged, or asks for other classes.
+    """
+
+    def __init__(self, folder: Path):
+        super().__init__(folder)
+        self.folder = folder
+        try:
+            with (folder / METADATA).open("rb") as file:
+                self.metadata: Metadata = _Unpickler(file).load()
+            entries = self.metadata.state_dict_metadata.items()
+            self._entries = {name: entry for name, entry in entries if isinstance(entry, TensorStorageMetadata)}
+            self.headers = {
+                name: TensorInfo(entry.properties.dtype, tuple(entry.size)) for name, entry in self._entries.items()
+            }
+        except (OSError, pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder / METADATA} cannot be read as the metadata of a distributed checkpoint: {error}.\n"
+                "  Likely: damaged, of a torch that is much newer, or made to run code on who loads it, which was "
+                "refused."
+            ) from error
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: dcp.LoadPlan, planner: dcp.LoadPlanner) -> Future[None]:
+        files = defaultdict(list)
+        for item in plan.items:
+            files[self.metadata.storage_data[item.storage_index].relative_path].append(item)
+        for file, items in files.items():
+            try:
+                super().read_data(dataclasses.replace(plan, items=items), planner).wait()
+            except Exception as error:
+                raise CheckpointError(f"{self.folder / file} cannot be read: {error}") from error
+        return super().read_data(dataclasses.replace(plan, items=[]), planner)  # a future that is done
+
+    def check_whole(self, names: Iterable[str]) -> None:
+        """Raises CheckpointError for tensors whose shards are missing: torch would leave the rest as it was."""
+        for name in names:
+            entry = self._entries[name]
+            if sum(math.prod(chunk.sizes) for chunk in entry.chunks) != math.prod(entry.size):
+                shape, count = list(entry.size), len(entry.chunks)
+                raise CheckpointError(f"{self.folder}: {name} {shape} is not whole in its {count} shards")
+
+    def check_files(self) -> None:
+        """Raises CheckpointError for files that are missing or cut short."""
+        ends: dict[str, int] = defaultdict(int)
+        for info in self.metadata.storage_data.values():
+            ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
+        for file, end in ends.items():
+            if Path(file).name != file:
+                raise CheckpointError(f"{self.folder / METADATA} names {file!r}; expected a file in its folder")
+            path = self.folder / file
+            if not path.is_file():
+                raise CheckpointError(f"{path} is not there. Copy the files of all ranks.")
+            if (size := path.stat().st_size) < end:
+                raise CheckpointError(f"{path} cannot be read: it is cut short, {size} of {end} bytes")
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Without torch's warning that it saves or loads in a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        yield
+
+
+def cause(error: CheckpointException) -> BaseException:
+    """What failed on the first rank on which something did."""
+    return next(iter(error.failures.values()))[0]

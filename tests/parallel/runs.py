@@ -1,0 +1,479 @@
+"""What the processes of test_parallelize.py do: each check compares a model that is spread over them with a whole one.
+
+A check returns a dict of numbers, each an error relative to what it is compared with, or of texts, and is run by name:
+`run` starts the processes once for many checks and returns what each process found.
+"""
+
+import datetime
+import functools
+import json
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
+
+from examples.custom_architecture import Parallel as Custom
+from ligermodels.arch import ARCHS
+from ligermodels.errors import InputError
+from ligermodels.parallel import make_mesh, parallelize
+from ligermodels.training import AdamW
+from tests.arch import qwen2_vl
+
+ROWS, LENGTH, VOCAB = 4, 16, 96
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.2,
+)  # fmt: skip
+TOWER = dict(
+    model_type="mllama_vision_model", hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_global_layers=1,
+    attention_heads=2, image_size=8, patch_size=4, intermediate_layers_indices=[0, 1], vision_output_dim=48,
+)  # fmt: skip
+FAMILIES = {
+    "llama": dict(SIZES, tie_word_embeddings=True),
+    "llama_biased": dict(SIZES, model_type="llama", attention_bias=True, mlp_bias=True),
+    "qwen2": dict(SIZES, tie_word_embeddings=False),
+    "qwen3": dict(SIZES, num_key_value_heads=1, head_dim=8),
+    "gemma2": dict(
+        SIZES, head_dim=8, query_pre_attn_scalar=12, sliding_window=6, tie_word_embeddings=True,
+        attn_logit_softcapping=2.0, final_logit_softcapping=3.0,
+    ),
+    "mixtral": dict(SIZES, num_local_experts=4, output_router_logits=True, router_aux_loss_coef=0.5),
+    "phi3": dict(SIZES, pad_token_id=0),
+    "qwen2_vl": qwen2_vl.tiny(vocab_size=VOCAB, intermediate_size=48, initializer_range=0.2),
+    "mllama": dict(
+        model_type="mllama", image_token_index=VOCAB, vision_config=TOWER,
+        text_config=dict(SIZES, num_hidden_layers=3, cross_attention_layers=[1]),
+    ),
+}  # fmt: skip
+"""model_type, or a name, -> config: embeddings tied and not, biases, norms of heads, windows, caps, experts, images."""
+SPLITS = {
+    "fsdp2": dict(dp_shard=2),
+    "tp2": dict(tp=2),
+    "cp2": dict(cp=2),
+    "tp2-fsdp2": dict(tp=2, dp_shard=2),
+    "cp2-fsdp2": dict(cp=2, dp_shard=2),
+    "cp2-tp2": dict(cp=2, tp=2),
+    "cp2-hsdp2": dict(cp=2, dp_replicate=2),
+    "tp4": dict(tp=4),
+    "cp4": dict(cp=4),
+    "hsdp2-fsdp2": dict(dp_replicate=2, dp_shard=2),
+}
+
+
+def make(family, device="cpu", **changes):
+    """The model, with norms, biases and gates that are not 1 and 0, where parts of them could be mistaken."""
+    config = {**FAMILIES[family], **changes}
+    model = ARCHS[config.get("model_type", family)].from_config(config, dtype=torch.float32, device=device)
+    if device == "cpu":
+        draw = torch.Generator().manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
+    return model
+
+
+def batch(family, kind):
+    """Arguments of a forward with labels, of which ranks and rows have unequal numbers."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 90, (ROWS, LENGTH), generator=draw)
+    made = {"input_ids": ids}
+    if family == "qwen2_vl" and kind == "images":
+        grids = [(2, 3), (3, 2), (1, 6), (6, 1)]  # one a row, of 6 tokens
+        ids[:, 4:10] = qwen2_vl.IMAGE
+        made["image_grid_thw"] = torch.tensor([(1, 2 * h, 2 * w) for h, w in grids])
+        made["pixel_values"] = torch.randn(ROWS * 24, 3 * 2 * 2 * 2, generator=draw)
+    elif family == "mllama" and kind == "images":
+        made["pixel_values"] = torch.randn(ROWS, 1, 4, 3, 8, 8, generator=draw)
+        made["aspect_ratio_ids"] = torch.tensor([[1], [2], [5], [8]])
+        made["aspect_ratio_mask"] = torch.tensor([[[1, 0, 0, 0]], [[1, 1, 0, 0]], [[1, 1, 0, 0]], [[1, 1, 1, 1]]])
+        sees = torch.rand(ROWS, LENGTH, 1, 4, generator=draw) < 0.5
+        sees[:, :3] = False  # text before the image
+        made["cross_attention_mask"] = sees.long()
+    labels = ids.clone()
+    labels[0, :9] = -100
+    labels[3, 4:] = -100
+    made["labels"] = labels
+    if kind == "packed":  # in one row; no bound is a rank's
+        bounds = torch.tensor([0, 5, 17, 23, 64], dtype=torch.int32)
+        made |= {"input_ids": ids.view(1, -1), "labels": labels.view(1, -1), "cu_seqlens": bounds, "max_seqlen": 41}
+    elif kind == "restarting":  # in several rows
+        lengths = [(5, 11), (16,), (1, 2, 13), (9, 7)]
+        made["position_ids"] = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    elif kind in ("left", "right"):
+        gaps = torch.tensor([0, 3, 9, 1])[:, None]
+        place = torch.arange(LENGTH) if kind == "left" else torch.arange(LENGTH).flip(0)
+        made["attention_mask"] = (place >= gaps).long()
+        made["labels"] = labels.masked_fill(place < gaps, -100)
+    elif kind == "positions":
+        made["position_ids"] = torch.arange(LENGTH) + torch.tensor([0, 5, 9, 2])[:, None]
+    elif kind == "axes":
+        made["position_ids"] = torch.randint(40, (3, ROWS, LENGTH), generator=draw)
+    elif kind == "embeds":
+        made["inputs_embeds"] = torch.randn(ROWS, LENGTH, 32, generator=draw)
+        del made["input_ids"]
+    elif kind == "few":  # none on the first rank, of data or of context
+        labels[:2] = -100
+        labels[:, :9] = -100
+        labels[2, 12] = 7
+    elif kind == "long":
+        made = {name: torch.cat([x, x.flip(0).flip(1)], 1) for name, x in made.items()}
+    return made
+
+
+def part(made, i, n):
+    """The i-th of n parts of the rows."""
+    axes = {"position_ids": -2}
+    return {name: x if name == "max_seqlen" else x.chunk(n, axes.get(name, 0))[i] for name, x in made.items()}
+
+
+class Spread:
+    """A model over a mesh of all ranks, and this rank's rows of a batch."""
+
+    def __init__(self, family, split, *, device="cpu", prepare=lambda model: model, **options):
+        self.mesh = make_mesh(**{"dp_shard": 1, **SPLITS[split]}, device_type="cpu")
+        self.model = parallelize(prepare(make(family, device)), self.mesh, **options)
+        together = self.mesh["cp"].size() * self.mesh["tp"].size()
+        self.parts, self.index = dist.get_world_size() // together, dist.get_rank() // together
+
+    def rows(self, made):
+        return part(made, self.index, self.parts)
+
+
+@functools.cache
+def whole(family, kind):
+    """One process's loss and gradients over the whole batch."""
+    model = make(family)
+    loss = model(**batch(family, kind)).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def error(found, wanted):
+    """The largest difference relative to the largest number of `wanted`."""
+    found, wanted = torch.as_tensor(found).detach().float(), torch.as_tensor(wanted).detach().float()
+    return ((found.reshape(wanted.shape) - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item()
+
+
+def grads(model):
+    """Under tensor parallel, the gate and up of experts have a dim of their own, which `error` takes away."""
+    return {
+        name: None if p.grad is None else getattr(p.grad, "full_tensor", lambda p=p: p.grad)()
+        for name, p in model.named_parameters()
+    }
+
+
+def grad_errors(model, wanted):
+    found = grads(model)
+    assert found.keys() == wanted.keys()
+    assert [name for name in found if found[name] is None] == [name for name in wanted if wanted[name] is None]
+    return {name: error(found[name], wanted[name]) for name in wanted if wanted[name] is not None}
+
+
+def gradients(family, split, recompute="none", kind="plain"):
+    """Loss and the gradient of each parameter."""
+    loss, wanted = whole(family, kind)
+    spread = Spread(family, split)
+    spread.model.gradient_checkpointing_enable({"recompute": recompute})
+    found = spread.model(**spread.rows(batch(family, kind))).loss
+    found.backward()
+    return {"loss": error(found, loss), **grad_errors(spread.model, wanted)}
+
+
+def accumulated(family, split):
+    """Two micro-batches, divided by the number of labels of all, are one process's step over all."""
+    loss, wanted = whole(family, "plain")
+    spread = Spread(family, split)
+    rows = spread.rows(batch(family, "plain"))
+    micro = [part(rows, i, 2) for i in range(2)]
+    count = spread.model.parallel.count([one["labels"] for one in micro])
+    losses = [spread.model(**one, num_items_in_batch=count).loss for one in micro]
+    for one in losses:
+        one.backward()
+    labels = (batch(family, "plain")["labels"][:, 1:] != -100).sum()
+    return {"count": error(count, labels), "loss": error(sum(losses), loss), **grad_errors(spread.model, wanted)}
+
+
+def logits(family, split, kind="plain"):
+    """The logits of this rank's rows, with and without labels, and the gradients of a loss that is computed of them."""
+    made = batch(family, kind)
+    spread, model = Spread(family, split), make(family)
+    rows = spread.rows(made)
+    labels, own = made.pop("labels"), rows["labels"]
+    found, wanted = spread.model(**{k: v for k, v in rows.items() if k != "labels"}).logits, model(**made).logits
+    expected = wanted.chunk(spread.parts)[spread.index]
+    errors = {"shape": float(found.shape != expected.shape), "logits": error(found, expected)}
+    count = (labels[:, 1:] != -100).sum()
+
+    def loss(logits, labels):
+        logits, labels = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        return (F.cross_entropy(logits, labels, reduction="none") * torch.linspace(0, 2, len(labels))).sum() / count
+
+    if spread.parts == 1:
+        loss(wanted, labels).backward()
+        loss(found, own).backward()
+        errors |= grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+        model.zero_grad()
+        spread.model.zero_grad()
+    for each in (model, spread.model):
+        each.eval()
+    with torch.no_grad():
+        evaluated, reference = spread.model(**rows), model(**made, labels=labels)
+    errors |= {"eval loss": error(evaluated.loss, reference.loss), "eval logits": error(evaluated.logits, expected)}
+    both = spread.model(**rows, return_logits=True)
+    both.loss.backward()
+    model.train()(**made, labels=labels).loss.backward()
+    errors |= {"logits beside the loss": error(both.logits, expected), "loss": error(both.loss, reference.loss)}
+    wanted = {f"{name} with logits": p.grad for name, p in model.named_parameters()}
+    found = {f"{name} with logits": grad for name, grad in grads(spread.model).items()}
+    return errors | {name: error(found[name], wanted[name]) for name in wanted}
+
+
+def norm(family, split, kind="plain", torchs=True):
+    """The norm of all gradients, as torch and AdamW find it, and the clipped gradients. torchs: torch finds one."""
+    model, made = make(family), batch(family, kind)
+    model(**made).loss.backward()
+    spread = Spread(family, split)
+    spread.model(**spread.rows(made)).loss.backward()
+    ours = AdamW(spread.model.parameters(), lr=0.0, weight_decay=0.0, max_grad_norm=0.1)
+    ours.step()
+    wanted = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    errors = {"AdamW": error(ours.grad_norm, wanted)}
+    if not torchs:
+        return errors
+    found = torch.nn.utils.clip_grad_norm_(spread.model.parameters(), 0.1)
+    clipped = grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+    return {**errors, "torch": error(found.full_tensor(), wanted), **clipped}
+
+
+def headless(family, split):
+    """Gradients through the last hidden state, without the head, and those of a whole step after it."""
+    made, model = batch(family, "plain"), make(family)
+    spread = Spread(family, split)
+    rows = spread.rows(made)
+    own = {name: x for name, x in made.items() if name != "labels"}
+    states = model(**own, return_logits=False).last_hidden_state
+    weights = torch.linspace(0, 1, states.numel()).view_as(states)
+    (states * weights).sum().backward()
+    found = spread.model(**{name: rows[name] for name in own}, return_logits=False).last_hidden_state
+    (found * weights.chunk(spread.parts)[spread.index]).sum().backward()
+    errors = grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+    spread.model.zero_grad()
+    spread.model(**rows).loss.backward()
+    wanted = whole(family, "plain")[1]
+    return {**errors, "a step after it": max(grad_errors(spread.model, wanted).values())}
+
+
+def frozen(family, split):
+    """Gradients where a part of the parameters is frozen before the model is spread."""
+
+    def freeze(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("k_proj" in name or "o_proj" in name or "post_attention" in name)
+        return model
+
+    made, model = batch(family, "plain"), freeze(make(family))
+    model(**made).loss.backward()
+    spread = Spread(family, split, prepare=freeze)
+    spread.model(**spread.rows(made)).loss.backward()
+    assert [p.requires_grad for p in spread.model.parameters()] == [p.requires_grad for p in model.parameters()]
+    return grad_errors(spread.model, {name: p.grad for name, p in model.named_parameters()})
+
+
+def steps(family, split):
+    """Three steps of SGD: the weights are those of one process."""
+    model, made = make(family), batch(family, "plain")
+    spread = Spread(family, split)
+    rows = spread.rows(made)
+    for each, inputs in ((model, made), (spread.model, rows)):
+        optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+        for _ in range(3):
+            each(**inputs).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {name: p.full_tensor() for name, p in spread.model.named_parameters()}
+    return {name: error(found[name], p) for name, p in model.named_parameters()}
+
+
+def mixed(family, split, recompute="none", kind="plain"):
+    """bf16 beside fp32 parameters: how far from fp32, in units of how far one process in bf16 is."""
+    made = batch(family, kind)
+    model = make(family).to(torch.bfloat16)
+    loss = model(**made).loss
+    loss.backward()
+    exact_loss, exact = whole(family, kind)
+    spread = Spread(family, split, param_dtype=torch.bfloat16)
+    spread.model.gradient_checkpointing_enable({"recompute": recompute})
+    found = spread.model(**spread.rows(made)).loss
+    found.backward()
+    assert {p.dtype for p in spread.model.parameters()} == {p.grad.dtype for p in spread.model.parameters()}
+    assert {p.dtype for p in spread.model.parameters()} == {torch.float32}
+
+    def distance(grad, name):
+        return (grad.float().reshape(exact[name].shape) - exact[name]).norm() / exact[name].norm()
+
+    of_one = {name: distance(p.grad, name) for name, p in model.named_parameters()}
+    ours = {name: distance(grad, name) for name, grad in grads(spread.model).items()}
+    errors = {name: (ours[name] / (of_one[name] + 2**-8)).item() for name in ours}
+    return {"loss": error(found, exact_loss) / (error(loss, exact_loss) + 2**-8), **errors}
+
+
+def generated(family, split, param_dtype=None):
+    """Greedy tokens of the same prompt on all ranks."""
+    spread, model = Spread(family, split, param_dtype=param_dtype and getattr(torch, param_dtype)), make(family)
+    prompt = batch(family, "plain")["input_ids"][:2, :5]
+    if param_dtype is not None:
+        model = model.to(getattr(torch, param_dtype))
+    found, wanted = (each.eval().generate(prompt, max_new_tokens=6) for each in (spread.model, model))
+    return {"other tokens": float(not torch.equal(found, wanted))}
+
+
+def from_meta(family, split, kind="plain"):
+    """A model that is parallelized on the meta device and gets memory and its local pieces afterwards."""
+    loss, wanted = whole(family, kind)
+    filled, spread = Spread(family, split), Spread(family, split, device="meta")
+    assert all(p.is_meta for p in spread.model.parameters())
+    spread.model.to_empty(device="cpu")
+    for p, source in zip(spread.model.parameters(), filled.model.parameters(), strict=True):
+        assert (p.shape, p.placements) == (source.shape, source.placements)
+        p.data.to_local().copy_(source.data.to_local())
+    found = spread.model(**spread.rows(batch(family, kind))).loss
+    found.backward()
+    return {"loss": error(found, loss), **grad_errors(spread.model, wanted)}
+
+
+def adapted(split):
+    """PEFT's LoRA around the model, with the whole wrapper parallelized."""
+    import peft  # an extra that only tests/tools have
+
+    def made():
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+        return peft.get_peft_model(make("llama"), config)
+
+    model, inputs = made(), batch("llama", "plain")
+    loss = model(**inputs).loss
+    loss.backward()
+    mesh = make_mesh(**{"dp_shard": 1, **SPLITS[split]}, device_type="cpu")
+    spread, data = parallelize(made(), mesh), mesh["dp_shard"]
+    found = spread(**part(inputs, data.get_local_rank(), data.size())).loss
+    found.backward()
+    return {"loss": error(found, loss), **grad_errors(spread, {name: p.grad for name, p in model.named_parameters()})}
+
+
+def custom(split):
+    """A module of the user's own made of our layers; its loss is a mean over its own rows."""
+
+    def made():
+        torch.manual_seed(0)
+        return Custom(VOCAB, size=32)
+
+    model, ids = made(), batch("llama", "plain")["input_ids"]
+    model(ids[:, :-1], labels=ids[:, 1:]).backward()
+    mesh = make_mesh(**SPLITS[split], device_type="cpu")
+    spread = parallelize(made(), mesh)
+    rows = ids.chunk(mesh.size())[dist.get_rank()]
+    (spread(rows[:, :-1], labels=rows[:, 1:]) / mesh.size()).backward()
+    return grad_errors(spread, {name: p.grad for name, p in model.named_parameters()})
+
+
+def _before(model):
+    return {
+        name: (type(module), dict(module._parameters), vars(module).get("tp")) for name, module in model.named_modules()
+    }
+
+
+def refused(model, split, lora=False):
+    """What `parallelize` says to this model, (family, changes), having changed nothing; split: or a mesh's only dim."""
+    sizes = SPLITS.get(split)
+    if sizes is None:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(split,))
+    else:
+        mesh = make_mesh(**{"dp_shard": 1, **sizes}, device_type="cpu")
+    family, changes = model
+    model = Custom(VOCAB, size=32) if family == "custom" else make(family, **changes)
+    if lora:
+        import peft  # an extra that only tests/tools have
+
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"]))
+    before = _before(model)
+    try:
+        parallelize(model, mesh)
+    except InputError as error:
+        after = _before(model)
+        assert before.keys() == after.keys()
+        for name, (kind, parameters, tp) in before.items():
+            assert (kind, tp) == (after[name][0], after[name][2])
+            assert all(after[name][1][key] is value for key, value in parameters.items())
+        assert getattr(model, "parallel", None) is None
+        return {"says": str(error)}
+    return {"says": "nothing"}
+
+
+def call_refused(split, call):
+    """What a parallel model says to a call that it cannot honour, and that it still works afterwards."""
+    spread = Spread("llama", split)
+    made = spread.rows(batch("llama", "plain"))
+    ids, labels = made["input_ids"], made["labels"]
+    calls = {
+        "length": lambda: spread.model(ids[:, :15], labels=labels[:, :15]),
+        "length of a packed row": lambda: spread.model(
+            ids.view(1, -1)[:, :15], cu_seqlens=torch.tensor([0, 4, 15], dtype=torch.int32)
+        ),
+        "length, without the head": lambda: spread.model.model(ids[:, :15]),
+        "cache": lambda: spread.model(ids, use_cache=True),
+        "generate": lambda: spread.model.eval().generate(ids[:, :5], max_new_tokens=3),
+        "output_hidden_states": lambda: spread.model(ids, output_hidden_states=True),
+        "return_logits": lambda: spread.model(ids, return_logits=False),
+        "logits_to_keep": lambda: spread.model(ids, logits_to_keep=1),
+        "return_logprobs": lambda: spread.model.lm_head(torch.zeros(4, 16, 32), labels, return_logprobs=True),
+        "ids": lambda: spread.model(ids + VOCAB),
+        "parallelize": lambda: parallelize(spread.model, spread.mesh),
+    }
+    spread.model(**made).loss.backward()
+    try:
+        calls[call]()
+    except InputError as found:
+        if hasattr(
+            spread.model, "reset_iter_state"
+        ):  # torch 2.13: what FSDP needs after an error inside of its modules
+            spread.model.reset_iter_state()
+        spread.model.zero_grad()
+        spread.model.train()(**made).loss.backward()
+        worst = max(grad_errors(spread.model, whole("llama", "plain")[1]).values())
+        return {"says": str(found), "gradients afterwards": worst}
+    return {"says": "nothing"}
+
+
+CHECKS = (
+    gradients, accumulated, logits, headless, frozen, norm, steps, mixed, generated, from_meta, adapted, custom,
+    refused, call_refused,
+)  # fmt: skip
+_CHECKS = {check.__name__: check for check in CHECKS}
+
+
+def _process(rank, size, folder, jobs):
+    torch.set_num_threads(1)
+    meeting = dict(init_method=f"file://{folder}/meeting", timeout=datetime.timedelta(seconds=60))
+    dist.init_process_group("gloo", rank=rank, world_size=size, **meeting)
+    try:
+        found = {}
+        for name, check, options in jobs:
+            if rank == 0:
+                (folder / "running").write_text(name)
+            found[name] = _CHECKS[check](**options)
+        (folder / f"{rank}.json").write_text(json.dumps(found))
+    finally:
+        dist.destroy_process_group()
+
+
+def run(size, folder, jobs):
+    """Runs jobs, each (name, check, options), in `size` processes; returns {name: what each process found}."""
+    try:
+        mp.spawn(_process, args=(size, folder, jobs), nprocs=size)
+    except Exception as error:
+        raise AssertionError(f"in {(folder / 'running').read_text()}: {error}") from error
+    found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    return {name: [one[name] for one in found] for name, _, _ in jobs}

@@ -1,0 +1,570 @@
+"""Checkpoints of a run: resumed to the bit, on other numbers of ranks too, asynchronous, and what is refused."""
+
+import contextlib
+import io
+import json
+import os
+import pickle
+import random
+import shutil
+import threading
+import warnings
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from ligermodels import CheckpointError, InputError
+from ligermodels.arch import ARCHS
+from ligermodels.checkpoint.dcp import Reader
+from ligermodels.checkpoint.weights import same_bits
+from ligermodels.conversion import Options, convert
+from ligermodels.parallel import Checkpoints
+from ligermodels.training import AdamW
+from tests.conversion.layouts import stored
+from tests.parallel.ranks import on_ranks
+
+CONFIG = dict(
+    model_type="llama", vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2,
+    num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
+)  # fmt: skip
+OPTIMIZERS = {
+    "ours": lambda p: AdamW(p, lr=1e-2, max_grad_norm=1.0),
+    "master": lambda p: AdamW(p, lr=torch.tensor(1e-2), master_weights=True, state_dtype=torch.float32),
+    "torch": lambda p: torch.optim.AdamW(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+
+
+class Data:
+    def __init__(self, rank=0):
+        self.rank, self.position = rank, 0
+
+    def state_dict(self):
+        return {"rank": self.rank, "position": self.position}
+
+    def load_state_dict(self, state):
+        self.rank, self.position = state["rank"], state["position"]
+
+
+class Run:
+    """A model in training; each step draws on every random state and on the position of the data."""
+
+    def __init__(self, optimizer="ours", *, dtype=torch.float32, spread=lambda model: model, rank=0, seed=0, **changes):
+        config = {**CONFIG, **changes}
+        self.model = spread(ARCHS["llama"].from_config(config, dtype=dtype, device="cpu", seed=seed))
+        self.optimizer = OPTIMIZERS[optimizer](self.model.parameters())
+        self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, total_steps=50)
+        self.data = Data(rank)
+        torch.manual_seed(seed + rank)
+        random.seed(seed + rank)
+        numpy.random.seed(seed + rank)
+
+    def step(self):
+        self.data.position += 1
+        generator = torch.Generator().manual_seed(self.data.position + 100 * self.data.rank)
+        ids = torch.randint(97, (2, 12), generator=generator)
+        ids[0, 0], ids[0, 1] = random.randrange(97), numpy.random.randint(97)
+        loss = self.model(ids, labels=ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)).loss
+        loss.backward()
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+    def checkpoints(self, folder, **options):
+        kept = dict(scheduler=self.scheduler, data=self.data)
+        return Checkpoints(folder, self.model, self.optimizer, **{**kept, **options})
+
+    def weights(self):
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True))
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(same_bits(a[name], b[name]) for name in a)
+
+
+def steps_in(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    "optimizer, dtype",
+    [("ours", torch.float32), ("ours", torch.bfloat16), ("master", torch.bfloat16), ("torch", torch.float32)],
+    ids=str,
+)
+def test_a_run_that_is_resumed_computes_the_same_bits(tmp_path, optimizer, dtype):
+    run = Run(optimizer, dtype=dtype)
+    with run.checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load() == 0
+        for step in range(4):
+            run.step()
+            if step == 1:
+                checkpoints.save(2, wait=False)
+        expected = [run.step() for _ in range(2)]
+    other = Run(optimizer, dtype=dtype, seed=1)
+    with other.checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load() == 2
+    for _ in range(2):
+        other.step()
+    assert [other.step() for _ in range(2)] == expected
+    assert same(run.weights(), other.weights())
+    assert all(
+        same_bits(x, other.optimizer.state[q][key])
+        for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True)
+        for key, x in run.optimizer.state[p].items()
+    )
+    names = dict(run.model.named_parameters())
+    held = sum(p.numel() * p.itemsize for p in names.values())
+    held += sum(x.numel() * x.itemsize for state in run.optimizer.state.values() for x in state.values())
+    headers = Reader(tmp_path / "step-00000002").headers
+    assert sum(info.nbytes for name, info in headers.items() if name.startswith(("model.", "optimizer."))) == held
+    assert all(info.dtype == torch.uint8 for name, info in headers.items() if not name.startswith(("model.", "optim")))
+
+
+def test_saving_before_the_first_step_takes_none(tmp_path):
+    """Nor does loading such a checkpoint; torch's get_optimizer_state_dict would leave step counts of 1."""
+    run = Run()
+    with run.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(0)
+    assert not run.optimizer.state
+    run.step()
+    other = Run()
+    with other.checkpoints(tmp_path) as checkpoints:
+        checkpoints.load()
+    assert not other.optimizer.state
+    other.step()
+    assert same(run.weights(), other.weights())
+
+
+def test_parameters_without_gradient_and_frozen_ones(tmp_path):
+    runs = Run(), Run()
+    for run in runs:
+        run.model.lm_head.weight.requires_grad_(False)
+    with runs[0].checkpoints(tmp_path) as checkpoints:
+        runs[0].step()
+        checkpoints.save(1)
+    expected = runs[0].step()
+    with runs[1].checkpoints(tmp_path) as checkpoints:
+        checkpoints.load()
+    assert runs[1].model.lm_head.weight not in runs[1].optimizer.state
+    assert runs[1].step() == expected
+
+
+def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, monkeypatch):
+    run, go, write = Run("master", dtype=torch.bfloat16), threading.Event(), dcp.FileSystemWriter.write_data
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", lambda *args: go.wait(60) and write(*args))
+    with run.checkpoints(tmp_path) as checkpoints:
+        run.step()
+        saved = {name: tensor.clone() for name, tensor in run.weights().items()}
+        checkpoints.save(1, wait=False)
+        losses = [run.step() for _ in range(2)]
+        assert not any(path.name == "step-00000001" for path in tmp_path.iterdir())
+        go.set()
+        checkpoints.save(3)
+        assert steps_in(tmp_path) == ["step-00000001", "step-00000003"]
+    shutil.rmtree(tmp_path / "step-00000003")
+    assert not same(run.weights(), saved)
+    other = Run("master", dtype=torch.bfloat16)
+    with other.checkpoints(tmp_path) as checkpoints:
+        assert checkpoints.load() == 1
+    assert same(other.weights(), saved)
+    assert [other.step() for _ in range(2)] == losses
+
+
+def test_which_checkpoints_are_kept(tmp_path, monkeypatch):
+    run, seen, write = Run(), [], dcp.FileSystemWriter.write_data
+
+    def note(*args):
+        seen.append(steps_in(tmp_path))
+        return write(*args)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", note)
+    (tmp_path / "step-00000007.partial").mkdir()
+    (tmp_path / "step-00000007.partial" / "__0_0.distcp").touch()
+    (tmp_path / "notes").touch()
+    with run.checkpoints(tmp_path, keep=2) as checkpoints:
+        for step in (1, 2, 3, 10):
+            checkpoints.save(step, wait=step % 2 == 0)
+            checkpoints.save(step)  # once more: nothing to do
+        assert steps_in(tmp_path) == ["notes", "step-00000003", "step-00000010"]
+    # The old ones were there until the new one was complete.
+    assert seen[3] == ["notes", "step-00000002", "step-00000003", "step-00000010.partial"] and len(seen) == 4
+    with run.checkpoints(tmp_path, keep=None) as checkpoints:
+        assert checkpoints.load() == 10
+        checkpoints.save(11)
+        assert len(steps_in(tmp_path)) == 4
+
+
+def test_a_failed_save_is_raised_by_the_next_call(tmp_path, monkeypatch):
+    run = Run()
+
+    def full(*args):
+        raise OSError(28, "No space left on device")
+
+    for call in ("save", "load", "close"):
+        checkpoints = run.checkpoints(tmp_path / call)
+        checkpoints.save(1)
+        with monkeypatch.context() as patch:
+            patch.setattr(dcp.FileSystemWriter, "write_data", full)
+            checkpoints.save(2, wait=False)
+            with contextlib.suppress(CheckpointError):
+                checkpoints._writing.result()
+        arguments = [2] if call == "save" else []
+        with pytest.raises(
+            CheckpointError, match=r"(?s)step 2 could not be saved to .*OSError.*No space.*as they were"
+        ):
+            getattr(checkpoints, call)(*arguments)
+        assert steps_in(tmp_path / call) == ["step-00000001"]
+        if call != "close":
+            checkpoints.save(2)
+            checkpoints.close()
+            assert steps_in(tmp_path / call) == ["step-00000001", "step-00000002"]
+
+
+# What is refused
+
+
+class Evil:
+    def __init__(self, command):
+        self.command = command
+
+    def __reduce__(self):
+        return os.system, (self.command,)
+
+
+def cut(folder):
+    file = folder / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+def overwrite(name, write):
+    """Replaces a stored state by what `write(content, file)` makes of one that runs code when it is unpickled."""
+
+    def change(folder):
+        held, state = Reader(folder).metadata, io.BytesIO()
+        write(Evil("touch hacked"), state)
+        with (folder / "new.distcp").open("wb") as file:
+            torch.save(torch.frombuffer(bytearray(state.getvalue()), dtype=torch.uint8), file)
+            length = file.tell()
+        place = held.storage_data[next(key for key in held.storage_data if key.fqn == name)]
+        place.relative_path, place.offset, place.length = "new.distcp", 0, length
+        entry = held.state_dict_metadata[name]
+        entry.size = entry.chunks[0].sizes = torch.Size([len(state.getvalue())])
+        (folder / ".metadata").write_bytes(pickle.dumps(held))
+
+    return change
+
+
+def foreign(folder):
+    shutil.rmtree(folder)
+    dcp.save({"model": Run().model.state_dict()}, checkpoint_id=folder, no_dist=True)
+
+
+OTHER_RUNS = {
+    "another size": (dict(hidden_size=64), r"(?s)of another model: .* is \[97, 32\].*and \[97, 64\].*; and 18 more"),
+    "more layers": (dict(num_hidden_layers=3), r"model\.layers\.2\.\S+ is only in the model"),
+    "fewer layers": (dict(num_hidden_layers=1), r"model\.layers\.1\.\S+ is only in the checkpoint"),
+    "another dtype": (dict(dtype=torch.bfloat16), r"torch\.float32 there and \S+ torch\.bfloat16 in the model"),
+    "another optimizer": (dict(optimizer="sgd"), "has the state of AdamW, not SGD"),
+}
+DAMAGE = {
+    "cut short": (cut, r"__0_0\.distcp cannot be read: it is cut short"),
+    "a file is gone": (lambda f: (f / "__0_0.distcp").unlink(), r"__0_0\.distcp is not there"),
+    "no metadata": (lambda f: (f / ".metadata").unlink(), r"\.metadata cannot be read"),
+    "code in the metadata": (
+        lambda f: (f / ".metadata").write_bytes(pickle.dumps(Evil("touch hacked"))), r"asks for posix\.system"
+    ),
+    "code in a state": (overwrite("run", torch.save), r"run cannot be read: it holds a posix\.system\n.*refused"),
+    "a bare pickle": (overwrite("extra.data", pickle.dump), r"extra\.data cannot be read: .*\n.*refused"),
+    "bytes in a file": (
+        lambda f: (f / "__0_0.distcp").write_bytes(b"\0" * (f / "__0_0.distcp").stat().st_size),
+        r"(?s)__0_0\.distcp cannot be read: .*remove .*step-00000001 to resume from the checkpoint before",
+    ),
+    "another program's": (foreign, "was not written by Checkpoints"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory):
+    run, folder = Run(), tmp_path_factory.mktemp("good")
+    run.step()
+    with run.checkpoints(folder) as checkpoints:
+        checkpoints.save(1)
+    return folder
+
+
+@pytest.mark.parametrize("case", OTHER_RUNS)
+def test_other_models_and_optimizers(good, case):
+    changes, message = OTHER_RUNS[case]
+    run = Run(**changes)
+    before = {name: tensor.clone() for name, tensor in run.weights().items()}
+    with run.checkpoints(good) as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.load()
+    assert same(run.weights(), before) and not run.optimizer.state
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damaged_and_hostile_checkpoints(tmp_path, monkeypatch, good, case):
+    spoil, message = DAMAGE[case]
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(good, tmp_path / "run")
+    shutil.copytree(good / "step-00000001", tmp_path / "run" / "step-00000000")  # is not taken instead
+    spoil(tmp_path / "run" / "step-00000001")
+    with Run().checkpoints(tmp_path / "run") as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.load()
+    assert not (tmp_path / "hacked").exists()
+
+
+def test_other_parameter_groups(tmp_path):
+    run = Run()
+    with run.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1)
+    norms = [p for p in run.model.parameters() if p.dim() == 1]
+    rest = [p for p in run.model.parameters() if p.dim() > 1]
+    run.optimizer = AdamW([{"params": rest}, {"params": norms, "weight_decay": 0.0}])
+    with run.checkpoints(tmp_path) as checkpoints, pytest.raises(CheckpointError, match="21 parameters there, 16, 5"):
+        checkpoints.load()
+    run.optimizer = AdamW([*run.model.parameters(), torch.zeros(3, requires_grad=True)])
+    with run.checkpoints(tmp_path) as checkpoints, pytest.raises(InputError, match=r"\(3,\) that is not the model's"):
+        checkpoints.load()
+
+
+def test_wrapped_modules_have_the_names_of_bare_ones(tmp_path, good):
+    run = Run()
+    layers = run.model.model.layers
+    layers[0], layers[1] = torch.compile(layers[0]), checkpoint_wrapper(layers[1])
+    run.model = torch.compile(run.model)
+    with run.checkpoints(good) as checkpoints:
+        assert checkpoints.load() == 1
+    with run.checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1)
+    ours, theirs = (Reader(folder / "step-00000001").headers for folder in (tmp_path, good))
+    assert {name: ours[name] for name in ours if name != "run"} == {n: x for n, x in theirs.items() if n != "run"}
+
+
+def test_the_optimizer_s_state_goes_by_names(good):
+    """Another order within a group changes nothing."""
+    run, other = Run(), Run()
+    other.optimizer = AdamW(reversed(list(other.model.parameters())))
+    for each in (run, other):
+        with (
+            Checkpoints(good, each.model, each.optimizer) as checkpoints,
+            pytest.warns(UserWarning, match="data, sched"),
+        ):
+            checkpoints.load()
+    for p, q in zip(run.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(run.optimizer.state[p]["exp_avg"], other.optimizer.state[q]["exp_avg"])
+
+
+def test_further_objects_by_their_names(tmp_path, good):
+    run = Run()
+    message = r"no state of 'loader'; it has data, scheduler"
+    with run.checkpoints(good, loader=Data()) as checkpoints, pytest.raises(CheckpointError, match=message):
+        checkpoints.load()
+    left_out = Checkpoints(good, run.model, run.optimizer, data=run.data)
+    with left_out as checkpoints, pytest.warns(UserWarning, match="has a state of scheduler, which is not resumed"):
+        checkpoints.load()
+    assert run.data.position == 1
+
+
+def test_bad_calls(tmp_path, good):
+    run = Run()
+    for options, message in [
+        (dict(keep=0), "keep=0; expected 1 or more"),
+        (dict(data=7), "data lacks state_dict"),
+        (dict(ema=run.model), "ema is a LlamaForCausalLM|ema is a Llama"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            run.checkpoints(tmp_path, **options)
+    checkpoints = run.checkpoints(good)
+    with pytest.raises(InputError, match=r"has step 1 of an earlier run.*\n.*call load\(\) before"):
+        checkpoints.save(2)
+    assert checkpoints.load() == 1
+    checkpoints.save(1)
+    for step, message in [(0, "step 0 comes after step 1"), (-1, "step=-1"), (2.0, r"step=2\.0")]:
+        with pytest.raises(InputError, match=message):
+            checkpoints.save(step)
+    run.data.state_dict = lambda: {"f": Run}
+    with pytest.raises(
+        InputError, match=r"state of data cannot be saved: it holds a \S+Run\n.*numbers, strings, lists"
+    ):
+        checkpoints.save(2)
+    checkpoints.close()
+    checkpoints.close()
+    with pytest.raises(InputError, match="closed"):
+        checkpoints.save(2)
+    assert steps_in(good) == ["step-00000001"]
+    on_meta = ARCHS["llama"].from_config(CONFIG, device="meta")
+    with pytest.raises(InputError, match="meta device"):
+        Checkpoints(tmp_path, on_meta, AdamW(on_meta.parameters())).save(1)
+
+
+def test_convert_reads_the_model(tmp_path, good):
+    run = Run()
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text(json.dumps({**run.model.config.to_hf(), "model_type": "llama"}))
+    convert(good / "step-00000001", tmp_path / "hf", Options(config=config))
+    run.step()
+    run.model.save_pretrained(tmp_path / "expected")
+    assert same(stored(tmp_path / "hf"), stored(tmp_path / "expected"))
+
+
+# Several ranks
+
+
+def sharded(mesh):
+    def spread(model):
+        for block in model.model.layers:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    return spread
+
+
+def on_two_ranks(folder):
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,), mesh_dim_names=("dp_shard",))
+    fsdp = dict(spread=sharded(mesh), rank=rank)
+    for optimizer in ("ours", "torch"):
+        run = Run(optimizer, **fsdp)
+        with run.checkpoints(folder / optimizer) as checkpoints:
+            for _ in range(2):
+                run.step()
+            checkpoints.save(2, wait=False)
+            weights = run.weights()
+            if rank == 0:
+                torch.save(weights, folder / f"{optimizer}.pt")
+            expected = [run.step() for _ in range(2)]
+        other = Run(optimizer, **{**fsdp, "seed": 5})
+        with warnings.catch_warnings(), other.checkpoints(folder / optimizer) as checkpoints:
+            warnings.simplefilter("error")
+            assert checkpoints.load() == 2
+        assert [other.step() for _ in range(2)] == expected, "each rank has its own losses, data and randomness"
+        assert same(run.weights(), other.weights())
+
+    # What one process saved, on two ranks; and what two in FSDP saved, in DDP on two.
+    run = Run(**fsdp)
+    warns = pytest.warns(UserWarning, match="random states") if rank == 0 else contextlib.nullcontext()
+    with run.checkpoints(folder / "single") as checkpoints, warns:
+        assert checkpoints.load() == 1
+    assert run.data.position == 1
+    assert same(run.weights(), torch.load(folder / "single.pt"))
+    wrapped = Run(spread=DistributedDataParallel, rank=rank)
+    one = dict(scheduler=wrapped.scheduler)
+    with warnings.catch_warnings(), Checkpoints(folder / "ours", wrapped.model, wrapped.optimizer, **one) as found:
+        warnings.simplefilter("ignore")  # of random states and data
+        assert found.load() == 2
+    with Checkpoints(folder / "ddp", wrapped.model, wrapped.optimizer, **one) as checkpoints:
+        checkpoints.save(2, wait=False)
+
+    # An error on one rank is raised on both, before anyone waits.
+    run = Run(**fsdp)
+    checkpoints = run.checkpoints(folder / "bad")
+    with pytest.raises(InputError, match=r"different steps: \[1, 2\]"):
+        checkpoints.save(1 + rank)
+    if rank == 1:
+        run.data.state_dict = lambda: {"f": Run}
+    with pytest.raises(InputError, match=r"rank 1: .*state of data cannot"):
+        checkpoints.save(1, wait=False)
+    vars(run.data).pop("state_dict", None)
+    checkpoints.save(1)
+    checkpoints.close()
+    other = Run("sgd" if rank == 1 else "ours", **fsdp)
+    with pytest.raises(CheckpointError, match=r"rank 1: .*state of AdamW, not SGD"):
+        other.checkpoints(folder / "bad").load()
+
+    # The same ranks in another mesh: whose data would be whose?
+    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "dp_shard"))
+    message = r"'data' for each rank of 2 ranks \(dp_shard 2\).*dp_replicate 2"
+    with pytest.raises(CheckpointError, match=message):
+        Run(spread=sharded(square)).checkpoints(folder / "ours").load()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ranks")
+    run = Run()
+    run.step()
+    with run.checkpoints(folder / "single") as checkpoints:
+        checkpoints.save(1)
+    torch.save(run.weights(), folder / "single.pt")
+    on_ranks(folder, lambda: on_two_ranks(folder))
+    return folder
+
+
+@pytest.mark.parametrize("saved_by", ["ours", "torch", "ddp"])
+def test_what_ranks_saved_is_resumed_by_one_process(saved, saved_by):
+    folder, run = saved / saved_by, Run("torch" if saved_by == "torch" else "ours")
+    headers = Reader(folder / "step-00000002").headers
+    extra = {name for name in headers if name.startswith(("extra", "rng", "run"))}
+    per_rank = set() if saved_by == "ddp" else {"extra.data.0", "extra.data.1"}
+    assert extra == {"extra.scheduler", "rng.0", "rng.1", "run"} | per_rank
+    if per_rank:
+        message = r"(?s)another state of 'data' for each rank of 2 ranks.*1 rank\b"
+        with run.checkpoints(folder) as checkpoints, pytest.raises(CheckpointError, match=message):
+            checkpoints.load()
+    without_data = Checkpoints(folder, run.model, run.optimizer, scheduler=run.scheduler)
+    with without_data as checkpoints, warnings.catch_warnings(record=True) as warned:
+        assert checkpoints.load() == 2
+    (warning,) = [str(each.message) for each in warned if each.filename == __file__]
+    assert "is resumed on 1 rank: the random states" in warning
+    assert ("of data, which is not resumed" in warning) == bool(per_rank)
+    assert run.scheduler.last_epoch == 2
+    state = run.optimizer.state[run.model.lm_head.weight]
+    assert state["step"] == 2 and state["exp_avg"].abs().sum() > 0
+    assert same(run.weights(), torch.load(saved / ("ours.pt" if saved_by == "ddp" else f"{saved_by}.pt")))
+
+
+def on_four_ranks(folder):
+    """FSDP2 over tensor parallelism, 2 x 2, in sizes that do not divide."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_shard", "tp"))
+
+    def spread(model):
+        for block in model.model.layers:
+            plan = dict.fromkeys(("mlp.gate_proj", "mlp.up_proj"), ColwiseParallel())
+            parallelize_module(block, mesh["tp"], {**plan, "mlp.down_proj": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["dp_shard"])
+        return fully_shard(model, mesh=mesh["dp_shard"])
+
+    run = Run("torch", spread=spread, intermediate_size=43, vocab_size=61)
+    for p in run.model.parameters():
+        p.grad = torch.ones_like(p) * p.detach()  # of any forward, the values do not matter here
+    run.optimizer.step()
+    with run.checkpoints(folder / "run") as checkpoints:
+        checkpoints.save(1, wait=False)
+    weights = run.weights()
+    moments = {name: run.optimizer.state[p]["exp_avg"].full_tensor() for name, p in run.model.named_parameters()}
+    if dist.get_rank() == 0:
+        torch.save((weights, moments), folder / "expected.pt")
+    other = Run("torch", spread=spread, seed=1, intermediate_size=43, vocab_size=61)
+    with other.checkpoints(folder / "run") as checkpoints:
+        assert checkpoints.load() == 1
+    assert same(other.weights(), weights)
+    flat = Run("torch", spread=sharded(init_device_mesh("cpu", (4,))), intermediate_size=43, vocab_size=61)
+    with flat.checkpoints(folder / "run") as checkpoints, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert checkpoints.load() == 1
+    assert same(flat.weights(), weights)
+
+
+@pytest.mark.slow
+def test_shards_of_two_dimensions_on_one_process(tmp_path):
+    on_ranks(tmp_path, lambda: on_four_ranks(tmp_path), 4)
+    run = Run("torch", seed=2, intermediate_size=43, vocab_size=61)
+    with (
+        run.checkpoints(tmp_path / "run") as checkpoints,
+        pytest.warns(UserWarning, match=r"4 ranks \(dp_shard 2, tp 2"),
+    ):
+        assert checkpoints.load() == 1
+    weights, moments = torch.load(tmp_path / "expected.pt")
+    assert same(run.weights(), weights)
+    assert same({name: run.optimizer.state[p]["exp_avg"] for name, p in run.model.named_parameters()}, moments)

@@ -1,0 +1,209 @@
+"""`parallelize` promises the loss, the gradients and the logits of one process, however the model is spread.
+
+Processes meet over gloo, on the CPU, in fp32: see runs.py, which also holds the tables of families and of splits. The
+jobs of a group share their processes, since starting those takes longest.
+"""
+
+import re
+
+import pytest
+
+from ligermodels.arch import ARCHS
+from tests.parallel.runs import FAMILIES, run
+
+TOLERANCE = 2e-5
+"""Of errors relative to a gradient's largest number: it is a sum of some hundred products that are rounded in another
+order on each side, sqrt(300) * 2^-24 = 1e-6 on average, and of gates the small difference of larger numbers."""
+MIXED = 3.0
+"""In bf16: how far our gradients may be off those of fp32, in units of how far those of one process in bf16 are, plus
+an ulp. The roundings are as many and as large, and others; a gate's gradient is one number, and so a single draw."""
+
+IMAGES = {family: dict(kind="images") for family in ("qwen2_vl", "mllama")}
+ALIKE = {"mistral": "llama", "gemma": "llama"}
+"""Families whose layers are all those of another."""
+WITHOUT_TP = ("phi3", "mllama")
+PAIRS = ("fsdp2", "tp2", "cp2")
+KINDS = ("packed", "restarting", "left", "right", "positions", "few", "long", "embeds")
+
+
+def job(check, **options):
+    """(name, check, options), as `run` takes them."""
+    named = [str(value) for key, value in options.items() if key != "model"]
+    if "model" in options:
+        family, changes = options["model"]
+        named = [family, *(f"{key}={value}" for key, value in changes.items()), *named]
+    return "-".join([check, *named]), check, options
+
+
+def gradients(family, split, **options):
+    return job("gradients", family=family, split=split, **{**IMAGES.get(family, {}), **options})
+
+
+def all_families(*splits, **options):
+    pairs = [(family, split) for split in splits for family in FAMILIES]
+    return [gradients(*pair, **options) for pair in pairs if "tp" not in pair[1] or pair[0] not in WITHOUT_TP]
+
+
+QUICK = [
+    gradients("llama", "fsdp2"),
+    gradients("llama", "tp2", recompute="block"),
+    gradients("llama", "cp2", kind="packed"),
+    gradients("llama_biased", "tp2"),
+    gradients("qwen2", "cp2", recompute="mlp"),
+    gradients("qwen3", "tp2"),
+    gradients("gemma2", "tp2", kind="restarting"),
+    gradients("gemma2", "cp2", recompute="block"),
+    gradients("mixtral", "fsdp2", recompute="block"),
+    gradients("mixtral", "tp2"),
+    gradients("mixtral", "cp2", kind="left"),
+    gradients("llama", "fsdp2", kind="few"),
+    gradients("qwen2_vl", "cp2"),
+    job("accumulated", family="llama", split="fsdp2"),
+    job("accumulated", family="llama", split="cp2"),
+    job("logits", family="gemma2", split="tp2"),
+    job("logits", family="gemma2", split="cp2", kind="restarting"),
+    job("norm", family="llama", split="tp2"),
+    job("mixed", family="llama", split="fsdp2", recompute="block"),
+]
+_TWO = [
+    *all_families(*PAIRS),
+    *(gradients(family, split, recompute=how) for family in ("llama", "gemma2", "mixtral", "qwen2_vl")
+      for split in PAIRS for how in ("mlp", "block")),
+    gradients("mllama", "cp2", recompute="block"),
+    *(gradients(family, split, kind=kind) for family in ("gemma2", "mixtral") for split in ("tp2", "cp2")
+      for kind in KINDS),
+    *(gradients("qwen2_vl", split, kind=kind) for split in ("tp2", "cp2") for kind in ("axes", "packed", "left")),
+    *(gradients("qwen2", "fsdp2", kind=kind) for kind in ("restarting", "left", "right", "few")),
+    *(job("accumulated", family=family, split=split) for family in ("llama", "qwen2") for split in PAIRS),
+    *(job("logits", family=family, split=split) for family in ("gemma2", "qwen2") for split in PAIRS),
+    *(job("logits", family="llama", split=split, kind=kind) for split in ("tp2", "cp2")
+      for kind in ("packed", "restarting", "left")),
+    *(job("headless", family=family, split="fsdp2") for family in ("llama", "qwen2")),
+    *(job("frozen", family=family, split=split) for family in ("llama", "qwen2") for split in PAIRS),
+    *(job("norm", family=family, split=split) for family in ("llama", "mixtral") for split in PAIRS),
+    # torch's clip_grad_norm_ refuses the tower's gradients, whose mesh has no dimension for tensor parallel.
+    job("norm", family="qwen2_vl", split="tp2", kind="images", torchs=False),
+    *(job("steps", family="llama", split=split) for split in PAIRS),
+    *(job("from_meta", family=family, split=split) for family in ("llama", "mixtral") for split in PAIRS),
+    job("from_meta", family="qwen2_vl", split="tp2", kind="images"),
+    job("custom", split="fsdp2"),
+    job("generated", family="llama", split="fsdp2"),
+    job("generated", family="llama", split="fsdp2", param_dtype="bfloat16"),
+    job("generated", family="gemma2", split="fsdp2"),
+    *(job("mixed", family="llama", split=split, recompute=how) for split in PAIRS
+      for how in ("none", "mlp", "block")),
+    *(job("mixed", family=family, split="fsdp2", **IMAGES.get(family, {}))
+      for family in ("gemma2", "mixtral", "qwen2_vl", "mllama")),
+    job("mixed", family="mllama", split="cp2", recompute="block", kind="images"),
+    job("mixed", family="qwen2_vl", split="tp2", recompute="block", kind="images"),
+]  # fmt: skip
+FOUR = [
+    *all_families("tp2-fsdp2", "cp2-fsdp2", "cp2-tp2", "tp4", "cp4", "hsdp2-fsdp2", "cp2-hsdp2"),
+    *(gradients(family, "cp2-tp2", kind=kind) for family in ("gemma2", "mixtral") for kind in KINDS),
+    gradients("gemma2", "cp2-tp2", recompute="block"),
+    gradients("gemma2", "cp2-tp2", recompute="mlp"),
+    gradients("llama", "hsdp2-fsdp2", kind="few"),
+    *(job("logits", family="gemma2", split=split) for split in ("cp2-tp2", "tp4", "cp4", "tp2-fsdp2")),
+    *(job("norm", family="llama", split=split) for split in ("tp2-fsdp2", "cp2-tp2", "tp4", "hsdp2-fsdp2")),
+    *(job("steps", family="llama", split=split) for split in ("tp2-fsdp2", "cp2-tp2", "tp4")),
+    *(job("accumulated", family="qwen2", split=split) for split in ("cp2-tp2", "cp2-fsdp2")),
+    job("from_meta", family="llama", split="tp2-fsdp2"),
+    job("mixed", family="llama", split="cp2-tp2", recompute="block"),
+]
+TWO = [one for one in _TWO if one not in QUICK]
+
+THREE_HEADS = dict(num_attention_heads=3, num_key_value_heads=3, head_dim=8)
+TWELVE_HEADS = dict(num_attention_heads=12, num_key_value_heads=3, head_dim=8)
+REFUSED = [
+    ("llama", "tp2", THREE_HEADS, r"tp=2: 3 heads and 3 key heads\. tp may be 3$"),
+    ("llama", "tp2", TWELVE_HEADS, r"12 heads and 3 key heads\. tp may be 3, 6, 12$"),
+    ("llama", "cp2", THREE_HEADS, r"cp=2 .* 3 heads and 3 key heads; cp may be 3$"),
+    ("llama", "tp2", dict(vocab_size=97), r"vocabulary of 97, .*pad_to_multiple_of=2"),
+    ("llama", "tp2", dict(intermediate_size=47), r"intermediate size of 47\. use dp_shard and cp"),
+    ("llama", "tp2", dict(THREE_HEADS, intermediate_size=45), r"intermediate size of 45\. tp may be 3$"),
+    ("mixtral", "tp2", dict(intermediate_size=47), r"intermediate size of 47"),
+    ("mixtral", "tp2", dict(router_jitter_noise=0.1), r"router_jitter_noise to 0"),
+    ("phi3", "tp2", {}, r"gate and up are one weight; q, k and v are one weight\. use dp_shard and cp"),
+    ("mllama", "tp2", {}, r"a CrossBlock.*use dp_shard and cp instead of tp"),
+    ("custom", "tp2", {}, r"no model of the zoo; use dp_shard alone"),
+    ("custom", "cp2", {}, r"no model of the zoo; use dp_shard alone"),
+    ("llama", "fsdp", {}, r"dimensions \('fsdp',\); expected dp_shard"),
+    ("llama", "tp", {}, r"dimensions \('tp',\); expected dp_shard"),
+]
+"""Family, split or the name of a mesh's only dimension, changes of the config, and what the error says."""
+CALLS = {
+    "length": r"15 tokens a row cannot be split over 2 ranks.*pad",
+    "length of a packed row": r"15 tokens a row cannot be split",
+    "length, without the head": r"15 cannot be split over 2 ranks",
+    "cache": r"a cache.*dp_shard alone",
+    "generate": r"a cache.*dp_shard alone",
+    "output_hidden_states": r"output_hidden_states.*dp_shard alone",
+    "logits_to_keep": r"logits_to_keep.*dp_shard alone",
+    "return_logits": r"return_logits=False.*dp_shard alone",
+    "ids": r"the table from 0 to 95",
+    "parallelize": r"is sharded already",
+}
+REFUSED_CALLS = [
+    *((split, call, says) for split in ("tp2", "cp2") for call, says in CALLS.items()),
+    *(("fsdp2", call, CALLS[call]) for call in ("ids", "parallelize")),
+    ("tp2", "return_logprobs", r"return_logprobs is not supported under tensor parallel"),
+]
+REFUSALS = [
+    *((job("refused", model=(family, changes), split=split), says) for family, split, changes, says in REFUSED),
+    *((job("call_refused", split=split, call=call), says) for split, call, says in REFUSED_CALLS),
+]
+
+
+def names(jobs):
+    return [name for name, _, _ in jobs]
+
+
+def started(size, jobs):
+    """A fixture: what each process found in each of these jobs."""
+
+    @pytest.fixture(scope="module")
+    def found(tmp_path_factory):
+        return run(size, tmp_path_factory.mktemp("processes"), jobs)
+
+    return found
+
+
+quick, two, four = started(2, QUICK), started(2, TWO), started(4, FOUR)
+refusals = started(2, [one for one, _ in REFUSALS])
+
+
+def assert_small(found, name):
+    limit = MIXED if name.startswith("mixed") else TOLERANCE
+    for rank, errors in enumerate(found[name]):
+        assert errors
+        assert not {what: error for what, error in errors.items() if not error <= limit}, f"rank {rank}"  # NaN too
+
+
+def test_every_family_is_spread():
+    spread = {config.get("model_type", family) for family, config in FAMILIES.items()}
+    assert ARCHS.keys() == spread | ALIKE.keys()
+
+
+@pytest.mark.parametrize("name", names(QUICK))
+def test_is_one_process(quick, name):
+    assert_small(quick, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(TWO))
+def test_two_processes_are_one(two, name):
+    assert_small(two, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", names(FOUR))
+def test_four_processes_are_one(four, name):
+    assert_small(four, name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, says", [pytest.param(name, says, id=name) for (name, _, _), says in REFUSALS])
+def test_what_cannot_be_honoured_is_refused(refusals, name, says):
+    for found in refusals[name]:
+        assert re.search(says, found["says"])
+        assert found.get("gradients afterwards", 0.0) <= TOLERANCE
