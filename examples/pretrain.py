@@ -50,8 +50,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     options = parser.parse_args(arguments)
     mesh = make_mesh(dp_replicate=options.dp_replicate, cp=options.cp, tp=options.tp)
     # The GPUs of one cp x tp group get the same rows, the groups different ones.
-    copies, shards = mesh["dp_replicate"], mesh["dp_shard"]
-    rank, ranks = copies.get_local_rank() * shards.size() + shards.get_local_rank(), copies.size() * shards.size()
+    together = options.cp * options.tp
+    rank, ranks = dist.get_rank() // together, dist.get_world_size() // together
     if options.batch % ranks or (options.bf16 and options.batch > ranks * options.micro):
         parser.error(f"--batch {options.batch} does not fit {ranks} groups of GPUs with --micro {options.micro}")
     # fp32 weights, with which the GPU computes in bf16; or bf16 alone.

@@ -18,6 +18,7 @@ first=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export NCCL_DEBUG=WARN                                   # INFO says which network it took
 export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True  # less memory is lost to fragmentation
 export OMP_NUM_THREADS=8
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1              # or torch 2.13's restarted processes hang (pytorch#135712)
 
 # A process that dies ends those of all nodes; torchrun starts them again, up to 3 times, and pretrain.py resumes from
 # its last complete checkpoint. If a node dies, so does the job: Slurm queues it again (--requeue), and it resumes.

@@ -24,6 +24,9 @@ from ligermodels.training.recompute import Checkpointing, must_not_sync, run_blo
 class BaseModel(nn.Module):
     """A model without its head: `forward` checks the arguments, `run` of the subclass computes."""
 
+    always_runs_tower: bool = False
+    """True where FSDP's ranks gather the weights of a vision tower together: it then runs for a batch without images
+    too, on an empty image whose result is multiplied by 0."""
     run: Callable[..., CausalLMOutput]
 
     def forward(

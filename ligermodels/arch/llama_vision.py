@@ -183,7 +183,24 @@ class LlamaVisionModel(BaseModel):
                     "pixel_values need their aspect_ratio_ids and aspect_ratio_mask; the processor makes all"
                 )
             states = self.image_states(pixel_values, aspect_ratio_ids, aspect_ratio_mask)
-        return self.language_model(inputs, cross=self._cross(states, cross_attention_mask, inputs), **options)
+        if states is None and self.always_runs_tower and inputs.cache is None:
+            cross: CrossStates | None = self._unseen(inputs)
+        else:
+            cross = self._cross(states, cross_attention_mask, inputs)
+        return self.language_model(inputs, cross=cross, **options)
+
+    def _unseen(self, inputs: TextInputs) -> CrossStates:
+        """The states of an empty image of which the cross blocks add nothing."""
+        vision, tokens = self.config.vision_config, inputs.tokens
+        dtype = self.language_model.compute_dtype
+        tiles = (vision.max_num_tiles, vision.num_channels, vision.image_size, vision.image_size)
+        first = torch.zeros(1, 1, vision.max_num_tiles, dtype=torch.int64, device=tokens.device)
+        first[..., 0] = 1
+        pixels = torch.zeros(1, 1, *tiles, dtype=dtype, device=tokens.device)
+        states = self.image_states(pixels, first[..., 0], first)
+        rows, length = tokens.shape[:2] if inputs.cu_seqlens is None else (1, tokens.shape[:2].numel())
+        none = torch.zeros(rows, length, 1, dtype=dtype, device=tokens.device)
+        return CrossStates(states=states.expand(rows, -1, -1), attn_rows=none, mlp_rows=none)
 
     def image_states(self, pixel_values: Tensor, aspect_ratio_ids: Tensor, aspect_ratio_mask: Tensor) -> Tensor:
         """The states of the images that the text attends to, [B, images * tiles * P, hidden_size]."""

@@ -260,6 +260,11 @@ class Qwen2VLModel(BaseModel):
                 raise InputError("images need input_ids, which say where they stand, and no inputs_embeds")
             tokens = self.visual(pixels, images.grids)
             embeds = images.merge_embeddings(self.language_model.embed_tokens(ids), ids, tokens)
+        elif self.always_runs_tower and inputs.cache is None:
+            merge = self.visual.merge
+            empty = torch.zeros(merge * merge, self.visual.patch_width, device=inputs.tokens.device)
+            nothing = 0 * self.visual(empty, ((1, merge, merge),)).sum()  # before the embedding, as with images
+            embeds = nothing + (self.language_model.embed_tokens(ids) if embeds is None else embeds)
         positions = self._positions(inputs, images)
         output = self.language_model(replace(inputs, inputs_embeds=embeds, position_ids=positions), **options)
         if check:

@@ -26,7 +26,7 @@ DCP adds 2 kB per shard of a tensor. Per parameter trained with ligermodels.trai
 Exact: on the same number of ranks and the same mesh, a run that is resumed computes the same bits as one that was not
 interrupted, if its steps are deterministic. On others, weights, optimizer state and what is the same on all ranks are
 exact. The random states of the ranks cannot be mapped and are left as they are, with a warning; sums over ranks are
-rounded in another order; AdamW's stochastic rounding draws other bits.
+rounded in another order. AdamW's stochastic rounding draws the same bits everywhere.
 Not stored: gradients (save between optimizer.zero_grad() and backward()), and what is in no object given here.
 Damage: files that are missing or cut short are noticed; a changed byte inside a tensor is not.
 

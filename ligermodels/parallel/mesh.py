@@ -84,6 +84,16 @@ class Parallel:
         return self
 
     @property
+    def batch_ranks(self) -> int:
+        """The number of different batches: dp_replicate x dp_shard."""
+        return self.data.size // (1 if self.context is None else self.context.size)
+
+    @property
+    def batch_rank(self) -> int:
+        """Which of them this rank gets, from 0."""
+        return self.data.rank // (1 if self.context is None else self.context.size)
+
+    @property
     def shards(self) -> int:
         """The length of a sequence must be a multiple of this."""
         return (1 if self.context is None else self.context.size) * (1 if self.tp is None else self.tp.size)

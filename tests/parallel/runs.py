@@ -182,6 +182,23 @@ def gradients(family, split, recompute="none", kind="plain"):
     return {"loss": error(found, loss), **grad_errors(spread.model, wanted)}
 
 
+def images_on_one_rank(family, packed=False):
+    """Images on the first rank, text alone on the other."""
+    images, text = part(batch(family, "images"), 0, 2), part(batch(family, "packed" if packed else "plain"), 0, 1)
+    if family == "qwen2_vl":  # one of the parts of the patches
+        images["pixel_values"] = batch(family, "images")["pixel_values"][: ROWS // 2 * 24]
+    model = make(family)
+    count = sum((one["labels"][:, 1:] != -100).sum() for one in (images, text))
+    count -= 0 if not packed else (text["labels"][0, text["cu_seqlens"][1:-1].long()] != -100).sum()
+    losses = [model(**one, num_items_in_batch=count).loss for one in (images, text)]
+    sum(losses).backward()
+    spread = Spread(family, "fsdp2")
+    found = spread.model(**(text if spread.index else images)).loss
+    found.backward()
+    wanted = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": error(found, sum(losses)), **grad_errors(spread.model, wanted)}
+
+
 def accumulated(family, split):
     """Two micro-batches, divided by the number of labels of all, are one process's step over all."""
     loss, wanted = whole(family, "plain")
@@ -448,7 +465,7 @@ def call_refused(split, call):
 
 
 CHECKS = (
-    gradients, accumulated, logits, headless, frozen, norm, steps, mixed, generated, from_meta, adapted, custom,
+    gradients, images_on_one_rank, accumulated, logits, headless, frozen, norm, steps, mixed, generated, from_meta, adapted, custom,
     refused, call_refused,
 )  # fmt: skip
 _CHECKS = {check.__name__: check for check in CHECKS}

@@ -143,7 +143,7 @@ def run_the_page(rank, folder):
         mesh = make_mesh(**dims, device_type="cpu")
         model = ligermodels.load(folder / "tiny", mesh=mesh, dtype=torch.float32)
         names = {"mesh": mesh, "model": model, "F": F}
-        exec(snippet("copies, shards"), names)
+        exec(snippet("batch_rank"), names)
         mine = of_rank(make_batches(), names["rank"], names["ranks"])
         joined = {name: torch.cat([batch[name] for batch in mine]) for name in whole}
         found = model(**joined).loss
