@@ -48,6 +48,7 @@ MODELS: dict[str, dict[str, Any]] = {
 FP32 = dict(weights="fp32")
 EXACT = dict(weights="bf16 with masters", reshard=False)
 BF16 = dict(weights="bf16", steps=3)
+OFFLOADED = {"recompute": "mlp", "offload": True}
 LONG = dict(weights="bf16", recompute="block")
 CASES: dict[str, dict[str, Any]] = {
     "8B 4 x 4096": dict(batch=4, seq=4096, **FP32),
@@ -58,6 +59,9 @@ CASES: dict[str, dict[str, Any]] = {
     "8B 2 x 4096": dict(batch=2, seq=4096, peer=True, **FP32),
     "8B 8 x 4096, block": dict(batch=8, seq=4096, recompute="block", peer=True, steps=3, **FP32),
     "8B 1 x 32768, block": dict(batch=1, seq=32768, recompute="block", peer=True, steps=2, **FP32),
+    "8B 1 x 32768, mlp offloaded": dict(batch=1, seq=32768, recompute=OFFLOADED, steps=2, **FP32),
+    "8B 8 x 4096, mlp": dict(batch=8, seq=4096, recompute="mlp", steps=3, **FP32),
+    "8B 8 x 4096, mlp offloaded": dict(batch=8, seq=4096, recompute=OFFLOADED, steps=3, **FP32),
     "8B 1 x 8192, tp 2": dict(batch=1, seq=8192, mesh=dict(tp=2), **BF16),
     "8B 1 x 8192, tp 4": dict(batch=1, seq=8192, mesh=dict(tp=4), **BF16),
     "1B 1 x 131072, cp 2": dict(batch=1, seq=131072, mesh=dict(cp=2), steps=2, **LONG),
@@ -140,7 +144,7 @@ def _run(name: str, side: str, options: argparse.Namespace) -> dict[str, Any]:
 
 def _train(
     config: dict[str, Any], side: str, options: argparse.Namespace, *, batch: int, seq: int,
-    mesh: dict[str, int] | None = None, weights: str = "fp32", recompute: str = "none", reshard: bool = True,
+    mesh: dict[str, int] | None = None, weights: str = "fp32", recompute: Any = "none", reshard: bool = True,
     alone: bool = False, steps: int = 5, peer: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     device = "cpu" if options.dry else "cuda"
@@ -189,7 +193,7 @@ def _train(
 
 
 def _ours(
-    config: dict[str, Any], dtype: torch.dtype, device: str, mesh: dict[str, int] | None, recompute: str,
+    config: dict[str, Any], dtype: torch.dtype, device: str, mesh: dict[str, int] | None, recompute: Any,
     reshard: bool, alone: bool,
 ) -> tuple[Any, int]:  # fmt: skip
     """The model, and the number of its batch."""
@@ -207,7 +211,7 @@ def _ours(
     return model, whole["dp_shard"].get_local_rank()
 
 
-def _liger(config: dict[str, Any], dtype: torch.dtype, device: str, recompute: str) -> tuple[Any, int]:
+def _liger(config: dict[str, Any], dtype: torch.dtype, device: str, recompute: Any) -> tuple[Any, int]:
     """transformers' Llama with Liger's kernels; per block and for the rest, as FSDP2 is usually applied to it."""
     import transformers
 

@@ -465,8 +465,8 @@ def call_refused(split, call):
 
 
 CHECKS = (
-    gradients, images_on_one_rank, accumulated, logits, headless, frozen, norm, steps, mixed, generated, from_meta, adapted, custom,
-    refused, call_refused,
+    gradients, images_on_one_rank, accumulated, logits, headless, frozen, norm, steps, mixed, generated, from_meta,
+    adapted, custom, refused, call_refused,
 )  # fmt: skip
 _CHECKS = {check.__name__: check for check in CHECKS}
 
