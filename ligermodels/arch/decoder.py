@@ -25,8 +25,8 @@ class BaseModel(nn.Module):
     """A model without its head: `forward` checks the arguments, `run` of the subclass computes."""
 
     always_runs_tower: bool = False
-    """True where ranks with other batches gather the weights of a vision tower together (FSDP): it then runs for a batch
-    without images too, on an empty image whose result is multiplied by 0, as its gradients are."""
+    """True where ranks with other batches gather the weights of a vision tower together (FSDP): it then also runs for a
+    batch without images, on an empty image whose result is multiplied by 0, as its gradients are."""
     run: Callable[..., CausalLMOutput]
 
     def forward(
