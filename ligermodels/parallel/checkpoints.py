@@ -53,7 +53,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -108,7 +108,7 @@ class Checkpoints:
         self._ranks = _Ranks()
         self._last: int | None = None  # the step that this object saved or loaded last
         self._writing: Future[None] | None = None
-        self._stager: DefaultStager | None = None
+        self._copies: dict[str, Tensor] = {}  # in host memory, of what a save with wait=False writes
         self._thread: ThreadPoolExecutor | None = None
         self._closed = False
         if self._ranks.group is None:
@@ -142,20 +142,22 @@ class Checkpoints:
 
         def collect() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             tensors, blobs = self._state(step)
-            return (tensors if wait else self._stage(tensors)), blobs
+            if not wait:
+                self._copy(tensors)
+            return tensors, blobs
 
         (tensors, blobs), digests = self._ranks.gather(collect, lambda found: _digests(found[1]))
         for name, blob in blobs.items():
             same = name == "run" or (name != "rng" and len({each[name] for each in digests}) == 1)
             tensors[name if same else f"{name}.{self._ranks.rank}"] = blob
         if wait:
-            self._write(step, tensors, copy_ahead=10_000_000)
+            self._write(step, tensors, {}, copy_ahead=10_000_000)
         else:
             if self._thread is None:
                 cuda = torch.cuda.is_initialized()
                 start: Any = (torch.cuda.set_device, (torch.cuda.current_device(),)) if cuda else (None, ())
                 self._thread = ThreadPoolExecutor(1, "checkpoint", *start)
-            self._writing = self._thread.submit(self._write, step, tensors, copy_ahead=0)
+            self._writing = self._thread.submit(self._write, step, tensors, self._copies, copy_ahead=0)
 
     def load(self) -> int:
         """Resumes from the newest complete checkpoint. Returns its step; 0, and changes nothing, if there is none.
@@ -189,8 +191,7 @@ class Checkpoints:
             self._closed = True
             if self._thread is not None:
                 self._thread.shutdown()
-            if self._stager is not None:
-                self._stager.close()
+            self._copies.clear()
             self._ranks.close()
 
     def _wait(self) -> None:
@@ -241,24 +242,32 @@ class Checkpoints:
         blobs |= {f"extra.{name}": _packed(item.state_dict(), name) for name, item in self._others.items()}
         return tensors, blobs
 
-    def _stage(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """A copy in host memory."""
-        if self._stager is None:
-            cuda = any(tensor.is_cuda for tensor in tensors.values())
-            options = StagingOptions(
-                use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
-            )
-            self._stager = DefaultStager(options)
-        return self._stager.stage(tensors)  # type: ignore[return-value]
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies this rank's shards to host memory, which is kept for the next time."""
+        for name in self._copies.keys() - tensors.keys():
+            del self._copies[name]
+        cuda = False
+        for name, tensor in tensors.items():
+            shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            copy = self._copies.get(name)
+            if copy is None or (copy.shape, copy.dtype) != (shard.shape, shard.dtype):
+                copy = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda)
+            self._copies[name] = copy.copy_(shard.detach(), non_blocking=True)
+            cuda |= shard.is_cuda
+        if cuda:
+            torch.cuda.current_stream().synchronize()
 
-    def _write(self, step: int, tensors: dict[str, Tensor], *, copy_ahead: int) -> None:
-        """Writes a checkpoint, in whichever thread. What it asks of other ranks goes through their CPU group."""
+    def _write(self, step: int, tensors: dict[str, Tensor], copies: Mapping[str, Tensor], *, copy_ahead: int) -> None:
+        """Writes a checkpoint, in whichever thread. What it asks of other ranks goes through their CPU group.
+
+        copies: {name: this rank's shard}, of those that are not to be read from `tensors` any more.
+        """
         complete = self.folder / f"step-{step:08d}"
         partial = complete.with_name(f"{complete.name}.partial")
         try:
             self._ranks.on_main(lambda: _make(partial))
             writer = dcp.FileSystemWriter(partial, per_thread_copy_ahead=copy_ahead)  # syncs each file
-            planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
+            planner = _Planner(copies)
             group = self._ranks.group
             dcp.save(tensors, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None)
             self._ranks.on_main(lambda: _publish(partial, complete))
@@ -488,6 +497,17 @@ def _unwrapped(model: nn.Module) -> nn.Module:
     while isinstance(model, DistributedDataParallel) or hasattr(model, "_orig_mod"):
         model = model.module if isinstance(model, DistributedDataParallel) else model._orig_mod  # type: ignore[assignment]
     return model
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """Plans by tensors and writes copies of their shards. torch 2.11's own stager cannot copy all that 2.13's can."""
+
+    def __init__(self, copies: Mapping[str, Tensor]):
+        super().__init__(flatten_state_dict=False)
+        self._copies = copies
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._copies[index.fqn] if index.fqn in self._copies else super().lookup_object(index)
 
 
 # Folders

@@ -453,10 +453,9 @@ def call_refused(split, call):
     try:
         calls[call]()
     except InputError as found:
-        if hasattr(
-            spread.model, "reset_iter_state"
-        ):  # torch 2.13: what FSDP needs after an error inside of its modules
-            spread.model.reset_iter_state()
+        if not hasattr(spread.model, "reset_iter_state"):  # torch 2.11's FSDP does not recover from an error inside
+            return {"says": str(found)}
+        spread.model.reset_iter_state()
         spread.model.zero_grad()
         spread.model.train()(**made).loss.backward()
         worst = max(grad_errors(spread.model, whole("llama", "plain")[1]).values())
