@@ -46,23 +46,23 @@ class Ranks:
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, joined on `dim`. Backward: the ranks' gradients are summed and scattered."""
-        return _Gather.apply(x, self, dim)
+        return _Linear.apply(x, lambda x: _gathered(x, self, dim), lambda dy: _summed_and_scattered(dy, self, dim))
 
     def sum_and_scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part, on `dim`, of the sum over the ranks. Backward: the parts' gradients are gathered."""
-        return _SumAndScatter.apply(x, self, dim)
+        return _Linear.apply(x, lambda x: _summed_and_scattered(x, self, dim), lambda dy: _gathered(dy, self, dim))
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum over the ranks. Backward: the gradient as it is, which has to be the same on all ranks."""
-        return _Sum.apply(x, self)
+        return _Linear.apply(x, lambda x: _summed(x, self), lambda dy: dy)
 
     def share(self, x: Tensor) -> Tensor:
         """x, which all ranks hold and go on with alike. Backward: a rank's share of the gradient, 1/n of it."""
-        return _Share.apply(x, self.size)
+        return _Linear.apply(x, lambda x: x.view_as(x), lambda dy: dy / self.size)
 
     def join(self, x: Tensor, dim: int) -> Tensor:
         """The parts of all ranks, joined on `dim`, for what all ranks go on with alike. Backward: a rank's part."""
-        return _Join.apply(x, self, dim)
+        return _Linear.apply(x, lambda x: _gathered(x, self, dim), lambda dy: self.part(dy, dim))
 
     def part(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of x, which all ranks hold. Backward: zeros in the parts of other ranks.
@@ -78,17 +78,17 @@ class Ranks:
 
     def scatter(self, x: Tensor, dim: int) -> Tensor:
         """This rank's part of x, which all ranks hold. Backward: the parts' gradients are gathered."""
-        return _Scatter.apply(x, self, dim)
+        return _Linear.apply(x, lambda x: self.part(x, dim).contiguous(), lambda dy: _gathered(dy, self, dim))
 
     def to_heads(self, x: Tensor) -> Tensor:
         """[B, S/n, heads, D] -> [B, S, heads/n, D]; fewer heads than ranks are repeated, so that each rank has one."""
         if (repeats := self.size // x.shape[2]) > 1:
             x = x.repeat_interleave(repeats, dim=2)
-        return _Exchange.apply(x, self, 2, 1)
+        return _Linear.apply(x, lambda x: _exchanged(x, self, 2, 1), lambda dy: _exchanged(dy, self, 1, 2))
 
     def to_tokens(self, x: Tensor) -> Tensor:
         """[B, S, heads/n, D] -> [B, S/n, heads, D]."""
-        return _Exchange.apply(x, self, 1, 2)
+        return _Linear.apply(x, lambda x: _exchanged(x, self, 1, 2), lambda dy: _exchanged(dy, self, 2, 1))
 
 
 def _gathered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
@@ -105,6 +105,12 @@ def _summed_and_scattered(x: Tensor, ranks: Ranks, dim: int) -> Tensor:
     return out
 
 
+def _summed(x: Tensor, ranks: Ranks) -> Tensor:
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=ranks.group)
+    return total
+
+
 def _exchanged(x: Tensor, ranks: Ranks, split: int, join: int) -> Tensor:
     """Part i of x on dim `split` goes to rank i; what arrives is joined on dim `join`."""
     parts = x.unflatten(split, (ranks.size, -1)).movedim(split, 0).contiguous()
@@ -113,83 +119,17 @@ def _exchanged(x: Tensor, ranks: Ranks, split: int, join: int) -> Tensor:
     return out.movedim(0, join).flatten(join, join + 1)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks, dim):
-        ctx.ranks, ctx.dim = ranks, dim
-        return _gathered(x, ranks, dim)
+class _Linear(torch.autograd.Function):
+    """forward(x), whose gradient is backward(dy)."""
 
     @staticmethod
-    def backward(ctx, dy):
-        return _summed_and_scattered(dy, ctx.ranks, ctx.dim), None, None
-
-
-class _SumAndScatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks, dim):
-        ctx.ranks, ctx.dim = ranks, dim
-        return _summed_and_scattered(x, ranks, dim)
+    def forward(ctx, x, forward, backward):
+        ctx.function = backward
+        return forward(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return _gathered(dy, ctx.ranks, ctx.dim), None, None
-
-
-class _Join(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks, dim):
-        ctx.ranks, ctx.dim = ranks, dim
-        return _gathered(x, ranks, dim)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return ctx.ranks.part(dy, ctx.dim), None, None
-
-
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks, dim):
-        ctx.ranks, ctx.dim = ranks, dim
-        return ranks.part(x, dim).contiguous()
-
-    @staticmethod
-    def backward(ctx, dy):
-        return _gathered(dy, ctx.ranks, ctx.dim), None, None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks):
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ranks.group)
-        return total
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy, None
-
-
-class _Share(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, size):
-        ctx.size = size
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, dy):
-        return dy / ctx.size, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, ranks, split, join):
-        ctx.ranks, ctx.dims = ranks, (split, join)
-        return _exchanged(x, ranks, split, join)
-
-    @staticmethod
-    def backward(ctx, dy):
-        split, join = ctx.dims
-        return _exchanged(dy, ctx.ranks, join, split), None, None, None
+        return ctx.function(dy), None, None
 
 
 def whole(parameter: Any, tp: Ranks | None) -> Any:
