@@ -5,7 +5,7 @@ saving are in pretrained.py; what trainers (transformers, TRL, PEFT, accelerate)
 """
 
 import inspect
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,6 @@ from ligermodels.layers import LMHead, load_balancing_loss
 from ligermodels.layers.cache import KVCache
 from ligermodels.layers.head import capped, takes_labels, unwrapped, warn_unfused_head
 
-if TYPE_CHECKING:
-    from ligermodels.parallel import Parallel
-
 __all__ = ["CausalLM", "CausalLMOutput", "GenerationConfig"]
 
 
@@ -35,8 +32,8 @@ class CausalLM(Pretrained, TrainerInterface):
 
     block_class: ClassVar[type[nn.Module]]
     """Called with (config, layer); see `Decoder`."""
-    parallel: "Parallel | None" = None
-    """How the model is spread over several GPUs, set by `ligermodels.parallel.parallelize`."""
+    parallel: Any = None  # transformers evaluates the annotations of classes around ours
+    """How the model is spread over several GPUs, a `ligermodels.parallel.Parallel` that `parallelize` sets."""
     _no_split_modules: ClassVar[list[str]]
     """Names of the classes whose modules stay on one device, for accelerate and FSDP: the blocks."""
 
