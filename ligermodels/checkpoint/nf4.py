@@ -6,6 +6,7 @@ Each weight is quantised as it is read. A folder that holds the 4-bit weights of
 do, is loaded as it is by the same argument.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -125,7 +126,7 @@ class NF4(Quantizer):
 
     def to_dict(self) -> dict[str, Any]:
         """That of bitsandbytes, whose folder it is."""
-        fields = {name: field.default for name, field in BitsAndBytes.__dataclass_fields__.items()}
+        fields = {field.name: field.default for field in dataclasses.fields(BitsAndBytes)}
         return {
             "quant_method": "bitsandbytes",
             **fields,

@@ -124,7 +124,7 @@ def dequantize_nf4_reference(packed: Tensor, state: NF4State, dtype: torch.dtype
 
 @triton.jit
 def _quantize_kernel(
-    packed_ptr, absmax_ptr, w_ptr, code_ptr, n, TINY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+    packed_ptr, absmax_ptr, w_ptr, code_ptr, n, n_bytes, TINY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
 ):
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
@@ -140,12 +140,12 @@ def _quantize_kernel(
         below = above
     first, second = tl.split(tl.reshape(index, (ROWS, BLOCK // 2, 2)))
     byte = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    tl.store(packed_ptr + byte, (first * 16 + second).to(tl.uint8), mask=byte * 2 < n)
+    tl.store(packed_ptr + byte, (first * 16 + second).to(tl.uint8), mask=byte < n_bytes)
 
 
 @triton.jit
 def _dequantize_kernel(
-    out_ptr, packed_ptr, code_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, offset_ptr, n,
+    out_ptr, packed_ptr, code_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, offset_ptr, n, n_bytes, zero,
     NESTED_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -153,9 +153,12 @@ def _dequantize_kernel(
     absmax = tl.load(absmax_ptr + rows, mask=inside, other=0)
     if nested_absmax_ptr is not None:
         nested = tl.load(nested_absmax_ptr + rows // NESTED_BLOCK, mask=inside, other=0.0)
-        absmax = tl.load(nested_code_ptr + absmax.to(tl.int32)) * nested + tl.load(offset_ptr)
+        product = tl.load(nested_code_ptr + absmax.to(tl.int32)) * nested
+        # Rounded before it is added to, as the reference does: a compiler that knew of `zero` would fuse the two.
+        product = (product.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
+        absmax = product + tl.load(offset_ptr)
     byte = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    packed = tl.load(packed_ptr + byte, mask=byte * 2 < n, other=0).to(tl.int32)
+    packed = tl.load(packed_ptr + byte, mask=byte < n_bytes, other=0).to(tl.int32)
     w = tl.interleave(tl.load(code_ptr + (packed >> 4)), tl.load(code_ptr + (packed & 15))) * absmax[:, None]
     at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=at < n)
@@ -193,7 +196,7 @@ def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> tup
     packed = torch.empty((cdiv(n, 2), 1), dtype=torch.uint8, device=weight.device)
     absmax = torch.empty(cdiv(n, block), dtype=torch.float32, device=weight.device)
     grid, rows = _grid(n, block)
-    launch(_quantize_kernel, grid, packed, absmax, weight, code, n, _TINY, block, rows, num_warps=4)
+    launch(_quantize_kernel, grid, packed, absmax, weight, code, n, cdiv(n, 2), _TINY, block, rows, num_warps=4)
     state = NF4State(absmax, code, tuple(weight.shape), weight.dtype, block)
     return packed, _nest(absmax, state) if double else state
 
@@ -235,9 +238,8 @@ def dequantize_nf4(
     if not use_triton(packed):
         return out.copy_(dequantize_nf4_reference(packed, state, out.dtype))
     grid, rows = _grid(n, state.block)
-    # Without fused multiply-adds: absmax is rounded twice, as bitsandbytes and the reference round it.
     launch(
         _dequantize_kernel, grid, out, packed.contiguous(), state.code, state.absmax, state.nested_absmax,
-        state.nested_code, state.offset, n, NESTED_BLOCK, state.block, rows, num_warps=4, enable_fp_fusion=False,
+        state.nested_code, state.offset, n, cdiv(n, 2), 0, NESTED_BLOCK, state.block, rows, num_warps=4,
     )  # fmt: skip
     return out
