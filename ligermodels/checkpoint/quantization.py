@@ -326,8 +326,10 @@ def _asks_nf4(asked: Any) -> bool:
 
 def choose(asked: Any, saved: Quantizer | None) -> Quantizer | None:
     """The quantiser of a load: the checkpoint's own, where it is quantised, else what the call asks for."""
-    if saved is None or asked is None or asked == "nf4" == saved.quant_method:
+    if saved is None or asked is None:
         return saved if asked is None else quantizer_of(asked)
+    if asked == "nf4" == saved.quant_method:  # no settings that could differ
+        return saved
     if type(quantizer_of(asked)) is not type(saved):
         raise InputError(f"the checkpoint is quantised by {saved.quant_method} already; leave quantization_config out")
     warnings.warn("the checkpoint is quantised already: its own settings count, not quantization_config", stacklevel=3)
