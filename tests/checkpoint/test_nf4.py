@@ -17,7 +17,9 @@ from ligermodels.checkpoint.nf4 import NF4
 from ligermodels.checkpoint.weights import same_bits
 from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
 from ligermodels.layers import NF4Linear
+from ligermodels.parallel import make_mesh, parallelize
 from tests.checkpoint.fixtures import make_model
+from tests.checkpoint.test_sharded import processes
 
 IDS = torch.tensor([[1, 5, 9, 2, 30, 7]])
 Q = "model.layers.0.self_attn.q_proj"
@@ -33,7 +35,7 @@ def _without_bitsandbytes(monkeypatch):
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
     """A model with biases, and widths that are no multiples of a block."""
-    model = make_model(num_hidden_layers=2, attention_bias=True)
+    model = make_model(num_hidden_layers=2, attention_bias=True, initializer_range=0.2)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("bias"):
@@ -70,7 +72,7 @@ def test_a_model_is_that_of_its_dequantised_weights(plain, config, double):
             weight.copy_(dequantize_nf4(packed, state))
         logits = reference(IDS).logits
     torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-5)
-    assert (logits - before).abs().max() > 1e-3
+    assert (logits - before).abs().max() > 0.01
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     assert trained == {name for name, p in reference.named_parameters() if name.rpartition(".")[0] not in linears}
     assert model.is_quantized and model.hf_quantizer.is_trainable
@@ -121,9 +123,10 @@ def test_other_storage_dtypes_are_read(saved, tmp_path):
     """bnb_4bit_quant_storage="bfloat16" keeps the same bytes as another dtype."""
     shutil.copytree(saved, tmp_path / "x")
     tensors = load_file(saved / "model.safetensors")
-    changed = {name: t.view(-1).view(torch.bfloat16)[:, None] if t.dtype == torch.uint8 and name.endswith("proj.weight") else t
-               for name, t in tensors.items()}  # fmt: skip
-    save_file(changed, tmp_path / "x" / "model.safetensors", {"format": "pt"})
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            tensors[name] = tensor.view(-1).view(torch.bfloat16)[:, None]
+    save_file(tensors, tmp_path / "x" / "model.safetensors", {"format": "pt"})
     assert torch.equal(load(tmp_path / "x")(IDS).logits, load(saved)(IDS).logits)
 
 
@@ -142,6 +145,40 @@ def test_weights_are_quantised_one_by_one(plain, monkeypatch):
     monkeypatch.setattr(NF4, "convert", counting)
     load(plain)
     assert counts == [(i, False) for i in range(14)]  # each mapped from the file, no copy of it in memory
+
+
+# Sharded
+
+
+def work_on_two_ranks(rank, folder, saved):
+    torch.set_num_threads(1)
+    with processes(rank, 2, folder / "meeting"):
+        mesh = make_mesh(dp_shard=2, device_type="cpu")
+        for dtype in (None, torch.bfloat16):
+            model, whole = load(saved), load(saved)
+            parallelize(model, mesh, param_dtype=dtype)
+            weight = model.get_submodule(Q).weight
+            assert weight.to_local().shape == (64, 1) and weight.dtype == torch.uint8
+            loss = model(IDS, labels=IDS).loss
+            wanted = (whole if dtype is None else whole.to(dtype))(IDS, labels=IDS).loss
+            loss.backward()
+            wanted.backward()
+            torch.testing.assert_close(loss, wanted.float(), rtol=1e-5 if dtype is None else 0.02, atol=0)
+            found, expected = (m.model.layers[0].input_layernorm.weight.grad for m in (model, whole))
+            error = (found.full_tensor() - expected).norm() / expected.norm()
+            assert error < (1e-5 if dtype is None else 0.1)
+            model.save_pretrained(folder / f"{dtype}", max_shard_size="8KB")
+
+
+def test_fsdp_shards_the_bytes_and_gathers_them(saved, tmp_path):
+    """Also where it casts to bf16 what it gathers, which would be another weight."""
+    torch.multiprocessing.spawn(work_on_two_ranks, args=(tmp_path, saved), nprocs=2)
+    wanted = load_file(saved / "model.safetensors")
+    for dtype in (None, torch.bfloat16):
+        files = sorted((tmp_path / f"{dtype}").glob("*.safetensors"))
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert len(files) > 2 and found.keys() == wanted.keys()
+        assert all(same_bits(found[name], wanted[name]) for name in wanted)
 
 
 # What raises
