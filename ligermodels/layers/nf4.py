@@ -8,6 +8,7 @@ weight has needed (`borrowed_weight`); it stays allocated until `release_buffers
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -39,9 +40,7 @@ def borrowed_weight(packed: Tensor, state: NF4State, dtype: torch.dtype) -> Iter
         yield dequantize_nf4(packed, state, dtype=dtype)
         return
     free = _FREE.setdefault((device, stream), [])
-    size = dtype.itemsize
-    for n in state.shape:
-        size *= n
+    size = dtype.itemsize * math.prod(state.shape)
     try:
         buffer = free.pop()  # atomic: the backward runs in threads of its own
     except IndexError:

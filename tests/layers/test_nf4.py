@@ -3,6 +3,7 @@
 import copy
 import io
 import threading
+import weakref
 
 import pytest
 import torch
@@ -28,6 +29,11 @@ def make(n=48, k=80, bias=True, device="cpu", dtype=torch.float32, **options):
 def expected(layer, x):
     weight, bias = layer.dequantized_weight(x.dtype), layer.bias
     return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def sizes():
+    """Of the buffers, in bytes."""
+    return [buffer.numel() for buffers in nf4._FREE.values() for buffer in buffers]
 
 
 def tensors(layer):
@@ -61,12 +67,16 @@ def test_layers_share_one_buffer_and_keep_no_weight(device):
         y = small(large(large(x)))
     own = {p.data_ptr() for layer in (small, large) for p in layer.state_dict().values()}
     assert kept and all(t.data_ptr() in own for t in kept)
-    (buffers,) = nf4._FREE.values()
-    assert [b.numel() for b in buffers] == [80 * 80 * 4]
+    assert sizes() == [80 * 80 * 4]
     (dx,) = torch.autograd.grad(y.sum(), x)
     weights = [layer.dequantized_weight() for layer in (small, large)]
     torch.testing.assert_close(dx, torch.ones_like(y) @ weights[0] @ weights[1] @ weights[1])
-    assert [b.numel() for b in buffers] == [80 * 80 * 4]
+    assert sizes() == [80 * 80 * 4]
+    h = x * 2
+    seen = weakref.ref(h)
+    y = small(h)
+    del h
+    assert seen() is None and y.requires_grad  # nothing of the input is kept
     nf4.release_buffers()
     assert not nf4._FREE
     assert torch.equal(small(x), expected(small, x))
@@ -80,7 +90,7 @@ def test_two_weights_in_use_at_a_time_have_two_buffers(device):
         assert third.data_ptr() in (first.data_ptr(), second.data_ptr())
     with pytest.raises(RuntimeError, match="inside"), a.weight_for_use(torch.float32):
         raise RuntimeError("inside")
-    assert sum(map(len, nf4._FREE.values())) == 2
+    assert len(sizes()) == 2
     own = a.dequantized_weight()
     b(torch.randn(2, 80, device=device))
     assert torch.equal(own, a.dequantized_weight())
@@ -100,7 +110,7 @@ def test_threads_do_not_write_over_each_other():
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong and sum(map(len, nf4._FREE.values())) <= 4
+    assert not wrong and len(sizes()) <= 4
 
 
 @pytest.mark.gpu
@@ -146,6 +156,8 @@ def test_autocast_inference_checkpointing_and_compile(device):
         y = layer(x)
         (dx,) = torch.autograd.grad(y.float().sum(), x)
     low = x.to(torch.bfloat16)
+    assert sizes() == [48 * 80 * 2]  # not of fp32's weight
+    nf4.release_buffers()
     assert y.dtype == torch.bfloat16 and torch.equal(y, expected(layer, low)) and dx.dtype == torch.float32
     with torch.inference_mode():
         assert torch.equal(layer(x), expected(layer, x))
@@ -182,6 +194,7 @@ def test_casts_moves_copies_and_state_dicts_keep_every_bit(double):
     meta.load_state_dict(layer.state_dict(), assign=True)
     for again in (copy.deepcopy(layer), torch.load(file, weights_only=False), other, meta):
         assert torch.equal(again(x), y)
+        assert dict(again.named_parameters()).keys() == dict(layer.named_parameters()).keys()
     assert "double=" + str(double) in repr(layer)
 
 
