@@ -47,8 +47,7 @@ def borrowed_weight(packed: Tensor, state: NF4State, dtype: torch.dtype) -> Iter
         buffer = None
     if buffer is None or buffer.numel() < size:
         del buffer  # before the larger one is allocated
-        with torch.inference_mode(False):  # a tensor of inference mode could not be written outside
-            buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
     try:
         yield dequantize_nf4(packed, state, out=buffer[:size].view(dtype).view(state.shape))
     finally:
@@ -180,7 +179,16 @@ class NF4Linear(nn.Module):
         return dequantize_nf4(self.weight, self.state, dtype=dtype, out=out)
 
     def weight_for_use(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Tensor]:
-        """`with layer.weight_for_use(x.dtype) as weight:` the weight [N, K], in memory that is reused afterwards."""
+        """`with layer.weight_for_use(x.dtype) as weight:` the weight [N, K], in memory that is reused afterwards.
+
+        For the forward and backward of an autograd.Function, or under torch.no_grad: autograd would keep the memory
+        for a backward that comes when another weight is there. Raises InputError where gradients are on.
+        """
+        if torch.is_grad_enabled():
+            raise InputError(
+                "NF4Linear.weight_for_use: gradients are on, and autograd would keep memory that is reused. Call it "
+                "under torch.no_grad or in an autograd.Function, or take layer.dequantized_weight(dtype)"
+            )
         return borrowed_weight(self.weight, self.state, dtype)
 
     def forward(self, x: Tensor) -> Tensor:

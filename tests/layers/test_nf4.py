@@ -82,6 +82,7 @@ def test_layers_share_one_buffer_and_keep_no_weight(device):
     assert torch.equal(small(x), expected(small, x))
 
 
+@torch.no_grad()
 def test_two_weights_in_use_at_a_time_have_two_buffers(device):
     a, b = make(device=device), make(device=device)
     with a.weight_for_use(torch.float32) as first, b.weight_for_use(torch.float32) as second:
@@ -213,6 +214,7 @@ def test_bad_calls_say_what_is_wrong(device):
         (lambda: NF4Linear.from_weight(weight, torch.zeros(7)), r"\(7,\)"),
         (lambda: NF4Linear.from_weight(weight[0]), r"\(8,\)"),
         (lambda: NF4Linear(8, 8, block=7), "block=7"),
+        (lambda: layer.weight_for_use(torch.float32), "gradients are on"),
     ):
         with pytest.raises(InputError, match=message):
             call()
