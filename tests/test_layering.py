@@ -14,7 +14,7 @@ MAY_IMPORT = {
     "layers": {"kernels", "errors"},
     "experimental": {"kernels", "errors"},
     "training": {"kernels", "errors"},
-    "checkpoint": {"errors"},
+    "checkpoint": {"layers", "kernels", "errors"},
     "parallel": {"layers", "checkpoint", "errors"},
     "text": {"checkpoint", "errors"},
     "vision": {"text", "checkpoint", "errors"},

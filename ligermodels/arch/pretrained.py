@@ -120,8 +120,9 @@ class Pretrained(nn.Module):
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`; modules on "disk" are in
             `offload_folder`.
-        quantization_config: bitsandbytes or torchao quantise the linear modules as they are read, see
-            `quantization.quantizer_of`; with bitsandbytes the default device is the GPU.
+        quantization_config: "nf4" holds the linear modules in 4 bits, frozen, for LoRA; bitsandbytes or torchao
+            quantise them by a config of theirs. See `quantization.quantizer_of`. Each is quantised as it is read; with
+            bitsandbytes the default device is the GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
         mesh: a DeviceMesh, over whose processes `ligermodels.parallel.parallelize` shards the model before it is
@@ -139,7 +140,7 @@ class Pretrained(nn.Module):
         found: dict[str, Any] = dict(token=token, cache_dir=cache_dir, local_files_only=local_files_only)
         folder = hub.resolve(id_or_folder, revision=revision, subfolder=subfolder, allow_pickle=allow_pickle, **found)
         with unreplaced(folder):
-            values, saved_with = quantization.split(config_values(folder, config, **found))
+            values, saved_with = quantization.split(config_values(folder, config, **found), quantization_config)
             made = cls._checked_config(values, changes)
             made._name_or_path = str(id_or_folder)
             quantizer = quantization.choose(quantization_config, saved_with)

@@ -1,4 +1,5 @@
-"""Models whose linear modules bitsandbytes or torchao has quantised: loaded, trained under adapters, saved again.
+"""Models with quantised linear modules, of bitsandbytes, torchao or our own (nf4.py): loaded, trained under adapters,
+saved again.
 
 A quantiser replaces `nn.Linear` modules (bitsandbytes) or their weights (torchao), one after the other, as a checkpoint
 is read. The head, which is no `nn.Linear` here, stays as it is. config.json and the tensors on disk are those that
@@ -36,6 +37,8 @@ class Quantizer:
     """Attributes by which tools know such a model."""
     skipped: Iterable[str]
     """Names of modules that stay as they are."""
+    _without: ClassVar[str] = ""
+    """What to do instead of installing the library."""
 
     @property
     def quantization_config(self) -> Self:
@@ -78,7 +81,7 @@ class Quantizer:
         except ImportError as error:
             raise InputError(
                 f"quantization_config asks for {self.quant_method}, which cannot be imported: {error}.\n"
-                f"  Next: `pip install -U {self.quant_method}`."
+                f"  Next: `pip install -U {self.quant_method}`.{self._without}"
             ) from error
 
 
@@ -89,6 +92,7 @@ class BitsAndBytes(Quantizer):
     quant_method = "bitsandbytes"
     is_trainable: ClassVar[bool] = True
     """Whether adapters can be trained over it, as Trainer asks."""
+    _without = ' Weights in nf4 also load without it: quantization_config="nf4".'
 
     load_in_4bit: bool = False
     load_in_8bit: bool = False
@@ -260,10 +264,18 @@ METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
 """quant_method of config.json -> the class that holds its settings."""
 
 
-def quantizer_of(config: Any) -> Quantizer:
-    """The quantiser for a config of transformers (BitsAndBytesConfig, TorchAoConfig), one of torchao, or a dict.
+def _nf4() -> Any:
+    """The class of our own 4-bit modules; importing it imports the kernels."""
+    from ligermodels.checkpoint.nf4 import NF4
 
-    The dict: the fields of BitsAndBytesConfig or, with quant_method, a quantization_config of config.json.
+    return NF4
+
+
+def quantizer_of(config: Any) -> Quantizer:
+    """The quantiser for "nf4", a config of transformers (BitsAndBytesConfig, TorchAoConfig), one of torchao, or a dict.
+
+    "nf4" is our own `NF4` with its defaults; {"quant_method": "nf4", ...} sets its fields. Other dicts: the fields of
+    BitsAndBytesConfig or, with quant_method, a quantization_config of config.json.
     Raises InputError for other methods, unknown fields and settings that are not supported, and where the library is
     not installed.
     """
@@ -272,24 +284,28 @@ def quantizer_of(config: Any) -> Quantizer:
         return config
     if _is_of_torchao(config):
         return TorchAO(quant_type=config)
+    config = {"quant_method": "nf4"} if config == "nf4" else config
     read = config.to_dict() if hasattr(config, "to_dict") else config if isinstance(config, Mapping) else {}
     values = {key: value for key, value in read.items() if not key.startswith("_")}
     method = values.pop("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & values.keys() else None)
     method = getattr(method, "value", method)  # transformers has an enum of them
-    if method not in METHODS:
+    methods = {**METHODS, "nf4": _nf4()} if method == "nf4" else METHODS
+    if method not in methods:
+        given = repr(config) if isinstance(config, str) else f"a {type(config).__name__} with quant_method {method!r}"
         raise InputError(
-            f"quantization_config is a {type(config).__name__} with quant_method {method!r}; supported: "
-            "BitsAndBytesConfig, TorchAoConfig, a dict of their fields, or a config object of torchao"
+            f"quantization_config is {given}; supported: 'nf4', BitsAndBytesConfig, TorchAoConfig, a dict of their "
+            "fields, or a config object of torchao"
         )
-    known = [field.name for field in dataclasses.fields(METHODS[method])]
+    known = [field.name for field in dataclasses.fields(methods[method])]
     if unknown := values.keys() - set(known):
         raise InputError(f"quantization_config of {method} has no {min(unknown)!r}; it has {', '.join(known)}")
-    return METHODS[method](**values)
+    return methods[method](**values)
 
 
-def split(values: Any) -> tuple[Any, Quantizer | None]:
+def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
     """A config without its quantization_config where that is of a method known here, and the quantiser that it names.
 
+    asked: what the call passes as quantization_config; "nf4" has our own modules hold the weights of bitsandbytes.
     Raises ConfigError where the settings are not supported or the library is not installed.
     """
     saved = values.get("quantization_config") if isinstance(values, Mapping) else None
@@ -297,16 +313,23 @@ def split(values: Any) -> tuple[Any, Quantizer | None]:
     if not isinstance(method, str) or method not in METHODS:
         return values, None
     try:
-        quantizer = quantizer_of(saved)
+        quantizer = _nf4().of_saved(saved) if _asks_nf4(asked) and method == "bitsandbytes" else quantizer_of(saved)
     except (InputError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{values.get('model_type')}: the checkpoint is quantised by {method}: {error}") from error
     return {key: value for key, value in values.items() if key != "quantization_config"}, quantizer
+
+
+def _asks_nf4(asked: Any) -> bool:
+    method = asked.get("quant_method") if isinstance(asked, Mapping) else getattr(asked, "quant_method", asked)
+    return method == "nf4"
 
 
 def choose(asked: Any, saved: Quantizer | None) -> Quantizer | None:
     """The quantiser of a load: the checkpoint's own, where it is quantised, else what the call asks for."""
     if saved is None or asked is None:
         return saved if asked is None else quantizer_of(asked)
+    if asked == "nf4" == saved.quant_method:  # no settings that could differ
+        return saved
     if type(quantizer_of(asked)) is not type(saved):
         raise InputError(f"the checkpoint is quantised by {saved.quant_method} already; leave quantization_config out")
     warnings.warn("the checkpoint is quantised already: its own settings count, not quantization_config", stacklevel=3)

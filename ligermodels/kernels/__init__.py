@@ -23,6 +23,13 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy, linea
 from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd, linear_jsd_reference
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs, linear_logprobs_reference
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
+from ligermodels.kernels.nf4 import (
+    NF4State,
+    dequantize_nf4,
+    dequantize_nf4_reference,
+    quantize_nf4,
+    quantize_nf4_reference,
+)
 from ligermodels.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from ligermodels.kernels.rope import rope, rope_qk, rope_qk_reference, rope_reference
 from ligermodels.kernels.vocab_parallel_cross_entropy import (
@@ -34,6 +41,7 @@ __all__ = [
     "CrossEntropyOutput",
     "LinearJSDOutput",
     "LogprobsOutput",
+    "NF4State",
     "activate",
     "activate_reference",
     "activation_linear",
@@ -46,6 +54,8 @@ __all__ = [
     "attention_reference",
     "cross_entropy",
     "cross_entropy_reference",
+    "dequantize_nf4",
+    "dequantize_nf4_reference",
     "embedding",
     "embedding_reference",
     "gated_mlp",
@@ -70,6 +80,8 @@ __all__ = [
     "mlp_reference",
     "moe_experts",
     "moe_experts_reference",
+    "quantize_nf4",
+    "quantize_nf4_reference",
     "rms_norm",
     "rms_norm_reference",
     "rope",

@@ -12,6 +12,7 @@ from ligermodels.layers.head import LMHead
 from ligermodels.layers.losses import CrossEntropyLoss, JSDLoss, KLDivLoss, LinearCrossEntropyLoss, LinearJSDLoss
 from ligermodels.layers.mlp import MLP, GatedMLP
 from ligermodels.layers.moe import Experts, MoE, Router, load_balancing_loss
+from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.norm import LayerNorm, RMSNorm
 from ligermodels.layers.preference import (
     KTOOutput,
@@ -54,6 +55,7 @@ __all__ = [
     "LinearORPOLoss",
     "LinearSimPOLoss",
     "MoE",
+    "NF4Linear",
     "PreferenceOutput",
     "RMSNorm",
     "RotaryEmbedding",

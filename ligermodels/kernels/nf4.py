@@ -1,0 +1,245 @@
+"""NF4: a frozen weight in 4 bits, in the bytes that bitsandbytes writes, quantised and dequantised.
+
+    absmax[b] = max |w| of block b, of 64 weights in row-major order
+    index = that of the code nearest to w / absmax[b]; two to a byte, the first one in the high bits
+    w = code[index] * absmax[b]
+
+`code` holds 16 quantiles of a normal distribution, scaled to [-1, 1]. With double quantisation absmax is itself stored
+as 8 bits, in blocks of 256 around its mean, by a code of 256 whose steps are finer near zero:
+
+    absmax[b] = nested_code[absmax8[b]] * nested_absmax[b // 256] + offset
+
+Bits per weight: 4 + 32 / 64 = 4.5, and 4 + 8 / 64 + 32 / (64 * 256) = 4.127 with double quantisation.
+Dequantising is one kernel, absmax included: it reads those bits and writes the weight, 2.52 bytes per weight in 16
+bits, which is the minimum. Math in fp32, one rounding to the dtype of the output.
+
+A weight is dequantised for each product and multiplied by cuBLAS. At training sizes that is the fast form: a step of an
+8B model reads and writes for 4 ms of its second, and a product that dequantises as it goes is several times slower.
+
+Source: T. Dettmers et al., QLoRA, arXiv 2305.14314; https://github.com/bitsandbytes-foundation/bitsandbytes, whose CPU
+code the tests compare with, bit for bit. Its CUDA code divides with less than fp32's precision: there, an index may
+differ where a weight lies between two codes.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
+
+CODE = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
+    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
+    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""What the 16 indices stand for."""
+NESTED_BLOCK = 256
+"""How many absmax share one nested_absmax."""
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TINY = 1e-38  # in place of an absmax of 0, whose inverse would be infinite
+_TILE = 4096  # weights per program
+
+
+class NF4State(NamedTuple):
+    """What a packed weight is dequantised with.
+
+    absmax: fp32 [B] of B blocks or, with double quantisation, uint8 [B]. code: fp32 [16].
+    shape, dtype: those of the weight that was quantised. block: weights per block.
+    nested_absmax: fp32 [ceil(B / 256)], nested_code: fp32 [256], offset: fp32 []: of double quantisation, else None.
+    """
+
+    absmax: Tensor
+    code: Tensor
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    block: int
+    nested_absmax: Tensor | None = None
+    nested_code: Tensor | None = None
+    offset: Tensor | None = None
+
+
+def nested_code() -> Tensor:
+    """The 256 codes of absmax, fp32, ascending: seven decades of means of ever more equal parts, 0 and 1."""
+    positive = []
+    for decade in range(7):
+        edges = torch.linspace(0.1, 1, 2**decade + 1, dtype=torch.float32, device="cpu")
+        positive.append(10 ** (decade - 6) * ((edges[:-1] + edges[1:]) / 2.0))
+    found = torch.cat(positive)
+    ends = torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")
+    return torch.cat([found, -found, ends]).sort().values
+
+
+def _blocks(values: Tensor, block: int) -> Tensor:
+    """The values in rows of a block, the last one filled up with zeros."""
+    return F.pad(values, (0, -values.numel() % block)).view(-1, block)
+
+
+def _indices(blocks: Tensor, code: Tensor) -> tuple[Tensor, Tensor]:
+    """For rows of fp32: of each element the index of its code, uint8; and absmax [B]."""
+    absmax = blocks.abs().amax(1)
+    scaled = blocks * (1.0 / absmax.clamp(min=_TINY))[:, None]
+    return torch.bucketize(scaled, (code[:-1] + code[1:]) / 2, out_int32=True).to(torch.uint8), absmax
+
+
+def _nest(absmax: Tensor, state: NF4State) -> NF4State:
+    """The state with absmax in 8 bits."""
+    code, offset = nested_code().to(absmax.device), absmax.mean()
+    index, nested = _indices(_blocks(absmax - offset, NESTED_BLOCK), code)
+    return state._replace(
+        absmax=index.view(-1)[: absmax.numel()].clone(), nested_absmax=nested, nested_code=code, offset=offset
+    )
+
+
+def quantize_nf4_reference(weight: Tensor, *, block: int = 64, double: bool = True) -> tuple[Tensor, NF4State]:
+    n, code = weight.numel(), torch.tensor(CODE, dtype=torch.float32, device=weight.device)
+    index, absmax = _indices(_blocks(weight.reshape(-1).float(), block), code)
+    index = index.view(-1)[: n + n % 2]
+    state = NF4State(absmax, code, tuple(weight.shape), weight.dtype, block)
+    return ((index[::2] << 4) | index[1::2])[:, None], _nest(absmax, state) if double else state
+
+
+def absmax_of(state: NF4State) -> Tensor:
+    """absmax in fp32 [B], whether it was quantised or not."""
+    if state.nested_absmax is None or state.nested_code is None or state.offset is None:
+        return state.absmax
+    values = state.nested_code[state.absmax.int()]
+    blocks = _blocks(values, NESTED_BLOCK) * state.nested_absmax[:, None]
+    return blocks.view(-1)[: values.numel()] + state.offset
+
+
+def dequantize_nf4_reference(packed: Tensor, state: NF4State, dtype: torch.dtype | None = None) -> Tensor:
+    n, packed = math.prod(state.shape), packed.view(-1)
+    values = state.code[torch.stack((packed >> 4, packed & 15), 1).view(-1)[:n].int()]
+    values = (_blocks(values, state.block) * absmax_of(state)[:, None]).view(-1)[:n]
+    return values.view(state.shape).to(dtype or state.dtype)
+
+
+@triton.jit
+def _quantize_kernel(
+    packed_ptr, absmax_ptr, w_ptr, code_ptr, n, n_bytes, TINY: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    w = tl.load(w_ptr + at, mask=at < n, other=0.0).to(tl.float32)
+    absmax = tl.max(tl.abs(w), 1)
+    tl.store(absmax_ptr + rows, absmax, mask=rows * BLOCK < n)
+    scaled = w * tl.div_rn(tl.full([ROWS], 1.0, tl.float32), tl.maximum(absmax, TINY))[:, None]
+    index = tl.zeros([ROWS, BLOCK], tl.int32)
+    below = tl.load(code_ptr)
+    for i in tl.static_range(1, 16):
+        above = tl.load(code_ptr + i)
+        index += (scaled > (below + above) * 0.5).to(tl.int32)
+        below = above
+    first, second = tl.split(tl.reshape(index, (ROWS, BLOCK // 2, 2)))
+    byte = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    tl.store(packed_ptr + byte, (first * 16 + second).to(tl.uint8), mask=byte < n_bytes)
+
+
+@triton.jit
+def _dequantize_kernel(
+    out_ptr, packed_ptr, code_ptr, absmax_ptr, nested_absmax_ptr, nested_code_ptr, offset_ptr, n, n_bytes, zero,
+    NESTED_BLOCK: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    inside = rows * BLOCK < n
+    absmax = tl.load(absmax_ptr + rows, mask=inside, other=0)
+    if nested_absmax_ptr is not None:
+        nested = tl.load(nested_absmax_ptr + rows // NESTED_BLOCK, mask=inside, other=0.0)
+        product = tl.load(nested_code_ptr + absmax.to(tl.int32)) * nested
+        # Rounded before it is added to, as the reference does: a compiler that knew of `zero` would fuse the two.
+        product = (product.to(tl.int32, bitcast=True) ^ zero).to(tl.float32, bitcast=True)
+        absmax = product + tl.load(offset_ptr)
+    byte = rows[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
+    packed = tl.load(packed_ptr + byte, mask=byte < n_bytes, other=0).to(tl.int32)
+    w = tl.interleave(tl.load(code_ptr + (packed >> 4)), tl.load(code_ptr + (packed & 15))) * absmax[:, None]
+    at = rows[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    tl.store(out_ptr + at, w.to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+def _grid(n: int, block: int) -> tuple[tuple[int], int]:
+    """The grid, and the blocks of each program."""
+    rows = max(1, _TILE // block)
+    return (cdiv(n, block * rows),), rows
+
+
+def quantize_nf4(weight: Tensor, *, block: int = 64, double: bool = True) -> tuple[Tensor, NF4State]:
+    """The weight in 4 bits: (packed, state).
+
+    weight: any shape, bf16, fp16 or fp32, without a gradient. block: how many weights share an absmax, a power of two
+    from 32 to 4096. double: absmax is quantised too.
+    Returns packed, uint8 [ceil(n / 2), 1] for n weights, and what `dequantize_nf4` needs beside it.
+    Synchronises, to see that the weight is finite. Raises InputError for other weights and blocks.
+    """
+    if weight.dtype not in _DTYPES or not weight.numel():
+        raise InputError(f"quantize_nf4: weight has {describe(weight)}; expected elements of bf16, fp16 or fp32")
+    if weight.requires_grad:
+        raise InputError(
+            "quantize_nf4: the weight requires a gradient, and 4 bits cannot be trained. Freeze it first: "
+            "weight.requires_grad_(False), or pass weight.detach()"
+        )
+    if block not in BLOCKS:
+        raise InputError(f"quantize_nf4: block={block}; expected one of {', '.join(map(str, BLOCKS))}")
+    if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
+        raise InputError("quantize_nf4: the weight holds NaN or infinity, which 4 bits cannot represent")
+    if not use_triton(weight):
+        return quantize_nf4_reference(weight, block=block, double=double)
+    weight, n = weight.contiguous(), weight.numel()
+    code = torch.tensor(CODE, dtype=torch.float32, device=weight.device)
+    packed = torch.empty((cdiv(n, 2), 1), dtype=torch.uint8, device=weight.device)
+    absmax = torch.empty(cdiv(n, block), dtype=torch.float32, device=weight.device)
+    grid, rows = _grid(n, block)
+    launch(_quantize_kernel, grid, packed, absmax, weight, code, n, cdiv(n, 2), _TINY, block, rows, num_warps=4)
+    state = NF4State(absmax, code, tuple(weight.shape), weight.dtype, block)
+    return packed, _nest(absmax, state) if double else state
+
+
+def dequantize_nf4(
+    packed: Tensor, state: NF4State, *, out: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """The weight that `quantize_nf4` has packed, without autograd.
+
+    dtype: of the result, by default that of the weight that was quantised. out: contiguous, of the weight's shape; it
+    is written and returned, and its dtype is the result's.
+    Raises InputError where packed, state and out do not belong together.
+    """
+    n = math.prod(state.shape)
+    if packed.dtype != torch.uint8 or packed.numel() != cdiv(n, 2) or type(packed) not in (Tensor, nn.Parameter):
+        raise InputError(
+            f"dequantize_nf4: packed is a {type(packed).__name__} of {describe(packed)}; expected uint8 "
+            f"({cdiv(n, 2)}, 1) for a weight {tuple(state.shape)}, whole: a sharded one is gathered first"
+        )
+    if state.absmax.numel() != cdiv(n, state.block) or state.absmax.device != packed.device:
+        raise InputError(
+            f"dequantize_nf4: absmax has {describe(state.absmax)}; expected {cdiv(n, state.block)} elements on "
+            f"{packed.device}"
+        )
+    if out is None:
+        out = torch.empty(state.shape, dtype=dtype or state.dtype, device=packed.device)
+    elif (
+        out.shape != tuple(state.shape)
+        or out.device != packed.device
+        or not out.is_contiguous()
+        or dtype not in (None, out.dtype)
+    ):
+        raise InputError(
+            f"dequantize_nf4: out has {describe(out)}; expected contiguous {tuple(state.shape)} on {packed.device}, "
+            f"of {dtype or 'a floating point dtype'}"
+        )
+    if not out.is_floating_point() or out.requires_grad:
+        raise InputError(f"dequantize_nf4: the result has {describe(out)}; expected floating point without a gradient")
+    if not use_triton(packed):
+        return out.copy_(dequantize_nf4_reference(packed, state, out.dtype))
+    grid, rows = _grid(n, state.block)
+    launch(
+        _dequantize_kernel, grid, out, packed.contiguous(), state.code, state.absmax, state.nested_absmax,
+        state.nested_code, state.offset, n, cdiv(n, 2), 0, NESTED_BLOCK, state.block, rows, num_warps=4,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,240 @@
+"""quantization_config="nf4": linear modules are quantised as they are read, and saved in the layout of bitsandbytes."""
+
+import json
+import shutil
+import sys
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import ligermodels
+from ligermodels import CheckpointError, ConfigError, InputError
+from ligermodels.checkpoint import quantization
+from ligermodels.checkpoint.nf4 import NF4
+from ligermodels.checkpoint.weights import same_bits
+from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
+from ligermodels.layers import NF4Linear
+from ligermodels.parallel import make_mesh, parallelize
+from tests.checkpoint.fixtures import make_model
+from tests.checkpoint.test_sharded import processes
+
+IDS = torch.tensor([[1, 5, 9, 2, 30, 7]])
+Q = "model.layers.0.self_attn.q_proj"
+STATE = f"{Q}.weight.quant_state.bitsandbytes__nf4"
+
+
+@pytest.fixture(autouse=True)
+def _without_bitsandbytes(monkeypatch):
+    """None of this needs it."""
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """A model with biases, and widths that are no multiples of a block."""
+    model = make_model(num_hidden_layers=2, attention_bias=True, initializer_range=0.2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model.save_pretrained(tmp_path_factory.mktemp("plain") / "model")
+
+
+def load(folder, config="nf4", **options):
+    return ligermodels.load(folder, quantization_config=config, device="cpu", progress=False, **options)
+
+
+@pytest.fixture(scope="module")
+def saved(plain, tmp_path_factory):
+    return load(plain).save_pretrained(tmp_path_factory.mktemp("saved") / "model")
+
+
+def quantised(model):
+    return {name for name, module in model.named_modules() if type(module) is NF4Linear}
+
+
+@pytest.mark.parametrize("config, double", [
+    ("nf4", True), (NF4(double=False), False), ({"quant_method": "nf4", "double": False}, False),
+], ids=str)  # fmt: skip
+def test_a_model_is_that_of_its_dequantised_weights(plain, config, double):
+    reference, model = ligermodels.load(plain, device="cpu", progress=False), load(plain, config)
+    linears = {name for name, module in reference.named_modules() if type(module) is nn.Linear}
+    assert quantised(model) == linears and len(linears) == 14 and "lm_head" not in linears
+    with torch.no_grad():
+        before = reference(IDS).logits
+        for name in linears:
+            weight = reference.get_submodule(name).weight
+            packed, state = quantize_nf4(weight.detach(), double=double)
+            assert torch.equal(model.get_submodule(name).weight, packed)
+            weight.copy_(dequantize_nf4(packed, state))
+        logits = reference(IDS).logits
+    torch.testing.assert_close(model(IDS).logits, logits, rtol=1e-5, atol=1e-5)
+    assert (logits - before).abs().max() > 0.01
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained == {name for name, p in reference.named_parameters() if name.rpartition(".")[0] not in linears}
+    assert model.is_quantized and model.hf_quantizer.is_trainable
+
+
+def test_gradients_reach_what_is_below(plain):
+    model = load(plain)
+    model(IDS, labels=IDS).loss.backward()
+    assert model.model.embed_tokens.weight.grad.abs().sum() > 0
+    assert model.model.layers[0].input_layernorm.weight.grad.abs().sum() > 0
+
+
+def test_modules_are_skipped_by_name(plain, tmp_path):
+    model = load(plain, NF4(skip_modules=["down_proj", "model.layers.1"]))
+    assert len(quantised(model)) == 6 and not any(
+        "down_proj" in name or "layers.1" in name for name in quantised(model)
+    )
+    again = load(model.save_pretrained(tmp_path / "x"))
+    assert quantised(again) == quantised(model) and torch.equal(again(IDS).logits, model(IDS).logits)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_what_is_saved_is_loaded_bit_for_bit(plain, tmp_path, double):
+    model = load(plain, NF4(double=double, compute_dtype="float32"))
+    folder = model.save_pretrained(tmp_path / "one")
+    config = json.loads((folder / "config.json").read_text())["quantization_config"]
+    assert config == {
+        "quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "llm_int8_threshold": 6.0,
+        "llm_int8_skip_modules": None, "llm_int8_enable_fp32_cpu_offload": False, "llm_int8_has_fp16_weight": False,
+        "bnb_4bit_compute_dtype": "float32", "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double,
+        "bnb_4bit_quant_storage": "uint8",
+    }  # fmt: skip
+    tensors = load_file(folder / "model.safetensors")
+    of_q = {name.removeprefix(f"{Q}.") for name in tensors if name.startswith(f"{Q}.")}
+    nested = {"weight.nested_absmax", "weight.nested_quant_map"} if double else set()
+    state = "weight.quant_state.bitsandbytes__nf4"
+    assert of_q == {"weight", "bias", "weight.absmax", "weight.quant_map", state} | nested
+    values = json.loads(bytes(tensors[STATE].tolist()))
+    assert values["shape"] == [16, 16] and values["dtype"] == "float32" and values["blocksize"] == 64
+    again = load(folder)
+    assert again.hf_quantizer == model.hf_quantizer and torch.equal(again(IDS).logits, model(IDS).logits)
+    again = load(again.save_pretrained(tmp_path / "two", max_shard_size="8KB"))
+    found = load_file(again.save_pretrained(tmp_path / "three") / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(same_bits(found[name], tensors[name]) for name in tensors)
+
+
+def test_other_storage_dtypes_are_read(saved, tmp_path):
+    """bnb_4bit_quant_storage="bfloat16" keeps the same bytes as another dtype."""
+    shutil.copytree(saved, tmp_path / "x")
+    tensors = load_file(saved / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith("proj.weight"):
+            tensors[name] = tensor.view(-1).view(torch.bfloat16)[:, None]
+    save_file(tensors, tmp_path / "x" / "model.safetensors", {"format": "pt"})
+    assert torch.equal(load(tmp_path / "x")(IDS).logits, load(saved)(IDS).logits)
+
+
+def test_weights_are_quantised_one_by_one(plain, monkeypatch):
+    """When a weight is quantised, those before it are in 4 bits already, and those after it not yet read."""
+    convert, counts = NF4.convert, []
+
+    def counting(self, linear, weight, bias, device):
+        counts.append((len(quantised(models[0])), weight.untyped_storage().resizable()))
+        return convert(self, linear, weight, bias, device)
+
+    models, load_all = [], quantization.load
+    monkeypatch.setattr(
+        quantization, "load", lambda model, *args, **kw: (models.append(model), load_all(model, *args, **kw))
+    )
+    monkeypatch.setattr(NF4, "convert", counting)
+    load(plain)
+    assert counts == [(i, False) for i in range(14)]  # each mapped from the file, no copy of it in memory
+
+
+# Sharded
+
+
+def work_on_two_ranks(rank, folder, saved):
+    torch.set_num_threads(1)
+    with processes(rank, 2, folder / "meeting"):
+        mesh = make_mesh(dp_shard=2, device_type="cpu")
+        for dtype in (None, torch.bfloat16):
+            model, whole = load(saved), load(saved)
+            parallelize(model, mesh, param_dtype=dtype)
+            weight = model.get_submodule(Q).weight
+            assert weight.to_local().shape == (64, 1) and weight.dtype == torch.uint8
+            loss = model(IDS, labels=IDS).loss
+            wanted = (whole if dtype is None else whole.to(dtype))(IDS, labels=IDS).loss
+            loss.backward()
+            wanted.backward()
+            torch.testing.assert_close(loss, wanted.float(), rtol=1e-5 if dtype is None else 0.02, atol=0)
+            found, expected = (m.model.layers[0].input_layernorm.weight.grad for m in (model, whole))
+            error = (found.full_tensor() - expected).norm() / expected.norm()
+            assert error < (1e-5 if dtype is None else 0.1)
+            model.save_pretrained(folder / f"{dtype}", max_shard_size="8KB")
+
+
+def test_fsdp_shards_the_bytes_and_gathers_them(saved, tmp_path):
+    """Also where it casts to bf16 what it gathers, which would be another weight."""
+    torch.multiprocessing.spawn(work_on_two_ranks, args=(tmp_path, saved), nprocs=2)
+    wanted = load_file(saved / "model.safetensors")
+    for dtype in (None, torch.bfloat16):
+        files = sorted((tmp_path / f"{dtype}").glob("*.safetensors"))
+        found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+        assert len(files) > 2 and found.keys() == wanted.keys()
+        assert all(same_bits(found[name], wanted[name]) for name in wanted)
+
+
+# What raises
+
+
+def change_state(**values):
+    def change(tensors):
+        found = json.loads(bytes(tensors[STATE].tolist())) | values
+        tensors[STATE] = torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)
+
+    return change
+
+
+@pytest.mark.parametrize("damage, message", [
+    (lambda tensors: tensors.pop(f"{Q}.weight.absmax"), "weight.absmax"),
+    (lambda tensors: tensors.pop(STATE), "quant_state"),
+    (lambda tensors: tensors.update({f"{Q}.weight": tensors[f"{Q}.weight"][:5].clone()}), r"its weight is .* \[5, 1\]"),
+    (lambda tensors: tensors[f"{Q}.weight.quant_map"].mul_(2), "quant_map another"),
+    (lambda tensors: tensors.update({f"{Q}.weight.absmax": torch.zeros(4)}), "absmax is torch.float32"),
+    (change_state(shape=[8, 32]), r"holds a weight \[8, 32\]"),
+    (change_state(quant_type="fp4"), "quant_type is fp4"),
+    (change_state(blocksize=48), "absmax"),
+    (change_state(nested_blocksize=128), "blocks of 128"),
+    (lambda tensors: tensors.pop(f"{Q}.bias"), "has a bias on disk or in the model"),
+])  # fmt: skip
+def test_damaged_modules_are_named(saved, tmp_path, damage, message):
+    file = saved / "model.safetensors"
+    tensors, header = load_file(file), dict(safe_open(file, "pt").metadata())
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", header)
+    (tmp_path / "config.json").write_text((saved / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=f"(?s){Q}.*{message}"):
+        load(tmp_path)
+
+
+def test_what_cannot_be_honoured_raises(plain, saved, tmp_path):
+    with pytest.raises(InputError, match="'nf5'; supported: 'nf4'"):
+        load(plain, "nf5")
+    with pytest.raises(InputError, match="no 'blok'; it has double, skip_modules"):
+        load(plain, {"quant_method": "nf4", "blok": 64})
+    with pytest.raises(ConfigError, match=r"(?s)pip install.*quantization_config=\"nf4\""):
+        load(saved, None)
+    with pytest.warns(UserWarning, match="its own settings count"):
+        assert load(saved, NF4(double=False)).hf_quantizer.double
+    for kind, setting in (("fp4", {"bnb_4bit_quant_type": "fp4"}), ("8 bits", {"load_in_4bit": False})):
+        config = json.loads((saved / "config.json").read_text())
+        config["quantization_config"] |= setting
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ConfigError, match=f"weights are in {kind}"):
+            load(tmp_path)
+    model = load(plain)
+    with pytest.raises(CheckpointError, match="leave state_dict out"):
+        model.save_pretrained(tmp_path / "x", state_dict=model.state_dict())
+    tensors = load_file(plain / "model.safetensors")
+    tensors[f"{Q}.weight"][0] = float("nan")
+    shutil.copytree(plain, tmp_path / "nan")
+    save_file(tensors, tmp_path / "nan" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="q_proj holds NaN"):
+        load(tmp_path / "nan")

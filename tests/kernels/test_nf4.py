@@ -1,0 +1,210 @@
+"""NF4: every index is that of the nearest code, the bytes are those of bitsandbytes, and what is packed comes back."""
+
+import math
+
+import pytest
+import torch
+
+from ligermodels.errors import InputError
+from ligermodels.kernels.nf4 import (
+    CODE,
+    absmax_of,
+    dequantize_nf4,
+    dequantize_nf4_reference,
+    nested_code,
+    quantize_nf4,
+    quantize_nf4_reference,
+)
+from tests.kernels.on_gpu import assert_compiles, large
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SHAPES = [(1,), (3,), (64,), (65,), (5, 13), (127,), (33, 70), (48, 128), (64 * 256 + 7,), (2, 3, 4, 32)]
+"""Also one element, odd counts, and counts that are multiples neither of 64 nor of 64 * 256."""
+
+
+def make(shape, dtype=torch.float32, device="cpu"):
+    """Rows of very different size, some zeros, and a block of nothing but zeros where there is room."""
+    weight = torch.randn(shape) * torch.logspace(-3, 1, shape[-1])
+    weight.view(-1)[64:128] = 0
+    return weight.to(device=device, dtype=dtype)
+
+
+def of(state):
+    return [x for x in state if isinstance(x, torch.Tensor)]
+
+
+def values(state):
+    return [x for x in state if x is not None and not isinstance(x, torch.Tensor)]
+
+
+def same(a, b):
+    """Bit for bit, but for the sign of a zero."""
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("double", [True, False])
+def test_kernels_give_the_bits_of_the_reference(device, poison, shape, double):
+    for dtype in DTYPES:
+        for block in (64, 32, 256):
+            weight = make(shape, dtype, device)
+            packed, state = quantize_nf4(weight, block=block, double=double)
+            expected, wanted = quantize_nf4_reference(weight, block=block, double=double)
+            assert packed.shape == (math.ceil(weight.numel() / 2), 1) and torch.equal(packed, expected)
+            assert values(state) == values(wanted) == [shape, dtype, block]
+            assert len(of(state)) == len(of(wanted)) == (5 if double else 2)
+            assert all(map(same, of(state), of(wanted)))
+            for out in (torch.float32, torch.float16, torch.float64) + (torch.bfloat16,) * (device == "cuda"):
+                found = dequantize_nf4(packed, state, dtype=out)  # interpreted, bf16 is truncated
+                assert found.shape == shape and same(found, dequantize_nf4_reference(packed, state, out))
+                into = torch.empty(shape, dtype=out, device=device)
+                assert dequantize_nf4(packed, state, out=into) is into and torch.equal(into, found)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_weights_become_the_nearest_code_times_absmax(device, double):
+    weight = make((48, 130), device=device)
+    packed, state = quantize_nf4(weight, double=double)
+    w, absmax = weight.view(-1).cpu().double(), absmax_of(state).cpu().double()
+    blocks = w.split(64)
+    exact = torch.stack([block.abs().max() for block in blocks])
+    assert torch.equal(exact, absmax) is not double
+    # The codes of absmax lie 0.014 apart where they lie widest, of the largest in 256; half of it is the error.
+    assert (absmax - exact).abs().max() <= 0.00705 * (exact - exact.mean()).abs().max() + 1e-7
+    scaled = torch.cat([block / size.clamp(min=1e-38) for block, size in zip(blocks, exact, strict=True)])
+    codes = torch.tensor(CODE, dtype=torch.float64)
+    nearest = (scaled[:, None] - codes).abs().argmin(1)
+    flat = packed.view(-1).cpu().int()
+    index = torch.stack((flat // 16, flat % 16), 1).view(-1)
+    assert (index == nearest).double().mean() > 0.9999  # but between two codes, where fp32 rounds
+    assert {0, 7, 15} <= set(index.tolist())
+    found = dequantize_nf4(packed, state).view(-1).cpu().double()
+    expected = codes[index] * absmax.repeat_interleave(64)[: len(w)]
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
+
+
+def test_bits_per_weight():
+    for double, bits in ((True, 4 + 8 / 64 + 32 / (64 * 256)), (False, 4.5)):
+        packed, state = quantize_nf4(torch.randn(1024, 1024), double=double)
+        held = [packed, state.absmax] + [state.nested_absmax] * double  # the codes, 1 KB, are once per weight
+        assert sum(x.nbytes for x in held) * 8 / 1024**2 == bits
+    assert abs(4 + 8 / 64 + 32 / (64 * 256) - 4.127) < 1e-3
+
+
+def test_strided_weights_and_several_dims(device):
+    weight = make((40, 96), device=device).t()
+    found, expected = quantize_nf4(weight), quantize_nf4(weight.contiguous())
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1].absmax, expected[1].absmax)
+    assert dequantize_nf4(*found).shape == (96, 40)
+
+
+# Against bitsandbytes
+
+
+@pytest.fixture(scope="module")
+def bnb():
+    return pytest.importorskip("bitsandbytes.functional")
+
+
+def nest_exactly(functional, absmax):
+    """absmax in 8 bits, by the code of bitsandbytes that finds the nearest; its library for fp32 looks up a table."""
+    offset = absmax.mean()
+    code = functional.create_dynamic_map().to(absmax.device)
+    found = torch.ops.bitsandbytes.quantize_blockwise.default((absmax - offset).double(), code, 256)
+    return *found, code, offset
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.filterwarnings("ignore")
+def test_bytes_are_those_of_bitsandbytes(bnb, shape):
+    for dtype in DTYPES:
+        for block in (64, 256):
+            weight = make(shape, dtype)
+            packed, state = quantize_nf4_reference(weight, block=block, double=False)
+            theirs, wanted = bnb.quantize_4bit(weight, blocksize=block, quant_type="nf4")
+            assert same(packed, theirs) and same(state.code, wanted.code)
+            # A block of zeros at the end has an absmax of 1e-38 there.
+            torch.testing.assert_close(state.absmax, wanted.absmax, rtol=0, atol=2e-38)
+            nested = quantize_nf4_reference(weight, block=block)[1]
+            index, sizes, code, offset = nest_exactly(bnb, state.absmax)
+            assert same(nested.offset, offset) and same(nested.nested_code, code)
+            if len(state.absmax) > 1:  # else all of absmax is the offset, and what is left is 0 / 0
+                assert same(nested.absmax, index.view(-1)) and same(nested.nested_absmax, sizes.float())
+
+
+def test_the_library_of_bitsandbytes_quantises_absmax_to_a_neighbour_at_most(bnb):
+    """On the CPU it looks up the code in a table of 2^16 entries: between two codes it may take the other one."""
+    weight = torch.randn(512, 512)
+    state = quantize_nf4(weight)[1]
+    wanted = bnb.quantize_4bit(weight, compress_statistics=True, quant_type="nf4")[1]
+    apart = (state.absmax.int() - wanted.absmax.int()).abs()
+    assert apart.max() <= 1 and (apart > 0).float().mean() < 0.01
+
+
+@pytest.mark.parametrize("shape", [(33, 70), (48, 128), (1, 64), (130, 256)], ids=str)
+@pytest.mark.parametrize("double", [True, False])
+@pytest.mark.filterwarnings("ignore")
+def test_what_bitsandbytes_has_packed_is_dequantised_to_its_bits(bnb, device, shape, double):
+    for dtype in DTYPES:
+        weight = make(shape, dtype)
+        theirs, wanted = bnb.quantize_4bit(weight, compress_statistics=double, quant_type="nf4")
+        state = quantize_nf4_reference(weight, double=double)[1]._replace(absmax=wanted.absmax)
+        if double:
+            state = state._replace(nested_absmax=wanted.state2.absmax, offset=wanted.offset)
+        expected = bnb.dequantize_4bit(theirs, wanted)
+        assert same(dequantize_nf4_reference(theirs, state), expected)
+        there = state._replace(**{k: v.to(device) for k, v in state._asdict().items() if isinstance(v, torch.Tensor)})
+        if dtype != torch.bfloat16 or device == "cuda":
+            assert same(dequantize_nf4(theirs.to(device), there).cpu(), expected)
+
+
+def test_the_code_of_absmax_is_that_of_bitsandbytes(bnb):
+    assert same(nested_code(), bnb.create_dynamic_map())
+
+
+# On a GPU, and what raises
+
+
+@pytest.mark.gpu
+def test_dequantising_compiles_whole():
+    packed, state = quantize_nf4(make((96, 130), torch.bfloat16, "cuda"))
+    assert_compiles(lambda x: x @ dequantize_nf4(packed, state).t(), [make((3, 130), torch.bfloat16, "cuda")], [])
+
+
+@large
+@pytest.mark.gpu
+def test_more_than_2_31_weights():
+    rows = torch.randn(64, 2**13, device="cuda", dtype=torch.bfloat16)
+    weight = rows.repeat(2**12 + 1, 1)
+    packed, state = quantize_nf4(weight)
+    one, _ = quantize_nf4(rows, double=False)
+    assert packed.numel() > 2**30 and torch.equal(packed[-one.numel() :], one)
+    out = dequantize_nf4(packed, state)
+    assert (out[-64:].float() - rows.float()).norm() < 0.11 * rows.float().norm()
+
+
+def test_bad_calls_say_what_is_wrong(device):
+    weight = torch.randn(8, 16, device=device)
+    packed, state = quantize_nf4(weight)
+    other = torch.zeros(8, 15, device=device)
+    for call, message in (
+        (lambda: quantize_nf4(weight.double()), "float64"),
+        (lambda: quantize_nf4(weight.int()), "int32"),
+        (lambda: quantize_nf4(weight[:0]), r"\(0, 16\)"),
+        (lambda: quantize_nf4(weight.clone().requires_grad_()), "Freeze it first"),
+        (lambda: quantize_nf4(weight / 0), "NaN or infinity"),
+        (lambda: quantize_nf4(weight, block=48), "block=48"),
+        (lambda: dequantize_nf4(packed[1:], state), r"expected uint8 \(64, 1\)"),
+        (lambda: dequantize_nf4(packed.float(), state), "float32"),
+        (lambda: dequantize_nf4(packed, state._replace(absmax=state.absmax[:1])), "expected 2 elements"),
+        (lambda: dequantize_nf4(packed, state, out=other), r"\(8, 15\)"),
+        (lambda: dequantize_nf4(packed, state, out=torch.empty_like(weight.t())), r"\(16, 8\)"),
+        (lambda: dequantize_nf4(packed, state, out=torch.empty(16, 8, device=device).t()), "contiguous"),
+        (lambda: dequantize_nf4(packed, state, out=weight, dtype=torch.float16), "float16"),
+        (lambda: dequantize_nf4(packed, state, dtype=torch.int32), "int32"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+    if device == "cuda":
+        with pytest.raises(InputError, match="cuda"):
+            dequantize_nf4(packed, state._replace(absmax=state.absmax.cpu()))

@@ -1,0 +1,230 @@
+"""NF4Linear: a linear layer over the dequantised weight, whose memory is shared and never wrong."""
+
+import copy
+import io
+import threading
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from ligermodels.errors import InputError
+from ligermodels.kernels.nf4 import quantize_nf4
+from ligermodels.layers import NF4Linear, nf4
+
+
+@pytest.fixture(autouse=True)
+def _no_buffers():
+    nf4.release_buffers()
+
+
+def make(n=48, k=80, bias=True, device="cpu", dtype=torch.float32, **options):
+    weight, bias = torch.randn(n, k, dtype=dtype), torch.randn(n, dtype=dtype) if bias else None
+    return NF4Linear.from_weight(weight.to(device), None if bias is None else bias.to(device), **options)
+
+
+def expected(layer, x):
+    weight, bias = layer.dequantized_weight(x.dtype), layer.bias
+    return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+
+
+def sizes():
+    """Of the buffers, in bytes."""
+    return [buffer.numel() for buffers in nf4._FREE.values() for buffer in buffers]
+
+
+def tensors(layer):
+    return dict(layer.state_dict())
+
+
+@pytest.mark.parametrize("options", [dict(), dict(double=False), dict(block=128, bias=False)], ids=str)
+def test_output_and_gradient_are_those_of_the_dequantised_weight(device, options):
+    layer = make(device=device, **options)
+    for dtype in (torch.float64, torch.float32, torch.float16):
+        x = torch.randn(2, 5, 80, device=device, dtype=dtype, requires_grad=True)
+        y, wanted = layer(x), expected(layer, x)
+        assert torch.equal(y, wanted) and y.dtype == dtype
+        dy = torch.randn_like(y)
+        torch.testing.assert_close(*(torch.autograd.grad(out, x, dy)[0] for out in (y, wanted)))
+        with torch.no_grad():
+            assert torch.equal(layer(x), wanted)
+            torch.testing.assert_close(layer(x[0, 0]), wanted[0, 0])
+    x = torch.randn(3, 80, device=device, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(layer, x)
+    assert {name: p.requires_grad for name, p in layer.named_parameters()} == dict.fromkeys(
+        ["weight"] + ["absmax"] * options.get("double", True) + ["bias"] * options.get("bias", True), False
+    )
+
+
+def test_layers_share_one_buffer_and_keep_no_weight(device):
+    small, large = make(16, 80, device=device), make(80, 80, device=device)
+    x = torch.randn(4, 80, device=device, requires_grad=True)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = small(large(large(x)))
+    own = {p.data_ptr() for layer in (small, large) for p in layer.state_dict().values()}
+    assert kept and all(t.data_ptr() in own for t in kept)
+    assert sizes() == [80 * 80 * 4]
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    weights = [layer.dequantized_weight() for layer in (small, large)]
+    torch.testing.assert_close(dx, torch.ones_like(y) @ weights[0] @ weights[1] @ weights[1])
+    assert sizes() == [80 * 80 * 4]
+    h = x * 2
+    seen = weakref.ref(h)
+    y = small(h)
+    del h
+    assert seen() is None and y.requires_grad  # nothing of the input is kept
+    nf4.release_buffers()
+    assert not nf4._FREE
+    assert torch.equal(small(x), expected(small, x))
+
+
+@torch.no_grad()
+def test_two_weights_in_use_at_a_time_have_two_buffers(device):
+    a, b = make(device=device), make(device=device)
+    with a.weight_for_use(torch.float32) as first, b.weight_for_use(torch.float32) as second:
+        assert torch.equal(first, a.dequantized_weight()) and torch.equal(second, b.dequantized_weight())
+    with b.weight_for_use(torch.float32) as third:
+        assert third.data_ptr() in (first.data_ptr(), second.data_ptr())
+    with pytest.raises(RuntimeError, match="inside"), a.weight_for_use(torch.float32):
+        raise RuntimeError("inside")
+    assert len(sizes()) == 2
+    own = a.dequantized_weight()
+    b(torch.randn(2, 80, device=device))
+    assert torch.equal(own, a.dequantized_weight())
+
+
+def test_threads_do_not_write_over_each_other():
+    layers = [make(64, 64) for _ in range(4)]
+    x = torch.randn(8, 64)
+    wanted, wrong = [expected(layer, x) for layer in layers], []
+
+    def run(i):
+        for _ in range(100):
+            wrong.extend([i] * (not torch.equal(layers[i](x), wanted[i])))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and len(sizes()) <= 4
+
+
+@pytest.mark.gpu
+def test_streams_have_buffers_of_their_own():
+    a, b = make(2048, 2048, device="cuda"), make(2048, 2048, device="cuda")
+    x = torch.randn(2048, 2048, device="cuda")
+    wanted = expected(a, x), expected(b, x)
+    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    for _ in range(20):
+        found = []
+        for layer, stream in zip((a, b), streams, strict=True):
+            with torch.cuda.stream(stream):
+                found.append(layer(x))
+        torch.cuda.synchronize()
+        for y, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(y, right)
+    assert len(nf4._FREE) == 2
+
+
+@pytest.mark.gpu
+def test_a_step_is_captured_in_a_graph():
+    layer = make(512, 512, device="cuda")
+    x = torch.randn(64, 512, device="cuda", requires_grad=True)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.autograd.grad(layer(x).sum(), x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y.sum(), x)
+    with torch.no_grad():
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    torch.testing.assert_close(y, expected(layer, x))
+    torch.testing.assert_close(dx, layer.dequantized_weight().sum(0).expand(64, -1))
+
+
+def test_autocast_inference_checkpointing_and_compile(device):
+    layer, x = make(device=device), torch.randn(4, 80, device=device, requires_grad=True)
+    with torch.autocast(device, torch.bfloat16):
+        y = layer(x)
+        (dx,) = torch.autograd.grad(y.float().sum(), x)
+    low = x.to(torch.bfloat16)
+    assert sizes() == [48 * 80 * 2]  # not of fp32's weight
+    nf4.release_buffers()
+    assert y.dtype == torch.bfloat16 and torch.equal(y, expected(layer, low)) and dx.dtype == torch.float32
+    with torch.inference_mode():
+        assert torch.equal(layer(x), expected(layer, x))
+    (wanted,) = torch.autograd.grad(expected(layer, x).square().sum(), x)
+    found = torch.autograd.grad(checkpoint(layer, x, use_reentrant=False).square().sum(), x)[0]
+    torch.testing.assert_close(found, wanted)  # after inference mode, whose buffer it uses
+
+
+def test_compiles_whole(device):
+    layer, x = make(device=device), torch.randn(4, 80, device=device, requires_grad=True)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+    found, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (compiled(x), expected(layer, x)))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("double", [True, False])
+def test_casts_moves_copies_and_state_dicts_keep_every_bit(double):
+    layer, x = make(double=double), torch.randn(3, 80)
+    before, y = {name: t.clone() for name, t in tensors(layer).items()}, layer(x)
+    for change in (lambda m: m.half(), lambda m: m.double(), lambda m: m.to("cpu", torch.bfloat16), nn.Module.float):
+        changed = change(copy.deepcopy(layer))
+        assert all(torch.equal(t, before[name]) for name, t in tensors(changed).items() if name != "bias")
+        assert torch.equal(changed.dequantized_weight(), layer.dequantized_weight())
+    assert copy.deepcopy(layer).to("meta").weight.is_meta
+    with pytest.raises(RuntimeError, match="floating point"):
+        layer.weight.requires_grad_()
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    other = NF4Linear(80, 48, True, double=double)
+    other.load_state_dict(layer.state_dict())
+    meta = NF4Linear(80, 48, True, double=double, device="meta")
+    meta.load_state_dict(layer.state_dict(), assign=True)
+    for again in (copy.deepcopy(layer), torch.load(file, weights_only=False), other, meta):
+        assert torch.equal(again(x), y)
+        assert dict(again.named_parameters()).keys() == dict(layer.named_parameters()).keys()
+    assert "double=" + str(double) in repr(layer)
+
+
+def test_bad_calls_say_what_is_wrong(device):
+    layer, x = make(device=device), torch.randn(3, 80, device=device)
+    trained = make(device=device)
+    trained.bias.requires_grad_()
+    weight = torch.randn(8, 8)
+    for call, message in (
+        (lambda: layer(x[:, 1:]), r"expected floating point \[\.\.\., 80\]"),
+        (lambda: layer(x.int()), "int32"),
+        (lambda: layer(x.to("meta")), "meta"),
+        (lambda: trained(x), "requires a gradient"),
+        (lambda: NF4Linear.from_weight(nn.Parameter(weight)), "Freeze it first"),
+        (lambda: NF4Linear.from_weight(weight, nn.Parameter(torch.zeros(8))), r"bias\.detach"),
+        (lambda: NF4Linear.from_weight(weight, torch.zeros(7)), r"\(7,\)"),
+        (lambda: NF4Linear.from_weight(weight[0]), r"\(8,\)"),
+        (lambda: NF4Linear(8, 8, block=7), "block=7"),
+        (lambda: layer.weight_for_use(torch.float32), "gradients are on"),
+    ):
+        with pytest.raises(InputError, match=message):
+            call()
+    sharded = make(device=device)
+    sharded.weight = nn.Parameter(sharded.weight[:100], requires_grad=False)
+    with pytest.raises(InputError, match="gathered"):
+        sharded(x)
+
+
+def test_it_is_over_the_memory_that_was_packed():
+    packed, state = quantize_nf4(torch.randn(8, 64))
+    layer = NF4Linear.from_packed(packed, state)
+    assert layer.weight.data_ptr() == packed.data_ptr() and layer.absmax.data_ptr() == state.absmax.data_ptr()
