@@ -186,9 +186,10 @@ class JointProjections(nn.Module):
         self.register_state_dict_post_hook(_give_own_storages)
 
     def lay_together(self) -> None:
-        plain = [
+        plain: list[Any] = [
             module for module in self.joint_modules
             if type(module) in (nn.Linear, LoRALinear) and is_untouched(module)
+            and type(module.weight) is nn.Parameter
         ]  # fmt: skip
         weights, biases, _ = parameters_of(plain)
         for parameters in (weights, biases):
