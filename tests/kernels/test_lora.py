@@ -136,9 +136,10 @@ def test_what_is_saved(device):
     y, total = add_rms_norm(x, residual, norm)
     _, saved = saved_by(lambda: lora_linear(y, weights[:2], biases[:2], adapters[:2]), *given, total)
     assert sorted(tuple(t.shape) for t in saved if t.dim() > 1) == [(63, R + R + 1)]
-    op = lambda **mode: gated_mlp(  # noqa: E731
-        y, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **mode
-    )
+
+    def op(**mode):
+        return gated_mlp(y, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **mode)
+
     for mode, kept in ((MODES["saved"], [(7, 9, 2 * INNER)]), (MODES["tiles"], [])):
         _, saved = saved_by(lambda mode=mode: op(**mode), *given, total)
         assert [tuple(t.shape) for t in saved if t.dim() > 1] == kept
@@ -151,7 +152,13 @@ def test_in_how_many_matmuls(device):
     with Seen() as seen:
         y = lora_linear(x, weights, [None, None], adapters)
         y.backward(torch.ones_like(y))
-    large = [(50, HIDDEN, 2 * OUT), (50, HIDDEN, 2 * R), (50, 2 * OUT, HIDDEN), (2 * R, 50, HIDDEN), (50, 2 * R, HIDDEN)]
+    large = [
+        (50, HIDDEN, 2 * OUT),
+        (50, HIDDEN, 2 * R),
+        (50, 2 * OUT, HIDDEN),
+        (2 * R, 50, HIDDEN),
+        (50, 2 * R, HIDDEN),
+    ]
     assert [one for one in seen.matmuls if HIDDEN in one] == [large[0], large[1], large[3], large[2], large[4]]
     assert y.shape == packed_linear(x, weights).shape and biases
 

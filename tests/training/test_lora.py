@@ -87,7 +87,7 @@ def test_merging(options, dtype):
             scale = 6 / (2 if options.get("rslora") else 4)
             total = module.weight.double() + scale * module.lora_B.weight.double() @ module.lora_A.weight.double()
             if options.get("dora"):
-                m = module.lora_magnitude_vector
+                m = module.lora_magnitude_vector.weight
                 assert torch.allclose(m, module.weight.float().norm(dim=1))
                 total *= (m.double() / total.norm(dim=1))[:, None]
             expected[f"{name}.weight"] = total
@@ -141,7 +141,7 @@ def test_modules_to_save(tmp_path):
     save_adapter(model, tmp_path / "a")
     again = load_adapter(make("llama"), tmp_path / "a")
     assert torch.equal(logits(again), logits(model)) and again.lm_head.weight.requires_grad
-    with pytest.raises(InputError, match="lm_head .*trained in place"), adapters_off(model):
+    with pytest.raises(InputError, match=r"lm_head .*trained in place"), adapters_off(model):
         pass
     merge_lora(again).save_pretrained(tmp_path / "merged")
     loaded = ARCHS["llama"].from_hub(tmp_path / "merged", device="cpu", progress=False)
@@ -231,7 +231,7 @@ def test_vision_towers_are_left_out_unless_named(tmp_path):
     assert alone in names(model) and all(alone == name or name.endswith("q_proj") for name in names(model))
     save_adapter(model, tmp_path / "a")
     assert names(load_adapter(vl(), tmp_path / "a")) == names(model)
-    assert alone in json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"] or True
+    assert alone in json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"]
 
 
 @pytest.mark.parametrize("says, family, options", [
