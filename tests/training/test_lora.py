@@ -290,8 +290,9 @@ def on_two_ranks(rank, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
     for name, options in CASES.items():
-        model = parallelize(adapted(**options), make_mesh(dp_shard=2, device_type="cpu"))
-        losses = train(model, BATCH.chunk(2)[rank])
+        mesh = dict(cp=2) if name == "cp" else dict(dp_shard=2)
+        model = parallelize(adapted(**options), make_mesh(**mesh, device_type="cpu"))
+        losses = train(model, BATCH if name == "cp" else BATCH.chunk(2)[rank])
         save_adapter(model, folder / name)
         with torch.no_grad():
             before = model(BATCH, labels=BATCH).loss
@@ -311,6 +312,7 @@ def on_two_ranks(rank, folder):
 
 CASES = {
     "bf16": dict(family="llama", dtype=torch.bfloat16),
+    "cp": dict(family="gemma2"),
     "dora": dict(family="qwen2", dora=True, modules_to_save=["lm_head"]),
 }
 
