@@ -112,6 +112,10 @@ def test_mlp(device, poison, gated, which, mode, need_x):
     y64 = formula(h, weights[-1], biases[-1], adapters[-1])
     for one, other in zip((y, *found), (y64, *torch.autograd.grad(y64, wanted, dy)), strict=True):
         close(one, other, dtype)
+    if gated:
+        with torch.no_grad():
+            y = gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
+            close(y, y64, dtype)
 
 
 def test_a_layer_that_is_not_frozen_gets_its_gradient(device):
