@@ -1,13 +1,14 @@
-"""A frozen linear module with a low-rank adapter: LoRA, rsLoRA and DoRA."""
+"""A frozen linear module with a low-rank adapter: LoRA, rsLoRA and DoRA, and on 4-bit weights QLoRA."""
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.kernels.lora import Adapter
+from ligermodels.layers.nf4 import NF4Linear
 
 
 class _Factor(nn.Module):
@@ -32,7 +33,7 @@ class _Magnitude(nn.Module):
         self.weight = nn.Parameter(norms)
 
 
-class LoRALinear(nn.Linear):
+class Adapted(nn.Module):
     """y = weight x + bias + scale * lora_B(lora_A(dropout(x))), where weight and bias are frozen.
 
     scale: alpha / r, or alpha / sqrt(r) with rslora. With DoRA, which has a `lora_magnitude_vector`, m [out]:
@@ -40,14 +41,19 @@ class LoRALinear(nn.Linear):
     weights, through which no gradient flows. Under dropout, all but the first weight x reads what dropout leaves:
     y = weight x + bias + (m / n - 1) weight x' + m / n * scale * lora_B(lora_A(x')).
 
-    `LoRALinear.of(linear, ...)` makes it of an nn.Linear, in place: its parameters keep their names. `plain()` undoes
-    that. adapter_on=False leaves the adapter out. Parameters: weight, bias, lora_A.weight [r, in], lora_B.weight
+    `Adapted.of(linear, ...)` makes it of an nn.Linear or NF4Linear, in place: parameters keep their names. `plain()`
+    undoes that. adapter_on=False leaves the adapter out. Parameters: weight, bias, lora_A.weight [r, in], lora_B.weight
     [out, r] and lora_magnitude_vector.weight [out], as PEFT names them less its "default".
-    Layers run several of these as one op (linear.py), but for dropout and DoRA, which are computed as written above.
+    Layers run several LoRALinear as one op (linear.py), but for dropout and DoRA, which are computed as written above,
+    as are adapters on 4-bit weights.
     Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353
     (DoRA), and PEFT 0.21 for DoRA's dropout.
     """
 
+    base_class: ClassVar[type[nn.Module]]
+    in_features: int
+    out_features: int
+    weight: Any
     lora_A: _Factor
     lora_B: _Factor
     lora_dropout: nn.Dropout | None
@@ -56,13 +62,14 @@ class LoRALinear(nn.Linear):
     rslora: bool
     adapter_on: bool
 
-    @classmethod
+    @staticmethod
     def of(
-        cls, linear: Any, *, r: int, alpha: float, dropout: float, rslora: bool, dora: bool, dtype: torch.dtype
-    ) -> "LoRALinear":
-        """`linear`, an nn.Linear, frozen and with an adapter of zeros; with DoRA, the magnitudes are the weight's."""
+        linear: Any, *, r: int, alpha: float, dropout: float, rslora: bool, dora: bool, dtype: torch.dtype
+    ) -> "Adapted":
+        """`linear`, frozen and with an adapter of zeros; with DoRA, which 4-bit weights do not have, the magnitudes are
+        the weight's."""
         options: dict[str, Any] = dict(dtype=dtype, device=linear.weight.device)
-        linear.__class__ = cls
+        linear.__class__ = LoRANF4Linear if isinstance(linear, NF4Linear) else LoRALinear
         linear.requires_grad_(False)
         linear.alpha, linear.rslora, linear.adapter_on = alpha, rslora, True
         linear.lora_A = _Factor(r, linear.in_features, **options)
@@ -73,11 +80,11 @@ class LoRALinear(nn.Linear):
             linear.lora_magnitude_vector = _Magnitude(linear.row_norms().to(dtype))
         return linear
 
-    def plain(self) -> nn.Linear:
-        """The nn.Linear that this was, in place; the adapter is dropped."""
+    def plain(self) -> nn.Module:
+        """The module that this was, in place; the adapter is dropped."""
         for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector", "alpha", "rslora", "adapter_on"):
             delattr(self, name)
-        self.__class__ = nn.Linear  # type: ignore[assignment]
+        self.__class__ = self.base_class  # type: ignore[assignment]
         return self
 
     @property
@@ -109,14 +116,14 @@ class LoRALinear(nn.Linear):
     @torch.no_grad()
     def row_norms(self) -> Tensor:
         """Of weight + scale * B A, in fp32 at least: [out]."""
-        a, b = self.lora_A.weight, self.lora_B.weight
-        dtype = torch.promote_types(torch.promote_types(self.weight.dtype, a.dtype), torch.float32)
+        a, b, weight = self.lora_A.weight, self.lora_B.weight, self.weight
+        dtype = torch.promote_types(torch.promote_types(weight.dtype, a.dtype), torch.float32)
         return torch.linalg.vector_norm(
-            torch.addmm(self.weight.to(dtype), b.to(dtype), a.to(dtype), alpha=self.scale), dim=1
+            torch.addmm(weight.to(dtype), b.to(dtype), a.to(dtype), alpha=self.scale), dim=1
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x, self.weight, self.bias)
+        y = super().forward(x)  # type: ignore[misc]
         if not self.adapter_on:
             return y
         dropped = x if self.lora_dropout is None else self.lora_dropout(x)
@@ -132,3 +139,15 @@ class LoRALinear(nn.Linear):
         parts += ["rslora"] if self.rslora else []
         parts += [] if self.lora_magnitude_vector is None else ["DoRA"]
         return ", ".join(parts + ([] if self.adapter_on else ["off"]))
+
+
+class LoRALinear(Adapted, nn.Linear):
+    """An nn.Linear with an adapter."""
+
+    base_class = nn.Linear
+
+
+class LoRANF4Linear(Adapted, NF4Linear):
+    """A linear module of 4-bit weights with an adapter: QLoRA, https://arxiv.org/abs/2305.14314."""
+
+    base_class = NF4Linear

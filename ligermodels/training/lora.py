@@ -4,7 +4,7 @@
     save_adapter(model, "adapter")                              or
     merge_lora(model).save_pretrained("merged")
 
-Linear modules get their adapter in place (`layers.lora.LoRALinear`), and stay fused. In `state_dict()` the weights of
+Linear modules get their adapter in place (`layers.lora.Adapted`), and stay fused. In `state_dict()` the weights of
 the base keep their names, and what is added has PEFT's names without its prefix and its "default": for instance
 model.layers.0.self_attn.q_proj.lora_A.weight. What `modules_to_save` names is trained as it is.
 """
@@ -25,7 +25,8 @@ from ligermodels.checkpoint.files import json_bytes, write_errors
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
 from ligermodels.layers.linear import obstacle
-from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.lora import Adapted, LoRANF4Linear
+from ligermodels.layers.nf4 import NF4Linear
 
 _SAVED = "_lora_modules_to_save"
 """The attribute of a model with adapters: the names in modules_to_save."""
@@ -71,15 +72,19 @@ def add_lora(
     chosen = _targets(model, targets)
     saved = _named(model, modules_to_save, chosen, "add_lora")
     for name, module in chosen.items():
-        if (found := obstacle(module, nn.Linear)) is not None:
+        if (found := obstacle(module, nn.Linear, NF4Linear)) is not None:
             raise InputError(f"add_lora: {name} cannot get an adapter, because of {found.text}")
         if module.weight.is_meta:
             raise InputError(f"add_lora: {name} is on the meta device; load the model first")
+        if dora and isinstance(module, NF4Linear):
+            raise InputError(
+                f"add_lora: DoRA needs the norms of {name}, which is 4-bit: load the base in bf16, or use LoRA"
+            )
     _freeze(model, saved, modules_to_save)
     generator = torch.Generator().manual_seed(seed)
     options: dict[str, Any] = dict(r=r, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, dtype=dtype)
     for module in chosen.values():
-        adapted = LoRALinear.of(module, **options)
+        adapted = Adapted.of(module, **options)
         a = torch.empty(adapted.lora_A.weight.shape)  # on the CPU, so that all devices draw alike
         bound = 1 / math.sqrt(a.shape[1])
         with torch.no_grad():
@@ -94,6 +99,11 @@ def merge_lora(model: Any) -> Any:
     one by one. Raises InputError for a model without adapters.
     """
     found = _adapted(model, "merge_lora")
+    if any(isinstance(module, LoRANF4Linear) for module in found.values()):
+        raise InputError(
+            "merge_lora: the base is 4-bit, and a merge would be rounded to 4 bits again: save_adapter, load the base "
+            "in bf16, load_adapter, and merge there"
+        )
     _reshard(model)
     for module in found.values():
         a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
@@ -174,9 +184,11 @@ def load_adapter(
     sizes: dict[str, tuple[int, float]] = {}
     for name, part in parts.items():
         linear: Any = modules.get(name)
-        if type(linear) is not nn.Linear or obstacle(linear, nn.Linear) is not None or linear.weight.is_meta:
+        if linear is None or obstacle(linear, nn.Linear, NF4Linear) is not None or linear.weight.is_meta:
             found = "not there" if linear is None else f"a {type(linear).__name__}, or not plain"
             raise CheckpointError(f"{folder} has an adapter for {name}, which is {found} in this {_kind(model)}")
+        if dora and isinstance(linear, NF4Linear):
+            raise CheckpointError(f"{folder} is a DoRA, which 4-bit weights cannot have: load the base in bf16")
         r, alpha = sizes[name] = adapters.size_of(options, name)
         expected: dict[str, tuple[int, ...]] = {"A": (r, linear.in_features), "B": (linear.out_features, r)}
         expected |= {"magnitude": (linear.out_features,)} if dora else {}
@@ -202,7 +214,7 @@ def load_adapter(
     _freeze(model, saved, names)
     for name, part in parts.items():
         r, alpha = sizes[name]
-        adapted = LoRALinear.of(
+        adapted = Adapted.of(
             modules[name],
             r=r,
             alpha=alpha,
@@ -247,16 +259,16 @@ def _kind(model: Any) -> str:
     return type(model).__name__
 
 
-def _adapted(model: Any, where: str) -> dict[str, LoRALinear]:
+def _adapted(model: Any, where: str) -> dict[str, Adapted]:
     """{name: module} of all adapters."""
-    found = {weights.plain_name(name): m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    found = {weights.plain_name(name): m for name, m in model.named_modules() if isinstance(m, Adapted)}
     if not found:
         raise InputError(f"{where}: {_kind(model)} has no adapters; add_lora or load_adapter gives it some")
     return found
 
 
 def _check_free(model: Any, where: str) -> None:
-    if any(isinstance(module, LoRALinear) for module in model.modules()):
+    if any(isinstance(module, Adapted) for module in model.modules()):
         raise InputError(f"{where}: {_kind(model)} has adapters already; merge_lora or a new model comes first")
     if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
         raise InputError(
@@ -274,7 +286,7 @@ def _text_prefix(model: Any) -> str:
 def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
     """{name: linear module} of `targets`, in the model's order."""
     prefix = _text_prefix(model)
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | NF4Linear)}
     text = [name for name in linears if name.startswith(prefix)]
     if targets == "all-linear":
         return {name: linears[name] for name in text}
@@ -337,7 +349,7 @@ def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
 # ---- Files ----
 
 
-def _trained(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
+def _trained(model: Any, found: Mapping[str, Adapted]) -> dict[str, Tensor]:
     """{name: parameter} that an adapter's file holds."""
     saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
     return {
@@ -347,7 +359,7 @@ def _trained(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
     }  # fmt: skip
 
 
-def _config(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Any]:
+def _config(model: Any, found: Mapping[str, Adapted]) -> dict[str, Any]:
     """adapter_config.json. r and lora_alpha are those of most modules, and the patterns name the others."""
     sizes = {name: (module.r, module.alpha) for name, module in found.items()}
     (r, alpha), _ = collections.Counter(sizes.values()).most_common(1)[0]
@@ -382,7 +394,9 @@ def _config(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Any]:
 def _shortest(model: Any, found: Iterable[str]) -> list[str]:
     """The last words of the names, where PEFT finds these modules by them and no others; else the names."""
     short = sorted({name.rpartition(".")[2] for name in found})
-    linears = [weights.plain_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [
+        weights.plain_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear | NF4Linear)
+    ]
     hits = {name for one in short for name in _ending(linears, one)}
     return short if hits == set(found) else sorted(found)
 
