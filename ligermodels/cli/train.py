@@ -1,6 +1,7 @@
 """`ligermodels train`: from a file of examples to a tuned model."""
 
 import argparse
+import importlib
 from typing import Any
 
 from ligermodels.recipes import options
@@ -37,6 +38,4 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
 def _train(args: argparse.Namespace) -> int:
     given = {key: value for key, value in vars(args).items() if key not in ("run", "recipe", "config")}
     merged = options.RECIPES[args.recipe].merged(given, vars(args).get("config"))
-    from ligermodels.recipes import run
-
-    return run.run(merged)
+    return importlib.import_module(f"ligermodels.recipes.{args.recipe}").train(merged)

@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -155,8 +155,9 @@ class Feed:
     Its state is the position after the batches that were taken.
     """
 
-    def __init__(self, batches: Batches, per_step: int, device: torch.device, multiple: int = 1):
-        self.batches, self.per_step, self.device, self.multiple = batches, per_step, device, multiple
+    def __init__(self, batches: Batches, per_step: int, device: torch.device, vocab_size: int, multiple: int = 1):
+        self.batches, self.per_step, self.device = batches, per_step, device
+        self.vocab_size, self.multiple = vocab_size, multiple
         self._next: list[Batch] | None = None
         self._after_next = self._state = batches.state_dict()
 
@@ -169,7 +170,8 @@ class Feed:
 
     def make_next(self) -> None:
         if self._next is None:
-            self._next = [padded(next(self.batches), self.multiple) for _ in range(self.per_step)]
+            made = [checked(next(self.batches), self.vocab_size) for _ in range(self.per_step)]
+            self._next = [padded(batch, self.multiple) for batch in made]
             self._after_next = self.batches.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,6 +188,16 @@ def on_device(batch: Batch, device: torch.device) -> Batch:
     return {
         key: x.pin_memory().to(device, non_blocking=True) if isinstance(x, Tensor) else x for key, x in batch.items()
     }
+
+
+def checked(batch: Batch, vocab_size: int) -> Batch:
+    """The batch. Raises InputError for ids that the embedding has no row for: a GPU would read what lies behind it."""
+    highest = int(batch["input_ids"].max())
+    if highest >= vocab_size:
+        raise InputError(
+            f"the tokenizer gave the id {highest}, and the model has {vocab_size} ids: they do not belong together"
+        )
+    return batch
 
 
 def padded(batch: Batch, multiple: int) -> Batch:
@@ -384,17 +396,6 @@ def evaluation_batches(batches: Sequence[Batch], processes: Processes, multiple:
     return mine
 
 
-def first_epoch(batches: Any, limit: int | None = None) -> Iterator[Batch]:
-    """The batches of one pass over the data."""
-    made = 0
-    while limit is None or made < limit:
-        batch = next(batches)
-        if batches.epoch > 0 and made:
-            return
-        made += 1
-        yield batch
-
-
 def peak_memory(device: torch.device) -> float:
     """GiB at most so far: of the GPU, or of this process."""
     if device.type == "cuda":
@@ -406,9 +407,9 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def check_accumulation(options: TrainOptions, ranks: int) -> int:
+def forwards(options: TrainOptions, ranks: int) -> int:
     """Forwards a step on each rank. Raises InputError where they do not divide."""
-    total = options.accumulation or -(-8 // ranks) * ranks
+    total = options.accumulation or default_accumulation(ranks)
     if total % ranks:
         fits = sorted({max(ranks, total // ranks * ranks), -(-total // ranks) * ranks})
         raise InputError(
@@ -416,3 +417,8 @@ def check_accumulation(options: TrainOptions, ranks: int) -> int:
             f"give {' or '.join(map(str, fits))}"
         )
     return total // ranks
+
+
+def default_accumulation(ranks: int) -> int:
+    """8, or the next number that the ranks divide."""
+    return -(-8 // ranks) * ranks

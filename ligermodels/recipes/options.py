@@ -48,7 +48,9 @@ class TrainOptions:
 
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
     eval_share: float = option(0.0, "data", "hold out this share of --data to evaluate on", least=0, below=1)
-    length: int = option(4096, "data", "the most tokens of a row", least=2)
+    length: int | None = option(
+        None, "data", "the most tokens of a row (default 4096, or the model's context where that is less)", least=2
+    )
     packing: bool = option(True, "data", "several examples in a row, none of which sees another")
     skip_bad: bool = option(False, "data", "leave out rows that cannot be read, and count them, instead of stopping")
     show: int = option(1, "data", "print so many examples first, coloured by what is trained", least=0)
@@ -124,7 +126,7 @@ class TrainOptions:
             raise InputError("eval_data and eval_share both say what to evaluate on; give one")
         if self.patience and not self.evaluates:
             raise InputError("patience needs evaluations: give --eval-data FILE, or --eval-share 0.1")
-        if self.batch_tokens is not None and self.batch_tokens < self.length:
+        if self.batch_tokens is not None and self.length is not None and self.batch_tokens < self.length:
             raise InputError(
                 f"batch_tokens={self.batch_tokens} is less than a row of length={self.length}; lower --length as well"
             )
@@ -141,11 +143,6 @@ class TrainOptions:
     @property
     def evaluates(self) -> bool:
         return self.eval_data is not None or self.eval_share > 0
-
-    @property
-    def row_tokens(self) -> int:
-        """The most tokens of a forward on one process."""
-        return self.batch_tokens or self.length
 
     @property
     def peak_lr(self) -> float:

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ class Reporter:
 
     def __init__(self, options: TrainOptions, steps: int, resumed: int = 0):
         self.out, self.steps, self._first = Path(options.out), steps, resumed
-        self._start, self._shown, self._gib = time.perf_counter(), 0.0, 0.0
+        self._start, self._shown, self.gib = time.perf_counter(), 0.0, 0.0
         self._bar: Any = None
         if sys.stderr.isatty():
             from tqdm import tqdm
@@ -47,12 +47,12 @@ class Reporter:
 
     def step(self, step: int, **values: float) -> None:
         self._write({"step": step, **values})
-        self._gib = max(self._gib, values["gib"])
+        self.gib = max(self.gib, values["gib"])
         seconds = time.perf_counter() - self._start
         left = seconds / (step - self._first) * (self.steps - step)
         text = (
             f"loss {values['loss']:.4f}, lr {values['lr']:.2e}, {values['tokens_per_second']:,.0f} tokens/s, "
-            f"{self._gib:.1f} GiB"
+            f"{self.gib:.1f} GiB"
         )
         if self._bar is not None:
             self._bar.set_postfix_str(text)
@@ -165,24 +165,6 @@ def _lines(file: Path) -> list[dict[str, float]]:
         except ValueError:
             break
     return found
-
-
-# Examples
-
-
-def shown(tokenizer: Any, ids: Sequence[int], labels: Sequence[int], *, colour: bool) -> str:
-    """The text of an example, in which what is trained is green, or between « and » without colours."""
-    parts: list[str] = []
-    begin = 0
-    for end in range(1, len(ids) + 1):
-        if end == len(ids) or (labels[end] != -100) != (labels[begin] != -100):
-            text = tokenizer.decode(list(ids[begin:end]))
-            if labels[begin] == -100:
-                parts.append(f"\033[2m{text}\033[0m" if colour else text)
-            else:
-                parts.append(f"\033[32m{text}\033[0m" if colour else f"«{text}»")
-            begin = end
-    return "".join(parts)
 
 
 # At the end
