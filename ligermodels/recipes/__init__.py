@@ -1,1 +1,1 @@
-"""Training recipes: from a file of examples to a tuned model. `ligermodels train` runs them."""
+"""Training recipes: from a file of examples to a tuned model."""
