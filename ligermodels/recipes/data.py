@@ -1,14 +1,14 @@
 """The data of a run: rows of a file, those held out, and the batches that are made of them."""
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.recipes import masking
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.formats import detect
-from ligermodels.recipes.loop import Batch, Processes
+from ligermodels.recipes.loop import Batch
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.rows import Rows, open_rows
 from ligermodels.text import Tokenizer
@@ -31,16 +31,20 @@ class Part(Rows):
 
 
 class Data:
-    """The batches of a run. train: endless; the ranks of `processes` share them out."""
+    """The batches of a run. All ranks make the same ones, of which each takes its own."""
 
-    def __init__(self, options: TrainOptions, tokenizer: Tokenizer, processes: Processes):
-        self._options, self._processes = options, processes
+    def __init__(self, options: TrainOptions, tokenizer: Tokenizer, multiple: int = 1, *, split: bool = False):
+        """multiple: of the tokens of a row. split: texts longer than a row become several, and are not cut."""
+        self._options, self._multiple, self._split = options, multiple, split
         rows = open_rows(options.data)
         self._eval: Rows | None = None if options.eval_data is None else open_rows(options.eval_data)
         if options.eval_share:
             rows, self._eval = held_out(rows, options.eval_share, options.seed)
         self._rows, self._encoder = rows, masking.Encoder(tokenizer, detect(rows))
-        self.train = self._batches(rows, processes.batch_rank, processes.batch_ranks)
+        self._encoders = {id(rows): self._encoder}
+        if self._eval is not None:
+            self._encoders[id(self._eval)] = masking.Encoder(tokenizer, detect(self._eval))
+        self.train = self._batches(rows)
 
     @property
     def summary(self) -> str:
@@ -52,39 +56,35 @@ class Data:
             return ""
         return f"{len(self._eval):,} rows" + (f" of {self._options.eval_data}" if self._options.eval_data else "")
 
-    def _batches(self, rows: Rows, rank: int = 0, ranks: int = 1) -> Any:
-        o = self._options
+    def _batches(self, rows: Rows, **options: Any) -> Batches:
+        o, tokenizer = self._options, self._encoder.tokenizer
         assert o.length is not None
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         return Batches(
-            rows, self._encoder, length=o.length, tokens_per_batch=o.batch_tokens, packing=o.packing, seed=o.seed,
-            rank=rank, ranks=ranks,
+            rows, self._encoders[id(rows)], length=o.length, tokens_per_batch=o.batch_tokens, packing=o.packing,
+            seed=o.seed, multiple=self._multiple, pad_id=pad_id, long="split" if self._split and o.packing else "cut",
+            skip_bad=o.skip_bad, **options,
         )  # fmt: skip
 
     def count(self) -> dict[str, int]:
-        """Batches, tokens and trained tokens of one pass."""
-        found = dict(batches=0, tokens=0, trained=0)
-        for batch in first_pass(self._batches(self._rows)):
-            found["batches"] += 1
-            found["tokens"] += batch["input_ids"].numel()
-            found["trained"] += int((batch["labels"] != masking.IGNORED).sum())
-        return found
+        """What a pass over the data has: `Batches.report`, and the number of batches."""
+        batches = self._batches(self._rows, epochs=1)
+        number = sum(1 for _ in batches)
+        return {"batches": number, **batches.report()}
 
     def evaluation(self) -> list[Batch]:
-        """The batches of one pass over what is evaluated on, the same on all ranks."""
-        return [] if self._eval is None else list(first_pass(self._batches(self._eval)))
+        """The batches of one pass over what is evaluated on."""
+        return [] if self._eval is None else list(self._batches(self._eval, epochs=1, shuffle=False))
 
     def examples(self, number: int, *, colour: bool) -> Iterator[str]:
         """The text of the first rows, with what is trained marked."""
         for index in range(min(number, len(self._rows))):
-            example = self._encoder(self._rows[index])
+            try:
+                example = self._encoder(self._rows[index])
+            except LigermodelsError as error:
+                yield f"{self._rows.where(index)}: {error}"
+                continue
             yield f"{self._rows.where(index)}:\n{masking.show(example, self._encoder.tokenizer, colour)}"
-
-    def counts(self) -> Mapping[str, Any]:
-        """What the batches that were made had, for the report."""
-        return self.train.report()
-
-
-open_data = Data
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
@@ -97,11 +97,3 @@ def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
         Part(rows, [index for index in range(len(rows)) if index not in chosen]),
         Part(rows, sorted(chosen)),
     )
-
-
-def first_pass(batches: Any) -> Iterator[Batch]:
-    """The batches of one pass over the rows."""
-    for number, batch in enumerate(batches):
-        if number and batches.epoch > 0:
-            return
-        yield batch

@@ -32,11 +32,11 @@ Loss = Callable[[Any, Batch, Tensor], Tensor]
 
 
 class Batches(Protocol):
-    """An endless iterator over batches with a state."""
+    """An endless iterator over batches with a state; on the CPU."""
 
     def __next__(self) -> Batch: ...
     def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+    def load_state_dict(self, state: Any, /) -> None: ...
 
 
 class TrainingError(LigermodelsError):
@@ -150,14 +150,14 @@ class Progress:
 
 
 class Feed:
-    """The micro-batches of each step, on the device, of which the next may be made while the GPU computes.
+    """The batches of each step that are this rank's, of which the next may be made while the GPU computes.
 
-    Its state is the position after the batches that were taken.
+    All ranks go through the same batches and take those of their number, so that a step is the same on any number of
+    ranks, and so is the state: the position after the batches that were taken.
     """
 
-    def __init__(self, batches: Batches, per_step: int, device: torch.device, vocab_size: int, multiple: int = 1):
-        self.batches, self.per_step, self.device = batches, per_step, device
-        self.vocab_size, self.multiple = vocab_size, multiple
+    def __init__(self, batches: Batches, per_step: int, processes: Processes, vocab_size: int):
+        self.batches, self.per_step, self.processes, self.vocab_size = batches, per_step, processes, vocab_size
         self._next: list[Batch] | None = None
         self._after_next = self._state = batches.state_dict()
 
@@ -166,12 +166,12 @@ class Feed:
         taken, self._next = self._next, None
         assert taken is not None
         self._state = self._after_next
-        return [on_device(batch, self.device) for batch in taken]
+        return [on_device(batch, self.processes.device) for batch in taken]
 
     def make_next(self) -> None:
         if self._next is None:
             made = [checked(next(self.batches), self.vocab_size) for _ in range(self.per_step)]
-            self._next = [padded(batch, self.multiple) for batch in made]
+            self._next = made[self.processes.batch_rank :: self.processes.batch_ranks]
             self._after_next = self.batches.state_dict()
 
     def state_dict(self) -> dict[str, Any]:
@@ -198,24 +198,6 @@ def checked(batch: Batch, vocab_size: int) -> Batch:
             f"the tokenizer gave the id {highest}, and the model has {vocab_size} ids: they do not belong together"
         )
     return batch
-
-
-def padded(batch: Batch, multiple: int) -> Batch:
-    """The batch with its rows filled up to a multiple of tokens; the filling is a sequence that nothing is trained on.
-
-    Context and tensor parallel split a row into so many equal parts.
-    """
-    ids, labels = batch["input_ids"], batch["labels"]
-    missing = -ids.shape[1] % multiple
-    if not missing:
-        return batch
-    fill = torch.nn.functional.pad
-    more: Batch = {"input_ids": fill(ids, (0, missing)), "labels": fill(labels, (0, missing), value=-100)}
-    if "cu_seqlens" in batch:
-        ends = batch["cu_seqlens"]
-        more["cu_seqlens"] = torch.cat([ends, ends[-1:] + missing])
-        more["max_seqlen"] = max(int(batch["max_seqlen"]), missing)
-    return {**batch, **more}
 
 
 def num_labels(batch: Batch) -> Tensor:
@@ -384,12 +366,12 @@ class Loop:
             self.save(Path(self.options.out) / "best")
 
 
-def evaluation_batches(batches: Sequence[Batch], processes: Processes, multiple: int) -> list[Batch]:
+def own_part(batches: Sequence[Batch], processes: Processes) -> list[Batch]:
     """This rank's part of batches that all ranks have; each rank gets as many, some of which may count nothing."""
     mine: list[Batch] = []
     for first in range(0, len(batches), processes.batch_ranks):
         index = first + processes.batch_rank
-        batch = padded(batches[min(index, len(batches) - 1)], multiple)
+        batch = batches[min(index, len(batches) - 1)]
         if index >= len(batches):
             batch = {**batch, "labels": torch.full_like(batch["labels"], -100)}
         mine.append(batch)
@@ -407,18 +389,16 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def forwards(options: TrainOptions, ranks: int) -> int:
-    """Forwards a step on each rank. Raises InputError where they do not divide."""
-    total = options.accumulation or default_accumulation(ranks)
+def check_accumulation(accumulation: int | None, ranks: int) -> int:
+    """The forwards of a step, of all ranks together; None: 8, or the next number that they divide.
+
+    Raises InputError where the ranks do not divide it.
+    """
+    total = accumulation or -(-8 // ranks) * ranks
     if total % ranks:
         fits = sorted({max(ranks, total // ranks * ranks), -(-total // ranks) * ranks})
         raise InputError(
             f"accumulation={total} forwards a step cannot be split over {ranks} processes; "
             f"give {' or '.join(map(str, fits))}"
         )
-    return total // ranks
-
-
-def default_accumulation(ranks: int) -> int:
-    """8, or the next number that the ranks divide."""
-    return -(-8 // ranks) * ranks
+    return total

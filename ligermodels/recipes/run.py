@@ -12,7 +12,6 @@ import dataclasses
 import math
 import shlex
 import sys
-import time
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,17 +29,16 @@ from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.parallel import Checkpoints
 from ligermodels.recipes import memory, report
-from ligermodels.recipes.data import Data, open_data
+from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
     Feed,
     Loop,
     Loss,
     Processes,
     Progress,
-    default_accumulation,
-    evaluation_batches,
-    forwards,
+    check_accumulation,
     next_token_loss,
+    own_part,
 )
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import say
@@ -54,13 +52,15 @@ _FEW_STEPS = 20
 class Recipe:
     """What makes a recipe: its data and its loss."""
 
-    open_data: Callable[[TrainOptions, Tokenizer, Processes], Data] = open_data
+    open_data: Callable[[TrainOptions, Tokenizer, int], Data] = Data
+    """Of options, tokenizer, and what the length of a row is a multiple of."""
     loss: Loss = next_token_loss
 
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
     """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
     report.check_log(options.log)
+    joined = dist.is_initialized()
     processes = Processes.start(options)
     try:
         return _run(options, recipe, processes)
@@ -68,7 +68,7 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
         stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
         raise
     finally:
-        if processes.mesh is not None:
+        if processes.mesh is not None and not joined:
             dist.destroy_process_group()
 
 
@@ -77,19 +77,18 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     if not options.dry_run:
         processes.from_main(lambda: _check_folder(out, resume=options.resume))
     scratch = getattr(options, "scratch", False)
-    folder = processes.from_main(lambda: hub.resolve(options.model, weights=not scratch))
+    folder = hub.resolve(options.model, weights=not scratch)
     tokenizer = Tokenizer.from_hub(folder)
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
     options = _settled(options, sketch, processes)
-    data = recipe.open_data(options, tokenizer, processes)
-    per_step = forwards(options, processes.batch_ranks)
-
-    counts = processes.from_main(data.count) if options.steps is None else None
+    data = recipe.open_data(options, tokenizer, processes.shared)
+    per_step = check_accumulation(options.accumulation, processes.batch_ranks)
+    counts = data.count() if options.steps is None else None  # by each rank: waiting for one could time out
     steps = options.steps or 0
     if counts is not None:
         forwards_in_all = counts["batches"] * (options.epochs or 1)
-        steps = max(1, round(forwards_in_all / (per_step * processes.batch_ranks)))
+        steps = max(1, round(forwards_in_all / per_step))
     plan = _plan(options, sketch, data, steps, counts, processes)
     if processes.is_main:
         print(plan, file=sys.stdout if options.dry_run else sys.stderr, flush=True)
@@ -101,8 +100,8 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
 
     model = _load(options, folder, processes)
     optimizer = _optimizer(options, model, processes)
-    feed = Feed(data.train, per_step, processes.device, model.config.vocab_size, _shards(processes))
-    progress, start = Progress(steps), time.perf_counter()
+    feed = Feed(data.train, per_step, processes, model.config.vocab_size)
+    progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
     with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, **others) as checkpoints:
         resumed = checkpoints.load()
@@ -110,24 +109,27 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
         if options.resume and processes.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
-        evaluation = evaluation_batches(data.evaluation(), processes, _shards(processes))
+        evaluation = own_part(data.evaluation(), processes)
         reporter = report.Reporter(options, steps, resumed) if processes.is_main else report.Silent()
         loop = Loop(
             model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
             lambda target: _save(options, model, target), recipe.loss,
         )  # fmt: skip
-        torch.manual_seed(options.seed + processes.batch_rank) if not resumed else None
+        if not resumed:
+            torch.manual_seed(options.seed + processes.batch_rank)
         try:
             loop.run()
         except KeyboardInterrupt as stop:
-            again = f"ligermodels train {options.recipe} --config {shlex.quote(str(out / 'options.yaml'))} --resume"
+            again = f"train {options.recipe} --config {shlex.quote(str(out / 'options.yaml'))} --resume"
+            start_by = f"torchrun --nproc-per-node {processes.size} -m " * (processes.size > 1)
+            again = f"{start_by}ligermodels {again}"
             stop.add_note(f"stopped after step {progress.step} of {steps}, which is saved. To go on:\n  {again}")
             raise
         finally:
             reporter.close()
     _save(options, model, out / "model")
     if processes.is_main:
-        _finish(options, data, counts, progress, plan, reporter, time.perf_counter() - start)
+        _finish(options, counts, progress, plan, reporter)
         print(out / "model")
     return 0
 
@@ -175,7 +177,7 @@ def _settled(options: TrainOptions, sketch: Any, processes: Processes) -> TrainO
     if length > context and processes.is_main:
         say(f"warning: --length {length} is more than the {context} positions that the model was made for")
     changed: dict[str, Any] = dict(length=length, batch_tokens=options.batch_tokens or length)
-    changed["accumulation"] = options.accumulation or default_accumulation(processes.batch_ranks)
+    changed["accumulation"] = check_accumulation(options.accumulation, processes.batch_ranks)
     options = dataclasses.replace(options, **changed)
     free = memory.available(processes.device)
     if processes.mesh is not None and free is not None:
@@ -222,7 +224,7 @@ def _plan(
         options.lora
     )
     need, free = memory.estimate(sizes, setting), memory.available(processes.device)
-    where = "GPU" if processes.device.type == "cuda" else "memory"
+    on_gpu = processes.device.type == "cuda"
     lines = {
         "model": f"{options.model}: {type(sketch).__name__}, {sizes.parameters:,} parameters",
         "trained": f"{what}{sizes.trained:,} parameters ({share:.3g} of the model)" if options.lora else "all of them",
@@ -230,12 +232,13 @@ def _plan(
         "evaluation": data.evaluation_summary,
         "tokens": "not counted, since --steps is given"
         if counts is None
-        else f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained",
+        else f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{_left_out(counts)}",
         "steps": f"{steps:,}, each of {options.accumulation} forwards of at most {options.batch_tokens:,} tokens"
         + (f" on {processes.size} processes" if processes.size > 1 else ""),
         "learning rate": f"{options.peak_lr:g}, {options.schedule}",
         "precision": f"{options.precision}, recomputation: {options.activations}",
-        "memory": str(need) + (f"; the {where} has {free / memory.GIB:.1f} GiB free" if free else ""),
+        "memory": str(need)
+        + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
     }
     text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
     if free and need.total > memory.MARGIN * free:
@@ -249,6 +252,17 @@ def _plan(
             f"\nwarning: {steps} steps are few to learn from: raise --epochs, or lower --accumulation or --batch-tokens"
         )
     return text
+
+
+def _left_out(counts: Mapping[str, int]) -> str:
+    """What did not get into batches, or not whole."""
+    names = {
+        "truncated": "rows cut at --length",
+        "untrained": "rows left out without a token to train",
+        "cut_away": "rows left out whose trained tokens lie behind --length",
+        "bad": "rows skipped that cannot be read",
+    }
+    return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
 
 
 # The model
@@ -311,28 +325,21 @@ def _save(options: TrainOptions, model: Any, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def _shards(processes: Processes) -> int:
-    return processes.shared
-
-
 # After
 
 
 def _finish(
     options: TrainOptions,
-    data: Data,
     counts: Mapping[str, int] | None,
     progress: Progress,
     plan: str,
     reporter: report.Reporter,
-    seconds: float,
 ) -> None:
     """Plot, report and model card."""
     out = Path(options.out)
     facts = {
         line[:14].strip(): line[14:].strip() for line in plan.splitlines() if not line.startswith((" ", "warning"))
     }
-    facts |= {name: str(value) for name, value in data.counts().items()}
     facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
     facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained"
     facts["time"] = f"{report.clock(progress.seconds)} in steps"
