@@ -13,7 +13,7 @@ MAY_IMPORT = {
     "kernels": {"errors"},
     "layers": {"kernels", "errors"},
     "experimental": {"kernels", "errors"},
-    "training": {"kernels", "errors"},
+    "training": {"layers", "kernels", "checkpoint", "errors"},
     "checkpoint": {"errors"},
     "parallel": {"layers", "checkpoint", "errors"},
     "text": {"checkpoint", "errors"},

@@ -463,7 +463,8 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     if missing or extra:
         likely = "the state dict of another model, or of a part of this one"
         if adapters:
-            likely = "adapters in the model; merge them first (merge_and_unload)"
+            likely = "adapters in the model; merge them first (merge_lora, or merge_and_unload of PEFT), or save them "
+            likely += "alone (save_adapter)"
         elif any("_flat_param" in name for name in (*missing, *extra)):
             likely = "a model in FSDP1; pass its whole state dict as state_dict="
         lists = {"missing": missing, "not the model's": extra}

@@ -1,6 +1,6 @@
 """A LoRA adapter as PEFT saves it, merged into its base model: W + scale * B A, in fp32, rounded once.
 
-- scale is lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora; rank_pattern and alpha_pattern name exceptions.
+- checkpoint/adapters.py says how the files are read, and what scale is.
 - What modules_to_save and `bias` put beside the factors replaces the base's tensor.
 - fan_in_fan_out is for transposed layers (GPT-2); the zoo has none, and PEFT ignores it on plain ones, as here.
 - DoRA and whatever else changes the sum is refused by name: nothing is merged approximately.
@@ -8,40 +8,26 @@
 Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from ligermodels.arch import CausalLM
-from ligermodels.checkpoint import reading, weights
-from ligermodels.checkpoint.files import companion_files, json_bytes, read_json
+from ligermodels.checkpoint import adapters, weights
+from ligermodels.checkpoint.adapters import CONFIG, FACTOR, PREFIX, WEIGHTS, read_options, read_tensors
+from ligermodels.checkpoint.files import companion_files, json_bytes
 from ligermodels.checkpoint.weights import TensorInfo, same_bits
 from ligermodels.conversion.source import Source
 from ligermodels.conversion.view import View
 from ligermodels.errors import CheckpointError
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+__all__ = ["CONFIG", "WEIGHTS", "MergedSource", "headers", "module_of", "read_options"]
 
-# Fields of adapter_config.json that the sum does not depend on, or that are read below. Another one, where it is set,
-# may change what is computed.
-_FIELDS = frozenset({
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
-    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
-    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-    "qalora_group_size", "runtime_config", "ensure_weight_tying",
-})  # fmt: skip
-_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base as well
-_FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.default)?(\.weight)?")
-_PREFIX = "base_model.model."
 _HEAD = "lm_head.weight"
-_ROWS = 1 << 22  # elements that are merged in fp32 at a time
 
 
 @dataclass(frozen=True)
@@ -74,7 +60,7 @@ class MergedSource(Source):
         self._aliases = _aliases(base.model)
         self._patches: dict[str, _Patch] = {}
         options = read_options(adapter_folder)
-        for name, patch in self._read_patches(options, _open(adapter_folder, allow_pickle)).items():
+        for name, patch in self._read_patches(options, read_tensors(adapter_folder, allow_pickle=allow_pickle)).items():
             self._add(name, patch)
         self.headers: dict[str, TensorInfo] = dict(base.headers)
         self._untie()
@@ -111,12 +97,8 @@ class MergedSource(Source):
             self._check_finite(name, merged)
             return merged
         old = self.base.read(base_name)
-        dtype = torch.promote_types(torch.float32, info.dtype)
-        merged, right = torch.empty(info.shape, dtype=info.dtype), patch.right.to(dtype)
-        step = max(1, _ROWS // info.shape[1])
-        for start in range(0, info.shape[0], step):
-            rows = slice(start, start + step)
-            merged[rows] = torch.addmm(old[rows].to(dtype), patch.left[rows].to(dtype), right, alpha=patch.scale)
+        merged = adapters.merged(old, patch.left, patch.right, patch.scale)
+        for rows in adapters.row_chunks(old):
             if old[rows].isfinite().all():
                 self._check_finite(name, merged[rows])
         return merged
@@ -136,8 +118,8 @@ class MergedSource(Source):
         patches: dict[str, _Patch] = {}
         halves: dict[str, dict[str, Tensor]] = {}
         for key, tensor in tensors.items():
-            name = key.removeprefix(_PREFIX)
-            if match := _FACTOR.fullmatch(name):
+            name = key.removeprefix(PREFIX)
+            if match := FACTOR.fullmatch(name):
                 pair = halves.setdefault(match["module"].replace(".base_layer", ""), {})
                 # Those of an embedding are [r, vocab] and [hidden, r]: their product is transposed.
                 swapped = {"A": "B", "B": "A"}[match["half"]]
@@ -158,17 +140,11 @@ class MergedSource(Source):
 
     def _scale(self, options: Mapping[str, Any], module: str, left: Tensor, right: Tensor) -> float:
         """lora_alpha over the rank or its root, with the exceptions made for this module."""
-
-        def of(key: str, patterns: str) -> Any:
-            table = options.get(patterns) or {}
-            hit = next((one for one in table if re.match(rf"(.*\.)?({one})$", module)), None)
-            return options.get(key, 8) if hit is None else table[hit]
-
-        r, alpha = of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
+        r, _ = adapters.size_of(options, module)
         if not r == right.shape[0] == left.shape[1]:
             what = f"{module} has rank {right.shape[0]} in A and {left.shape[1]} in B, r {r!r} in {CONFIG}"
             self._fail(what, "config and weights of two adapters; fetch both again")
-        return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
+        return adapters.scale_of(options, module)
 
     def _add(self, name: str, patch: _Patch) -> None:
         """Notes what a patch does to the base's tensor that goes by this name in any layout of the architecture."""
@@ -211,47 +187,13 @@ def _aliases(model: CausalLM) -> dict[str, str]:
 
 def headers(folder: Path, *, allow_pickle: bool = False) -> dict[str, TensorInfo]:
     """What the file of an adapter holds. Raises CheckpointError, HubError."""
-    return {name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in _open(folder, allow_pickle).items()}
+    return {
+        name: TensorInfo(x.dtype, tuple(x.shape)) for name, x in read_tensors(folder, allow_pickle=allow_pickle).items()
+    }
 
 
 def module_of(key: str) -> str:
     """The module that a tensor of an adapter belongs to."""
-    name = key.removeprefix(_PREFIX)
-    match = _FACTOR.fullmatch(name)
+    name = key.removeprefix(PREFIX)
+    match = FACTOR.fullmatch(name)
     return match["module"] if match else name.rpartition(".")[0]
-
-
-def read_options(folder: Path) -> dict[str, Any]:
-    """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank."""
-    path = folder / CONFIG
-    if not path.exists():
-        raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, as PEFT saves it?")
-    options = read_json(path)
-    if options.get("peft_type") != "LORA":
-        raise CheckpointError(f"{path} has peft_type {options.get('peft_type')!r}; LORA is what can be merged")
-    unknown = sorted(key for key, value in options.items() if key not in _FIELDS and value)
-    if unknown:
-        raise CheckpointError(
-            f"{path} sets {', '.join(unknown[:3])}, which is not computed here.\n"
-            "  Next: merge it with PEFT itself (merge_and_unload), then convert the result."
-        )
-    if (init := options.get("init_lora_weights")) not in _INITS:
-        raise CheckpointError(
-            f"{path} has init_lora_weights {init!r}, which changed the base model as well.\n"
-            "  Next: save the adapter again with path_initial_model_for_weight_conversion, or merge it with PEFT."
-        )
-    return options
-
-
-def _open(folder: Path, allow_pickle: bool) -> dict[str, Tensor]:
-    """The adapter's tensors, mapped from its file."""
-    path, pickled = folder / WEIGHTS, folder / PICKLE
-    if path.is_file() or not pickled.is_file():
-        opened = reading.SafetensorsFile(path, folder)
-        return {name: opened.read(name) for name in opened.names}
-    if not allow_pickle:
-        raise CheckpointError(
-            f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
-            "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
-        )
-    return reading.read_pickle(pickled)

@@ -23,6 +23,11 @@ def chunk_rows(tokens: int, row_bytes: int, workspace_bytes: int) -> int:
     return min(-(-tokens // (chunks * 128)) * 128, tokens)
 
 
+def slices(tokens: int, rows: int | None) -> list[slice]:
+    """All tokens at once, or `rows` at a time."""
+    return [slice(None)] if rows is None or rows >= tokens else [slice(i, i + rows) for i in range(0, tokens, rows)]
+
+
 def gather(x: Tensor, source: Tensor) -> Tensor:
     """x [N, H] -> rows x[source], and zeros where source is negative: zeros even if x holds NaN."""
     return x.index_select(0, source.clamp(min=0)).masked_fill_(source[:, None] < 0, 0)

@@ -34,13 +34,14 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._chunks import chunk_rows
+from ligermodels.kernels._chunks import chunk_rows, slices
 from ligermodels.kernels._gradients import accumulate, accumulate_grad
 from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference, linear_operands
 from ligermodels.kernels.linear import bias_gradients, input_gradient, matmul, pack, side_by_side, weight_gradients
+from ligermodels.kernels.lora import Adapters, lora_mlp, lora_mlp_reference
 
 
 def gated_mlp_reference(
@@ -71,11 +72,6 @@ def _reference(
 def _several(tensors: Any) -> tuple:
     """One tensor, or several, as several."""
     return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
-
-
-def _chunks(tokens: int, rows: int | None) -> list[slice]:
-    """All tokens at once, or `rows` at a time."""
-    return [slice(None)] if rows is None or rows >= tokens else [slice(i, i + rows) for i in range(0, tokens, rows)]
 
 
 class _Gradients:
@@ -144,7 +140,7 @@ class _MLP(torch.autograd.Function):
         hidden, width = w1[0].shape[1], sum(w.shape[0] for w in w1)
         need_z = need_x or any(need_w1) or any(need_b1)
         shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, w2.shape[0])
-        chunks = _chunks(len(dy), rows) if need_z or need_w2 else []
+        chunks = slices(len(dy), rows) if need_z or need_w2 else []
         several = len(chunks) > 1
         overwrite = need_z and (rows is not None or (saved.is_contiguous() and may_overwrite(saved)))
         of_w1, of_w2 = _Gradients(w1, need_w1, several), _Gradients([w2], [need_w2], several)
@@ -212,13 +208,14 @@ def _write(
         matmul(glu_forward(z.view(-1, z.shape[-1]), None, packed, activation), [w2], [b2], out=y)
         return
     x = x.reshape(-1, x.shape[-1])
-    for chunk in _chunks(len(x), rows):
+    for chunk in slices(len(x), rows):
         matmul(glu_forward(matmul(x[chunk], w1, b1), None, packed, activation), [w2], [b2], out=y[chunk])
 
 
 def _mlp(
     where: str, layers: Sequence[str], packed: bool, x: Tensor, w1: Sequence[Tensor], w2: Tensor,
     b1: Sequence[Tensor | None], b2: Tensor | None, activation: str, recompute: bool, workspace_bytes: int,
+    adapters: Adapters | None,
 ) -> Tensor:  # fmt: skip
     """Checks and dispatches; layers: how the names of the weight and bias of each begin, those of w1 and of w2."""
     hidden = check_glu(where, "x", x, activation)
@@ -235,6 +232,9 @@ def _mlp(
     x = x.to(w2.dtype)  # under autocast, as F.linear would
     triton = use_triton(x)
     run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
+    if adapters is not None and any(adapters):
+        run = lora_mlp if triton else lora_mlp_reference
+        run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
         one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two chunks cost more than that memory is worth
@@ -248,6 +248,7 @@ def gated_mlp(
     x: Tensor, gate_up_weight: Tensor | Sequence[Tensor], down_weight: Tensor,
     gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
     activation: str = "silu", recompute: bool = False, workspace_bytes: int = 512 * 2**20,
+    adapters: Adapters | None = None,
 ) -> Tensor:  # fmt: skip
     """F.linear(glu(F.linear(x, gate_up_weight, gate_up_bias)), down_weight, down_bias).
 
@@ -258,6 +259,7 @@ def gated_mlp(
         The gradients of the weights are summed over several chunks in fp32, and differ by rounding from those of one.
     workspace_bytes: what gate_up of a chunk takes at most (of 128 tokens at least), or of the only chunk twice that; h
         takes half as much beside it.
+    adapters: to each weight of gate and up, and to that of down, an `Adapter` or None; see lora.py.
     Returns [..., N] of x's dtype; under torch.autocast of the autocast dtype, to which all inputs are cast as F.linear
     would cast them.
     Raises InputError for shapes, dtypes or devices that do not fit.
@@ -278,21 +280,23 @@ def gated_mlp(
         )
     layers = ("gate_up_", "down_") if one else ("gate_", "up_", "down_")
     return _mlp(
-        "gated_mlp", layers, True, x, weights, down_weight, biases, down_bias, activation, recompute, workspace_bytes
-    )
+        "gated_mlp", layers, True, x, weights, down_weight, biases, down_bias, activation, recompute, workspace_bytes,
+        adapters,
+    )  # fmt: skip
 
 
 def mlp(
     x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None, *, activation: str, recompute: bool = False, workspace_bytes: int = 512 * 2**20,
+    adapters: Adapters | None = None,
 ) -> Tensor:  # fmt: skip
     """F.linear(activate(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias): `gated_mlp` without a gate.
 
     x: [..., H]; fc1_weight: [F, H]; fc2_weight: [N, F]; fc1_bias: [F] or None; fc2_bias: [N] or None; activation: as in
-    `activate`; recompute and workspace_bytes as in `gated_mlp`, of fc1's output.
+    `activate`; recompute, workspace_bytes and adapters as in `gated_mlp`, of fc1's output.
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
     return _mlp(
         "mlp", ("fc1_", "fc2_"), False, x, (fc1_weight,), fc2_weight, (fc1_bias,), fc2_bias, activation, recompute,
-        workspace_bytes,
+        workspace_bytes, adapters,
     )  # fmt: skip

@@ -235,7 +235,7 @@ class _Linear(torch.autograd.Function):
         return dx, None, None, *dweights, *dbiases
 
 
-def _left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
+def left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> bool:
     """True where torch has to see each layer: it compiles or transforms them, casts for them, or others stand in for
     their tensors."""
     return (
@@ -259,7 +259,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     if (
         (handle is not None or (is_marked(weight) and use_triton(x) and only_backward()))
         and weight.requires_grad
-        and not _left_to_torch(x, (weight,), (bias,))
+        and not left_to_torch(x, (weight,), (bias,))
     ):
         return _Linear.apply(x, handle, 1, weight, bias)
     return F.linear(x, weight, bias)
@@ -282,7 +282,7 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
         )
     if len(weights) == 1:
         return linear(x, weights[0], biases[0])
-    if _left_to_torch(x, weights, biases):
+    if left_to_torch(x, weights, biases):
         return side_by_side(x, weights, biases)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *weights, *biases)):
         return _Linear.apply(x, handle_of(x), len(weights), *weights, *biases)

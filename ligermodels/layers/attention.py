@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._recompute import attach_to_view
 from ligermodels.kernels.attention import attention
-from ligermodels.kernels.linear import packed_linear
 from ligermodels.kernels.rope import rope, rope_qk
 from ligermodels.layers.batch import Batch
 from ligermodels.layers.cache import LayerCache
@@ -16,8 +15,8 @@ from ligermodels.layers.linear import (
     JointProjections,
     apply_linear,
     apply_linears,
+    apply_packed,
     is_fusable,
-    parameters_of,
     warn_unfused,
 )
 from ligermodels.layers.norm import RMSNorm
@@ -117,7 +116,7 @@ class Attention(JointProjections):
         if not fused and len(inputs) > 1:
             warn_unfused(self, self.joint_names, x)
         if len(inputs) == 1 or (fused and not torch.compiler.is_compiling()):
-            qkv = packed_linear(x, *parameters_of(inputs)) if fused else inputs[0](x)
+            qkv = apply_packed(inputs, x) if fused else inputs[0](x)
             if rotates and self.q_norm is None:
                 # A packed output is ours alone, and may be overwritten; a hook or an adapter may have kept its own.
                 heads = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads)

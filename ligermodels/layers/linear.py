@@ -1,8 +1,8 @@
 """Fused execution of plain `torch.nn.Linear` modules.
 
 Layers hold `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
-tensor-parallel plans find what they look for. At each call a fused op takes the weights of untouched modules; a module
-that something has wrapped or hooked is called instead.
+tensor-parallel plans find what they look for. At each call a fused op takes the weights of untouched modules, and their
+LoRA adapters (lora.py); a module that something else has wrapped or hooked is called instead.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,23 +15,34 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.linear import lay_together, linear, packed_linear
+from ligermodels.kernels.linear import lay_together, packed_linear
+from ligermodels.kernels.lora import Adapter, lora_linear
+from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.parallel import ShardedLinear
 
 
 def is_fusable(*modules: nn.Module) -> bool:
-    """True if calling each module is x @ weight.T + bias and nothing else: a fused kernel may stand in for it.
+    """True if a fused kernel may stand in for calling each module: it is what `parameters_of` gives and nothing else.
 
-    Adapters wrap the module or replace its class, parametrizations and FSDP replace its class, tensor parallelism,
-    ZeRO-3 and probes add hooks, offloading replaces its forward, quantization its class or its weight. Each of them
-    makes this False, since bypassing it would be silently wrong.
+    That is x @ weight.T + bias, and the adapter of a LoRALinear without dropout and DoRA. Other adapters wrap the
+    module or replace its class, parametrizations and FSDP replace its class, tensor parallelism, ZeRO-3 and probes add
+    hooks, offloading replaces its forward, quantization its class or its weight. Each of them makes this False, since
+    bypassing it would be silently wrong.
     """
     for module in modules:
         # _parameters[...] takes a fifth of the host time of module.weight
         plain = type(module) is nn.Linear and type(module._parameters.get("weight")) is nn.Parameter
-        if not (plain or type(module) is ShardedLinear) or _touched(module):
+        if not (plain or type(module) is ShardedLinear or _is_fusable_lora(module)) or _touched(module):
             return False
     return not _has_any_global_hook()
+
+
+def _is_fusable_lora(module: nn.Module) -> bool:
+    if type(module) is not LoRALinear or module.unfusable is not None:
+        return False
+    factors = module.lora_A, module.lora_B
+    plain = all(type(one.weight) is nn.Parameter for one in (module, *factors))
+    return plain and not any(_touched(factor) for factor in factors)
 
 
 def is_untouched(module: nn.Module) -> bool:
@@ -52,8 +63,8 @@ def _touched(module: nn.Module) -> bool:
 class Obstacle(NamedTuple):
     """Why `module` is not fused.
 
-    kind: "adapter", "parametrization", "class", "weight", "forward", which was replaced, "forward hook", "backward
-    hook", "global hook".
+    kind: "adapter", "LoRA" (of ours: dropout, DoRA), "parametrization", "class", "weight", "forward", which was
+    replaced, "forward hook", "backward hook", "global hook".
     """
 
     kind: str
@@ -67,6 +78,7 @@ class Obstacle(NamedTuple):
         hook = self.module.__dict__.get("_hf_hook")  # accelerate's, which replaces the forward
         return {
             "adapter": f"an adapter, {name}",
+            "LoRA": getattr(self.module, "unfusable", None) or "a hook inside of its adapter",
             "class": f"its class, {name}",
             "weight": f"its weight, a {type(self.module.weight).__name__}",
             "forward": "a replaced forward" + (f", by {type(hook).__name__}" if hook is not None else ""),
@@ -76,7 +88,7 @@ class Obstacle(NamedTuple):
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
     """Why `is_fusable(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
-    if type(module) not in (classes or (nn.Linear,)):
+    if type(module) not in (classes or (nn.Linear, LoRALinear)):
         inside = module._modules.keys()
         wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
         kind = "adapter" if wrapped else "parametrization" if "parametrizations" in inside else "class"
@@ -90,6 +102,8 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
         kind = "backward hook"
     elif _has_any_global_hook():
         kind = "global hook"
+    elif type(module) is LoRALinear and not _is_fusable_lora(module):
+        kind = "LoRA"
     else:
         return None
     return Obstacle(kind, module)
@@ -122,8 +136,15 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
     """module(x); of a fusable module, an x that a norm has just made is recomputed in the backward, not saved."""
     if not is_fusable(module):
         return module(x)
-    (weight,), (bias,) = parameters_of([module])
-    return linear(x, weight, bias)
+    return apply_packed([module], x)
+
+
+def apply_packed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """The outputs of fusable modules side by side, as one op; the caller may overwrite them where they are several."""
+    weights, biases, adapters = parameters_of(modules)
+    if any(adapters):
+        return lora_linear(x, weights, biases, adapters)
+    return packed_linear(x, weights, biases)
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
@@ -131,19 +152,19 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     plain = [] if torch.compiler.is_compiling() else [module for module in modules if is_fusable(module)]
     if len(plain) < 2:
         return [apply_linear(module, x) for module in modules]
-    weights, biases = parameters_of(plain)
-    packed = packed_linear(x, weights, biases).split([weight.shape[0] for weight in weights], dim=-1)
+    packed = apply_packed(plain, x).split([weight.shape[0] for weight in parameters_of(plain)[0]], dim=-1)
     outputs = dict(zip(plain, packed, strict=True))
     return [outputs[module] if module in outputs else module(x) for module in modules]
 
 
-def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None]]:
-    """The weights and the biases of linear modules; of sharded ones, the parts that this rank computes with."""
+def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None], list[Adapter | None]]:
+    """The weights, biases and adapters of linear modules; of sharded ones, the parts that this rank computes with."""
     pairs: Any = [
         module.parts() if type(module) is ShardedLinear else (module._parameters["weight"], module._parameters["bias"])
         for module in modules
     ]
-    return [weight for weight, _ in pairs], [bias for _, bias in pairs]
+    adapters = [module.adapter if type(module) is LoRALinear else None for module in modules]
+    return [weight for weight, _ in pairs], [bias for _, bias in pairs], adapters
 
 
 class JointProjections(nn.Module):
@@ -165,8 +186,12 @@ class JointProjections(nn.Module):
         self.register_state_dict_post_hook(_give_own_storages)
 
     def lay_together(self) -> None:
-        plain = [module for module in self.joint_modules if type(module) is nn.Linear and is_fusable(module)]
-        weights, biases = parameters_of(plain)
+        plain: list[Any] = [
+            module for module in self.joint_modules
+            if type(module) in (nn.Linear, LoRALinear) and is_untouched(module)
+            and type(module.weight) is nn.Parameter
+        ]  # fmt: skip
+        weights, biases, _ = parameters_of(plain)
         for parameters in (weights, biases):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 lay_together(parameters)  # type: ignore[arg-type]

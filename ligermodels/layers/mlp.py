@@ -1,6 +1,7 @@
 """Gated and plain MLPs."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +60,7 @@ class GatedMLP(JointProjections):
     def _mlp(self, x: Tensor) -> Tensor:
         inputs, down = self.joint_modules, self.output_module
         if is_fusable(*inputs, down):
-            (*weights, down_weight), (*biases, down_bias) = parameters_of([*inputs, down])
+            (*weights, down_weight), (*biases, down_bias), adapters = parameters_of([*inputs, down])
             packed = len(inputs) == 1
             return gated_mlp(
                 x,
@@ -69,6 +70,7 @@ class GatedMLP(JointProjections):
                 down_bias,
                 activation=self.activation,
                 recompute=self.recompute,
+                adapters=adapters,
             )
         warn_unfused(self, (*self.joint_names, self.output_name), x)
         if self.recompute and torch.is_grad_enabled():
@@ -80,7 +82,9 @@ class GatedMLP(JointProjections):
         gate, *up = apply_linears(inputs, x)
         if not is_fusable(down):
             return down(glu(gate, *up, activation=self.activation))
-        (weight,), (bias,) = parameters_of([down])
+        (weight,), (bias,), (adapter,) = parameters_of([down])
+        if adapter is not None:
+            return apply_linear(down, glu(gate, *up, activation=self.activation))
         return glu_linear(gate, weight, bias, activation=self.activation, up=up[0] if up else None)
 
     def extra_repr(self) -> str:
@@ -116,9 +120,9 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         fc1, fc2 = (getattr(self, name) for name in self.projections)
         if is_fusable(fc1, fc2):
-            return mlp(
-                x, fc1.weight, fc2.weight, fc1.bias, fc2.bias, activation=self.activation, recompute=self.recompute
-            )
+            (w1, w2), (b1, b2), adapters = parameters_of([fc1, fc2])
+            options: dict[str, Any] = dict(activation=self.activation, recompute=self.recompute, adapters=adapters)
+            return mlp(x, w1, w2, b1, b2, **options)
         warn_unfused(self, self.projections, x)
         if self.recompute and torch.is_grad_enabled():
             return checkpoint(self._layer_by_layer, x, use_reentrant=False)
@@ -129,7 +133,10 @@ class MLP(nn.Module):
         h = apply_linear(fc1, x)
         if not is_fusable(fc2):
             return fc2(activate(h, activation=self.activation))
-        return activation_linear(h, fc2.weight, fc2.bias, activation=self.activation)
+        (weight,), (bias,), (adapter,) = parameters_of([fc2])
+        if adapter is not None:
+            return apply_linear(fc2, activate(h, activation=self.activation))
+        return activation_linear(h, weight, bias, activation=self.activation)
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

@@ -1,0 +1,116 @@
+"""LoRA adapters in PEFT's files: adapter_config.json and adapter_model.safetensors, and what they do to a weight.
+
+    W + scale * B A        scale: lora_alpha / r, or lora_alpha / sqrt(r) with use_rslora
+
+rank_pattern and alpha_pattern name modules of which r and lora_alpha differ. DoRA, whose sum is scaled by rows, and
+other variants are refused by name, unless the caller computes them.
+
+Checked against: PEFT 0.21, tuners/lora/layer.py and utils/save_and_load.py.
+"""
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.checkpoint import reading
+from ligermodels.checkpoint.files import read_json
+from ligermodels.errors import CheckpointError
+
+CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+PREFIX = "base_model.model."
+"""What PEFT's wrappers put before the name of a module."""
+
+# Fields of adapter_config.json that the sum does not depend on, or that are read below. Another one, where it is set,
+# may change what is computed.
+_FIELDS = frozenset({
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out", "bias", "use_rslora",
+    "modules_to_save", "init_lora_weights", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+    "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+    "qalora_group_size", "runtime_config", "ensure_weight_tying",
+})  # fmt: skip
+_INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # the others change the base as well
+FACTOR = re.compile(r"(?P<module>.+)\.lora_(?P<embedding>embedding_)?(?P<half>[AB])(\.default)?(\.weight)?")
+MAGNITUDE = re.compile(r"(?P<module>.+)\.lora_magnitude_vector(\.default)?(\.weight)?")
+_ROWS = 1 << 22  # elements that are merged in fp32 at a time
+
+
+def read_options(folder: Path, *, computed: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """adapter_config.json. Raises CheckpointError for everything in it that is not a sum of low rank.
+
+    computed: names of further fields that the caller acts on.
+    """
+    path = folder / CONFIG
+    if not path.exists():
+        raise CheckpointError(f"{path} is not there. Is {folder} the folder of a LoRA adapter, as PEFT saves it?")
+    options = read_json(path)
+    if options.get("peft_type") != "LORA":
+        raise CheckpointError(f"{path} has peft_type {options.get('peft_type')!r}; LORA is what is read here")
+    unknown = sorted(key for key, value in options.items() if key not in _FIELDS | computed and value)
+    if unknown:
+        raise CheckpointError(
+            f"{path} sets {', '.join(unknown[:3])}, which is not computed here.\n"
+            "  Next: merge it with PEFT itself (merge_and_unload), and use the result."
+        )
+    if (init := options.get("init_lora_weights")) not in _INITS:
+        raise CheckpointError(
+            f"{path} has init_lora_weights {init!r}, which changed the base model as well.\n"
+            "  Next: save the adapter again with path_initial_model_for_weight_conversion, or merge it with PEFT."
+        )
+    return options
+
+
+def size_of(options: Mapping[str, Any], module: str) -> tuple[int, float]:
+    """r and lora_alpha of a module, with the exceptions made for it."""
+
+    def of(key: str, patterns: str) -> Any:
+        table = options.get(patterns) or {}
+        hit = next((one for one in table if re.match(rf"(.*\.)?({one})$", module)), None)
+        return options.get(key, 8) if hit is None else table[hit]
+
+    return of("r", "rank_pattern"), of("lora_alpha", "alpha_pattern")
+
+
+def scale_of(options: Mapping[str, Any], module: str) -> float:
+    r, alpha = size_of(options, module)
+    return alpha / (math.sqrt(r) if options.get("use_rslora") else r)
+
+
+def merged(old: Tensor, left: Tensor, right: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+    """old + scale * left [out, r] @ right [r, in], in fp32 and rounded once; it takes 32 MiB beyond the result.
+
+    magnitude: of DoRA, [out], the norms that the rows of the sum get.
+    """
+    dtype = torch.promote_types(torch.float32, old.dtype)
+    result, right = torch.empty_like(old), right.to(dtype)
+    for rows in row_chunks(old):
+        total = torch.addmm(old[rows].to(dtype), left[rows].to(dtype), right, alpha=scale)
+        if magnitude is not None:
+            total *= (magnitude[rows].to(dtype) / torch.linalg.vector_norm(total, dim=1))[:, None]
+        result[rows] = total
+    return result
+
+
+def row_chunks(weight: Tensor) -> list[slice]:
+    """The rows of a matrix, 16 MiB in fp32 at a time."""
+    step = max(1, _ROWS // weight.shape[1])
+    return [slice(start, start + step) for start in range(0, weight.shape[0], step)]
+
+
+def read_tensors(folder: Path, *, allow_pickle: bool = False) -> dict[str, Tensor]:
+    """The adapter's tensors, mapped from its file."""
+    path, pickled = folder / WEIGHTS, folder / PICKLE
+    if path.is_file() or not pickled.is_file():
+        opened = reading.SafetensorsFile(path, folder)
+        return {name: opened.read(name) for name in opened.names}
+    if not allow_pickle:
+        raise CheckpointError(
+            f"{pickled} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
+            "  Next: pass allow_pickle=True (--allow-pickle): tensors are read from it, and nothing else."
+        )
+    return reading.read_pickle(pickled)

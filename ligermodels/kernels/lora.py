@@ -1,0 +1,327 @@
+"""Frozen linear layers with low-rank adapters (LoRA), as one op for the layers of one input, and for a whole MLP.
+
+    y_i = x W_i^T + b_i + s_i (x A_i^T) B_i^T        for layers i side by side in one buffer, as in linear.py
+
+What differs from the modules one by one:
+- One matmul serves all W_i (see linear.py) and one all A_i; each B_i is added to its columns of y in a matmul's
+  epilogue, scaled there. Nothing of the size of y is written twice but for that.
+- W_i and b_i are frozen: their gradients are neither computed nor returned. So the backward reads x for A alone. Where
+  a norm has just computed x, the norm's inputs are saved instead (`_recompute`), and of the adapters H = x A^T, [T, r].
+- The MLP saves what `gated_mlp` saves: x, or the inputs of the norm, and gate and up unless they are recomputed.
+- A and B may be fp32 beside low-precision layers: they are cast once per use, and their gradients are sums in fp32 that
+  are not rounded on the way.
+
+Where a layer is not frozen, under torch.compile, and in transforms, torch sees the formula itself.
+
+Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
+"""
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels._chunks import slices
+from ligermodels.kernels._gradients import accumulate
+from ligermodels.kernels._recompute import handle_of, in_transform, may_overwrite, recomputed
+from ligermodels.kernels._triton import accumulator, once_differentiable
+from ligermodels.kernels.activation import activate
+from ligermodels.kernels.glu import glu, glu_backward, glu_forward
+from ligermodels.kernels.linear import input_gradient, left_to_torch, matmul
+
+
+class Adapter(NamedTuple):
+    """Adds scale * (x a^T) b^T to a linear layer [N, K]; a: [r, K]; b: [N, r]."""
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+
+Adapters = Sequence[Adapter | None]
+"""To each layer its adapter, or None."""
+
+
+class _Branch:
+    """The adapters of layers side by side, in the dtype of x: what they add, and the sums of their gradients.
+
+    weights: of the layers, [N_i, K]; a, b, scales: to each layer its own, or None. A layer without one adds nothing.
+    """
+
+    def __init__(self, weights: Sequence[Tensor], a: Sequence[Any], b: Sequence[Any], scales: Sequence[Any], x: Tensor):
+        self.given = [None if one is None else (one, b[i]) for i, one in enumerate(a)]
+        present = [one.detach() for one in a if one is not None]
+        self.a: Any = torch.cat(present).to(x.dtype) if present else None  # [sum r_i, K]
+        ends = list(itertools.accumulate((w.shape[0] for w in weights), initial=0))
+        ranks = list(itertools.accumulate((0 if one is None else one.shape[0] for one in a), initial=0))
+        self.parts = [
+            (slice(ends[i], ends[i + 1]), slice(ranks[i], ranks[i + 1]), b[i].detach().to(x.dtype), scales[i])
+            for i, one in enumerate(a)
+            if one is not None
+        ]
+        self._da: Tensor | None = None
+        self._db: list[Tensor] = []
+
+    def add_to(self, y: Tensor, x: Tensor) -> Tensor | None:
+        """Adds to y [T, sum N_i] what the adapters make of x [T, K]. Returns H = x A^T."""
+        if self.a is None:
+            return None
+        h = x @ self.a.t()
+        for columns, ranks, b, scale in self.parts:
+            y[:, columns].addmm_(h[:, ranks], b.t(), alpha=scale)
+        return h
+
+    def inner_gradient(self, dy: Tensor) -> Tensor | None:
+        """dH [T, sum r_i] of dy [T, sum N_i]."""
+        if self.a is None:
+            return None
+        dh = dy.new_empty(dy.shape[0], self.a.shape[0])
+        for columns, ranks, b, scale in self.parts:
+            part = dh[:, ranks]
+            torch.addmm(part, dy[:, columns], b, beta=0, alpha=scale, out=part)
+        return dh
+
+    def add_input_gradient(self, dx: Tensor, dh: Tensor | None) -> None:
+        if dh is not None:
+            dx.addmm_(dh, self.a)
+
+    def add_gradients(self, dy: Tensor, h: Tensor | None, dh: Tensor | None, x: Tensor) -> None:
+        """Adds those of A and B for some tokens; x [T, K], h = x A^T or None, to be computed here."""
+        if self.a is None or dh is None:
+            return
+        h = x @ self.a.t() if h is None else h
+        first, dtype = self._da is None, accumulator(x.dtype)
+        if self._da is None:
+            self._da = x.new_empty(self.a.shape, dtype=dtype)
+            self._db = [x.new_empty(b.shape, dtype=dtype) for _, _, b, _ in self.parts]
+        accumulate(self._da, dh, x, first)
+        for db, (columns, ranks, _, _) in zip(self._db, self.parts, strict=True):
+            accumulate(db, dy[:, columns], h[:, ranks], first)
+
+    def take(self, need_a: Sequence[bool], need_b: Sequence[bool]) -> tuple[list[Tensor | None], list[Tensor | None]]:
+        """The gradients of each A and each B, in their dtypes; None where none is needed."""
+        da: list[Tensor | None] = [None] * len(self.given)
+        db = list(da)
+        at = 0
+        for i, pair in enumerate(self.given):
+            if pair is None or self._da is None:
+                continue
+            _, ranks, _, scale = self.parts[at]
+            da[i] = self._da[ranks].to(pair[0].dtype) if need_a[i] else None
+            db[i] = self._db[at].mul_(scale).to(pair[1].dtype) if need_b[i] else None
+            at += 1
+        return da, db
+
+
+def lora_linear_reference(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Adapters
+) -> Tensor:
+    found = []
+    for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
+        y = F.linear(x, weight, bias)
+        if adapter is not None:
+            h = F.linear(x, adapter.a.to(x.dtype))
+            y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))
+        found.append(y)
+    return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+class _LoRALinear(torch.autograd.Function):
+    """x: [..., K], of two dims or more; handle: that of x, or None; tensors: `count` weights [N_i, K], to each a bias,
+    an A and a B, or None -> [..., sum N_i]."""
+
+    @staticmethod
+    def forward(ctx, x, handle, count, scales, *tensors):
+        weights, biases, a, b = _by_kind(tensors, count)
+        y, h = _side_by_side(x, weights, biases, a, b, scales)
+        ctx.count, ctx.scales = count, scales
+        ctx.function, made_of = (None, (x,)) if handle is None else handle
+        trains = any(ctx.needs_input_grad[4 + 2 * count :])
+        # The weights one by one: whether they are joint may change until the backward, as FSDP moves them.
+        ctx.save_for_backward(*weights, *a, *b, h if trains else None, *(made_of if trains else ()))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        count = ctx.count
+        weights, a, b, (h, *made_of) = _by_kind(ctx.saved_tensors, count)
+        need_x, _, _, _, *needs = ctx.needs_input_grad
+        rows = dy.flatten(0, -2)
+        branch = _Branch(weights, a, b, ctx.scales, rows)
+        dh, dx = branch.inner_gradient(rows), None
+        if made_of:  # first, so that x and dx are never there together
+            branch.add_gradients(rows, h, dh, recomputed(ctx.function, made_of).flatten(0, -2))
+        if need_x:
+            dx = input_gradient(rows, weights)
+            branch.add_input_gradient(dx, dh)
+            dx = dx.view(*dy.shape[:-1], weights[0].shape[1])
+        da, db = branch.take(needs[2 * count : 3 * count], needs[3 * count :])
+        return dx, None, None, None, *[None] * (2 * count), *da, *db
+
+
+def _by_kind(tensors: Sequence[Any], count: int) -> tuple[Any, Any, Any, Any]:
+    """`count` tensors of each of three kinds, and the rest."""
+    return tensors[:count], tensors[count : 2 * count], tensors[2 * count : 3 * count], tensors[3 * count :]
+
+
+def _side_by_side(x, weights, biases, a, b, scales) -> tuple[Tensor, Tensor | None]:
+    """y [..., sum N_i] and H [T, sum r_i], without autograd."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = matmul(rows, weights, biases)
+    h = _Branch(weights, a, b, scales, x).add_to(y, rows)
+    return y.view(*x.shape[:-1], y.shape[1]), h
+
+
+def _split(adapters: Adapters) -> tuple[list[Tensor | None], list[Tensor | None], tuple[float | None, ...]]:
+    """Each A, each B, each scale; None where there is no adapter."""
+    a, b, scales = zip(*(adapter or (None, None, None) for adapter in adapters), strict=True)
+    return list(a), list(b), scales
+
+
+def _trains(tensors: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def lora_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Adapters) -> Tensor:
+    """Linear layers of one input with their adapters, side by side: [..., K] -> [..., sum N_i], contiguous.
+
+    weights: [N_i, K] each; biases, adapters: to each weight its own, or None. The result is the caller's to overwrite.
+    """
+    a, b, scales = _split(adapters)
+    if _trains([*weights, *biases]) or left_to_torch(x, weights, [*biases, *a, *b]):
+        return lora_linear_reference(x, weights, biases, adapters)
+    if _trains([x, *a, *b]):
+        return _LoRALinear.apply(x, handle_of(x), len(weights), scales, *weights, *biases, *a, *b)
+    return _side_by_side(x, weights, biases, a, b, scales)[0]
+
+
+# ---- The MLP ----
+
+
+def lora_mlp_reference(
+    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
+    packed: bool, activation: str,
+) -> Tensor:  # fmt: skip
+    z = lora_linear_reference(x, w1, b1, adapters[:-1])
+    h = (glu if packed else activate)(z, activation=activation)
+    return lora_linear_reference(h, [w2], [b2], adapters[-1:])
+
+
+class _LoRAMLP(torch.autograd.Function):
+    """As `_MLP` in gated_mlp.py, of frozen layers with adapters. tensors: `count` weights w1, to each its bias, then w2
+    and its bias, then to each of the count + 1 layers an A, and to each a B, or None.
+
+    H is not saved but computed again: x and h are there for the gradients of A anyway, and h is not before the end of
+    the forward, which activation checkpointing leaves out in its second run.
+    """
+
+    @staticmethod
+    def forward(ctx, x, z, handle, packed, activation, rows, count, scales, *tensors):
+        _, need_first, *_ = _needs(ctx.needs_input_grad, count)
+        make_x, inputs = (None, (x,)) if handle is None else handle
+        if not (need_first or z is None):
+            make_x, inputs = None, ()
+        ctx.save_for_backward(z, *tensors, *inputs)
+        ctx.options = make_x, packed, activation, rows, count, scales
+        return x.new_empty((*x.shape[:-1], tensors[2 * count].shape[0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        make_x, packed, activation, rows, count, scales = ctx.options
+        saved, *tensors = ctx.saved_tensors
+        w1, b1, w2, _, a, b, inputs = _operands(tensors, count)
+        need_x, need_first, need_last, need_a, need_b = _needs(ctx.needs_input_grad, count)
+        hidden, width = w1[0].shape[1], sum(w.shape[0] for w in w1)
+        shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, w2.shape[0])
+        first = _Branch(w1, a[:-1], b[:-1], scales[:-1], dy)
+        last = _Branch([w2], a[-1:], b[-1:], scales[-1:], dy)
+        need_z = need_x or need_first
+        chunks = slices(len(dy), rows)
+        overwrite = need_z and (rows is not None or (saved.is_contiguous() and may_overwrite(saved)))
+        x: Any = None
+        dx, dz, workspace = x, x, x
+        if inputs:
+            x = (inputs[0] if make_x is None else make_x(*inputs)).reshape(-1, hidden)
+        if need_x:  # over x where that was made here: of each chunk, x is read before dx is written
+            dx = dy.new_empty(len(dy), hidden) if make_x is None else x
+        if chunks and rows is not None:
+            workspace = dy.new_empty(min(rows, len(dy)), width)
+        for chunk in chunks:
+            dy_chunk = dy[chunk]
+            z, inner = saved, None
+            if workspace is None:
+                z = saved.reshape(-1, width)
+            else:
+                z = matmul(x[chunk], w1, b1, out=workspace[: len(dy_chunk)])
+                inner = first.add_to(z, x[chunk])
+            d_inner = last.inner_gradient(dy_chunk)
+            if need_z:
+                h = dy_chunk @ w2  # dh, until the kernel leaves h in its place
+                last.add_input_gradient(h, d_inner)
+                dz, _ = glu_backward(h, z, None, packed, activation, emit=need_last, overwrite=overwrite)
+            else:
+                h = glu_forward(z, None, packed, activation)
+            if need_last:
+                last.add_gradients(dy_chunk, None, d_inner, h)
+            del h
+            if not need_z:
+                continue
+            d_inner = first.inner_gradient(dz)
+            if need_first:
+                first.add_gradients(dz, inner, d_inner, x[chunk])
+            if need_x:
+                input_gradient(dz, w1, out=dx[chunk])
+                first.add_input_gradient(dx[chunk], d_inner)
+        da, db = first.take(need_a[:-1], need_b[:-1])
+        da2, db2 = last.take(need_a[-1:], need_b[-1:])
+        dx = None if dx is None else dx.view(shape)
+        return dx, *[None] * (7 + 2 * count + 2), *da, *da2, *db, *db2
+
+
+def _operands(tensors: Sequence[Any], count: int) -> tuple[Any, ...]:
+    """w1, b1, w2, b2, a, b of `_LoRAMLP`, and what follows them."""
+    w1, b1, (w2, b2, *rest) = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
+    return w1, b1, w2, b2, rest[: count + 1], rest[count + 1 : 2 * count + 2], rest[2 * count + 2 :]
+
+
+def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, bool, list[bool], list[bool]]:
+    """Of ctx.needs_input_grad of `_LoRAMLP`: x's, any of the first layers', any of the last's, each A's, each B's."""
+    _, _, _, _, a, b, _ = _operands(needs[8:], count)
+    return needs[0], any((*a[:-1], *b[:-1])), a[-1] or b[-1], list(a), list(b)
+
+
+def lora_mlp(
+    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
+    packed: bool, activation: str, rows: int | None = None,
+) -> Tensor:  # fmt: skip
+    """The MLP of layers w1 and w2 with their adapters, on Triton's kernels; arguments as of `_MLP` in gated_mlp.py.
+
+    adapters: to each of w1 and to w2 its own, or None.
+    """
+    a, b, scales = _split(adapters)
+    if torch.compiler.is_compiling() or in_transform() or _trains([*w1, w2, *b1, b2]):
+        return lora_mlp_reference(x, w1, w2, b1, b2, adapters, packed=packed, activation=activation)
+    with torch.no_grad():
+        z = _side_by_side(x, w1, b1, a[:-1], b[:-1], scales[:-1])[0] if rows is None else None
+    if not _trains([x, *a, *b]):
+        y = x.new_empty((*x.shape[:-1], w2.shape[0]))
+    else:
+        y = _LoRAMLP.apply(x, z, handle_of(x), packed, activation, rows, len(w1), scales, *w1, *b1, w2, b2, *a, *b)
+    with torch.no_grad():  # after all is saved: see GLULinear in glu.py
+        first = _Branch(w1, a[:-1], b[:-1], scales[:-1], x)
+        last = _Branch([w2], a[-1:], b[-1:], scales[-1:], x)
+        out, x = y.detach().view(-1, w2.shape[0]), x.reshape(-1, x.shape[-1])
+        for chunk in slices(len(x), rows):
+            if z is None:
+                z_chunk = matmul(x[chunk], w1, b1)
+                first.add_to(z_chunk, x[chunk])
+            else:
+                z_chunk = z.view(-1, z.shape[-1])
+            h = glu_forward(z_chunk, None, packed, activation)
+            last.add_to(matmul(h, [w2], [b2], out=out[chunk]), h)
+    return y

@@ -1,0 +1,126 @@
+"""A frozen linear module with a low-rank adapter: LoRA, rsLoRA and DoRA."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.kernels.lora import Adapter
+
+
+class _Factor(nn.Module):
+    """x weight^T, in the dtype of x; weight: [out, in]."""
+
+    def __init__(self, rows: int, columns: int, **options: Any):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(rows, columns, **options))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
+
+
+class LoRALinear(nn.Linear):
+    """y = weight x + bias + scale * lora_B(lora_A(dropout(x))), where weight and bias are frozen.
+
+    scale: alpha / r, or alpha / sqrt(r) with rslora. With DoRA, which has a `lora_magnitude_vector` m [out]:
+    y = bias + m / n * (weight x + scale * lora_B(lora_A(x))), where n are the norms of the rows of the sum of the
+    weights, through which no gradient flows. Under dropout, all but the first weight x reads what dropout leaves:
+    y = weight x + bias + (m / n - 1) weight x' + m / n * scale * lora_B(lora_A(x')).
+
+    `LoRALinear.of(linear, ...)` makes it of an nn.Linear, in place: its parameters keep their names. `plain()` undoes
+    that. adapter_on=False leaves the adapter out. Parameters: weight, bias, lora_A.weight [r, in], lora_B.weight
+    [out, r] and lora_magnitude_vector, as PEFT names them in its files.
+    Layers run several of these as one op (linear.py), but for dropout and DoRA, which are computed as written above.
+    Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353
+    (DoRA), and PEFT 0.21 for DoRA's dropout.
+    """
+
+    lora_A: _Factor
+    lora_B: _Factor
+    lora_dropout: nn.Dropout | None
+    lora_magnitude_vector: nn.Parameter | None
+    alpha: float
+    rslora: bool
+    adapter_on: bool
+
+    @classmethod
+    def of(
+        cls, linear: Any, *, r: int, alpha: float, dropout: float, rslora: bool, dora: bool, dtype: torch.dtype
+    ) -> "LoRALinear":
+        """`linear`, an nn.Linear, frozen and with an adapter of zeros; with DoRA, the magnitudes are the weight's."""
+        options: dict[str, Any] = dict(dtype=dtype, device=linear.weight.device)
+        linear.__class__ = cls
+        linear.requires_grad_(False)
+        linear.alpha, linear.rslora, linear.adapter_on = alpha, rslora, True
+        linear.lora_A = _Factor(r, linear.in_features, **options)
+        linear.lora_B = _Factor(linear.out_features, r, **options)
+        linear.lora_dropout = nn.Dropout(dropout).train(linear.training) if dropout else None
+        linear.lora_magnitude_vector = None
+        if dora:
+            linear.lora_magnitude_vector = nn.Parameter(linear.row_norms().to(dtype))
+        return linear
+
+    def plain(self) -> nn.Linear:
+        """The nn.Linear that this was, in place; the adapter is dropped."""
+        for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector", "alpha", "rslora", "adapter_on"):
+            delattr(self, name)
+        self.__class__ = nn.Linear  # type: ignore[assignment]
+        return self
+
+    @property
+    def r(self) -> int:
+        return self.lora_A.weight.shape[0]
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.r) if self.rslora else self.r)
+
+    @property
+    def dropout(self) -> float:
+        return 0.0 if self.lora_dropout is None else self.lora_dropout.p
+
+    @property
+    def unfusable(self) -> str | None:
+        """What about the adapter the fused ops do not compute; None: they do."""
+        if not self.adapter_on:
+            return None
+        if self.lora_magnitude_vector is not None:
+            return "DoRA"
+        return "its adapter's dropout" if self.training and self.dropout else None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        """The adapter for a fused op; None where it is off."""
+        return Adapter(self.lora_A.weight, self.lora_B.weight, self.scale) if self.adapter_on else None
+
+    @torch.no_grad()
+    def row_norms(self) -> Tensor:
+        """Of weight + scale * B A, in fp32 at least: [out]."""
+        a, b = self.lora_A.weight, self.lora_B.weight
+        dtype = torch.promote_types(torch.promote_types(self.weight.dtype, a.dtype), torch.float32)
+        return torch.linalg.vector_norm(
+            torch.addmm(self.weight.to(dtype), b.to(dtype), a.to(dtype), alpha=self.scale), dim=1
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight, self.bias)
+        if not self.adapter_on:
+            return y
+        dropped = x if self.lora_dropout is None else self.lora_dropout(x)
+        delta = self.scale * self.lora_B(self.lora_A(dropped))
+        if self.lora_magnitude_vector is None:
+            return y + delta
+        scale = self.lora_magnitude_vector / self.row_norms()
+        base = F.linear(dropped, self.weight)
+        return y + ((scale - 1) * base + scale * delta).to(y.dtype)
+
+    def extra_repr(self) -> str:
+        parts = [super().extra_repr(), f"r={self.r}, alpha={self.alpha}"]
+        parts += ["rslora"] if self.rslora else []
+        parts += [] if self.lora_magnitude_vector is None else ["DoRA"]
+        return ", ".join(parts + ([] if self.adapter_on else ["off"]))

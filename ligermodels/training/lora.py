@@ -1,0 +1,402 @@
+"""LoRA, rsLoRA and DoRA on models of the zoo; adapters in PEFT's files.
+
+    model = add_lora(model, r=16, alpha=32)                     train the parameters that require gradients, then
+    save_adapter(model, "adapter")                              or
+    merge_lora(model).save_pretrained("merged")
+
+Linear modules get their adapter in place (`layers.lora.LoRALinear`), and stay fused. In `state_dict()` the weights of
+the base keep their names, and what is added has PEFT's names in its files without their prefix: for instance
+model.layers.0.self_attn.q_proj.lora_A.weight. What `modules_to_save` names is trained as it is.
+"""
+
+import collections
+import contextlib
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.checkpoint import adapters, saving, weights
+from ligermodels.checkpoint.adapters import CONFIG, PREFIX, WEIGHTS
+from ligermodels.checkpoint.files import json_bytes, write_errors
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import LMHead
+from ligermodels.layers.linear import obstacle
+from ligermodels.layers.lora import LoRALinear
+
+_SAVED = "_lora_modules_to_save"
+"""The attribute of a model with adapters: the names in modules_to_save."""
+_FORMAT = "0.21.2"
+"""The version of PEFT whose files these are."""
+
+
+def add_lora(
+    model: Any,
+    r: int = 16,
+    alpha: float = 32,
+    *,
+    dropout: float = 0.0,
+    targets: str | Sequence[str] = "all-linear",
+    rslora: bool = False,
+    dora: bool = False,
+    modules_to_save: Sequence[str] = (),
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Any:
+    """Freezes `model` and gives linear modules an adapter to train, in place; returns it.
+
+    r: the rank. alpha: the adapter is scaled by alpha / r, with rslora by alpha / sqrt(r). dropout: of what A reads, in
+    training, a mask for each module. dora: the norms of the rows are trained too. Both run module by module.
+    targets: "all-linear", all linear modules of the text model, without the head; or names of modules, with as much of
+        the path before them as wanted. A name without a dot stands for modules of the text model only: what belongs to
+        a vision tower is named with a path, such as "visual.blocks.0.attn.qkv".
+    modules_to_save: ends of the names of modules that are trained whole and saved with the adapter, such as "lm_head";
+        "norm" names all norms. A head that is tied to the embedding gets a weight of its own where one of the two is
+        named.
+    dtype: of the adapters; they compute in the dtype of what they read. seed: A is drawn as PEFT draws it, uniform in
+        +- 1 / sqrt(in), by a generator of its own; B is zero.
+
+    Call it before `parallelize`, which then shards base and adapters (not under tensor parallel).
+    Raises InputError for values and names that do not fit, and for a model that is sharded, on the meta device, or has
+    adapters already; nothing is changed then.
+    """
+    if not (type(r) is int and r >= 1 and alpha > 0 and 0 <= dropout < 1):
+        raise InputError(
+            f"add_lora: r={r!r}, alpha={alpha!r}, dropout={dropout!r}; expected r >= 1, alpha > 0 and 0 <= dropout < 1"
+        )
+    _check_free(model, "add_lora")
+    chosen = _targets(model, targets)
+    saved = _named(model, modules_to_save, chosen)
+    for name, module in chosen.items():
+        if (found := obstacle(module, nn.Linear)) is not None:
+            raise InputError(f"add_lora: {name} cannot get an adapter, because of {found.text}")
+        if module.weight.is_meta:
+            raise InputError(f"add_lora: {name} is on the meta device; load the model first")
+    _freeze(model, saved, modules_to_save)
+    generator = torch.Generator().manual_seed(seed)
+    options: dict[str, Any] = dict(r=r, alpha=alpha, dropout=dropout, rslora=rslora, dora=dora, dtype=dtype)
+    for module in chosen.values():
+        adapted = LoRALinear.of(module, **options)
+        a = torch.empty(adapted.lora_A.weight.shape)  # on the CPU, so that all devices draw alike
+        bound = 1 / math.sqrt(a.shape[1])
+        with torch.no_grad():
+            adapted.lora_A.weight.copy_(a.uniform_(-bound, bound, generator=generator))
+    return model
+
+
+def merge_lora(model: Any) -> Any:
+    """Adds the adapters to the weights, in place, and removes them; returns the model, which stays frozen.
+
+    The sum is computed in fp32 and rounded once. Of a model under FSDP2, every rank calls this; weights are gathered
+    one by one. Raises InputError for a model without adapters.
+    """
+    found = _adapted(model, "merge_lora")
+    _reshard(model)
+    for module in found.values():
+        a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
+        with torch.no_grad():
+            new = adapters.merged(
+                _whole(module.weight), _whole(b), _whole(a), module.scale, None if m is None else _whole(m)
+            )
+            _set(module.weight, new)
+        module.plain()
+    if hasattr(model, _SAVED):
+        delattr(model, _SAVED)
+    return model
+
+
+@contextlib.contextmanager
+def adapters_off(model: Any) -> Iterator[Any]:
+    """For a block in which the model is the base alone. A backward of what the block computes belongs inside it.
+
+    Raises InputError for a model without adapters, and where modules_to_save were trained: what they were is gone.
+    """
+    found = _adapted(model, "adapters_off").values()
+    if names := getattr(model, _SAVED, ()):
+        raise InputError(
+            f"adapters_off: {', '.join(names)} (modules_to_save) were trained in place, so the base is not there any "
+            "more. Load it as a model of its own"
+        )
+    before = [module.adapter_on for module in found]
+    try:
+        for module in found:
+            module.adapter_on = False
+        yield model
+    finally:
+        for module, on in zip(found, before, strict=True):
+            module.adapter_on = on
+
+
+def save_adapter(model: Any, folder: str | Path) -> Path:
+    """Writes the adapters as PEFT does, adapter_config.json and adapter_model.safetensors; returns the folder.
+
+    PEFT loads them on transformers' model, `load_adapter` on ours. Written beside `folder` and renamed when complete;
+    other files in it stay. Of a sharded model every rank calls this, and one writes.
+    Raises InputError for a model without adapters, HubError where the folder cannot be written.
+    """
+    found = _adapted(model, "save_adapter")
+    _reshard(model)
+    target = saving.absolute(folder)
+    parameters = _trained(model, found)
+    sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "full_tensor")]
+    team = saving.Team(sharded) if sharded else None
+    tensors = {PREFIX + name: _whole(parameter).cpu().contiguous() for name, parameter in parameters.items()}
+    with team.together() if team is not None else contextlib.nullcontext():
+        if team is None or team.member == 0:
+            from safetensors.torch import save_file
+
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            with write_errors(target), saving.replacing(target, size) as staging:
+                save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
+                saving.finish(staging, {CONFIG: json_bytes(_config(model, found))})
+    return target
+
+
+def load_adapter(
+    model: Any, folder: str | Path, *, dtype: torch.dtype = torch.float32, allow_pickle: bool = False
+) -> Any:
+    """Freezes `model` and gives it the adapter in `folder`, ours or PEFT's, to use or to train on; returns the model.
+
+    dtype: of the adapters in memory. allow_pickle: reads adapter_model.bin if there is nothing else.
+    Raises CheckpointError for files that are damaged, of another model, or ask for what is not computed here, and
+    InputError as `add_lora` does for the model; nothing is changed then.
+    """
+    folder = saving.absolute(folder)
+    _check_free(model, "load_adapter")
+    options = adapters.read_options(folder, computed=frozenset({"use_dora"}))
+    if options.get("bias", "none") != "none":
+        raise CheckpointError(f"{folder}: bias={options['bias']!r} trains biases of the base, which is not supported")
+    parts, others = _by_module(folder, adapters.read_tensors(folder, allow_pickle=allow_pickle))
+    modules, dora = dict(model.named_modules()), bool(options.get("use_dora"))
+    sizes: dict[str, tuple[int, float]] = {}
+    for name, part in parts.items():
+        linear: Any = modules.get(name)
+        if type(linear) is not nn.Linear or obstacle(linear, nn.Linear) is not None or linear.weight.is_meta:
+            found = "not there" if linear is None else f"a {type(linear).__name__}, or not plain"
+            raise CheckpointError(f"{folder} has an adapter for {name}, which is {found} in this {_kind(model)}")
+        r, alpha = sizes[name] = adapters.size_of(options, name)
+        expected: dict[str, tuple[int, ...]] = {"A": (r, linear.in_features), "B": (linear.out_features, r)}
+        expected |= {"magnitude": (linear.out_features,)} if dora else {}
+        shapes = {key: tuple(tensor.shape) for key, tensor in part.items()}
+        if shapes != expected:
+            raise CheckpointError(
+                f"{folder}: {name} has {shapes}, expected {expected} by {CONFIG} and this {_kind(model)}.\n"
+                "  Likely: the adapter of another model, or a partial copy."
+            )
+    if not parts:
+        raise CheckpointError(f"{folder} holds no adapter: {WEIGHTS} has no lora_A and lora_B")
+    names = options.get("modules_to_save") or ()
+    saved = _named(model, names, {name: modules[name] for name in parts})
+    places = {f"{name}.{key}": p for name, module in saved.items() for key, p in _own_parameters(module)}
+    wanted = {name: tuple(parameter.shape) for name, parameter in places.items()}
+    given = {name: tuple(tensor.shape) for name, tensor in others.items()}
+    if wanted != given:
+        differ = sorted(name for name in {*wanted, *given} if wanted.get(name) != given.get(name))
+        raise CheckpointError(
+            f"{folder}: of modules_to_save {list(names)}, {', '.join(differ[:3])} differ from this {_kind(model)} in "
+            "name or shape.\n  Likely: another vocabulary (call resize_token_embeddings first), or another model."
+        )
+    _freeze(model, saved, names)
+    for name, part in parts.items():
+        r, alpha = sizes[name]
+        adapted = LoRALinear.of(
+            modules[name],
+            r=r,
+            alpha=alpha,
+            dropout=float(options.get("lora_dropout") or 0.0),
+            rslora=bool(options.get("use_rslora")),
+            dora=dora,
+            dtype=dtype,
+        )
+        into = {"A": adapted.lora_A.weight, "B": adapted.lora_B.weight, "magnitude": adapted.lora_magnitude_vector}
+        with torch.no_grad():
+            for key, tensor in part.items():
+                into[key].copy_(tensor)  # type: ignore[union-attr]
+    with torch.no_grad():
+        for name, module in saved.items():
+            for key, parameter in _own_parameters(module):
+                parameter.copy_(others[f"{name}.{key}"])
+    return model
+
+
+def _by_module(folder: Path, tensors: Mapping[str, Tensor]) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """{module: its parts "A", "B", "magnitude"}, and what is left, by the name of the parameter."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    others: dict[str, Tensor] = {}
+    for key, tensor in tensors.items():
+        name = key.removeprefix(PREFIX)
+        match, magnitude = adapters.FACTOR.fullmatch(name), adapters.MAGNITUDE.fullmatch(name)
+        if match and not match["embedding"]:
+            parts.setdefault(match["module"], {})[match["half"]] = tensor
+        elif magnitude:
+            parts.setdefault(magnitude["module"], {})["magnitude"] = tensor
+        elif "lora_" in name or "base_layer" in name or "token_adapter" in name or "trainable_tokens" in name:
+            raise CheckpointError(f"{folder}: {key} belongs to a variant of LoRA that is not computed here")
+        else:
+            others[name.replace(".modules_to_save.default.", ".").replace(".modules_to_save.", ".")] = tensor
+    return parts, others
+
+
+# ---- Which modules ----
+
+
+def _kind(model: Any) -> str:
+    return type(model).__name__
+
+
+def _adapted(model: Any, where: str) -> dict[str, LoRALinear]:
+    """{name: module} of all adapters."""
+    found = {weights.plain_name(name): m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    if not found:
+        raise InputError(f"{where}: {_kind(model)} has no adapters; add_lora or load_adapter gives it some")
+    return found
+
+
+def _check_free(model: Any, where: str) -> None:
+    if any(isinstance(module, LoRALinear) for module in model.modules()):
+        raise InputError(f"{where}: {_kind(model)} has adapters already; merge_lora or a new model comes first")
+    if any(hasattr(parameter, "full_tensor") for parameter in model.parameters()):
+        raise InputError(
+            f"{where}: {_kind(model)} is sharded already. Call {where} before parallelize, on a mesh without tp: "
+            "adapters are not supported under tensor parallel"
+        )
+
+
+def _text_prefix(model: Any) -> str:
+    """What the names of the text model's modules begin with."""
+    decoder = getattr(model, "decoder", model)
+    return next((f"{name}." for name, module in model.named_modules() if module is decoder and name), "")
+
+
+def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
+    """{name: linear module} of `targets`, in the model's order."""
+    prefix = _text_prefix(model)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    text = [name for name in linears if name.startswith(prefix)]
+    if targets == "all-linear":
+        return {name: linears[name] for name in text}
+    if isinstance(targets, str) or not targets:
+        raise InputError(f"add_lora: targets={targets!r}; expected 'all-linear' or a list of names of modules")
+    chosen: set[str] = set()
+    for target in targets:
+        hits = set(_ending(linears if "." in target else text, target))
+        if not hits:
+            others = _ending(dict(model.named_modules()), target)
+            is_other = f" is a {type(model.get_submodule(others[0])).__name__}" if others else " is not there"
+            if set(others) & linears.keys():
+                is_other = f" is not in the text model; name it with its path, such as {others[0]}"
+            names = sorted({name.rpartition(".")[2] for name in text})
+            raise InputError(f"add_lora: {target!r}{is_other}; targets are linear modules: {', '.join(names)}")
+        chosen |= hits
+    return {name: module for name, module in linears.items() if name in chosen}
+
+
+def _ending(names: Iterable[str], end: str) -> list[str]:
+    """The names that are `end` or end with a dot and it, as PEFT matches."""
+    return [name for name in names if name == end or name.endswith(f".{end}")]
+
+
+def _named(model: Any, names: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """{name: module} of modules_to_save. Raises InputError."""
+    if isinstance(names, str):
+        raise InputError(f"add_lora: modules_to_save={names!r}; expected a list of names of modules")
+    modules, saved = dict(model.named_modules()), {}
+    for one in names:
+        hits = [name for name in modules if name.endswith(one)]  # as PEFT matches here
+        if not hits:
+            raise InputError(f"add_lora: modules_to_save names {one!r}, which {_kind(model)} does not have")
+        for hit in hits:
+            if any(name == hit or name.startswith(f"{hit}.") for name in chosen):
+                raise InputError(f"add_lora: {hit} is in modules_to_save, and gets an adapter, or parts of it do")
+            saved[hit] = modules[hit]
+    return saved
+
+
+def _own_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Its parameters; of a tied head also the weight that it is about to get, which has the shape of the table."""
+    if isinstance(module, LMHead) and module.is_tied:
+        yield "weight", module.weight  # type: ignore[misc]
+    yield from module.named_parameters()
+
+
+def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Freezes all but the modules in `saved`; unties the head from its embedding where they are trained apart."""
+    model.requires_grad_(False)
+    head = getattr(model, "lm_head", None)
+    if isinstance(head, LMHead) and head.is_tied and {head, model.decoder.embed_tokens} & set(saved.values()):
+        head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)  # type: ignore[misc]
+        model.config.tie_word_embeddings = False
+    for module in saved.values():
+        module.requires_grad_(True)
+    setattr(model, _SAVED, tuple(names))
+
+
+# ---- Files ----
+
+
+def _trained(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
+    """{name: parameter} that an adapter's file holds."""
+    saved = _named(model, getattr(model, _SAVED, ()), {})
+    return {
+        weights.plain_name(name): parameter.detach() for name, parameter in model.named_parameters()
+        if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
+    }  # fmt: skip
+
+
+def _config(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Any]:
+    """adapter_config.json. r and lora_alpha are those of most modules, and the patterns name the others."""
+    sizes = {name: (module.r, module.alpha) for name, module in found.items()}
+    (r, alpha), _ = collections.Counter(sizes.values()).most_common(1)[0]
+    some = next(iter(found.values()))
+    return {
+        "alpha_pattern": {name: own for name, (_, own) in sizes.items() if own != alpha},
+        "auto_mapping": None,
+        "base_model_name_or_path": getattr(model, "name_or_path", None) or None,
+        "bias": "none",
+        "exclude_modules": None,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "layers_pattern": None,
+        "layers_to_transform": None,
+        "lora_alpha": alpha,
+        "lora_bias": False,
+        "lora_dropout": some.dropout,
+        "modules_to_save": list(getattr(model, _SAVED, ())) or None,
+        "peft_type": "LORA",
+        "peft_version": _FORMAT,
+        "r": r,
+        "rank_pattern": {name: own for name, (own, _) in sizes.items() if own != r},
+        "revision": None,
+        "target_modules": _shortest(model, found),
+        "task_type": "CAUSAL_LM",
+        "use_dora": some.lora_magnitude_vector is not None,
+        "use_rslora": some.rslora,
+    }
+
+
+def _shortest(model: Any, found: Iterable[str]) -> list[str]:
+    """The last words of the names, where PEFT finds these modules by them and no others; else the names."""
+    short = sorted({name.rpartition(".")[2] for name in found})
+    linears = [weights.plain_name(name) for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    hits = {name for one in short for name in _ending(linears, one)}
+    return short if hits == set(found) else sorted(found)
+
+
+def _set(parameter: Tensor, values: Tensor) -> None:
+    weights.fill(parameter, lambda whole: whole.copy_(values))
+
+
+def _reshard(model: Any) -> None:
+    """FSDP2 may have gathered parameters for a forward pass, in another dtype."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
+def _whole(parameter: Any) -> Tensor:
+    gather = getattr(parameter, "full_tensor", None)
+    return (parameter if gather is None else gather()).detach()

@@ -1,0 +1,179 @@
+"""Our LoRA beside PEFT's on transformers' model: losses, gradients, files in both directions, and merged weights."""
+
+import json
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+peft = pytest.importorskip("peft")
+
+from ligermodels import CheckpointError  # noqa: E402
+from ligermodels.training import adapters_off, add_lora, load_adapter, merge_lora, save_adapter  # noqa: E402
+from tests.tools import models  # noqa: E402
+from tests.tools.test_peft import IDS, LOGITS, LOSS, USUAL, logits, losses  # noqa: E402
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:peft.*"),
+    pytest.mark.filterwarnings("ignore::RuntimeWarning:peft.*"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:transformers.*"),
+]
+FAMILIES = ("llama", "qwen2", "gemma2", "phi3", "mixtral")
+PACKED = ["qkv_proj", "gate_up_proj"]
+CASES = {
+    "all-linear": ("llama", {}),
+    "biases": ("qwen2", {"targets": USUAL}),
+    "caps and windows": ("gemma2", {}),
+    "packed": ("phi3", {}),
+    "packed, some": ("phi3", {"targets": PACKED}),
+    "experts": ("mixtral", {"targets": USUAL[:4]}),  # "all-linear" of PEFT takes the experts too
+    "q and v": ("qwen2", {"targets": ["q_proj", "v_proj"]}),
+    "up and down": ("llama", {"targets": ["up_proj", "down_proj"]}),
+    "down of one block": ("llama", {"targets": ["layers.1.mlp.down_proj"]}),
+    "rsLoRA": ("llama", {"rslora": True, "targets": USUAL}),
+    "DoRA": ("qwen2", {"dora": True, "targets": USUAL}),
+    "dropout": ("llama", {"dropout": 0.3, "targets": ["q_proj", "down_proj"]}),
+    "DoRA, dropout": ("llama", {"dropout": 0.3, "dora": True, "targets": ["k_proj"]}),
+    "head, tied": ("llama", {"targets": ["q_proj"], "modules_to_save": ["lm_head"]}),
+    "head and table, untied": ("qwen2", {"targets": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}),
+    "norms": ("gemma2", {"targets": ["o_proj"], "modules_to_save": ["input_layernorm", "norm"]}),
+}
+"""Family and options of `add_lora`."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return {family: models.write_checkpoint(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+
+
+def theirs_of(folder, options):
+    theirs = models.theirs(folder, attn_implementation="eager")
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, lora_dropout=options.get("dropout", 0.0),
+        target_modules=options.get("targets", "all-linear"), use_rslora=options.get("rslora", False),
+        use_dora=options.get("dora", False), modules_to_save=options.get("modules_to_save"),
+    )  # fmt: skip
+    return peft.get_peft_model(theirs, config)
+
+
+def both(folders, case):
+    """Ours and theirs with the same adapter."""
+    family, options = CASES[case]
+    theirs = theirs_of(folders[family], options)
+    ours = add_lora(models.ours(folders[family]), 4, 8, **options)
+    mine = {name: p for name, p in ours.named_parameters() if p.requires_grad}
+    expected = {name_of(name): p for name, p in theirs.named_parameters() if p.requires_grad}
+    assert {name: p.shape for name, p in mine.items()} == {name: p.shape for name, p in expected.items()} != {}
+    with torch.no_grad():
+        for name, parameter in mine.items():
+            parameter.copy_(expected[name])
+    return ours, theirs
+
+
+def name_of(name):
+    """Ours for PEFT's name of a parameter in memory."""
+    name = name.removeprefix("base_model.model.").replace(".modules_to_save.default", "").replace(".default", "")
+    return name.replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_train_travel_and_merge_as_pefts(folders, case, tmp_path):
+    family, options = CASES[case]
+    ours, theirs = both(folders, case)
+    torch.testing.assert_close(losses(ours), losses(theirs), **LOSS)
+    expected = logits(theirs)
+    torch.testing.assert_close(logits(ours), expected, **LOGITS)
+    assert (expected - logits(models.theirs(folders[family], attn_implementation="eager"))).abs().max() > 1e-2
+
+    # The files: names, dtypes, the config; each loads on the other's base.
+    theirs.save_pretrained(tmp_path / "theirs")
+    save_adapter(ours, tmp_path / "ours")
+    mine, wanted = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("ours", "theirs"))
+    assert {n: (t.shape, t.dtype) for n, t in mine.items()} == {n: (t.shape, t.dtype) for n, t in wanted.items()}
+    said, known = (json.loads((tmp_path / name / "adapter_config.json").read_text()) for name in ("ours", "theirs"))
+    for one in (said, known):
+        one["target_modules"].sort()
+        one.pop("inference_mode")
+    if case != "down of one block":  # of which ours writes the whole name
+        assert said == {name: known[name] for name in said}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # that keys are missing is a warning
+        warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*|Unsupported layer type")
+        on_theirs = peft.PeftModel.from_pretrained(
+            models.theirs(folders[family], attn_implementation="eager"), tmp_path / "ours"
+        )
+    torch.testing.assert_close(logits(on_theirs), expected, **LOGITS)
+    on_ours = load_adapter(models.ours(folders[family]), tmp_path / "theirs").eval()
+    torch.testing.assert_close(logits(on_ours), expected, **LOGITS)
+    again = load_adapter(models.ours(folders[family]), tmp_path / "ours").eval()
+    assert torch.equal(logits(again), logits(ours))
+    greedy = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=5, do_sample=False)
+    assert ours.generate(**greedy).tolist() == theirs.generate(**greedy).tolist()
+
+    # Trained on, merged, saved.
+    torch.testing.assert_close(losses(on_ours, 2), losses(theirs, 2), **LOSS)
+    assert merge_lora(on_ours) is on_ours
+    merged = logits(theirs.merge_and_unload())
+    torch.testing.assert_close(logits(on_ours), merged, **LOGITS)
+    on_ours.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(models.theirs(tmp_path / "merged", attn_implementation="eager")), merged, **LOGITS)
+
+
+def test_the_base_is_there_without_the_adapter(folders):
+    ours, theirs = both(folders, "biases")
+    losses(ours), losses(theirs)
+    on = logits(ours)
+    with adapters_off(ours), theirs.disable_adapter():
+        torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
+        assert torch.equal(logits(ours), logits(models.ours(folders["qwen2"])))
+    assert torch.equal(logits(ours), on)
+
+
+def test_patterns_of_other_files_count(folders, tmp_path):
+    config = peft.LoraConfig(
+        task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=USUAL, init_lora_weights=False,
+        rank_pattern={"q_proj": 2, r"layers\.1\.mlp\.up_proj": 6}, alpha_pattern={"v_proj": 3},
+    )  # fmt: skip
+    theirs = peft.get_peft_model(models.theirs(folders["llama"], attn_implementation="eager"), config)
+    theirs.save_pretrained(tmp_path / "theirs")
+    ours = load_adapter(models.ours(folders["llama"]), tmp_path / "theirs").eval()
+    torch.testing.assert_close(logits(ours), logits(theirs), **LOGITS)
+    save_adapter(ours, tmp_path / "ours")
+    again = peft.PeftModel.from_pretrained(
+        models.theirs(folders["llama"], attn_implementation="eager"), tmp_path / "ours"
+    )
+    torch.testing.assert_close(logits(again), logits(theirs), **LOGITS)
+
+
+@pytest.mark.parametrize("says, change", [
+    ("lora_bias", {"lora_bias": True}),
+    ("bias='all'", {"bias": "all"}),
+    ("trainable_token_indices", {"trainable_token_indices": [1]}),
+    ("pissa", {"init_lora_weights": "pissa"}),
+    ("expected", {"r": 5}),
+    ("expected", {"use_dora": True}),
+])  # fmt: skip
+def test_what_is_not_computed_is_refused_by_name(folders, tmp_path, says, change):
+    ours, _ = both(folders, "q and v")
+    save_adapter(ours, tmp_path / "a")
+    path = tmp_path / "a" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    model = models.ours(folders["qwen2"])
+    before = [(name, parameter.requires_grad) for name, parameter in model.named_parameters()]
+    with pytest.raises(CheckpointError, match=says):
+        load_adapter(model, tmp_path / "a")
+    assert [(name, parameter.requires_grad) for name, parameter in model.named_parameters()] == before
+
+
+def test_files_of_another_model_are_refused(folders, tmp_path):
+    ours, _ = both(folders, "q and v")
+    save_adapter(ours, tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"self_attn\.q_proj, which is not there"):
+        load_adapter(models.ours(folders["phi3"]), tmp_path / "a")
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    tensors.pop("base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight")
+    save_file(tensors, path)
+    with pytest.raises(CheckpointError, match="partial copy"):
+        load_adapter(models.ours(folders["qwen2"]), tmp_path / "a")
