@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 
 from ligermodels.errors import InputError, TokenizerError
-from ligermodels.recipes.masking import Example
+from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch, spread
 
 
@@ -106,6 +106,7 @@ class Batches(Iterator[Batch]):
         self._multiple, self._pad_id, self._epochs, self._shuffle = multiple, pad_id, epochs, shuffle
         self._long, self._skip_bad, self._max_untrained = long, skip_bad, max_untrained
         self._executor = ThreadPoolExecutor(1, "encode") if prefetch else None
+        self._ahead: tuple[tuple[int, int], Future[_Window]] | None = None  # (epoch, row) and the window there
         self._order: tuple[int, Any] = (-1, None)
         self._counts: collections.Counter[str] = collections.Counter()
         self._idle_rows = 0  # rows since the last window that had a batch
@@ -152,9 +153,8 @@ class Batches(Iterator[Batch]):
     def _enter(self) -> None:
         """Encodes the window at (epoch, row), or takes it from the thread, which then goes on with the next."""
         key = self._epoch, self._row
-        ahead: tuple[tuple[int, int], Future[_Window]] | None = getattr(self, "_ahead", None)
-        if ahead is not None and ahead[0] == key:
-            window = ahead[1].result()
+        if self._ahead is not None and self._ahead[0] == key:
+            window = self._ahead[1].result()
         elif self._executor is not None:
             window = self._executor.submit(self._encode_window, *key).result()
         else:
@@ -183,7 +183,7 @@ class Batches(Iterator[Batch]):
                 "cause: the chat template's {% generation %} ends before the end of the turn, or the template ends "
                 "turns with a token that is none of the model's eos tokens. Next step: a chat_template that has it"
             )
-        self._idle_rows = 0 if counts["tokens"] and window.batches else self._idle_rows + window.next_row - window.row
+        self._idle_rows = 0 if window.batches else self._idle_rows + window.next_row - window.row
         if self._idle_rows >= len(self._rows):
             raise InputError(f"none of the {len(self._rows)} rows can be trained: {self.report()}")
 
@@ -280,9 +280,8 @@ class Batches(Iterator[Batch]):
             example = self._encoder(self._rows[index])
         except (InputError, TokenizerError) as error:
             if not self._skip_bad:
-                raise InputError(
-                    f"{self._rows.where(index)}: {error}. (--skip-bad leaves such rows out)".replace(".. (", ". (")
-                ) from error
+                text = f"{self._rows.where(index)}: {error}".removesuffix(".")
+                raise InputError(f"{text}. (--skip-bad leaves such rows out)") from error
             counts["bad"] += 1
             return [], counts
         counts.update(asked=int(example.ends is not None and example.trained > 0), ends=int(bool(example.ends)))
@@ -303,7 +302,7 @@ class Batches(Iterator[Batch]):
 
     def _piece(self, example: Example, start: int) -> Example:
         part = slice(start, start + self._length)
-        return Example(example.ids[part], [-100, *example.labels[part][1:]], example.ends)
+        return Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends)
 
     def _permutation(self, epoch: int) -> Any:
         if self._order[0] != epoch:

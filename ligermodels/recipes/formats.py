@@ -16,7 +16,7 @@ missing, because `datasets` and CSV files give all rows the same keys.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as short
 from typing import Any
@@ -58,7 +58,7 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the chat template takes them, but for "train": false at an assistant's message that is not trained."""
+    """Messages as the chat template takes them; an assistant's message that is not to be trained has "train": False."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
@@ -305,7 +305,7 @@ def _read_text(row: dict[str, Any]) -> Text:
     return Text(text)
 
 
-_READERS = {
+_READERS: dict[str, Callable[[dict[str, Any]], Item]] = {
     "pairs": _read_pair,
     "unpaired": _read_unpaired,
     "tokens": _read_tokens,

@@ -15,7 +15,6 @@ import dataclasses
 import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from os.path import commonprefix
 from typing import Any, Literal
 
 from ligermodels.errors import InputError, TokenizerError
@@ -286,10 +285,10 @@ def show(example: Example, tokenizer: Tokenizer, colour: bool = False) -> str:
     shown, before, end = [], "", 0
     for trained, run in groupby(example.labels, lambda label: label != IGNORED):
         end += len(list(run))
-        # The text of a few tokens alone may lack a space at its beginning or a part of a character.
+        # From the beginning each time: the text of a run alone may lack the space before it, or a part of a character.
         text = tokenizer.decode(example.ids[:end])
-        piece = _printable(text[len(commonprefix([before, text])) :])
-        before = text
+        known = len(before) if text.startswith(before) else len(before.rstrip("\ufffd"))
+        piece, before = _printable(text[known:]), text
         shown.append(f"{opening}{piece}{closing}" if trained else f"{other}{piece}{closing if other else ''}")
     counts = f"{example.trained} of {len(example.ids)} tokens are trained"
     return f"{''.join(shown)}\n({counts})"

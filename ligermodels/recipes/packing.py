@@ -33,7 +33,10 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def spread(bins: list[list[int]], ranks: int) -> list[list[int]]:
-    """The bins, some of them halved, so that their number is a multiple of `ranks`; empty ones if all hold one index."""
+    """The bins, some of them halved, so that their number is a multiple of `ranks`.
+
+    Where all hold a single index, halves are empty.
+    """
     bins = list(bins)
     while len(bins) % ranks:
         fullest = max(range(len(bins)), key=lambda n: len(bins[n]))
