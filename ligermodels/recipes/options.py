@@ -96,6 +96,8 @@ class TrainOptions:
         (), "memory", "the projections that get them, such as q_proj,v_proj (default: all)"
     )
 
+    merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
+
     dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
     cp: int = option(1, "processes", "GPUs that share each row", least=1)
     tp: int = option(1, "processes", "GPUs that share each layer", least=1)
@@ -130,8 +132,11 @@ class TrainOptions:
             raise InputError(
                 f"batch_tokens={self.batch_tokens} is less than a row of length={self.length}; lower --length as well"
             )
-        if self.lora_targets and not self.lora:
-            raise InputError("lora_targets are given, but no rank: add --lora 16")
+        for name in ("lora_targets", "merge"):
+            if getattr(self, name) and not self.lora:
+                raise InputError(f"{name} is given, but no rank of adapters: add --lora 16")
+        if self.lora and self.tp > 1:
+            raise InputError("adapters are not trained under tensor parallelism: leave --tp out, or --lora")
         if self.lora and self.lora_alpha == 0:
             raise InputError("lora_alpha=0 would scale the adapters to nothing")
         if max(self.tp, self.cp, self.dp_replicate) > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:

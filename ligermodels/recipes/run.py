@@ -3,7 +3,7 @@
 DIR/options.yaml       the options, with what was chosen for "auto"
 DIR/checkpoints/       the newest states, from which --resume goes on
 DIR/metrics.jsonl      a line per step and per evaluation; tensorboard/ beside it
-DIR/best/              the model of the best evaluation
+DIR/best/              the model, or the adapters, of the best evaluation
 DIR/model/             the tuned model
 DIR/report.md          what was run and what came out; loss.png
 """
@@ -27,7 +27,7 @@ from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
-from ligermodels.parallel import Checkpoints
+from ligermodels.parallel import Checkpoints, parallelize
 from ligermodels.recipes import memory, report
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
@@ -127,10 +127,10 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             raise
         finally:
             reporter.close()
-    _save(options, model, out / "model")
+    saved = _save_last(options, model, out)
     if processes.is_main:
-        _finish(options, counts, progress, plan, reporter)
-        print(out / "model")
+        _finish(options, saved, progress, plan, reporter)
+        print(saved)
     return 0
 
 
@@ -272,12 +272,12 @@ def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
     """The model, ready to train."""
     gpu = processes.device.type == "cuda"
     low = options.precision != "fp32" or (gpu and processes.mesh is None)
+    mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora) else None
     how: dict[str, Any] = dict(dtype=torch.bfloat16 if low else torch.float32)
     how["activation_checkpointing"] = options.activations
-    if processes.mesh is None:
+    if processes.mesh is None or options.lora:  # adapters are put into a whole model, which is sharded then
         how["device"] = processes.device
     else:
-        mixed = torch.bfloat16 if gpu and options.precision == "fp32" else None
         how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
     if getattr(options, "scratch", False):
         model = arch_of(folder).from_config(config_values(folder, None), seed=options.seed, **how)
@@ -288,10 +288,10 @@ def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
     if options.lora:
         from ligermodels.training.lora import add_lora
 
+        targets = list(options.lora_targets) or "all-linear"
+        add_lora(model, r=options.lora, alpha=options.lora_alpha, targets=targets, seed=options.seed)
         if processes.mesh is not None:
-            raise InputError("--lora runs on one process; leave torchrun out, or train all weights")
-        targets: Any = dict(targets=list(options.lora_targets)) if options.lora_targets else {}
-        add_lora(model, r=options.lora, alpha=options.lora_alpha, **targets)
+            parallelize(model, processes.mesh, param_dtype=mixed)
     return model.train()
 
 
@@ -315,14 +315,27 @@ def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) ->
 
 
 def _save(options: TrainOptions, model: Any, folder: Path) -> None:
-    """Writes the model, or its adapters, with the tokenizer. Called by every rank."""
+    """Writes the model, or its adapters. Called by every rank."""
     if options.lora:
         from ligermodels.training.lora import save_adapter
 
         save_adapter(model, folder)
-        Tokenizer.from_hub(model.source_folder).save_pretrained(folder)
     else:
         model.save_pretrained(folder)
+
+
+def _save_last(options: TrainOptions, model: Any, out: Path) -> Path:
+    """Writes what the run is for; returns its folder."""
+    if not options.lora:
+        _save(options, model, out / "model")
+        return out / "model"
+    _save(options, model, out / "adapter")
+    if not options.merge:
+        return out / "adapter"
+    from ligermodels.training.lora import merge_lora
+
+    merge_lora(model).save_pretrained(out / "model")
+    return out / "model"
 
 
 # After
@@ -330,7 +343,7 @@ def _save(options: TrainOptions, model: Any, folder: Path) -> None:
 
 def _finish(
     options: TrainOptions,
-    counts: Mapping[str, int] | None,
+    model: Path,
     progress: Progress,
     plan: str,
     reporter: report.Reporter,
@@ -347,12 +360,15 @@ def _finish(
     facts["peak memory"] = f"{reporter.gib:.2f} GiB"
     if progress.best_step >= 0:
         facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
-    model = out / "model"
     verb = "chat" if options.recipe != "pretrain" else "generate"
     command = f"ligermodels {verb} {shlex.quote(str(model))}" + " --prompt '...'" * (verb == "generate")
     use = f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(model)!r})`; it opens in transformers too."
-    if options.lora:
-        use = f"The folder holds the adapters of {options.model}, as PEFT writes them."
+    if model.name == "adapter":
+        use = (
+            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n"
+            f"    model = ligermodels.load({options.model!r})\n"
+            f"    ligermodels.training.lora.load_adapter(model, {str(model)!r})"
+        )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fonts
         plot = report.write_plot(out)
