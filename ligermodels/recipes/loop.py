@@ -7,6 +7,7 @@ that N ranks compute what one would. What a run is, is in the model, the optimiz
 
 import math
 import os
+import shutil
 import signal
 import threading
 import time
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ligermodels.errors import InputError, LigermodelsError
+from ligermodels.errors import CheckpointError, InputError, LigermodelsError
 from ligermodels.parallel import Checkpoints
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import Reporter
@@ -275,10 +276,22 @@ class Loop:
                     break
                 stop = self._step(signals)
                 if stop or self._is_due(options.save_every):
-                    self.checkpoints.save(progress.step, wait=stop)
+                    self._save_state(wait=stop)
                 if stop:
                     raise KeyboardInterrupt
-            self.checkpoints.save(progress.step)
+            self._save_state(wait=True)
+
+    def _save_state(self, *, wait: bool) -> None:
+        """Saves a checkpoint; an error says how much room there is, which torch's does not."""
+        try:
+            self.checkpoints.save(self.progress.step, wait=wait)
+        except CheckpointError as error:
+            folder = self.checkpoints.folder
+            newest = max(folder.glob("step-*"), default=None)
+            size = sum(file.stat().st_size for file in newest.iterdir()) if newest else 0
+            takes = f"A checkpoint takes {size / 1e6:,.1f} MB, and " if size else ""
+            error.add_note(f"  {takes}{shutil.disk_usage(folder).free / 1e9:,.1f} GB are free on that disk.")
+            raise
 
     def _is_due(self, every: int) -> bool:
         step = self.progress.step

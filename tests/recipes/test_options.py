@@ -19,7 +19,9 @@ def of_flags(*argv):
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path):
     file = tmp_path / "recipe.yaml"
-    file.write_text("lr: 1e-5\nweight-decay: 0.2\nbetas: [0.8, 0.9]\nlora: 8\nlora_targets: [q_proj]\nepochs: 3\nseed: 4")
+    file.write_text(
+        "lr: 1e-5\nweight-decay: 0.2\nbetas: [0.8, 0.9]\nlora: 8\nlora_targets: [q_proj]\nepochs: 3\nseed: 4"
+    )
     flags = of_flags("--lr", "3e-4", "--lora-targets", "k_proj,v_proj", "--no-packing", "--steps", "7", "--skip-bad")
     options = SFTOptions.merged(flags, file)
     assert (options.lr, options.weight_decay, options.betas) == (3e-4, 0.2, (0.8, 0.9))
