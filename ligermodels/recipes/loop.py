@@ -319,10 +319,12 @@ class Loop:
         self.optimizer.zero_grad()
         self.feed.make_next()
         value, norm = loss.item(), float(self.optimizer.grad_norm)
-        tokens_of_all, came = self.processes.total(tokens, signals.came)
+        spent = time.perf_counter() - start
+        # Also the time is that of all ranks, so that the progress of all is the same, and resumes on any number.
+        tokens_of_all, came, spent_by_all = self.processes.total(tokens, signals.came, spent)
+        seconds = spent_by_all / self.processes.batch_ranks
         if not (math.isfinite(value) and math.isfinite(norm)):
             self._stop_at(value, norm)
-        seconds = time.perf_counter() - start
         progress.step += 1
         progress.tokens += round(tokens_of_all)
         progress.trained += round(count.item())

@@ -96,11 +96,13 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             say(f"\n{text}")
     if options.dry_run:
         return 0
+    feed = Feed(data.train, per_step, processes, sketch.decoder.config.vocab_size)
+    feed.make_next()  # what is wrong with the data is found before anything is written
+    evaluation = own_part(data.evaluation(), processes)
     processes.from_main(lambda: _write_options(out, options))
 
     model = _load(options, folder, processes)
     optimizer = _optimizer(options, model, processes)
-    feed = Feed(data.train, per_step, processes, model.config.vocab_size)
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
     with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, **others) as checkpoints:
@@ -109,7 +111,6 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
         if options.resume and processes.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
-        evaluation = own_part(data.evaluation(), processes)
         reporter = report.Reporter(options, steps, resumed) if processes.is_main else report.Silent()
         loop = Loop(
             model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
