@@ -55,7 +55,7 @@ class Reporter:
             f"{self.gib:.1f} GiB"
         )
         if self._bar is not None:
-            self._bar.set_postfix_str(text)
+            self._bar.set_postfix_str(text, refresh=False)
             self._bar.update()
         elif step == self._first + 1 or step == self.steps or seconds - self._shown >= _SECONDS:
             self._shown = seconds

@@ -43,7 +43,7 @@ from ligermodels.recipes.loop import (
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import say
 from ligermodels.text import Tokenizer
-from ligermodels.training import AdamW
+from ligermodels.training import AdamW, accumulate_in_place
 
 _FEW_STEPS = 20
 
@@ -293,6 +293,8 @@ def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
         add_lora(model, r=options.lora, alpha=options.lora_alpha, targets=targets, seed=options.seed)
         if processes.mesh is not None:
             parallelize(model, processes.mesh, param_dtype=mixed)
+    elif gpu and processes.mesh is None and options.accumulation != 1:
+        accumulate_in_place(model)
     return model.train()
 
 
