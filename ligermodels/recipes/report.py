@@ -33,10 +33,11 @@ class Reporter:
             self._bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True)
         with write_errors(self.out):
             metrics = self.out / "metrics.jsonl"
-            kept = [line for line in _lines(metrics) if line["step"] <= resumed and resumed > 0]
-            self._file = metrics.open("w", encoding="utf-8", buffering=1)
-            for line in kept:
-                self._file.write(json.dumps(line) + "\n")
+            kept = [json.dumps(line) + "\n" for line in _lines(metrics) if 0 < resumed >= line["step"]]
+            whole = metrics.with_name("metrics.jsonl.new")  # a kill loses none of the steps before
+            whole.write_text("".join(kept), "utf-8")
+            whole.replace(metrics)
+            self._file = metrics.open("a", encoding="utf-8", buffering=1)
         self._loggers = _loggers(options, resumed)
 
     def say(self, text: str) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from ligermodels import Llama
 from ligermodels.recipes import memory
-from ligermodels.recipes.loop import Feed, Processes, num_labels, own_part, rate
+from ligermodels.recipes.loop import Feed, Processes, Progress, num_labels, own_part, rate
 from ligermodels.recipes.options import RECIPES
 from ligermodels.recipes.run import _SAME
 from tests.processes import Child
@@ -77,6 +77,12 @@ def test_ranks_share_the_evaluation_and_none_counts_twice():
     assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
 
 
+def test_progress_goes_on_but_for_the_length_of_the_run():
+    found = Progress(20)
+    found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4, 1, [[4, 0.3]]).state_dict())
+    assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4, 1, [[4, 0.3]])
+
+
 def test_labels_that_count():
     ids = torch.arange(1, 7)[None]
     assert num_labels({"labels": ids}) == 5
@@ -115,6 +121,8 @@ def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):  # 
     assert weights(home / "killed") == weights(undisturbed)
     for key in ("loss", "eval_loss", "trained_tokens"):
         assert metrics(home / "killed", key) == metrics(undisturbed, key)
+    lines = [len((folder / "metrics.jsonl").read_text().splitlines()) for folder in (home / "killed", undisturbed)]
+    assert lines[0] == lines[1]  # no step is there twice
     best = "best/model.safetensors"
     assert (home / "killed" / best).read_bytes() == (undisturbed / best).read_bytes()
 
