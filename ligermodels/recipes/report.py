@@ -23,7 +23,8 @@ _SECONDS = 5.0
 class Reporter:
     """Writes what the steps were. Only rank 0 has one that does; that of the others is `Silent`."""
 
-    def __init__(self, options: TrainOptions, steps: int, resumed: int = 0):
+    def __init__(self, options: TrainOptions, steps: int, resumed: int = 0, evaluated: int = -1):
+        """resumed, evaluated: the steps after which the run goes on, and after which it was evaluated last."""
         self.out, self.steps, self._first = Path(options.out), steps, resumed
         self._start, self._shown, self.gib = time.perf_counter(), 0.0, 0.0
         self._bar: Any = None
@@ -33,7 +34,11 @@ class Reporter:
             self._bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True)
         with write_errors(self.out):
             metrics = self.out / "metrics.jsonl"
-            kept = [json.dumps(line) + "\n" for line in _lines(metrics) if 0 < resumed >= line["step"]]
+            kept = [
+                json.dumps(line) + "\n"
+                for line in _lines(metrics)
+                if line["step"] <= (evaluated if "eval_loss" in line else resumed)
+            ]
             whole = metrics.with_name("metrics.jsonl.new")  # a kill loses none of the steps before
             whole.write_text("".join(kept), "utf-8")
             whole.replace(metrics)

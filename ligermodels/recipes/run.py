@@ -111,7 +111,9 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
         if options.resume and processes.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
-        reporter = report.Reporter(options, steps, resumed) if processes.is_main else report.Silent()
+        reporter = (
+            report.Reporter(options, steps, resumed, progress.evaluated) if processes.is_main else report.Silent()
+        )
         loop = Loop(
             model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
             lambda target: _save(options, model, target), recipe.loss,
