@@ -13,6 +13,7 @@ that rewrites earlier turns otherwise is an error.
 
 import dataclasses
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, Literal
@@ -20,7 +21,6 @@ from typing import Any, Literal
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.formats import Conversation, Format, Item, Text, Tokens, normalise
 from ligermodels.text import Tokenizer, sandbox
-from ligermodels.text.batch import mask_of
 from ligermodels.text.chat import ChatTemplates
 
 IGNORED = -100
@@ -102,7 +102,7 @@ def encode(
 
 def _example(ids: list[int], mask: Sequence[int], stops: Sequence[int]) -> Example:
     labels = [index if trained else IGNORED for index, trained in zip(ids, mask, strict=True)]
-    labels[:1] = [IGNORED]
+    labels[:1] = [IGNORED] * len(labels[:1])
     return Example(ids, labels, any(stop in labels for stop in stops))
 
 
@@ -131,10 +131,23 @@ def _masked(
     """The ids of the text, and 1 for each that has a character of the spans."""
     try:
         found = tokenizer(text, add_special_tokens=add_special_tokens, return_offsets_mapping=True)
-        return found["input_ids"], mask_of(found["offset_mapping"], spans)
+        return found["input_ids"], _mask_of(found["offset_mapping"], spans)
     except TokenizerError:
         # SentencePiece knows no offsets of a text that it normalises. The same error comes again if it is another.
         return _masked_by_prefixes(text, spans, lambda t: tokenizer.encode(t, add_special_tokens=add_special_tokens))
+
+
+def _mask_of(offsets: Sequence[tuple[int, int]], spans: list[tuple[int, int]]) -> list[int]:
+    """As text.batch.mask_of, which looks at each token, in half the time: spans are few, and offsets ascend."""
+    end = len(offsets)
+    while end and offsets[end - 1] == (0, 0):  # special tokens that were added after the text
+        end -= 1
+    mask = [0] * len(offsets)
+    for start, stop in spans:
+        first = bisect_right(offsets, start, hi=end, key=lambda token: max(token[1], token[0] + 1))
+        last = bisect_left(offsets, stop, hi=end, key=lambda token: token[0])
+        mask[first:last] = [1] * (last - first)
+    return mask
 
 
 def _masked_by_prefixes(
