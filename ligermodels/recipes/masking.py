@@ -25,7 +25,8 @@ from ligermodels.text.chat import ChatTemplates
 
 IGNORED = -100
 TrainOn = Literal["assistant", "last", "all"]
-_THOUGHT = re.compile(r"\s*<think>.*?</think>\s*", re.DOTALL)
+_THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
+_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,6 +260,8 @@ def _spans(
             raise InputError("messages[0]: the assistant begins, so that nothing says how the turn begins")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
+            prompt = _NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
+        if not text.startswith(prompt):
             raise _rewritten(n)
         if n == len(messages) - 1:
             spans.append((len(prompt), len(text)))
@@ -272,20 +275,22 @@ def _spans(
 
 def _said_in(turn: str, rest: str, eos: str, n: int) -> int:
     """The number of characters with which the turn, rendered as the last one, stands at the beginning of the rest."""
-    candidates = [turn, turn.removesuffix(eos)] if eos else [turn]
-    for candidate in candidates:
-        without_thought = candidate[found.end() :] if (found := _THOUGHT.match(candidate)) else candidate
-        for written in (candidate, without_thought):
-            if written and rest.startswith(written):
-                return len(written)
+    for said in (turn, turn.removesuffix(eos)) if eos else (turn,):
+        if said and rest.startswith(said):
+            return len(said)
+        without_thought = _THOUGHT.sub("", said, count=1).lstrip()
+        after_space = rest.lstrip()
+        if without_thought and after_space.startswith(without_thought):
+            return len(rest) - len(after_space) + len(without_thought)
     raise _rewritten(n)
 
 
 def _rewritten(n: int) -> InputError:
     return InputError(
         f"the chat template writes the conversation up to messages[{n}] otherwise once there are messages after it, so "
-        "that the tokens to train are not known. Next step: train_on='last', or a chat_template that marks the "
-        "assistant's text by {% generation %} ... {% endgeneration %}"
+        "that the tokens to train are not known. Likely cause: a system prompt or tools, which some templates write "
+        "beside the last message only. Next step: put the system prompt into the first message, train_on='last', or a "
+        "chat_template that marks the assistant's text by {% generation %} ... {% endgeneration %}"
     )
 
 

@@ -124,7 +124,9 @@ def test_csv_with_empty_columns(write):
 def test_mixed_formats_name_both_rows(write):
     alpaca, messages = {"instruction": "a", "output": "b"}, {"messages": [user("a"), said("b")]}
     path = write("a.jsonl", [alpaca, alpaca, messages])
-    with pytest.raises(InputError, match=r"a\.jsonl:3: the row is in the format 'messages', but .*a\.jsonl:1 is in 'al"):
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:3: the row is in the format 'messages', but .*a\.jsonl:1 is in 'al"
+    ):
         detect(open_rows(path))
     with pytest.raises(InputError, match=r"the row is in the format 'messages', but .*a\.jsonl:1 is in 'alpaca'"):
         normalise(messages, detect(open_rows(path), sample=2))
@@ -157,8 +159,14 @@ def chat(*messages, **more):
         (chat(user("a"), said("b"), images=["a.png"]), "images: the row has more than text"),
         (chat(user("a") | {"train": True}), r"messages\[0\]\.train: only messages of the assistant .*'user'"),
         (chat(said("a", weight=0.5)), r"messages\[0\]\.weight: expected true or false, not 0.5"),
-        (chat(said("a", tool_calls=[{"function": {"name": "f", "arguments": "{x"}}])), r"\.arguments: a text that is n"),
-        (chat(said("a", tool_calls=[{"name": "f", "arguments": [1]}])), r"tool_calls\[0\]\.arguments: expected a JSON o"),
+        (
+            chat(said("a", tool_calls=[{"function": {"name": "f", "arguments": "{x"}}])),
+            r"\.arguments: a text that is n",
+        ),
+        (
+            chat(said("a", tool_calls=[{"name": "f", "arguments": [1]}])),
+            r"tool_calls\[0\]\.arguments: expected a JSON o",
+        ),
         (chat(said("a", tool_calls=["f"])), r"tool_calls\[0\]: expected"),
         (chat(user("a"), tools=["f"]), "tools: expected a list of JSON schemas"),
         (chat(user("a"), chat_template_kwargs={"x": 1}), "chat_template_kwargs"),
