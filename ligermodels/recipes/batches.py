@@ -85,9 +85,8 @@ class Batches(Iterator[Batch]):
         if not len(rows):
             raise InputError("there are no rows to train on")
         sizes = {"length": length, "window": window, "ranks": ranks, "multiple": multiple}
-        sizes |= {"tokens_per_batch": tokens_per_batch or 1, "rows_per_batch": rows_per_batch or 1}
-        for name, size in sizes.items():
-            if size < 1:
+        for name, size in {**sizes, "tokens_per_batch": tokens_per_batch, "rows_per_batch": rows_per_batch}.items():
+            if size is not None and size < 1:
                 raise InputError(f"{name} is at least 1, not {size}")
         if length < 2:
             raise InputError("length is at least 2: the first token of an example is never trained")

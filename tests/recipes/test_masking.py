@@ -1,6 +1,7 @@
-"""What is trained, against transformers' masks, against the text that the assistant says, and by two ways of our own."""
+"""What is trained, against transformers' masks and against the text that the assistant says."""
 
 import dataclasses
+import itertools
 import re
 
 import pytest
@@ -214,8 +215,8 @@ def test_a_tokenizer_without_offsets(tmp_path):
     model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
     tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
     with pytest.raises(TokenizerError, match="offsets are unknown"):
-        tokenizer("ｃａｔ", return_offsets_mapping=True)
-    chat = [{"role": "user", "content": "ｃａｔ"}, {"role": "assistant", "content": "the ﬁne mat"}]
+        tokenizer("\uff43\uff41\uff54", return_offsets_mapping=True)
+    chat = [{"role": "user", "content": "\uff43\uff41\uff54"}, {"role": "assistant", "content": "the ﬁne mat"}]
     found = encode(Conversation(chat), tokenizer)
     assert found.ids == tokenizer.apply_chat_template(chat) and found.ends
     assert trained_text(tokenizer, found).strip() == "the fine mat </s>"
@@ -267,7 +268,7 @@ def test_masks_are_those_of_looking_at_each_token(data):
         offsets.append((start, at))
     edges = sorted(data.draw(st.lists(st.integers(0, at + 1), unique=True)))
     spans = list(zip(edges[::2], edges[1::2], strict=False))
-    ascends = all(a[0] <= b[0] and a[1] <= b[1] for a, b in zip(offsets, offsets[1:], strict=False))
+    ascends = all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(offsets))
     if ascends and (not offsets or offsets[-1] != (0, 0)):
         assert masking._mask_of(offsets, spans) == mask_of(offsets, spans)
 

@@ -100,7 +100,7 @@ def test_folders_of_splits(write, tmp_path):
     write("f/train-00001-of-00002.jsonl", [{"n": 1}])
     write("f/test.jsonl", [{"n": 2}])
     assert [len(open_rows(tmp_path / "f", split)) for split in (None, "train", "test")] == [2, 2, 1]
-    with pytest.raises(InputError, match="no files of the split 'valid'.*'test', 'train'"):
+    with pytest.raises(InputError, match=r"no files of the split 'valid'.*'test', 'train'"):
         open_rows(tmp_path / "f", "valid")
     write("f/more.jsonl", [{"n": 3}])
     with pytest.raises(InputError, match=r"others beside them.*more\.jsonl"):
