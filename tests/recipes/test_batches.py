@@ -187,7 +187,7 @@ def test_a_row_cut_to_nothing_is_counted():
     batches = Batches(Lengths([9] * 19 + [6]), late, length=7, epochs=1)
     assert sum(len(documents(batch)) for batch in batches) == 20
     batches = Batches(Lengths([9, 9]), late, length=5, epochs=1)
-    with pytest.raises(InputError, match="2 of 2 rows have no token to train: in 0 .*in 2 none before length=5"):
+    with pytest.raises(InputError, match=r"2 of 2 rows have no token to train: in 0 .*in 2 none before length=5"):
         next(batches)
     batches = Batches(Lengths([9, 9]), late, length=5, epochs=1, max_untrained=1.0)
     with pytest.raises(InputError, match=r"none of the 2 rows can be trained: .*'cut_away': 2"):
