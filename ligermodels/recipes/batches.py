@@ -85,9 +85,8 @@ class Batches(Iterator[Batch]):
         if not len(rows):
             raise InputError("there are no rows to train on")
         sizes = {"length": length, "window": window, "ranks": ranks, "multiple": multiple}
-        sizes |= {"tokens_per_batch": tokens_per_batch or 1, "rows_per_batch": rows_per_batch or 1}
-        for name, size in sizes.items():
-            if size < 1:
+        for name, size in {**sizes, "tokens_per_batch": tokens_per_batch, "rows_per_batch": rows_per_batch}.items():
+            if size is not None and size < 1:
                 raise InputError(f"{name} is at least 1, not {size}")
         if length < 2:
             raise InputError("length is at least 2: the first token of an example is never trained")
@@ -128,8 +127,8 @@ class Batches(Iterator[Batch]):
 
     @property
     def epoch(self) -> int:
-        """The number of epochs whose last batch has been handed out."""
-        return self.state_dict()["epoch"]
+        """The epoch, from 0, of the batch that was handed out last; the number of epochs after the end."""
+        return self._epoch
 
     def report(self) -> dict[str, int]:
         """Counts of the windows that were begun since this object was made or resumed, all ranks together.
@@ -191,10 +190,7 @@ class Batches(Iterator[Batch]):
 
     def state_dict(self) -> dict[str, int]:
         """The position after the last batch that was handed out, and the settings for which it means the same."""
-        epoch, row, batch = self._epoch, self._row, self._batch
-        if self._window is not None and batch == len(self._window.batches):
-            (epoch, row), batch = self._after(self._window), 0
-        return {"epoch": epoch, "row": row, "batch": batch, **self._settings()}
+        return {"epoch": self._epoch, "row": self._row, "batch": self._batch, **self._settings()}
 
     def _settings(self) -> dict[str, int]:
         return {
