@@ -19,6 +19,7 @@ from ligermodels.kernels.linear import joint
 from ligermodels.layers import MLP, Attention, CrossAttention, Experts, GatedMLP, LayerNorm, LMHead, RMSNorm
 from ligermodels.layers.head import takes_labels, unwrapped
 from ligermodels.layers.linear import obstacle
+from ligermodels.layers.lora import LoRALinear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +121,8 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
         together, why = _together(layer, inputs, gathered)
         one = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
-        return part, one if together else f"one op, a matmul for each{each}", True, why
+        lora = ", with LoRA" if any(isinstance(layer.get_submodule(name), LoRALinear) for name in names) else ""
+        return part, (one if together else f"one op, a matmul for each{each}") + lora, True, why
     plain = [name for name in inputs if name not in reasons]
     runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
     if output and output not in reasons:

@@ -71,7 +71,8 @@ class _Branch:
             return None
         h = x @ self.a.t()
         for columns, ranks, b, scale in self.parts:
-            y[:, columns].addmm_(h[:, ranks], b.t(), alpha=scale)
+            part = y[:, columns]
+            torch.addmm(part, h[:, ranks], b.t(), alpha=scale, out=part)
         return h
 
     def inner_gradient(self, dy: Tensor) -> Tensor | None:
@@ -86,7 +87,7 @@ class _Branch:
 
     def add_input_gradient(self, dx: Tensor, dh: Tensor | None) -> None:
         if dh is not None:
-            dx.addmm_(dh, self.a)
+            torch.addmm(dx, dh, self.a, out=dx)
 
     def add_gradients(self, dy: Tensor, h: Tensor | None, dh: Tensor | None, x: Tensor) -> None:
         """Adds those of A and B for some tokens; x [T, K], h = x A^T or None, to be computed here."""

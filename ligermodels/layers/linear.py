@@ -15,7 +15,7 @@ from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
-from ligermodels.kernels.linear import lay_together, packed_linear
+from ligermodels.kernels.linear import lay_together, linear, packed_linear
 from ligermodels.kernels.lora import Adapter, lora_linear
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.layers.parallel import ShardedLinear
@@ -144,7 +144,7 @@ def apply_packed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     weights, biases, adapters = parameters_of(modules)
     if any(adapters):
         return lora_linear(x, weights, biases, adapters)
-    return packed_linear(x, weights, biases)
+    return linear(x, weights[0], biases[0]) if len(weights) == 1 else packed_linear(x, weights, biases)
 
 
 def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:

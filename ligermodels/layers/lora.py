@@ -24,17 +24,25 @@ class _Factor(nn.Module):
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}"
 
 
+class _Magnitude(nn.Module):
+    """The norms that DoRA gives to the rows: weight [out]."""
+
+    def __init__(self, norms: Tensor):
+        super().__init__()
+        self.weight = nn.Parameter(norms)
+
+
 class LoRALinear(nn.Linear):
     """y = weight x + bias + scale * lora_B(lora_A(dropout(x))), where weight and bias are frozen.
 
-    scale: alpha / r, or alpha / sqrt(r) with rslora. With DoRA, which has a `lora_magnitude_vector` m [out]:
+    scale: alpha / r, or alpha / sqrt(r) with rslora. With DoRA, which has a `lora_magnitude_vector`, m [out]:
     y = bias + m / n * (weight x + scale * lora_B(lora_A(x))), where n are the norms of the rows of the sum of the
     weights, through which no gradient flows. Under dropout, all but the first weight x reads what dropout leaves:
     y = weight x + bias + (m / n - 1) weight x' + m / n * scale * lora_B(lora_A(x')).
 
     `LoRALinear.of(linear, ...)` makes it of an nn.Linear, in place: its parameters keep their names. `plain()` undoes
     that. adapter_on=False leaves the adapter out. Parameters: weight, bias, lora_A.weight [r, in], lora_B.weight
-    [out, r] and lora_magnitude_vector, as PEFT names them in its files.
+    [out, r] and lora_magnitude_vector.weight [out], as PEFT names them less its "default".
     Layers run several of these as one op (linear.py), but for dropout and DoRA, which are computed as written above.
     Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353
     (DoRA), and PEFT 0.21 for DoRA's dropout.
@@ -43,7 +51,7 @@ class LoRALinear(nn.Linear):
     lora_A: _Factor
     lora_B: _Factor
     lora_dropout: nn.Dropout | None
-    lora_magnitude_vector: nn.Parameter | None
+    lora_magnitude_vector: _Magnitude | None
     alpha: float
     rslora: bool
     adapter_on: bool
@@ -62,7 +70,7 @@ class LoRALinear(nn.Linear):
         linear.lora_dropout = nn.Dropout(dropout).train(linear.training) if dropout else None
         linear.lora_magnitude_vector = None
         if dora:
-            linear.lora_magnitude_vector = nn.Parameter(linear.row_norms().to(dtype))
+            linear.lora_magnitude_vector = _Magnitude(linear.row_norms().to(dtype))
         return linear
 
     def plain(self) -> nn.Linear:
@@ -115,7 +123,7 @@ class LoRALinear(nn.Linear):
         delta = self.scale * self.lora_B(self.lora_A(dropped))
         if self.lora_magnitude_vector is None:
             return y + delta
-        scale = self.lora_magnitude_vector / self.row_norms()
+        scale = self.lora_magnitude_vector.weight / self.row_norms()
         base = F.linear(dropped, self.weight)
         return y + ((scale - 1) * base + scale * delta).to(y.dtype)
 

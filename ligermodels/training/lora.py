@@ -5,7 +5,7 @@
     merge_lora(model).save_pretrained("merged")
 
 Linear modules get their adapter in place (`layers.lora.LoRALinear`), and stay fused. In `state_dict()` the weights of
-the base keep their names, and what is added has PEFT's names in its files without their prefix: for instance
+the base keep their names, and what is added has PEFT's names without its prefix and its "default": for instance
 model.layers.0.self_attn.q_proj.lora_A.weight. What `modules_to_save` names is trained as it is.
 """
 
@@ -99,7 +99,7 @@ def merge_lora(model: Any) -> Any:
         a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
         with torch.no_grad():
             new = adapters.merged(
-                _whole(module.weight), _whole(b), _whole(a), module.scale, None if m is None else _whole(m)
+                _whole(module.weight), _whole(b), _whole(a), module.scale, None if m is None else _whole(m.weight)
             )
             _set(module.weight, new)
         module.plain()
@@ -211,10 +211,10 @@ def load_adapter(
             dora=dora,
             dtype=dtype,
         )
-        into = {"A": adapted.lora_A.weight, "B": adapted.lora_B.weight, "magnitude": adapted.lora_magnitude_vector}
+        into: Any = {"A": adapted.lora_A, "B": adapted.lora_B, "magnitude": adapted.lora_magnitude_vector}
         with torch.no_grad():
             for key, tensor in part.items():
-                into[key].copy_(tensor)  # type: ignore[union-attr]
+                into[key].weight.copy_(tensor)
     with torch.no_grad():
         for name, module in saved.items():
             for key, parameter in _own_parameters(module):
@@ -341,7 +341,8 @@ def _trained(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
     """{name: parameter} that an adapter's file holds."""
     saved = _named(model, getattr(model, _SAVED, ()), {})
     return {
-        weights.plain_name(name): parameter.detach() for name, parameter in model.named_parameters()
+        weights.plain_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector"): parameter.detach()
+        for name, parameter in model.named_parameters()
         if ".lora_" in name or any(name.startswith(f"{module}.") for module in saved)
     }  # fmt: skip
 

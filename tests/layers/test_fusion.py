@@ -14,7 +14,7 @@ import ligermodels.layers as L
 from ligermodels import errors
 from ligermodels.arch.fusion import short_names
 from ligermodels.kernels.rope import rope_qk_reference
-from ligermodels.layers import attention, linear, mlp
+from ligermodels.layers import linear, mlp
 from ligermodels.layers.linear import obstacle
 
 attention_op = importlib.import_module("ligermodels.kernels.attention")  # not the function of this name
@@ -81,14 +81,14 @@ def test_projections_without_an_adapter_stay_one_op(monkeypatch, adapted):
     expected = layer.o_proj(attention_op.attention_reference(q, k, v).flatten(2))
 
     modules = {id(layer.get_submodule(name).weight): name for name in ("q_proj", "k_proj", "v_proj")}
-    packed = [recorder(monkeypatch, module, "packed_linear") for module in (attention, linear)]
+    packed = recorder(monkeypatch, linear, "packed_linear")
     out = layer(x, batch)
     torch.testing.assert_close(out, expected)
     trained = [p for p in layer.parameters() if p.requires_grad]
     weights = torch.randn_like(out)
     found, right = (torch.autograd.grad((y * weights).sum(), trained) for y in (out, expected))
     torch.testing.assert_close(found, right)
-    together = [[modules[id(weight)] for weight in args[1]] for calls in packed for args, _ in calls]
+    together = [[modules[id(weight)] for weight in args[1]] for args, _ in packed]
     plain = [name for name in ("q_proj", "k_proj", "v_proj") if name not in adapted.split()]
     assert together == ([plain] if len(plain) > 1 else [])
 

@@ -54,6 +54,13 @@ def test_a_loop_of_your_own(run_snippet):
     assert not torch.equal(done["model"].lm_head.weight, ours(done["folder"], dtype=torch.bfloat16).lm_head.weight)
 
 
+def test_lora(run_snippet):
+    done = run_snippet("add_lora", input_ids=make_ids(2, 12))
+    assert_opens_everywhere("merged", done["model"])
+    on_theirs = peft.PeftModel.from_pretrained(theirs(done["folder"], dtype=torch.bfloat16), "adapter")
+    assert on_theirs.get_nb_trainable_parameters()[1] > 0
+
+
 def test_peft(run_snippet):
     done = run_snippet("get_peft_model", input_ids=make_ids(2, 12))
     on_theirs = peft.PeftModel.from_pretrained(theirs(done["folder"], dtype=torch.bfloat16), "adapter")

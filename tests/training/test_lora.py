@@ -1,0 +1,346 @@
+"""add_lora and its companions: what they change, refuse, keep and save; under FSDP2 as in one process."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from safetensors.torch import load_file
+from torch import nn
+
+from ligermodels import CheckpointError, InputError
+from ligermodels.arch import ARCHS
+from ligermodels.conversion.huggingface import FolderSource
+from ligermodels.conversion.lora import MergedSource
+from ligermodels.conversion.view import View
+from ligermodels.layers import linear
+from ligermodels.layers.lora import LoRALinear
+from ligermodels.parallel import make_mesh, parallelize
+from ligermodels.training import AdamW, adapters_off, add_lora, load_adapter, merge_lora, save_adapter
+from tests.arch import qwen2_vl
+
+SIZES = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, initializer_range=0.2,
+)  # fmt: skip
+FAMILIES = {
+    "llama": dict(tie_word_embeddings=True),
+    "qwen2": dict(tie_word_embeddings=False),
+    "gemma2": dict(head_dim=8, query_pre_attn_scalar=12, sliding_window=6, tie_word_embeddings=True),
+    "phi3": dict(tie_word_embeddings=False, pad_token_id=0),
+    "mixtral": dict(num_local_experts=4),
+}
+IDS = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def make(family="llama", dtype=torch.float32, **changes):
+    model = ARCHS[family].from_config({**SIZES, **FAMILIES[family], **changes}, dtype=dtype, device="cpu")
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(0))
+    return model
+
+
+def adapted(family="llama", dtype=torch.float32, r=4, alpha=8, **options):
+    """With a B that is not zero."""
+    model = add_lora(make(family, dtype), r, alpha, **options)
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+    return model
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def test_what_is_added_and_trained():
+    base, model = make("qwen2"), add_lora(make("qwen2"), r=4, alpha=8)
+    assert torch.equal(logits(model), logits(base))  # B is zero
+    names = set(base.state_dict())
+    added = {name for name in model.state_dict() if name not in names}
+    assert names < set(model.state_dict()) and len(added) == 2 * 2 * 7
+    assert "model.layers.0.self_attn.q_proj.lora_A.weight" in added
+    assert {name for name, p in model.named_parameters() if p.requires_grad} == added
+    module = model.model.layers[1].mlp.down_proj
+    assert type(module) is LoRALinear and module.lora_A.weight.dtype == torch.float32
+    bound = 44**-0.5
+    assert 0.9 * bound < module.lora_A.weight.abs().max() <= bound
+    again = add_lora(make("qwen2"), r=4, alpha=8).state_dict()
+    assert all(torch.equal(t, again[name]) for name, t in model.state_dict().items())
+    other = add_lora(make("qwen2"), r=4, alpha=8, seed=1).state_dict()
+    assert not torch.equal(other[min(added)], again[min(added)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"rslora": True}, {"dora": True}], ids=["LoRA", "rsLoRA", "DoRA"])
+def test_merging(options, dtype):
+    """W + s B A, in fp32 and rounded once; the model is a plain one again."""
+    base, model = make("qwen2", dtype), adapted("qwen2", dtype, alpha=6, **options)
+    before = logits(model)
+    expected = {}
+    for name, module in model.named_modules():
+        if isinstance(module, LoRALinear):
+            scale = 6 / (2 if options.get("rslora") else 4)
+            total = module.weight.double() + scale * module.lora_B.weight.double() @ module.lora_A.weight.double()
+            if options.get("dora"):
+                m = module.lora_magnitude_vector.weight
+                assert torch.allclose(m, module.weight.float().norm(dim=1))
+                total *= (m.double() / total.norm(dim=1))[:, None]
+            expected[f"{name}.weight"] = total
+    assert merge_lora(model) is model and model.state_dict().keys() == base.state_dict().keys()
+    assert all(type(module) is not LoRALinear for module in model.modules())
+    for name, parameter in model.state_dict().items():
+        if name in expected:
+            wanted = expected[name].to(dtype)
+            one = torch.finfo(dtype).eps * expected[name].abs() + 1e-7
+            assert ((parameter.double() - expected[name]).abs() <= (0.51 if dtype == torch.bfloat16 else 8) * one).all()
+            assert (parameter != wanted).float().mean() < (0.01 if dtype == torch.bfloat16 else 1)
+        else:
+            assert torch.equal(parameter, base.state_dict()[name])
+    if dtype == torch.float32:
+        torch.testing.assert_close(logits(model), before, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(before, logits(base), atol=1e-2)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_files(family, tmp_path):
+    model = adapted(family, rslora=True)
+    assert save_adapter(model, tmp_path / "a") == tmp_path / "a"
+    (tmp_path / "a" / "notes.txt").write_text("kept")
+    save_adapter(model, tmp_path / "a")
+    assert {path.name for path in (tmp_path / "a").iterdir()} == {
+        "adapter_config.json", "adapter_model.safetensors", "notes.txt",
+    }  # fmt: skip
+    again = load_adapter(make(family), tmp_path / "a")
+    assert torch.equal(logits(again), logits(model))
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert {name for name, p in again.named_parameters() if p.requires_grad} == trained
+    assert set(load_file(tmp_path / "a" / "adapter_model.safetensors")) == {f"base_model.model.{n}" for n in trained}
+    # What converts adapters on disk reads it too, to the same bits.
+    make(family).save_pretrained(tmp_path / "base")
+    source = MergedSource(View(FolderSource(tmp_path / "base")), tmp_path / "a")
+    merge_lora(model).save_pretrained(tmp_path / "merged")
+    merged = {}
+    for path in (tmp_path / "merged").glob("*.safetensors"):
+        merged |= load_file(path)
+    assert merged.keys() == source.headers.keys()
+    assert all(torch.equal(merged[name], source.read(name)) for name in merged)
+
+
+def test_modules_to_save(tmp_path):
+    """A tied head that is trained gets a weight of its own, and is saved so."""
+    model = adapted("llama", targets=["q_proj"], modules_to_save=["lm_head"])
+    assert not model.lm_head.is_tied and model.lm_head.weight.requires_grad
+    assert not model.model.embed_tokens.weight.requires_grad
+    with torch.no_grad():
+        model.lm_head.weight += 1
+    save_adapter(model, tmp_path / "a")
+    again = load_adapter(make("llama"), tmp_path / "a")
+    assert torch.equal(logits(again), logits(model)) and again.lm_head.weight.requires_grad
+    with pytest.raises(InputError, match=r"lm_head .*trained in place"), adapters_off(model):
+        pass
+    merge_lora(again).save_pretrained(tmp_path / "merged")
+    loaded = ARCHS["llama"].from_hub(tmp_path / "merged", device="cpu", progress=False)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=1e-4, atol=1e-4)
+    other = load_adapter(make("llama"), tmp_path / "a")
+    with pytest.raises(CheckpointError, match="differ from this Llama in name"):
+        load_adapter(make("llama", vocab_size=64), tmp_path / "a")
+    assert other.config.tie_word_embeddings is False
+
+
+def test_off_and_copied():
+    model, base = adapted("gemma2", dora=True), make("gemma2")
+    on = logits(model)
+    copied = copy.deepcopy(model)
+    with pytest.raises(ZeroDivisionError), adapters_off(model):
+        assert torch.equal(logits(model), logits(base))
+        assert torch.equal(logits(copied), on)
+        raise ZeroDivisionError
+    assert torch.equal(logits(model), on)
+
+
+def test_saving_the_model_says_what_to_do(tmp_path):
+    with pytest.raises(CheckpointError, match=r"merge_lora.*save_adapter"):
+        adapted().save_pretrained(tmp_path / "a")
+    assert not (tmp_path / "a").exists()
+
+
+def test_fusion_report():
+    def said(**options):
+        found = adapted(**options).train().fusion_report()
+        return {row.part: (row.runs, row.fused, row.why) for row in found.rows if "proj" in row.part}
+
+    assert set(said().values()) == {("one matmul, with LoRA", True, ""), ("one op, with LoRA", True, "")}
+    for options, why in (({"dora": True}, "DoRA"), ({"dropout": 0.1}, "its adapter's dropout")):
+        assert all(not fused and text.endswith(f": {why}") for _, fused, text in said(**options).values())
+    assert "one matmul, with LoRA" in str(adapted(dropout=0.1).eval().fusion_report())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_gradients_are_those_of_each_way_to_recompute(dropout):
+    model = adapted(dropout=dropout, targets=["q_proj", "up_proj"]).train()
+    for recompute in ("none", "mlp", "block"):
+        model.gradient_checkpointing_enable({"recompute": recompute})
+        found = []
+        for _ in range(2):
+            torch.manual_seed(3)
+            model.zero_grad()
+            model(IDS, labels=IDS).loss.backward()
+            found.append({n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None})
+        if recompute == "none":
+            expected = found[0]
+        for name in expected:
+            for one in found:
+                torch.testing.assert_close(one[name], expected[name])
+    assert torch.equal(logits(model), logits(model)) is (dropout == 0)
+    assert torch.equal(logits(model.eval()), logits(model))
+
+
+def test_hooks_and_autocast_are_honoured():
+    model, seen = adapted("qwen2"), []
+    expected = logits(model)
+    handles = [
+        model.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append("up")),
+        model.model.layers[1].self_attn.k_proj.lora_A.register_forward_hook(lambda *_: seen.append("A of k")),
+    ]
+    torch.testing.assert_close(logits(model), expected, rtol=1e-5, atol=1e-5)
+    assert seen == ["up", "A of k"] and len(model.fusion_report().unfused) >= 2
+    for handle in handles:
+        handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(logits(model).float(), expected, rtol=0.1, atol=0.2)
+        model(IDS, labels=IDS).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_vision_towers_are_left_out_unless_named(tmp_path):
+    def vl():
+        return ARCHS["qwen2_vl"].from_config(qwen2_vl.tiny(), dtype=torch.float32, device="cpu")
+
+    def names(model):
+        return {name for name, module in model.named_modules() if isinstance(module, LoRALinear)}
+
+    assert all("language_model" in name for name in names(add_lora(vl(), 4)))
+    tower = [name for name, module in vl().named_modules() if type(module) is nn.Linear and "visual" in name]
+    alone = next(name for name in tower if name.endswith(".qkv"))
+    with pytest.raises(InputError, match=r"'qkv' is not in the text model; name it with its path, such as"):
+        add_lora(vl(), 4, targets=["qkv"])
+    model = add_lora(vl(), 4, targets=["q_proj", alone])
+    assert alone in names(model) and all(alone == name or name.endswith("q_proj") for name in names(model))
+    save_adapter(model, tmp_path / "a")
+    assert names(load_adapter(vl(), tmp_path / "a")) == names(model)
+    assert alone in json.loads((tmp_path / "a" / "adapter_config.json").read_text())["target_modules"]
+
+
+@pytest.mark.parametrize("says, family, options", [
+    ("'experts' is a Experts; targets are linear modules: k_proj, o_proj, q_proj, v_proj", "mixtral",
+        {"targets": ["experts"]}),
+    ("'gate_up_proj' is not there", "llama", {"targets": ["gate_up_proj"]}),
+    ("'lm_head' is a LMHead", "llama", {"targets": ["lm_head"]}),
+    ("expected 'all-linear' or a list", "llama", {"targets": "q_proj"}),
+    ("expected 'all-linear' or a list", "llama", {"targets": []}),
+    ("names 'head'", "llama", {"modules_to_save": ["heads", "head"]}),
+    ("gets an adapter, or parts of it do", "llama", {"modules_to_save": ["mlp"]}),
+    ("r=0", "llama", {"r": 0}),
+    ("dropout=1", "llama", {"dropout": 1.0}),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(says, family, options):
+    model = make(family)
+    if "names" in says:
+        says = "names 'heads'"
+    with pytest.raises(InputError, match=says):
+        add_lora(model, **options)
+    assert all(p.requires_grad for p in model.parameters())
+
+
+def test_models_that_do_not_fit_are_refused(tmp_path):
+    with pytest.raises(InputError, match="has adapters already"):
+        add_lora(adapted())
+    for call in (merge_lora, lambda model: save_adapter(model, tmp_path / "a")):
+        with pytest.raises(InputError, match="has no adapters"):
+            call(make())
+    with pytest.raises(InputError, match="on the meta device"):
+        add_lora(ARCHS["llama"].from_config({**SIZES}, device="meta"))
+    hooked = make()
+    hooked.model.layers[0].mlp.up_proj.register_forward_hook(print)
+    with pytest.raises(InputError, match=r"layers\.0\.mlp\.up_proj cannot get an adapter, because of a forward hook"):
+        add_lora(hooked)
+
+
+# ---- Two processes ----
+
+BATCH = torch.randint(61, (4, 8), generator=torch.Generator().manual_seed(5))
+
+
+def train(model, rows, steps=3):
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(steps):
+        loss = model(rows, labels=rows).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def on_two_ranks(rank, folder):
+    torch.set_num_threads(1)
+    fused, real = [], linear.lora_linear
+    linear.lora_linear = lambda *args: fused.append(len(args[1])) or real(*args)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    for name, options in CASES.items():
+        mesh = dict(cp=2) if name == "cp" else dict(dp_shard=2)
+        model = parallelize(adapted(**options), make_mesh(**mesh, device_type="cpu"))
+        fused.clear()
+        losses = train(model, BATCH if name == "cp" else BATCH.chunk(2)[rank])
+        assert fused == ([] if "dora" in options else 3 * 2 * [3, 1])  # of 3 steps and 2 blocks: q, k and v; o
+        save_adapter(model, folder / name)
+        with torch.no_grad():
+            before = model(BATCH, labels=BATCH).loss
+            merge_lora(model)
+            after = model(BATCH, labels=BATCH).loss
+        model.save_pretrained(folder / f"{name}-merged")
+        if rank == 0:
+            torch.save((losses, before, after), folder / f"{name}.pt")
+        with pytest.raises(InputError, match="sharded already"):
+            add_lora(model)
+    with pytest.raises(InputError, match="LoRALinear in place of a projection"):
+        parallelize(adapted(), make_mesh(tp=2, device_type="cpu"))
+    with pytest.raises(InputError, match="tensor parallel"):
+        add_lora(parallelize(make(vocab_size=62), make_mesh(tp=2, device_type="cpu")))
+    dist.destroy_process_group()
+
+
+CASES = {
+    "bf16": dict(family="llama", dtype=torch.bfloat16),
+    "cp": dict(family="gemma2"),
+    "dora": dict(family="qwen2", dora=True, modules_to_save=["lm_head"]),
+}
+
+
+def test_sharded_adapters_train_and_save_as_whole_ones(tmp_path):
+    """A frozen bf16 base and fp32 adapters in one group of FSDP2."""
+    mp.spawn(on_two_ranks, (tmp_path,), nprocs=2)
+    for name, options in CASES.items():
+        model = adapted(**options)
+        losses = train(model, BATCH)
+        found, before, after = torch.load(tmp_path / f"{name}.pt")
+        low = options.get("dtype") == torch.bfloat16
+        assert found == pytest.approx(losses, rel=2e-2 if low else 1e-5)
+        save_adapter(model, tmp_path / f"{name}-whole")
+        mine, whole = (load_file(tmp_path / f / "adapter_model.safetensors") for f in (name, f"{name}-whole"))
+        assert mine.keys() == whole.keys()
+        for key in whole:
+            error = (mine[key] - whole[key]).abs().max() / whole[key].abs().max()
+            assert mine[key].dtype == torch.float32 and error < (0.3 if low else 1e-4), key
+        assert after.item() == pytest.approx(before.item(), rel=2e-2 if low else 1e-5)
+        loaded = load_adapter(make(options["family"], options.get("dtype", torch.float32)), tmp_path / name)
+        merge_lora(loaded).save_pretrained(tmp_path / "again")
+        again, merged = (load_file(tmp_path / f / "model.safetensors") for f in ("again", f"{name}-merged"))
+        assert all(torch.equal(again[key], merged[key]) for key in merged) and again.keys() == merged.keys()
