@@ -26,6 +26,8 @@ from ligermodels.parallel import Checkpoints
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import Reporter
 
+FEW_STEPS = 20
+"""Fewer are too few to learn from."""
 Batch = dict[str, Any]
 """Arguments of the model's forward."""
 Loss = Callable[[Any, Batch, Tensor], Tensor]
@@ -404,16 +406,20 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def check_accumulation(accumulation: int | None, ranks: int) -> int:
-    """The forwards of a step, of all ranks together; None: 8, or the next number that they divide.
+def forwards_per_step(accumulation: int | None, ranks: int, forwards: float | None) -> int:
+    """The forwards of a step, of all ranks together.
 
-    Raises InputError where the ranks do not divide it.
+    accumulation: as asked, or None for 8, or for fewer where the run would else have less than 20 steps; then rounded
+    up to what the ranks divide. forwards: of the run, where they are counted.
+    Raises InputError where the ranks do not divide what is asked.
     """
-    total = accumulation or -(-8 // ranks) * ranks
-    if total % ranks:
-        fits = sorted({max(ranks, total // ranks * ranks), -(-total // ranks) * ranks})
+    if accumulation is None:
+        wanted = 8 if forwards is None else max(1, min(8, int(forwards // FEW_STEPS)))
+        return -(-wanted // ranks) * ranks
+    if accumulation % ranks:
+        fits = sorted({max(ranks, accumulation // ranks * ranks), -(-accumulation // ranks) * ranks})
         raise InputError(
-            f"accumulation={total} forwards a step cannot be split over {ranks} processes; "
+            f"accumulation={accumulation} forwards a step cannot be split over {ranks} processes; "
             f"give {' or '.join(map(str, fits))}"
         )
-    return total
+    return accumulation

@@ -61,7 +61,10 @@ class TrainOptions:
         None, "length of the run", "the most tokens of a forward on one GPU (default: --length)", least=2
     )
     accumulation: int | None = option(
-        None, "length of the run", "forwards a step, of all GPUs together (default 8, or the next multiple)", least=1
+        None,
+        "length of the run",
+        "forwards a step, of all GPUs together (default 8; fewer, where a run would have under 20 steps)",
+        least=1,
     )
     patience: int = option(
         0, "length of the run", "stop after so many evaluations without a better one; 0: never", least=0

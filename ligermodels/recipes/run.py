@@ -31,12 +31,13 @@ from ligermodels.parallel import Checkpoints, parallelize
 from ligermodels.recipes import memory, report
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
+    FEW_STEPS,
     Feed,
     Loop,
     Loss,
     Processes,
     Progress,
-    check_accumulation,
+    forwards_per_step,
     next_token_loss,
     own_part,
 )
@@ -44,8 +45,6 @@ from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import say
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, accumulate_in_place
-
-_FEW_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -81,14 +80,13 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     tokenizer = Tokenizer.from_hub(folder)
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
-    options = _settled(options, sketch, processes)
+    options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
-    per_step = check_accumulation(options.accumulation, processes.batch_ranks)
     counts = data.count() if options.steps is None else None  # by each rank: waiting for one could time out
-    steps = options.steps or 0
-    if counts is not None:
-        forwards_in_all = counts["batches"] * (options.epochs or 1)
-        steps = max(1, round(forwards_in_all / per_step))
+    forwards = None if counts is None else counts["batches"] * (options.epochs or 1)
+    per_step = forwards_per_step(options.accumulation, processes.batch_ranks, forwards)
+    options = _with_memory(dataclasses.replace(options, accumulation=per_step), sketch, processes)
+    steps = options.steps or max(1, round((forwards or 0) / per_step))
     plan = _plan(options, sketch, data, steps, counts, processes)
     if processes.is_main:
         print(plan, file=sys.stdout if options.dry_run else sys.stderr, flush=True)
@@ -173,15 +171,17 @@ def _write_options(out: Path, options: TrainOptions) -> None:
         file.write_text(options.dump(), "utf-8")
 
 
-def _settled(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
-    """The options with what "auto" and None stand for on this machine."""
+def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
+    """The options with the lengths that None stands for."""
     context = sketch.config.get_text_config().max_position_embeddings
     length = options.length or min(4096, context)
     if length > context and processes.is_main:
         say(f"warning: --length {length} is more than the {context} positions that the model was made for")
-    changed: dict[str, Any] = dict(length=length, batch_tokens=options.batch_tokens or length)
-    changed["accumulation"] = check_accumulation(options.accumulation, processes.batch_ranks)
-    options = dataclasses.replace(options, **changed)
+    return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length)
+
+
+def _with_memory(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
+    """The options with what fits on this machine for "auto"."""
     free = memory.available(processes.device)
     if processes.mesh is not None and free is not None:
         least = torch.tensor(free, device=processes.device)
@@ -250,10 +250,8 @@ def _plan(
         text += "\nwarning: this does not fit by the estimate. What does:" * bool(changes)
         text += "".join(f"\n  {change}" for change in changes)
         text += "\nwarning: this does not fit by the estimate, and no single change helps" * (not changes)
-    if options.steps is None and steps < _FEW_STEPS:
-        text += (
-            f"\nwarning: {steps} steps are few to learn from: raise --epochs, or lower --accumulation or --batch-tokens"
-        )
+    if options.steps is None and steps < FEW_STEPS:
+        text += f"\nwarning: so few steps ({steps}) teach little: raise --epochs, or lower --length or --accumulation"
     return text
 
 

@@ -10,9 +10,9 @@ import time
 import pytest
 import torch
 
-from ligermodels import Llama
+from ligermodels import InputError, Llama
 from ligermodels.recipes import memory
-from ligermodels.recipes.loop import Feed, Processes, Progress, num_labels, own_part, rate
+from ligermodels.recipes.loop import Feed, Processes, Progress, forwards_per_step, num_labels, own_part, rate
 from ligermodels.recipes.options import RECIPES
 from ligermodels.recipes.run import _SAME
 from tests.processes import Child
@@ -66,7 +66,7 @@ def test_what_is_fetched_ahead_is_not_in_the_state_and_ranks_share_a_step():
     again.make_next()
     again.load_state_dict(feeds[0].state_dict())
     assert taken(again) == [5, 6, 7, 8]
-    with pytest.raises(Exception, match="gave the id 9, and the model has 9 ids"):
+    with pytest.raises(InputError, match="gave the id 9, and the model has 9 ids"):
         Feed(Numbers(), 16, ranks[0], 9).take()
 
 
@@ -75,6 +75,16 @@ def test_ranks_share_the_evaluation_and_none_counts_twice():
     parts = [own_part(batches, Processes(torch.device("cpu"), rank, 4, shared=2)) for rank in range(4)]
     kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
     assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
+
+
+def test_the_forwards_of_a_step():
+    assert [forwards_per_step(None, 1, forwards) for forwards in (None, 1000, 100, 5)] == [8, 8, 5, 1]
+    assert [forwards_per_step(None, ranks, 5) for ranks in (1, 3, 16)] == [1, 3, 16]
+    assert forwards_per_step(6, 3, 5) == 6
+    with pytest.raises(
+        InputError, match="accumulation=7 forwards a step cannot be split over 3 processes; give 6 or 9"
+    ):
+        forwards_per_step(7, 3, None)
 
 
 def test_progress_goes_on_but_for_the_length_of_the_run():

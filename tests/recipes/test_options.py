@@ -73,7 +73,7 @@ WRONG = {
     "betas: 0.9": r"betas=0.9: expected a list",
     "betas: [0.9]": r"expected 2 values, such as 0.9,0.999",
     "packing: 'yes'": "packing='yes': expected true or false",
-    "lora_targets: [q_proj]": "no rank: add --lora 16",
+    "lora_targets: [q_proj]": "no rank of adapters: add --lora 16",
     "lora: 8\nlora_alpha: 0": "scale the adapters to nothing",
     "batch_tokens: 64\nlength: 128": "batch_tokens=64 is less than a row of length=128",
     "tp: 2": "start it by `torchrun",

@@ -136,7 +136,7 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):  # noqa: F811
     plan, said = capsys.readouterr()
     for words in ("107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "0.0001, cosine"):
         assert words in plan
-    assert "504 a pass" in plan and "GiB" in plan and "few to learn from" in plan
+    assert "504 a pass" in plan and "GiB" in plan and "so few steps (16) teach little" in plan
     assert "[a<|im_end|>]" in said and not (home / "dry").exists()
     assert main([*argv, "--lr", "3e-4"]) == 0
     assert "0.0003, cosine" in capsys.readouterr().out
