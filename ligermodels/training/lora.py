@@ -69,7 +69,7 @@ def add_lora(
         )
     _check_free(model, "add_lora")
     chosen = _targets(model, targets)
-    saved = _named(model, modules_to_save, chosen)
+    saved = _named(model, modules_to_save, chosen, "add_lora")
     for name, module in chosen.items():
         if (found := obstacle(module, nn.Linear)) is not None:
             raise InputError(f"add_lora: {name} cannot get an adapter, because of {found.text}")
@@ -189,7 +189,7 @@ def load_adapter(
     if not parts:
         raise CheckpointError(f"{folder} holds no adapter: {WEIGHTS} has no lora_A and lora_B")
     names = options.get("modules_to_save") or ()
-    saved = _named(model, names, {name: modules[name] for name in parts})
+    saved = _named(model, names, parts, "load_adapter")
     places = {f"{name}.{key}": p for name, module in saved.items() for key, p in _own_parameters(module)}
     wanted = {name: tuple(parameter.shape) for name, parameter in places.items()}
     given = {name: tuple(tensor.shape) for name, tensor in others.items()}
@@ -299,18 +299,18 @@ def _ending(names: Iterable[str], end: str) -> list[str]:
     return [name for name in names if name == end or name.endswith(f".{end}")]
 
 
-def _named(model: Any, names: Sequence[str], chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """{name: module} of modules_to_save. Raises InputError."""
+def _named(model: Any, names: Sequence[str], chosen: Iterable[str], where: str) -> dict[str, Any]:
+    """{name: module} of modules_to_save; chosen: what gets an adapter. Raises InputError."""
     if isinstance(names, str):
-        raise InputError(f"add_lora: modules_to_save={names!r}; expected a list of names of modules")
+        raise InputError(f"{where}: modules_to_save={names!r}; expected a list of names of modules")
     modules, saved = dict(model.named_modules()), {}
     for one in names:
         hits = [name for name in modules if name.endswith(one)]  # as PEFT matches here
         if not hits:
-            raise InputError(f"add_lora: modules_to_save names {one!r}, which {_kind(model)} does not have")
+            raise InputError(f"{where}: modules_to_save names {one!r}, which {_kind(model)} does not have")
         for hit in hits:
             if any(name == hit or name.startswith(f"{hit}.") for name in chosen):
-                raise InputError(f"add_lora: {hit} is in modules_to_save, and gets an adapter, or parts of it do")
+                raise InputError(f"{where}: {hit} is in modules_to_save, and gets an adapter, or parts of it do")
             saved[hit] = modules[hit]
     return saved
 
@@ -339,7 +339,7 @@ def _freeze(model: Any, saved: Mapping[str, Any], names: Sequence[str]) -> None:
 
 def _trained(model: Any, found: Mapping[str, LoRALinear]) -> dict[str, Tensor]:
     """{name: parameter} that an adapter's file holds."""
-    saved = _named(model, getattr(model, _SAVED, ()), {})
+    saved = _named(model, getattr(model, _SAVED, ()), (), "save_adapter")
     return {
         weights.plain_name(name).replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector"): parameter.detach()
         for name, parameter in model.named_parameters()

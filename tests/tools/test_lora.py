@@ -102,9 +102,10 @@ def test_adapters_train_travel_and_merge_as_pefts(folders, case, tmp_path):
         on_theirs = peft.PeftModel.from_pretrained(
             models.theirs(folders[family], attn_implementation="eager"), tmp_path / "ours"
         )
-    torch.testing.assert_close(logits(on_theirs), expected, **LOGITS)
+    mine = logits(ours)
+    assert (logits(on_theirs) - mine).abs().max() <= 1e-5 * mine.abs().max()
     on_ours = load_adapter(models.ours(folders[family]), tmp_path / "theirs").eval()
-    torch.testing.assert_close(logits(on_ours), expected, **LOGITS)
+    assert (logits(on_ours) - expected).abs().max() <= 1e-5 * expected.abs().max()
     again = load_adapter(models.ours(folders[family]), tmp_path / "ours").eval()
     assert torch.equal(logits(again), logits(ours))
     greedy = dict(input_ids=IDS, attention_mask=torch.ones_like(IDS), max_new_tokens=5, do_sample=False)

@@ -11,11 +11,13 @@ from safetensors.torch import load_file
 from torch import nn
 
 from ligermodels import CheckpointError, InputError
+from ligermodels import layers as L
 from ligermodels.arch import ARCHS
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.conversion.lora import MergedSource
 from ligermodels.conversion.view import View
 from ligermodels.layers import linear
+from ligermodels.layers.batch import CrossStates
 from ligermodels.layers.lora import LoRALinear
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, adapters_off, add_lora, load_adapter, merge_lora, save_adapter
@@ -216,6 +218,27 @@ def test_hooks_and_autocast_are_honoured():
         torch.testing.assert_close(logits(model).float(), expected, rtol=0.1, atol=0.2)
         model(IDS, labels=IDS).loss.backward()
     assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_every_kind_of_layer_computes_its_adapters():
+    """As it does once they are merged: cross-attention, plain MLPs, a layer of packed weights, one of separate ones."""
+    batch = L.Batch(cross=CrossStates(states=torch.randn(2, 4, 12), mask=None))
+    x = torch.randn(2, 5, 16)
+    for layer, inputs in (
+        (L.CrossAttention(16, num_heads=4, num_kv_heads=2, head_dim=8, states_size=12, eps=1e-5), (batch,)),
+        (L.MLP(16, 24, activation="gelu"), ()),
+        (L.Attention(16, num_heads=4, num_kv_heads=2, head_dim=8, projections=("qkv_proj", "o_proj")), (L.Batch(),)),
+        (L.Attention(16, num_heads=4, num_kv_heads=4, head_dim=8, qk_norm_eps=1e-6), (L.Batch(),)),
+        (L.GatedMLP(16, 24, bias=True, projections=("gate_up_proj", "down_proj")), ()),
+    ):
+        plain = layer(x, *inputs)
+        add_lora(layer, r=3)
+        for name, parameter in layer.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(parameter, std=0.3)
+        adapted_output = layer(x, *inputs)
+        assert not torch.allclose(adapted_output, plain, atol=1e-2)
+        torch.testing.assert_close(merge_lora(layer)(x, *inputs), adapted_output, rtol=1e-4, atol=1e-5)
 
 
 def test_vision_towers_are_left_out_unless_named(tmp_path):
