@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ligermodels.errors import CheckpointError, InputError, LigermodelsError
+from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
 from ligermodels.parallel import Checkpoints
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import Reporter
@@ -40,10 +40,6 @@ class Batches(Protocol):
     def __next__(self) -> Batch: ...
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any, /) -> None: ...
-
-
-class TrainingError(LigermodelsError):
-    """A loss or a gradient that is not a finite number."""
 
 
 def rate(step: int, steps: int, *, schedule: str, warmup: float, decay: float = 0.2, final: float = 0.0) -> float:

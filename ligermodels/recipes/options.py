@@ -243,6 +243,8 @@ class Parser(argparse.ArgumentParser):
                 name = text.removeprefix("--").partition("=")[0].replace("-", "_")
                 names = [action.dest for action in self._actions if action.option_strings]
                 self.error(unknown(name, names, self.prog.split()[-1], flag=True))
+        if rest:
+            self.error(f"what is {rest[0]!r}? One MODEL is given, and all else with its name, such as --data FILE")
         return found, rest
 
 

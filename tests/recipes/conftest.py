@@ -1,8 +1,13 @@
+import importlib
 import json
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from ligermodels.text import Tokenizer
+from tests.recipes.runs import CHATS
 from tests.text import families, folders
 
 
@@ -38,3 +43,19 @@ def write(tmp_path):
         return path
 
     return write
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with a model, chats and texts."""
+    folder = tmp_path_factory.mktemp("train")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # sums of several threads have other bits
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))
+    importlib.import_module("tiny").write_llama().rename(folder / "model")
+    lines = [json.dumps({"messages": messages}) for messages in CHATS * 2]
+    (folder / "chats.jsonl").write_text("\n".join(lines))
+    texts = ["the quick brown fox jumps over the lazy dog. " * n for n in (1, 2, 9)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts * 4))
+    yield folder
+    torch.set_num_threads(threads)

@@ -1,33 +1,16 @@
-"""A tiny model and data for the tests of recipes, and runs of the command on them."""
+"""Runs of the command on the tiny model and data of conftest.py."""
 
 import json
 import sys
 from pathlib import Path
 
-import pytest
-import torch
-
 from ligermodels.cli import main
 
 sys.path.append(str(Path(__file__).parents[2] / "examples"))
 
-import tiny
 
 WORDS = ("a", "bcd", "efg", "hij", "klm", "nop", "qrs", "tuv")
 CHATS = [[{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": word}] for word in WORDS]
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory):
-    """A folder with a model, chats and texts."""
-    folder = tmp_path_factory.mktemp("train")
-    torch.set_num_threads(1)  # sums of several threads have other bits
-    tiny.write_llama().rename(folder / "model")
-    lines = [json.dumps({"messages": messages}) for messages in CHATS * 2]
-    (folder / "chats.jsonl").write_text("\n".join(lines))
-    texts = ["the quick brown fox jumps over the lazy dog. " * n for n in (1, 2, 9)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts * 4))
-    return folder
 
 
 def train(home, out, *flags, recipe="sft", data="chats.jsonl") -> int:

@@ -16,7 +16,7 @@ from ligermodels.recipes.loop import Feed, Processes, Progress, forwards_per_ste
 from ligermodels.recipes.options import RECIPES
 from ligermodels.recipes.run import _SAME
 from tests.processes import Child
-from tests.recipes.runs import home, metrics, train  # noqa: F401  # a fixture
+from tests.recipes.runs import metrics, train
 
 STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup", "2")
 
@@ -113,12 +113,12 @@ def reached(folder, step, child):
 
 
 @pytest.fixture(scope="module")
-def undisturbed(home):  # noqa: F811
+def undisturbed(home):
     assert train(home, "undisturbed", *STEPS, "--save-every", "2", "--eval-share", "0.2", "--eval-every", "5") == 0
     return home / "undisturbed"
 
 
-def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):  # noqa: F811
+def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):
     """Killed at three random steps, and once more while the first checkpoint is still to come."""
     flags = (*STEPS, "--save-every", "2", "--eval-share", "0.2", "--eval-every", "5", "--resume")
     for step in sorted([1, *random.Random(0).sample(range(2, 12), 3)]):
@@ -138,7 +138,7 @@ def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):  # 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(home, undisturbed, number, capfd):  # noqa: F811
+def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(home, undisturbed, number, capfd):
     out = f"stopped-{number}"
     flags = (*STEPS, "--eval-share", "0.2", "--eval-every", "5")
 
@@ -160,7 +160,7 @@ def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(home, undisturbed
     assert weights(home / out) == weights(undisturbed)
 
 
-def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):  # noqa: F811
+def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):
     """No file may become as large as a checkpoint, from some moment of the run on."""
     flags, saved = (*STEPS, "--steps", "400", "--save-every", "4"), home / "full" / "checkpoints"
     child = Child(lambda: os._exit(train(home, "full", *flags)))
@@ -175,7 +175,7 @@ def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):  # noqa: F811
     assert f"resumed after step {failed - 4}" in capfd.readouterr().err
 
 
-def test_a_loss_that_is_no_number_stops_the_run(home, capsys):  # noqa: F811
+def test_a_loss_that_is_no_number_stops_the_run(home, capsys):
     assert train(home, "nan", *STEPS, "--lr", "1e30", "--clip", "0", "--save-every", "1") == 3
     said = capsys.readouterr().err
     assert "of 12: the loss is" in said or "of 12: the norm of the gradient is" in said
@@ -185,7 +185,7 @@ def test_a_loss_that_is_no_number_stops_the_run(home, capsys):  # noqa: F811
     assert {path.name for path in (home / "nan/checkpoints").iterdir()} <= {f"step-{n:08d}" for n in (last - 1, last)}
 
 
-def test_a_run_with_other_options_is_not_resumed(home, undisturbed, capsys):  # noqa: F811
+def test_a_run_with_other_options_is_not_resumed(home, undisturbed, capsys):
     assert train(home, "undisturbed", *STEPS, "--resume", "--eval-share", "0.2", "--seed", "1") == 3
     assert "had seed=0, and this has seed=1" in capsys.readouterr().err
     assert train(home, "undisturbed", *STEPS, "--resume", "--eval-share", "0.2", "--steps", "6") == 3
@@ -194,7 +194,7 @@ def test_a_run_with_other_options_is_not_resumed(home, undisturbed, capsys):  # 
     assert set(_SAME) <= fields
 
 
-def test_early_stopping_keeps_the_best(home, capsys):  # noqa: F811
+def test_early_stopping_keeps_the_best(home, capsys):
     flags = ("--length", "64", "--accumulation", "1", "--steps", "40", "--lr", "0.3", "--eval-every", "1")
     assert train(home, "early", *flags, "--patience", "3", "--eval-share", "0.2", "--schedule", "constant") == 0
     said, losses = capsys.readouterr().err, metrics(home / "early", "eval_loss")

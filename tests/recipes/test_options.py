@@ -101,3 +101,6 @@ def test_an_unknown_flag_names_the_nearest(capsys):
         with pytest.raises(SystemExit):
             of_flags(flag, "3")
         assert f"sft has no option {flag}; did you mean {near}?" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        of_flags("other.jsonl")
+    assert "what is 'other.jsonl'?" in capsys.readouterr().err

@@ -9,7 +9,7 @@ import ligermodels
 from ligermodels.cli import main
 from ligermodels.recipes.options import SFTOptions
 from tests.parallel.ranks import on_ranks
-from tests.recipes.runs import CHATS, home, metrics, train  # noqa: F401  # a fixture
+from tests.recipes.runs import CHATS, metrics, train
 
 LEARN = ("--length", "128", "--accumulation", "1", "--lr", "4e-3")
 FEW = ("--length", "64", "--accumulation", "2", "--steps", "5", "--lr", "3e-3", "--warmup", "0")
@@ -28,7 +28,7 @@ def check_answers(folder, model):
         assert answer(model, tokenizer, prompt) == assistant["content"]
 
 
-def test_sft_learns_what_the_assistant_says(home, capsys):  # noqa: F811
+def test_sft_learns_what_the_assistant_says(home, capsys):
     assert train(home, "sft", *LEARN, "--epochs", "20", "--eval-share", "0.25", "--show", "2") == 0
     out, said = capsys.readouterr()
     assert out == f"{home / 'sft' / 'model'}\n"
@@ -46,7 +46,7 @@ def test_sft_learns_what_the_assistant_says(home, capsys):  # noqa: F811
     assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
 
 
-def test_adapters_learn_and_load(home):  # noqa: F811
+def test_adapters_learn_and_load(home):
     flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2", "--merge")
     assert train(home, "lora", *flags) == 0
     check_answers(home / "model", ligermodels.load(home / "lora" / "model"))
@@ -56,7 +56,7 @@ def test_adapters_learn_and_load(home):  # noqa: F811
     check_answers(home / "model", model)
 
 
-def test_pretrain_learns_text_from_random_weights(home, capsys):  # noqa: F811
+def test_pretrain_learns_text_from_random_weights(home, capsys):
     flags = ("--length", "128", "--accumulation", "1", "--epochs", "6", "--scratch", "--lr", "6e-3", "--eval-data")
     assert train(home, "text", *flags, home / "texts.jsonl", recipe="pretrain", data="texts.jsonl") == 0
     losses, evaluated = metrics(home / "text"), metrics(home / "text", "eval_loss")
@@ -90,7 +90,7 @@ def check_same(ours, theirs):
         torch.testing.assert_close(weight, theirs_[name], rtol=1e-3, atol=1e-4)
 
 
-def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_path):  # noqa: F811
+def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_path):
     flags = (*FEW, "--eval-share", "0.3", "--eval-every", "2", "--save-every", "3")
     assert train(home, "one", *flags) == 0
     on_two(tmp_path, lambda: train(home, "two", *flags))
@@ -102,7 +102,7 @@ def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_pat
     assert metrics(home / "two") == pytest.approx(metrics(home / "one"), rel=2e-5)
 
 
-def train_with_warnings(home, out, *flags):  # noqa: F811
+def train_with_warnings(home, out, *flags):
     """As `train`, which prints warnings, by the function that the command calls."""
     from ligermodels.recipes import sft
 
@@ -111,7 +111,7 @@ def train_with_warnings(home, out, *flags):  # noqa: F811
 
 
 @pytest.mark.slow
-def test_tensor_and_context_parallel_and_adapters_on_two_processes(home, tmp_path, monkeypatch):  # noqa: F811
+def test_tensor_and_context_parallel_and_adapters_on_two_processes(home, tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     flags = {
         "tp": (*FEW, "--tp", "2", "--eval-share", "0.3"),
@@ -127,7 +127,7 @@ def test_tensor_and_context_parallel_and_adapters_on_two_processes(home, tmp_pat
         check_same(home / f"{name}-2", home / f"{name}-1")
 
 
-def test_a_file_of_options_and_a_dry_run(home, capsys):  # noqa: F811
+def test_a_file_of_options_and_a_dry_run(home, capsys):
     file = home / "recipe.yaml"
     values = {"model": str(home / "model"), "data": str(home / "chats.jsonl"), "out": str(home / "dry"), "epochs": 2}
     file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in values.items()) + "\nlr: 1e-4\n")
@@ -142,7 +142,7 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):  # noqa: F811
     assert "0.0003, cosine" in capsys.readouterr().out
 
 
-def test_what_is_refused(home, tmp_path, capsys):  # noqa: F811
+def test_what_is_refused(home, tmp_path, capsys):
     lines = {
         "empty.jsonl": "",
         "broken.jsonl": '{"messages": [{"role": "user"',
@@ -198,7 +198,7 @@ def test_what_is_refused(home, tmp_path, capsys):  # noqa: F811
         assert stop.value.code == 2 and "did you mean" in capsys.readouterr().err
 
 
-def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):  # noqa: F811
+def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):
     rows = (home / "chats.jsonl").read_text().splitlines()
     (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], '{"messages": 3}', *rows[5:]]))
     assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 3
