@@ -25,6 +25,7 @@ from ligermodels.errors import (
     InputError,
     LigermodelsError,
     TokenizerError,
+    TrainingError,
 )
 
 __version__ = "0.1.0"
@@ -38,6 +39,7 @@ __all__ = [
     "Processor",
     "Tokenizer",
     "TokenizerError",
+    "TrainingError",
     "from_transformers",
     "kernels",
     "layers",

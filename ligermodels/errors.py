@@ -27,6 +27,10 @@ class InputError(LigermodelsError, ValueError):
     """Tensors or arguments of a call that do not fit together."""
 
 
+class TrainingError(LigermodelsError, ArithmeticError):
+    """A loss or a gradient that is not a finite number."""
+
+
 _warned: set[str] = set()
 
 

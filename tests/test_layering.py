@@ -22,7 +22,19 @@ MAY_IMPORT = {
     "arch": {"layers", "kernels", "training", "parallel", "checkpoint", "generation", "errors"},
     "conversion": {"arch", "checkpoint", "text", "errors"},
     "integrations": {"arch", "layers", "errors"},
-    "cli": {"arch", "conversion", "layers", "kernels", "checkpoint", "generation", "text", "vision", "errors"},
+    "recipes": {"arch", "training", "parallel", "text", "layers", "checkpoint", "errors"},
+    "cli": {
+        "recipes",
+        "arch",
+        "conversion",
+        "layers",
+        "kernels",
+        "checkpoint",
+        "generation",
+        "text",
+        "vision",
+        "errors",
+    },
     "__main__": {"cli"},
 }
 WRAPS = {"qwen2_vl": "qwen2", "llama_vision": "llama"}

@@ -59,6 +59,9 @@ WITHOUT_TORCH = {
     "generate model --prompt x --top-p 2": (3, "top_p"),
     "generate model --prompt x --dtype int3": (2, "float32 (fp32, "),
     "chat empty": (3, "neither model.safetensors"),
+    "train sft --help": (0, "--batch-tokens"),
+    "train sft model --data x --out y --learning-rate 1": (2, "did you mean --lr?"),
+    "train pretrain model --data x --out y --steps 1 --epochs 1": (3, "both say how long"),
 }
 """Command -> its exit status, and words that it prints."""
 

@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoints, doctor
+from ligermodels.cli import chat, checkpoints, doctor, train
 from ligermodels.cli.output import say
 from ligermodels.errors import InputError, LigermodelsError
 
@@ -64,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     chat.add(commands)
+    train.add(commands)
     checkpoints.add(commands)
     doctor.add(commands)
     return parser

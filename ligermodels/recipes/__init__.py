@@ -1,0 +1,1 @@
+"""Training recipes: from a file of examples to a tuned model."""

@@ -1,0 +1,99 @@
+"""The data of a run: rows of a file, those held out, and the batches that are made of them."""
+
+import random
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ligermodels.errors import InputError, LigermodelsError
+from ligermodels.recipes import masking
+from ligermodels.recipes.batches import Batches
+from ligermodels.recipes.formats import detect
+from ligermodels.recipes.loop import Batch
+from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.rows import Rows, open_rows
+from ligermodels.text import Tokenizer
+
+
+class Part(Rows):
+    """Some of the rows."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]):
+        self._rows, self._indices = rows, indices
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[self._indices[index]]
+
+    def where(self, index: int) -> str:
+        return self._rows.where(self._indices[index])
+
+
+class Data:
+    """The batches of a run. All ranks make the same ones, of which each takes its own."""
+
+    def __init__(self, options: TrainOptions, tokenizer: Tokenizer, multiple: int = 1, *, split: bool = False):
+        """multiple: of the tokens of a row. split: texts longer than a row become several, and are not cut."""
+        self._options, self._multiple, self._split = options, multiple, split
+        rows = open_rows(options.data)
+        self._eval: Rows | None = None if options.eval_data is None else open_rows(options.eval_data)
+        if options.eval_share:
+            rows, self._eval = held_out(rows, options.eval_share, options.seed)
+        self._rows, self._encoder = rows, masking.Encoder(tokenizer, detect(rows))
+        self._encoders = {id(rows): self._encoder}
+        if self._eval is not None:
+            self._encoders[id(self._eval)] = masking.Encoder(tokenizer, detect(self._eval))
+        self.train = self._batches(rows)
+
+    @property
+    def summary(self) -> str:
+        return f"{len(self._rows):,} rows of {self._encoder.format.name}"
+
+    @property
+    def evaluation_summary(self) -> str:
+        if self._eval is None:
+            return ""
+        return f"{len(self._eval):,} rows" + (f" of {self._options.eval_data}" if self._options.eval_data else "")
+
+    def _batches(self, rows: Rows, **options: Any) -> Batches:
+        o, tokenizer = self._options, self._encoder.tokenizer
+        assert o.length is not None
+        pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        return Batches(
+            rows, self._encoders[id(rows)], length=o.length, tokens_per_batch=o.batch_tokens, packing=o.packing,
+            seed=o.seed, multiple=self._multiple, pad_id=pad_id, long="split" if self._split and o.packing else "cut",
+            skip_bad=o.skip_bad, **options,
+        )  # fmt: skip
+
+    def count(self) -> dict[str, int]:
+        """What a pass over the data has: `Batches.report`, and the number of batches."""
+        batches = self._batches(self._rows, epochs=1)
+        number = sum(1 for _ in batches)
+        return {"batches": number, **batches.report()}
+
+    def evaluation(self) -> list[Batch]:
+        """The batches of one pass over what is evaluated on."""
+        return [] if self._eval is None else list(self._batches(self._eval, epochs=1, shuffle=False))
+
+    def examples(self, number: int, *, colour: bool) -> Iterator[str]:
+        """The text of the first rows, with what is trained marked."""
+        for index in range(min(number, len(self._rows))):
+            try:
+                example = self._encoder(self._rows[index])
+            except LigermodelsError as error:
+                yield f"{self._rows.where(index)}: {error}"
+                continue
+            yield f"{self._rows.where(index)}:\n{masking.show(example, self._encoder.tokenizer, colour)}"
+
+
+def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:
+    """Rows to train on, and a share of them to evaluate on, drawn by the seed. Raises InputError."""
+    number = round(share * len(rows))
+    if not 0 < number < len(rows):
+        raise InputError(f"eval_share={share:g} of {len(rows)} rows leaves none to evaluate on, or none to train on")
+    chosen = set(random.Random(seed).sample(range(len(rows)), number))
+    return (
+        Part(rows, [index for index in range(len(rows)) if index not in chosen]),
+        Part(rows, sorted(chosen)),
+    )

@@ -1,0 +1,452 @@
+"""Formats of training rows, told by their keys, and the few forms that they are brought into.
+
+| format | keys | becomes |
+|---|---|---|
+| pairs | chosen, rejected, prompt? (texts or messages) | Pair |
+| unpaired | prompt, completion, label (true or false) | Unpaired |
+| tokens | input_ids, labels?, attention_mask? | Tokens |
+| messages | messages: [{role, content, tool_calls?, train? or weight?}], tools? | Conversation |
+| sharegpt | conversations: [{from, value}], system?, tools? | Conversation |
+| prompt-completion | prompt, completion, both texts or both messages | Text or Conversation |
+| alpaca | instruction, output, input?, system?, history? | Conversation |
+| text | text | Text |
+
+The first line of the table that fits is the format; other keys of a row are ignored. Keys whose value is null count as
+missing, because `datasets` and CSV files give all rows the same keys.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from reprlib import repr as short
+from typing import Any
+
+from ligermodels.errors import InputError
+from ligermodels.recipes.rows import Rows
+
+Message = dict[str, Any]
+
+_KEYS = {
+    "pairs": ("chosen", "rejected"),
+    "unpaired": ("prompt", "completion", "label"),
+    "tokens": ("input_ids",),
+    "messages": ("messages",),
+    "sharegpt": ("conversations",),
+    "prompt-completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+}
+FORMATS = tuple(_KEYS)
+_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+    "function_call": "function_call",
+}
+"""Who speaks, as sharegpt names it."""
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages as the chat template takes them; an assistant's message that is not to be trained has "train": False."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, all of it trained but the prompt before it."""
+
+    text: str
+    prompt: str = ""
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Ids that are tokenised already, and labels: the id itself, not shifted, or -100."""
+
+    ids: list[int]
+    labels: list[int]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A prompt with a better and a worse answer: texts, or lists of messages, all three alike."""
+
+    prompt: str | list[Message]
+    chosen: str | list[Message]
+    rejected: str | list[Message]
+    tools: list[dict[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
+class Unpaired:
+    """A prompt with an answer, texts or lists of messages, and whether it is a good one."""
+
+    prompt: str | list[Message]
+    completion: str | list[Message]
+    label: bool
+    tools: list[dict[str, Any]] | None = None
+
+
+Item = Conversation | Text | Tokens | Pair | Unpaired
+
+
+@dataclass(frozen=True)
+class Format:
+    """The format of a data set. where: the row that it was told from."""
+
+    name: str
+    where: str
+
+
+def detect(rows: Rows, sample: int = 100) -> Format:
+    """The format of the first row; raises InputError if one of the first `sample` rows has another, naming both.
+
+    A row that cannot be read, or has no known format, is left to its reader, unless all of them are so.
+    """
+    found: Format | None = None
+    problem: InputError | None = None
+    for index in range(min(sample, len(rows))):
+        try:
+            name = _format_of(rows[index])
+        except InputError as error:
+            problem = problem or InputError(f"{rows.where(index)}: {error}")
+            continue
+        if found is None:
+            found = Format(name, rows.where(index))
+        elif name != found.name:
+            raise InputError(f"{rows.where(index)}: {_mixed(name, found)}")
+    if found is None:
+        raise problem or InputError("there are no rows")
+    return found
+
+
+def normalise(row: Mapping[str, Any], format: Format) -> Item:
+    """The row in the form that the format becomes. Raises InputError that names the field, but not the row."""
+    name = _format_of(row)
+    if name != format.name:
+        raise InputError(_mixed(name, format))
+    row = {key: value for key, value in row.items() if value is not None}
+    for key in ("images", "image", "videos", "audio"):
+        if row.get(key):
+            raise InputError(f"{key}: the row has more than text; recipes train on text only, for now")
+    if "chat_template_kwargs" in row:
+        raise InputError("chat_template_kwargs: variables of the chat template are given to the recipe, for all rows")
+    return _READERS[name](row)
+
+
+def _format_of(row: Mapping[str, Any]) -> str:
+    present = {key for key, value in row.items() if value is not None}
+    for name, keys in _KEYS.items():
+        if present.issuperset(keys):
+            return name
+    known = "; ".join(f"{name}: {', '.join(keys)}" for name, keys in _KEYS.items())
+    raise InputError(f"no format has the keys {short(sorted(present))}. Keys of the formats: {known}")
+
+
+def _mixed(name: str, format: Format) -> str:
+    return (
+        f"the row is in the format {name!r}, but {format.where} is in {format.name!r}. Next step: train on rows of one "
+        "format, in files of their own"
+    )
+
+
+# ---- readers ----
+
+
+def _read_pair(row: dict[str, Any]) -> Pair:
+    chosen, rejected = (_text_or_messages(row, key) for key in ("chosen", "rejected"))
+    if isinstance(chosen, str) is not isinstance(rejected, str):
+        raise InputError("chosen, rejected: one is a text, the other a list of messages")
+    if chosen == rejected:
+        raise InputError("chosen, rejected: both are the same, so that nothing can be preferred")
+    given = _text_or_messages(row, "prompt") if "prompt" in row else None
+    prompt: str | list[Message]
+    if isinstance(chosen, str) and isinstance(rejected, str):
+        if isinstance(given, list):
+            prompt = given
+            chosen, rejected = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+        else:
+            prompt = _shared_text(chosen, rejected) if given is None else given
+            if given is None:
+                chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+    else:
+        assert isinstance(chosen, list) and isinstance(rejected, list)
+        shared = _shared_messages(chosen, rejected)
+        own = [{"role": "user", "content": given}] if isinstance(given, str) else given
+        # Many data sets give the prompt apart and once more at the beginning of both conversations.
+        if own is None or (shared and [_said(m) for m in shared[-len(own) :]] == [_said(m) for m in own]):
+            prompt, chosen, rejected = shared, chosen[len(shared) :], rejected[len(shared) :]
+        elif shared and shared[0]["role"] != "assistant":
+            raise InputError("prompt: it is not what chosen and rejected begin with")
+        else:
+            prompt = own
+    if not prompt:
+        raise InputError("prompt: it is missing, and chosen and rejected begin with nothing that they share")
+    for key, answer in (("chosen", chosen), ("rejected", rejected)):
+        if not answer:
+            raise InputError(f"{key}: nothing is left of it after the prompt")
+    return Pair(prompt, chosen, rejected, _tools(row))
+
+
+def _read_unpaired(row: dict[str, Any]) -> Unpaired:
+    prompt, completion = _prompt_and_completion(row)
+    label = row["label"]
+    words = {"true": True, "false": False, "1": True, "0": False}
+    value = words.get(label.strip().lower()) if isinstance(label, str) else label  # texts are those of CSV files
+    if value not in (True, False):
+        raise InputError(f"label: expected true or false, not {short(label)}")
+    return Unpaired(prompt, completion, bool(value), _tools(row))
+
+
+def _read_tokens(row: dict[str, Any]) -> Tokens:
+    ids = _integers(row, "input_ids")
+    labels = _integers(row, "labels") if "labels" in row else list(ids)
+    mask = _integers(row, "attention_mask") if "attention_mask" in row else [1] * len(ids)
+    if not len(ids) == len(labels) == len(mask):
+        raise InputError(f"input_ids, labels, attention_mask: their lengths differ: {len(ids), len(labels), len(mask)}")
+    if not set(mask) <= {0, 1}:
+        raise InputError("attention_mask: expected 0 and 1 only")
+    for n, (index, label) in enumerate(zip(ids, labels, strict=True)):
+        if label not in (index, -100):
+            raise InputError(
+                f"labels: at {n} it is {label}, neither the id there ({index}) nor -100. Labels are not shifted; the "
+                "model does that"
+            )
+    kept = [n for n, real in enumerate(mask) if real]
+    if not kept:
+        raise InputError("input_ids: the row has no tokens")
+    return Tokens([ids[n] for n in kept], [labels[n] for n in kept])
+
+
+def _read_messages(row: dict[str, Any]) -> Conversation:
+    return Conversation(_messages(row["messages"], "messages"), _tools(row))
+
+
+def _read_sharegpt(row: dict[str, Any]) -> Conversation:
+    turns = _list(row["conversations"], "conversations")
+    if turns and isinstance(turns[0], Mapping) and "role" in turns[0]:  # some sets have OpenAI's keys under this name
+        messages = _messages(turns, "conversations")
+    else:
+        messages = [_turn(turn, f"conversations[{n}]") for n, turn in enumerate(turns)]
+        if not messages:
+            raise InputError("conversations: it is empty")
+    if system := _text(row, "system", default=""):
+        messages = [{"role": "system", "content": system}, *messages]
+    return Conversation(messages, _tools(row))
+
+
+def _turn(turn: Any, field: str) -> Message:
+    if not isinstance(turn, Mapping) or not {"from", "value"} <= turn.keys():
+        raise InputError(f"{field}: expected the keys from and value, not {short(turn)}")
+    role, value = _ROLES.get(turn["from"]) if isinstance(turn["from"], str) else None, turn["value"]
+    if role is None:
+        raise InputError(f"{field}.from: {short(turn['from'])} is none of {', '.join(_ROLES)}")
+    if not isinstance(value, str):
+        raise InputError(f"{field}.value: expected a text, not {type(value).__name__}")
+    message: Message = {"role": role, "content": value}
+    if role == "function_call":
+        calls = _json(value, f"{field}.value")
+        calls = calls if isinstance(calls, list) else [calls]
+        message = {"role": "assistant", "content": "", "tool_calls": _calls(calls, f"{field}.value")}
+    return message | _train(turn, message["role"], field)
+
+
+def _read_prompt_completion(row: dict[str, Any]) -> Text | Conversation:
+    prompt, completion = _prompt_and_completion(row)
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return Text(completion, prompt)
+    assert isinstance(prompt, list) and isinstance(completion, list)
+    untrained = [m | {"train": False} if m["role"] == "assistant" else m for m in prompt]
+    return Conversation(untrained + completion, _tools(row))
+
+
+def _prompt_and_completion(row: dict[str, Any]) -> tuple[Any, Any]:
+    """Both texts or both messages, neither empty."""
+    prompt, completion = _text_or_messages(row, "prompt"), _text_or_messages(row, "completion")
+    if isinstance(prompt, str) is not isinstance(completion, str):
+        raise InputError("prompt, completion: one is a text, the other a list of messages")
+    if not completion:
+        raise InputError("completion: it is empty")
+    return prompt, completion
+
+
+def _read_alpaca(row: dict[str, Any]) -> Conversation:
+    messages: list[Message] = []
+    if system := _text(row, "system", default=""):
+        messages.append({"role": "system", "content": system})
+    for n, pair in enumerate(_list(row.get("history", []), "history")):
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise InputError(f"history[{n}]: expected [instruction, answer], not {short(pair)}")
+        messages += [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
+    more = _text(row, "input", default="")
+    asked = "\n\n".join(text for text in (_text(row, "instruction"), more) if text)
+    if not asked:
+        raise InputError("instruction: it is empty")
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": _text(row, "output")}]
+    return Conversation(messages)
+
+
+def _read_text(row: dict[str, Any]) -> Text:
+    if not (text := _text(row, "text")):
+        raise InputError("text: it is empty")
+    return Text(text)
+
+
+_READERS: dict[str, Callable[[dict[str, Any]], Item]] = {
+    "pairs": _read_pair,
+    "unpaired": _read_unpaired,
+    "tokens": _read_tokens,
+    "messages": _read_messages,
+    "sharegpt": _read_sharegpt,
+    "prompt-completion": _read_prompt_completion,
+    "alpaca": _read_alpaca,
+    "text": _read_text,
+}
+
+
+# ---- fields ----
+
+
+def _json(value: Any, field: str) -> Any:
+    """The value, parsed if it is a text: CSV and Parquet files often hold lists as JSON."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{field}: a text that is not valid JSON ({error}): {short(value)}") from error
+
+
+def _list(value: Any, field: str) -> list[Any]:
+    value = _json(value, field)
+    if not isinstance(value, list):
+        raise InputError(f"{field}: expected a list, not {type(value).__name__}")
+    return value
+
+
+def _text(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
+    value = row.get(key, default)
+    if not isinstance(value, str):
+        raise InputError(f"{key}: expected a text, not {type(value).__name__}")
+    return value
+
+
+def _text_or_messages(row: Mapping[str, Any], key: str) -> str | list[Message]:
+    value = row[key]
+    return value if isinstance(value, str) else _messages(value, key)
+
+
+def _integers(row: Mapping[str, Any], key: str) -> list[int]:
+    values = _list(row[key], key)
+    for n, value in enumerate(values):
+        if type(value) is not int:
+            raise InputError(f"{key}: expected a list of integers; at {n} there is {short(value)}")
+    return values
+
+
+def _tools(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+    if row.get("tools") in (None, "", []):
+        return None
+    tools = _list(row["tools"], "tools")
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise InputError(f"tools: expected a list of JSON schemas, not {short(tools)}")
+    return tools
+
+
+def _messages(value: Any, field: str) -> list[Message]:
+    messages = [_message(message, f"{field}[{n}]") for n, message in enumerate(_list(value, field))]
+    if not messages:
+        raise InputError(f"{field}: it is empty")
+    return messages
+
+
+def _message(message: Any, field: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InputError(f"{field}: expected a dict with role and content, not {short(message)}")
+    found = {key: value for key, value in message.items() if value is not None and key not in ("train", "weight")}
+    role = found.get("role")
+    if not isinstance(role, str) or not role:
+        hint = "; from and value are the keys of sharegpt, under `conversations`" if "from" in found else ""
+        raise InputError(f"{field}.role: expected a text, not {short(role)}{hint}")
+    content = found.get("content")
+    if isinstance(content, list):
+        _check_parts(content, field)
+    elif content is not None and not isinstance(content, str):
+        raise InputError(f"{field}.content: expected a text, not {type(content).__name__}")
+    if found.get("tool_calls"):
+        found["tool_calls"] = _calls(_list(found["tool_calls"], f"{field}.tool_calls"), f"{field}.tool_calls")
+    if content is None and not found.get("tool_calls") and not any(found.get(key) for key in _REASONING):
+        raise InputError(f"{field}.content: it is missing")
+    if content is None:
+        found["content"] = ""  # many templates fail on, or print, a content that is null
+    return found | _train(message, role, field)
+
+
+def _check_parts(parts: list[Any], field: str) -> None:
+    for n, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("image", "image_url", "video", "audio", "input_audio"):
+            raise InputError(f"{field}.content[{n}]: it is of the type {kind}; recipes train on text only, for now")
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise InputError(f'{field}.content[{n}]: expected {{"type": "text", "text": ...}}, not {short(part)}')
+
+
+def _calls(calls: list[Any], field: str) -> list[Message]:
+    """Tool calls with their arguments as dicts: OpenAI writes them as a text of JSON, which templates quote again."""
+    found = []
+    for n, call in enumerate(calls):
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InputError(f'{field}[{n}]: expected {{"function": {{"name", "arguments"}}}}, not {short(call)}')
+        arguments = _json(function.get("arguments", {}), f"{field}[{n}].arguments")
+        if not isinstance(arguments, Mapping):
+            raise InputError(f"{field}[{n}].arguments: expected a JSON object, not {short(arguments)}")
+        outer = {key: value for key, value in call.items() if value is not None} if "function" in call else {}
+        found.append({"type": "function", **outer, "function": {**function, "arguments": arguments}})
+    return found
+
+
+def _train(message: Mapping[str, Any], role: str, field: str) -> Message:
+    """{"train": false} for an assistant's message that says so; `weight` is OpenAI's name, with 0 and 1."""
+    flags = {key: message[key] for key in ("train", "weight") if message.get(key) is not None}
+    for key, flag in flags.items():
+        if flag not in (0, 1):
+            raise InputError(f"{field}.{key}: expected true or false, not {short(flag)}")
+        if flag and role != "assistant":
+            raise InputError(f"{field}.{key}: only messages of the assistant can be trained, not those of {role!r}")
+    return {"train": False} if role == "assistant" and not all(flags.values()) else {}
+
+
+def _said(message: Message) -> tuple[Any, Any]:
+    return message["role"], message.get("content")
+
+
+def _shared_messages(first: list[Message], second: list[Message]) -> list[Message]:
+    """The messages that both begin with; the last of each is never among them."""
+    shared = 0
+    while shared < min(len(first), len(second)) - 1 and first[shared] == second[shared]:
+        shared += 1
+    return first[:shared]
+
+
+def _shared_text(first: str, second: str) -> str:
+    """What both texts begin with, up to the end of a word: the space before the first other word is the answer's."""
+    shared = next((n for n, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), None)
+    if shared is None:  # one begins with the other
+        shared = min(len(first), len(second))
+    while shared and not first[shared : shared + 1].isspace() and not first[shared - 1].isspace():
+        shared -= 1
+    return first[:shared].rstrip(" ") if first[:shared].endswith(" ") else first[:shared]

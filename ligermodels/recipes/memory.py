@@ -1,0 +1,198 @@
+"""What a run needs on one GPU, in bytes, and what to change where that does not fit.
+
+The peak is the larger of two moments (docs/distributed.md):
+
+    end of the forward:   (s - g) P / N + 8 h + L t a + r     without micro-batches; with them, s P / N + ...
+    end of the backward:   s P / N + 10 b
+
+s, g: bytes per trained parameter and those of its gradient. P, N: parameters, GPUs that share them. h, b: parameters
+of the head and of a block, divided by tp; one GPU gathers none, and of 8 h holds 4, a gradient of the head in fp32.
+L: blocks. t: tokens of a forward. a: bytes that a block saves per token (training/recompute.py). r: under "block", what
+one block saves while it is run again. Frozen parameters count with their weights alone.
+"""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+MARGIN = 0.92
+"""The share of the free memory that is planned with: the rest goes to fragments and to workspaces of libraries."""
+GIB = 2**30
+
+# Bytes of weight, gradient and optimizer state per trained parameter.
+_BYTES = {"fp32": (4, 4, 8), "bf16-masters": (2, 2, 6), "bf16": (2, 2, 4)}
+_ONE_GPU_FP32 = (2, 2, 10)
+"""One GPU computes with bf16 weights, to which the optimizer adds the rest of the fp32 bits and fp32 moments."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of a model: counts of parameters, and elements that a block saves per token."""
+
+    parameters: int
+    trained: int
+    head: int
+    block: int
+    blocks: int
+    saved: dict[str, int]
+
+    @classmethod
+    def of(cls, model: Any, *, trained: int | None = None) -> "Sizes":
+        """Of a model, which may be on the meta device. trained: where not all parameters are."""
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads * config.head_dim
+        kv_heads = config.num_key_value_heads * config.head_dim
+        inner = config.intermediate_size * getattr(config, "num_experts_per_tok", 1)
+        outside = 2 * config.hidden_size + (heads + 2 * kv_heads) + heads
+        parameters = sum(p.numel() for p in model.parameters())
+        return cls(
+            parameters=parameters,
+            trained=parameters if trained is None else trained,
+            head=config.vocab_size * config.hidden_size,
+            block=max(sum(p.numel() for p in block.parameters()) for block in model.decoder.layers),
+            blocks=config.num_hidden_layers,
+            saved={"none": outside + 2 * inner, "mlp": outside, "block": config.hidden_size},
+        )
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides the need of a run. gpus: that share the weights. split: that share a row's tokens (cp x tp)."""
+
+    precision: str
+    activations: str
+    tokens: int
+    accumulates: bool
+    gpus: int = 1
+    split: int = 1
+    tp: int = 1
+    on_cpu: bool = False
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes on one GPU."""
+
+    weights: int
+    gradients: int
+    states: int
+    activations: int
+    gathered: int
+    total: int
+
+    def __str__(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.states,
+            "activations": self.activations,
+            "gathered blocks and head": self.gathered,
+        }
+        return f"{_gib(self.total)}: " + ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
+
+
+def estimate(sizes: Sizes, setting: Setting) -> Need:
+    """The need of a run, by the formula at the top of this file."""
+    weight, gradient, state = _BYTES[setting.precision]
+    if setting.precision == "fp32" and setting.gpus == 1 and not setting.on_cpu:
+        weight, gradient, state = _ONE_GPU_FP32
+    frozen, frozen_bytes = 0, 4 if setting.on_cpu and setting.precision == "fp32" else 2
+    if sizes.trained < sizes.parameters:  # adapters, in fp32 beside a frozen model
+        frozen, (weight, gradient, state) = sizes.parameters, _BYTES["fp32"]
+    weights = (weight * sizes.trained + frozen_bytes * frozen) // setting.gpus
+    gradients, states = (size * sizes.trained // setting.gpus for size in (gradient, state))
+    element, tokens = (4 if setting.on_cpu else 2), -(-setting.tokens // setting.split)
+    saved = sizes.blocks * tokens * sizes.saved[setting.activations] * element
+    if setting.activations == "block":
+        saved += tokens * sizes.saved["none"] * element
+    head, block = sizes.head // setting.tp, sizes.block // setting.tp
+    gathered = (2 if frozen else 8) * head if setting.gpus > 1 else (0 if frozen else 4) * head
+    forward = weights + states + saved + gathered + (gradients if setting.accumulates else 0)
+    backward = weights + states + gradients + ((2 if frozen else 10) * block if setting.gpus > 1 else 0)
+    if forward < backward:
+        gathered, saved = backward - weights - states - gradients, 0
+    shown = gradients if setting.accumulates or forward < backward else 0
+    return Need(weights, shown, states, saved, gathered, max(forward, backward))
+
+
+def choose(sizes: Sizes, asked: Setting, available: int | None) -> Setting:
+    """The setting with each "auto" replaced: the most exact weights that fit, and the least recomputation.
+
+    available: bytes, or None where they are not known: then as if all fitted. Where nothing fits, the smallest.
+    """
+    precisions, policies = _choices(asked)
+    for precision in precisions:
+        for policy in policies:
+            setting = dataclasses.replace(asked, precision=precision, activations=policy)
+            if available is None or estimate(sizes, setting).total <= MARGIN * available:
+                return setting
+    return setting
+
+
+def _choices(asked: Setting) -> tuple[Sequence[str], Sequence[str]]:
+    weights = ["fp32"] if asked.on_cpu else ["bf16-masters", "bf16"]
+    return (
+        weights if asked.precision == "auto" else [asked.precision],
+        ["none", "mlp", "block"] if asked.activations == "auto" else [asked.activations],
+    )
+
+
+def advice(sizes: Sizes, setting: Setting, available: int, adapters: int | None) -> list[str]:
+    """Changes that would make a run fit, each as a flag with its need.
+
+    adapters: parameters of LoRA of rank 16, or None where that is no choice.
+    """
+    found: dict[str, str] = {}
+    for kind, flags, other_sizes, other in _changes(sizes, setting, adapters):
+        need = estimate(other_sizes, other).total
+        if need <= MARGIN * available:
+            found.setdefault(kind, f"{flags}: {_gib(need)}")
+    return list(found.values())
+
+
+def _changes(sizes: Sizes, setting: Setting, adapters: int | None) -> Iterator[tuple[str, str, Sizes, Setting]]:
+    """(kind, flags, what they make of the model and the setting); of a kind, the smallest change first."""
+    small = dataclasses.replace(setting, activations="block")
+    if setting.activations != "block":
+        yield "activations", "--activations block", sizes, small
+    if setting.precision in ("fp32", "bf16-masters") and not setting.on_cpu:
+        yield "precision", "--precision bf16", sizes, dataclasses.replace(small, precision="bf16")
+    for part in (2, 4, 8, 16, 32):
+        if setting.tokens // part >= 128:
+            tokens = setting.tokens // part
+            changed = dataclasses.replace(small, tokens=tokens)
+            yield "length", f"--length {tokens} --batch-tokens {tokens}", sizes, changed
+    if adapters is not None:
+        yield "lora", "--lora 16", dataclasses.replace(sizes, trained=adapters), small
+    if not setting.on_cpu:
+        for gpus in (2, 4, 8, 16, 32, 64):
+            if gpus > setting.gpus:
+                yield "gpus", f"torchrun over {gpus} GPUs", sizes, dataclasses.replace(small, gpus=gpus)
+
+
+def adapter_parameters(model: Any, rank: int, targets: Sequence[str] = ()) -> int:
+    """Parameters of LoRA on the projections of all blocks, or on those of these names."""
+    return sum(
+        rank * (module.in_features + module.out_features)
+        for name, module in model.decoder.layers.named_modules()
+        if isinstance(module, nn.Linear) and (not targets or name.rpartition(".")[2] in targets)
+    )
+
+
+def available(device: torch.device) -> int | None:
+    """Free bytes of the GPU, or all of the host's memory; None where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return None
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"

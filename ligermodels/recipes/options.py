@@ -1,0 +1,412 @@
+"""The options of each recipe: a dataclass, of which the flags of the command line and the keys of YAML are made.
+
+The command line wins over the file, and the file over the defaults. `dump` writes what a run had, for `load` to read.
+Nothing here imports torch.
+"""
+
+import argparse
+import dataclasses
+import difflib
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from ligermodels.errors import InputError
+
+_REQUIRED = ("model", "data", "out")
+
+
+def option(
+    default: Any,
+    group: str,
+    text: str,
+    *,
+    choices: Iterable[str] = (),
+    least: float = -math.inf,
+    below: float = math.inf,
+) -> Any:
+    """A field of options. text: for --help. least, below: bounds of a number, the first allowed, the second not."""
+    metadata = dict(group=group, text=text, choices=tuple(choices), least=least, below=below)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class TrainOptions:
+    """What every recipe has. Values are checked when one is made; raises InputError."""
+
+    recipe: typing.ClassVar[str]
+
+    model: str = option("", "what", "repository on the Hub, or folder of a checkpoint")
+    data: str = option("", "what", "the examples: JSONL, JSON, CSV or Parquet; the format is detected")
+    out: str = option("", "what", "a new folder for checkpoints, metrics, the report and the tuned model")
+
+    eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
+    eval_share: float = option(0.0, "data", "hold out this share of --data to evaluate on", least=0, below=1)
+    length: int | None = option(
+        None, "data", "the most tokens of a row (default 4096, or the model's context where that is less)", least=2
+    )
+    packing: bool = option(True, "data", "several examples in a row, none of which sees another")
+    skip_bad: bool = option(False, "data", "leave out rows that cannot be read, and count them, instead of stopping")
+    show: int = option(1, "data", "print so many examples first, coloured by what is trained", least=0)
+
+    epochs: float | None = option(None, "length of the run", "passes over the data (default 1)", least=0)
+    steps: int | None = option(None, "length of the run", "steps, instead of --epochs", least=1)
+    batch_tokens: int | None = option(
+        None, "length of the run", "the most tokens of a forward on one GPU (default: --length)", least=2
+    )
+    accumulation: int | None = option(
+        None,
+        "length of the run",
+        "forwards a step, of all GPUs together (default 8; fewer, where a run would have under 20 steps)",
+        least=1,
+    )
+    patience: int = option(
+        0, "length of the run", "stop after so many evaluations without a better one; 0: never", least=0
+    )
+
+    lr: float | None = option(None, "optimizer", "the highest learning rate (default 2e-5, with --lora 2e-4)", least=0)
+    schedule: str = option("cosine", "optimizer", "how it falls", choices=("cosine", "linear", "wsd", "constant"))
+    warmup: float = option(0.03, "optimizer", "the rise: a share of the steps, or from 1 on their number", least=0)
+    decay: float = option(0.2, "optimizer", "the fall of wsd: a share of the steps", least=0)
+    final_lr: float = option(0.0, "optimizer", "where it ends, as a share of --lr", least=0)
+    weight_decay: float = option(0.0, "optimizer", "of matrices; norms and biases have none", least=0)
+    betas: tuple[float, float] = option((0.9, 0.999), "optimizer", "of AdamW", least=0, below=1)
+    clip: float = option(1.0, "optimizer", "the largest norm of the gradient; 0: no limit", least=0)
+    seed: int = option(0, "optimizer", "of the order of the data and of all that is drawn", least=0)
+
+    precision: str = option(
+        "auto",
+        "memory",
+        "of the weights: fp32 (computed with in bf16 on GPUs), bf16 with fp32 masters, or bf16 alone, rounded "
+        "stochastically. auto: the most exact of the last two that fits; on the CPU fp32",
+        choices=("auto", "fp32", "bf16-masters", "bf16"),
+    )
+    activations: str = option(
+        "auto",
+        "memory",
+        "what is recomputed in the backward; auto: the least that fits",
+        choices=("auto", "none", "mlp", "block"),
+    )
+    lora: int = option(0, "memory", "train adapters of this rank in place of the weights; 0: all weights", least=0)
+    lora_alpha: float = option(32.0, "memory", "their scale is this over the rank", least=0)
+    lora_targets: tuple[str, ...] = option(
+        (), "memory", "the projections that get them, such as q_proj,v_proj (default: all)"
+    )
+
+    merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
+
+    dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
+    cp: int = option(1, "processes", "GPUs that share each row", least=1)
+    tp: int = option(1, "processes", "GPUs that share each layer", least=1)
+
+    save_every: int = option(100, "checkpoints and logs", "steps between checkpoints; 0: only at the end", least=0)
+    keep: int = option(2, "checkpoints and logs", "so many of the newest checkpoints stay", least=1)
+    eval_every: int = option(100, "checkpoints and logs", "steps between evaluations; 0: only at the end", least=0)
+    resume: bool = option(False, "checkpoints and logs", "go on with the run in --out")
+    log: str = option(
+        "auto",
+        "checkpoints and logs",
+        "beside metrics.jsonl; auto: tensorboard where it is installed",
+        choices=("auto", "none", "tensorboard", "wandb"),
+    )
+    dry_run: bool = option(False, "checkpoints and logs", "print the plan and the memory that it needs, and stop")
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            setattr(self, field.name, _checked(field, getattr(self, field.name), _hints(type(self))[field.name]))
+        for name in _REQUIRED:
+            if not getattr(self, name):
+                raise InputError(f"{name} is missing: give {_flag(name)} on the command line, or `{name}:` in a file")
+        if self.steps is not None and self.epochs is not None:
+            raise InputError(f"steps={self.steps} and epochs={self.epochs:g} both say how long to train; give one")
+        if self.epochs == 0:
+            raise InputError("epochs=0 would train nothing; give more, or --steps")
+        if self.eval_data is not None and self.eval_share:
+            raise InputError("eval_data and eval_share both say what to evaluate on; give one")
+        if self.patience and not self.evaluates:
+            raise InputError("patience needs evaluations: give --eval-data FILE, or --eval-share 0.1")
+        if self.batch_tokens is not None and self.length is not None and self.batch_tokens < self.length:
+            raise InputError(
+                f"batch_tokens={self.batch_tokens} is less than a row of length={self.length}; lower --length as well"
+            )
+        for name in ("lora_targets", "merge"):
+            if getattr(self, name) and not self.lora:
+                raise InputError(f"{name} is given, but no rank of adapters: add --lora 16")
+        if self.lora and self.tp > 1:
+            raise InputError("adapters are not trained under tensor parallelism: leave --tp out, or --lora")
+        if self.lora and self.lora_alpha == 0:
+            raise InputError("lora_alpha=0 would scale the adapters to nothing")
+        if max(self.tp, self.cp, self.dp_replicate) > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
+            raise InputError(
+                f"tp={self.tp}, cp={self.cp}, dp_replicate={self.dp_replicate} spread the model over processes, and "
+                "there is one: start it by `torchrun --nproc-per-node N -m ligermodels train ...`"
+            )
+
+    @property
+    def evaluates(self) -> bool:
+        return self.eval_data is not None or self.eval_share > 0
+
+    @property
+    def peak_lr(self) -> float:
+        return self.lr if self.lr is not None else self.default_lr()
+
+    def default_lr(self) -> float:
+        return 2e-4 if self.lora else 2e-5
+
+    @classmethod
+    def merged(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Self:
+        """Options from flags, over those of a YAML file, over the defaults. Raises InputError."""
+        values, given = {} if file is None else cls.load(file), cls._known(flags)
+        for one, other in (("steps", "epochs"), ("eval_data", "eval_share")):
+            if (one in given) != (other in given):  # which says the same in another way
+                values.pop(other if one in given else one, None)
+        return cls(**{**values, **given})
+
+    @classmethod
+    def load(cls, file: str | Path) -> dict[str, Any]:
+        """The options that a YAML file names. Raises InputError for a key that is unknown or there twice."""
+        values = _read_yaml(Path(file))
+        try:
+            known = cls._known(values)
+            fields = [field for field in dataclasses.fields(cls) if field.name in known]
+            return {field.name: _checked(field, known[field.name], _hints(cls)[field.name]) for field in fields}
+        except InputError as error:
+            raise InputError(f"{file}: {error}") from None
+
+    def dump(self) -> str:
+        """These options as YAML, each value as JSON, which YAML includes. What is said anew each time is left out."""
+        lines = [f"# ligermodels train {self.recipe} --config THIS_FILE, and --resume to go on"]
+        for field in dataclasses.fields(self):
+            if field.name not in ("resume", "dry_run"):
+                lines.append(f"{field.name}: {json.dumps(getattr(self, field.name), ensure_ascii=False)}")
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def _known(cls, values: Mapping[Any, Any]) -> dict[str, Any]:
+        names = [field.name for field in dataclasses.fields(cls)]
+        found = {str(key).replace("-", "_"): value for key, value in values.items()}
+        for key in found:
+            if key not in names:
+                raise InputError(unknown(key, names, cls.recipe))
+        return found
+
+
+@dataclass(kw_only=True)
+class SFTOptions(TrainOptions):
+    """Supervised fine-tuning: chats, prompts with completions, instructions."""
+
+    recipe = "sft"
+
+
+@dataclass(kw_only=True)
+class PretrainOptions(TrainOptions):
+    """Next-token prediction on plain text."""
+
+    recipe = "pretrain"
+
+    scratch: bool = option(False, "what", "draw the weights at random, by the config.json of MODEL")
+    schedule: str = option("cosine", "optimizer", "how it falls", choices=("cosine", "linear", "wsd", "constant"))
+    weight_decay: float = option(0.1, "optimizer", "of matrices; norms and biases have none", least=0)
+    betas: tuple[float, float] = option((0.9, 0.95), "optimizer", "of AdamW", least=0, below=1)
+    lr: float | None = option(
+        None, "optimizer", "the highest learning rate (default 2e-5, with --scratch 3e-4, with --lora 2e-4)", least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.scratch and self.lora:
+            raise InputError("scratch draws all weights at random, and lora would freeze them; give one of the two")
+
+    def default_lr(self) -> float:
+        return 3e-4 if self.scratch else super().default_lr()
+
+
+RECIPES: dict[str, type[TrainOptions]] = {cls.recipe: cls for cls in (SFTOptions, PretrainOptions)}
+
+
+# The command line
+
+
+class Parser(argparse.ArgumentParser):
+    """Names the nearest flag where one is unknown."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, rest = super().parse_known_args(args, namespace)
+        for text in rest:
+            if text.startswith("--"):
+                name = text.removeprefix("--").partition("=")[0].replace("-", "_")
+                names = [action.dest for action in self._actions if action.option_strings]
+                self.error(unknown(name, names, self.prog.split()[-1], flag=True))
+        if rest:
+            self.error(f"what is {rest[0]!r}? One MODEL is given, and all else with its name, such as --data FILE")
+        return found, rest
+
+
+def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> None:
+    """Adds a flag for each field. Only those that are given get into the namespace, as text."""
+    groups: dict[str, Any] = {}
+    for field in dataclasses.fields(options):
+        how, hint = field.metadata, _hints(options)[field.name]
+        if how["group"] not in groups:
+            groups[how["group"]] = parser.add_argument_group(how["group"])
+        group = groups[how["group"]]
+        text = how["text"]
+        if field.default not in (None, "", ()) and not isinstance(field.default, bool) and field.name not in _REQUIRED:
+            text += f" (default {_shown(field.default)})"
+        common: dict[str, Any] = dict(default=argparse.SUPPRESS, help=text.replace("%", "%%"))
+        if field.name == "model":
+            group.add_argument("model", nargs="?", metavar="MODEL", **common)
+        elif hint is bool:
+            negated = argparse.BooleanOptionalAction if field.default else "store_true"
+            group.add_argument(_flag(field.name), action=negated, **common)
+        else:
+            metavar = "{" + ",".join(how["choices"]) + "}" if how["choices"] else _metavar(field.name, hint)
+            group.add_argument(_flag(field.name), metavar=metavar, **common)
+
+
+def unknown(name: str, names: Iterable[str], recipe: str, *, flag: bool = False) -> str:
+    """What to say of an option that there is not."""
+    names = sorted(names)
+    close = difflib.get_close_matches(name, names, 1, 0.6)
+    near = _ELSEWHERE.get(name) or next(iter(close or [other for other in names if name in other]), None)
+    shown = _flag if flag else str
+    advice = f"did you mean {shown(near)}?" if near else f"`ligermodels train {recipe} --help` lists all"
+    return f"{recipe} has no option {shown(name)}; {advice}"
+
+
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "max_seq_length": "length",
+    "max_length": "length",
+    "sequence_len": "length",
+    "num_train_epochs": "epochs",
+    "num_epochs": "epochs",
+    "max_steps": "steps",
+    "max_grad_norm": "clip",
+    "gradient_accumulation_steps": "accumulation",
+    "gradient_checkpointing": "activations",
+    "lr_scheduler_type": "schedule",
+    "warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "output_dir": "out",
+    "dataset": "data",
+    "batch_size": "batch_tokens",
+    "model_name_or_path": "model",
+}
+"""What other tools call an option."""
+
+
+# Values
+
+
+def _flag(name: str) -> str:
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def _metavar(name: str, hint: Any) -> str:
+    if name in ("data", "eval_data"):
+        return "FILE"
+    return "DIR" if name == "out" else {int: "N", float: "X", str: "NAME"}.get(_kind(hint)[0], "A,B")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(_shown, value))
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _hints(options: type) -> dict[str, Any]:
+    return typing.get_type_hints(options)
+
+
+def _kind(hint: Any) -> tuple[Any, bool]:
+    """The type of an option, without None, and whether None is allowed."""
+    if isinstance(hint, types.UnionType):
+        kinds = [kind for kind in typing.get_args(hint) if kind is not type(None)]
+        return kinds[0], True
+    return hint, False
+
+
+def _checked(field: "dataclasses.Field[Any]", value: Any, hint: Any) -> Any:
+    """The value in the type of its option; text, as of a flag, is read. Raises InputError."""
+    kind, may_be_none = _kind(hint)
+    if value is None:
+        if may_be_none:
+            return None
+        raise InputError(f"{field.name} has no value; leave it out, or give one")
+    if typing.get_origin(kind) is tuple:
+        parts = [part for part in value.split(",") if part] if isinstance(value, str) else value
+        if not isinstance(parts, list | tuple):
+            raise InputError(f"{field.name}={value!r}: expected a list, such as {_shown(field.default) or 'a,b'}")
+        inner = typing.get_args(kind)
+        if inner[-1] is not Ellipsis and len(parts) != len(inner):
+            raise InputError(f"{field.name}={value!r}: expected {len(inner)} values, such as {_shown(field.default)}")
+        return tuple(_one(field, part, inner[0]) for part in parts)
+    return _one(field, value, kind)
+
+
+def _one(field: "dataclasses.Field[Any]", value: Any, kind: type) -> Any:
+    name, how = field.name, field.metadata
+    is_text, wanted = isinstance(value, str), {int: "a whole number", float: "a number", bool: "true or false"}
+    if kind is bool:
+        if not isinstance(value, bool):
+            raise InputError(f"{name}={value!r}: expected {wanted[bool]}")
+        return value
+    if kind is str:
+        if isinstance(value, Path):
+            value = str(value)
+        if not isinstance(value, str):
+            raise InputError(f"{name}={value!r}: expected text; put it in quotes")
+        if how["choices"] and value not in how["choices"]:
+            near = difflib.get_close_matches(value, how["choices"], 1, 0.5)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise InputError(f"{name}={value!r}: expected one of {', '.join(how['choices'])}{hint}")
+        return value
+    try:
+        if isinstance(value, bool) or not (is_text or isinstance(value, int | float)):
+            raise ValueError
+        number = kind(value)
+        if not math.isfinite(number) or (not is_text and number != value):
+            raise ValueError
+    except (ValueError, OverflowError):
+        raise InputError(f"{name}={value!r}: expected {wanted[kind]}") from None
+    if number < how["least"]:
+        raise InputError(f"{name}={value}: expected {how['least']:g} or more")
+    if number >= how["below"]:
+        raise InputError(f"{name}={value}: expected less than {how['below']:g}")
+    return number
+
+
+def _read_yaml(file: Path) -> dict[Any, Any]:
+    try:
+        import yaml
+    except ImportError:
+        raise InputError("--config needs PyYAML: pip install 'ligermodels[train]'") from None
+
+    class Loader(yaml.SafeLoader):
+        """Refuses a key that is there twice, of which YAML would take the last."""
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+            keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+            for key in keys:
+                if keys.count(key) > 1:
+                    raise InputError(f"{file}: {key} is there twice")
+            return super().construct_mapping(node, deep)
+
+    try:
+        values = yaml.load(file.read_text("utf-8"), Loader)
+    except OSError as error:
+        raise InputError(f"--config {file} cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{file} is no YAML: {' '.join(str(error).split())}") from None
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise InputError(f"{file} holds no options; expected lines such as `lr: 1e-5`")
+    return values

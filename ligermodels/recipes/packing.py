@@ -1,0 +1,84 @@
+"""Examples into batches of tensors: packed one after another without padding, or padded rows."""
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ligermodels.recipes.masking import IGNORED, Example
+
+Batch = dict[str, Tensor | int]
+"""The arguments of a model's forward."""
+
+
+def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Bins of indices whose lengths add up to at most `capacity`: each, longest first, goes where least space is left.
+
+    No length may exceed the capacity.
+    """
+    bins: list[list[int]] = []
+    spaces: list[tuple[int, int]] = []  # (space left, bin) in order, of bins that are not full
+    for index in sorted(range(len(lengths)), key=lambda n: -lengths[n]):
+        at = bisect_left(spaces, (lengths[index], -1))
+        if at < len(spaces):
+            space, bin = spaces.pop(at)
+        else:
+            space, bin = capacity, len(bins)
+            bins.append([])
+        bins[bin].append(index)
+        if space > lengths[index]:
+            insort(spaces, (space - lengths[index], bin))
+    return bins
+
+
+def spread(bins: list[list[int]], ranks: int) -> list[list[int]]:
+    """The bins, some of them halved, so that their number is a multiple of `ranks`.
+
+    Where all hold a single index, halves are empty.
+    """
+    bins = list(bins)
+    while len(bins) % ranks:
+        fullest = max(range(len(bins)), key=lambda n: len(bins[n]))
+        halves = bins[fullest][::2], bins[fullest][1::2]
+        bins[fullest : fullest + 1] = halves
+    return bins
+
+
+def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
+    """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
+
+    Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding.
+    """
+    ids = [index for example in examples for index in example.ids]
+    labels = [label for example in examples for label in example.labels]
+    lengths = [len(example.ids) for example in examples]
+    if padding := -len(ids) % multiple if ids else multiple:
+        ids += [pad_id] * padding
+        labels += [IGNORED] * padding
+        lengths.append(padding)
+    return {
+        "input_ids": torch.tensor([ids]),
+        "labels": torch.tensor([labels]),
+        "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "max_seqlen": max(lengths),
+    }
+
+
+def padded_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
+    """input_ids, labels and attention_mask, int64 [B, T], padded on the right up to a multiple of `multiple`.
+
+    Without examples there is one row of padding, whose attention mask is 1: no row may be without a token.
+    """
+    width = max((len(example.ids) for example in examples), default=1)
+    width += -width % multiple
+    shape = max(1, len(examples)), width
+    ids, labels, mask = torch.full(shape, pad_id), torch.full(shape, IGNORED), torch.zeros(shape, dtype=torch.int64)
+    if not examples:
+        mask[:] = 1
+    for row, example in enumerate(examples):
+        size = len(example.ids)
+        ids[row, :size] = torch.tensor(example.ids)
+        labels[row, :size] = torch.tensor(example.labels)
+        mask[row, :size] = 1
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}

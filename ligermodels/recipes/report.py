@@ -1,0 +1,236 @@
+"""What a run tells: progress on stderr, metrics.jsonl, TensorBoard or Weights & Biases, loss.png, report.md and a card.
+
+metrics.jsonl has a line for each step and for each evaluation; a run that is resumed goes on behind the step that it is
+resumed from.
+"""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ligermodels.checkpoint.files import write_errors
+from ligermodels.errors import InputError
+from ligermodels.recipes.options import TrainOptions
+
+_SECONDS = 5.0
+"""Between lines of progress where stderr is no terminal."""
+
+
+class Reporter:
+    """Writes what the steps were. Only rank 0 has one that does; that of the others is `Silent`."""
+
+    def __init__(self, options: TrainOptions, steps: int, resumed: int = 0, evaluated: int = -1):
+        """resumed, evaluated: the steps after which the run goes on, and after which it was evaluated last."""
+        self.out, self.steps, self._first = Path(options.out), steps, resumed
+        self._start, self._shown, self.gib = time.perf_counter(), 0.0, 0.0
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=steps, initial=resumed, unit="step", dynamic_ncols=True)
+        with write_errors(self.out):
+            metrics = self.out / "metrics.jsonl"
+            kept = [
+                json.dumps(line) + "\n"
+                for line in _lines(metrics)
+                if line["step"] <= (evaluated if "eval_loss" in line else resumed)
+            ]
+            whole = metrics.with_name("metrics.jsonl.new")  # a kill loses none of the steps before
+            whole.write_text("".join(kept), "utf-8")
+            whole.replace(metrics)
+            self._file = metrics.open("a", encoding="utf-8", buffering=1)
+        self._loggers = _loggers(options, resumed)
+
+    def say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            say(text)
+
+    def step(self, step: int, **values: float) -> None:
+        self._write({"step": step, **values})
+        self.gib = max(self.gib, values["gib"])
+        seconds = time.perf_counter() - self._start
+        left = seconds / (step - self._first) * (self.steps - step)
+        text = (
+            f"loss {values['loss']:.4f}, lr {values['lr']:.2e}, {values['tokens_per_second']:,.0f} tokens/s, "
+            f"{self.gib:.1f} GiB"
+        )
+        if self._bar is not None:
+            self._bar.set_postfix_str(text, refresh=False)
+            self._bar.update()
+        elif step == self._first + 1 or step == self.steps or seconds - self._shown >= _SECONDS:
+            self._shown = seconds
+            say(f"step {step}/{self.steps}: {text}, {clock(left)} left")
+
+    def evaluation(self, step: int, loss: float, *, better: bool) -> None:
+        perplexity = math.exp(min(loss, 700.0))
+        self._write({"step": step, "eval_loss": loss, "perplexity": perplexity})
+        best = ", the best so far" if better and step > 0 else ""
+        self.say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:,.2f}{best}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        self._file.close()
+        for logger in self._loggers:
+            logger.close()
+
+    def _write(self, line: dict[str, float]) -> None:
+        with write_errors(self.out / "metrics.jsonl"):
+            self._file.write(json.dumps(line) + "\n")
+        for logger in self._loggers:
+            logger.log(line)
+
+
+class Silent(Reporter):
+    """That of ranks other than 0."""
+
+    def __init__(self) -> None:
+        pass
+
+    def say(self, text: str) -> None: ...
+    def step(self, step: int, **values: float) -> None: ...
+    def evaluation(self, step: int, loss: float, *, better: bool) -> None: ...
+    def close(self) -> None: ...
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path, resumed: int):
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder), purge_step=resumed + 1 if resumed else None)  # type: ignore[no-untyped-call]
+
+    def log(self, line: Mapping[str, float]) -> None:
+        for name, value in line.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, int(line["step"]))  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class _WandB:
+    def __init__(self, options: TrainOptions):
+        import wandb
+
+        folder = Path(options.out).resolve()
+        self._run = wandb.init(dir=str(folder), name=folder.name, config=vars(options), resume="allow")
+
+    def log(self, line: Mapping[str, float]) -> None:
+        self._run.log({name: value for name, value in line.items() if name != "step"}, step=int(line["step"]))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def check_log(log: str) -> None:
+    """Raises InputError where the asked logger is not installed."""
+    packages = {"tensorboard": "tensorboard", "wandb": "wandb"}
+    if log in packages:
+        try:
+            __import__(packages[log])
+        except ImportError:
+            how = "ligermodels[train]" if log == "tensorboard" else log
+            raise InputError(f"--log {log} needs a package that is not installed: pip install '{how}'") from None
+
+
+def _loggers(options: TrainOptions, resumed: int) -> list[Any]:
+    check_log(options.log)
+    if options.log == "wandb":
+        return [_WandB(options)]
+    if options.log == "none":
+        return []
+    try:
+        return [_TensorBoard(Path(options.out) / "tensorboard", resumed)]
+    except ImportError:
+        return []
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def clock(seconds: float) -> str:
+    """A time as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def _lines(file: Path) -> list[dict[str, float]]:
+    """The whole lines of a metrics.jsonl; a kill may have cut the last."""
+    found = []
+    for line in file.read_text("utf-8").splitlines() if file.is_file() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break
+    return found
+
+
+# At the end
+
+
+def write_plot(out: Path) -> bool:
+    """loss.png of metrics.jsonl. Returns False where matplotlib is not installed."""
+    try:
+        import matplotlib
+    except ImportError:
+        return False
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    lines = _lines(out / "metrics.jsonl")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+        points = [(line["step"], line[key]) for line in lines if key in line]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    with write_errors(out / "loss.png"):
+        figure.savefig(out / "loss.png", dpi=150)
+    pyplot.close(figure)
+    return True
+
+
+def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use: str, *, plot: bool) -> None:
+    """report.md: what was run, what came out, and how to use it."""
+    lines = _lines(out / "metrics.jsonl")
+    losses = [(int(line["step"]), line["loss"]) for line in lines if "loss" in line]
+    evaluations = {int(line["step"]): line["eval_loss"] for line in lines if "eval_loss" in line}
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    text = f"# {options.recipe} of {options.model}\n\n| | |\n|---|---|\n{rows}\n\n"
+    if losses:
+        text += "| step | loss |\n|---:|---:|\n"
+        picked = sorted({0, len(losses) - 1, *(len(losses) * part // 10 for part in range(10))})
+        text += "\n".join(f"| {losses[i][0]} | {losses[i][1]:.4f} |" for i in picked) + "\n\n"
+    if evaluations:
+        text += "| step | evaluation | perplexity |\n|---:|---:|---:|\n"
+        text += "".join(f"| {step} | {x:.4f} | {math.exp(min(x, 700)):,.2f} |\n" for step, x in evaluations.items())
+        text += "\n"
+    text += "![The loss by step](loss.png)\n\n" if plot else "For a plot: pip install 'ligermodels[train]'\n\n"
+    text += f"{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
+    with write_errors(out / "report.md"):
+        (out / "report.md").write_text(text, "utf-8")
+
+
+def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], use: str) -> None:
+    """README.md of the tuned model, as the Hub shows it."""
+    is_id = not Path(options.model).expanduser().exists()
+    base = f"base_model: {options.model}\n" if is_id else ""
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    text = (
+        f"---\n{base}library_name: ligermodels\npipeline_tag: text-generation\ntags:\n- {options.recipe}\n---\n\n"
+        f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n\n"
+        f"| | |\n|---|---|\n{rows}\n\n{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
+    )
+    with write_errors(folder / "README.md"):
+        (folder / "README.md").write_text(text, "utf-8")

@@ -1,0 +1,323 @@
+"""Rows of training data: JSON lines, JSON, CSV and Parquet files, folders of them, and data sets of the Hub.
+
+A row is a dict. JSON lines are read one at a time by their offsets in the file: a file may be larger than the memory,
+and the keys of one row say nothing about another. `datasets`, through which Parquet and the Hub are read, gives all
+rows the same keys, nested ones too, with nulls where a row has none; here these nulls are left out again.
+"""
+
+import bisect
+import csv
+import itertools
+import json
+import re
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+from ligermodels.errors import InputError
+
+SPLITS = ("train", "training", "valid", "validation", "val", "dev", "eval", "evaluation", "test")
+_JSON, _CSV, _PARQUET = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".parquet",)
+_SUFFIXES = (*_JSON, *_CSV, *_PARQUET)
+_PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
+_BOM = b"\xef\xbb\xbf"
+
+
+class Rows(ABC):
+    """Random access to rows: `len(rows)`, `rows[n]`, and `rows.where(n)`, which names row n for messages."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """The row as a dict. Raises InputError, without `where`, for one that cannot be read."""
+
+    @abstractmethod
+    def where(self, index: int) -> str:
+        """ "file:line", or the nearest to it that there is."""
+
+
+def open_rows(source: str | Path | Sequence[str | Path], split: str | None = None) -> Rows:
+    """The rows of a file, a folder of files, a data set of the Hub, or several of them one after another.
+
+    source: a path, or a repository of the Hub, "owner/name", with ":config" after it where the data set has several.
+    split: which split of a data set of the Hub, or of a folder whose files are named by splits (train.jsonl,
+    test-00000.parquet); default "train" where there are several.
+    Raises InputError.
+    """
+    if not isinstance(source, str | Path):
+        if not source:
+            raise InputError("no data was given: expected a file, a folder or a data set of the Hub")
+        parts = [open_rows(part, split) for part in source]
+        return parts[0] if len(parts) == 1 else _Joined(parts)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return open_rows(_files_of(path, split))
+    if path.is_file():
+        if split not in (None, "train"):
+            raise InputError(f"{path} is one file and has no split {short(split)}; leave the split out")
+        return _open_file(path)
+    if isinstance(source, str) and not path.suffix and re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source):
+        return _open_hub(source, split)
+    raise InputError(f"there is no file or folder {source}. Next step: compare the path with `ls {path.parent}`")
+
+
+def _files_of(folder: Path, split: str | None) -> list[Path]:
+    """The data files of a folder by name: those of the split if the names tell splits."""
+    found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and path.is_file())
+    if not found:
+        raise InputError(f"{folder} has no data files: expected names that end in {', '.join(_SUFFIXES)}")
+    split_of = {path: re.split(r"[-.]", path.name.lower())[0] for path in found}
+    named = sorted({name for name in split_of.values() if name in SPLITS})
+    if not named and split is None:
+        return found
+    if rest := sorted(path.name for path, name in split_of.items() if named and name not in SPLITS):
+        raise InputError(
+            f"{folder} has files of the splits {named} and others beside them ({short(rest)}): it is not clear what to "
+            "train on. Next step: give the files"
+        )
+    chosen = [path for path, name in split_of.items() if name == (split or "train")]
+    if not chosen:
+        raise InputError(f"{folder} has no files of the split {short(split or 'train')}; its splits are {named}")
+    return chosen
+
+
+def _open_file(path: Path) -> Rows:
+    suffix = path.suffix.lower()
+    if suffix in _PACKED:
+        raise InputError(f"{path} is compressed, which allows no random access. Next step: unpack it")
+    if suffix not in _SUFFIXES:
+        raise InputError(f"{path} is of an unknown kind: expected a name that ends in {', '.join(_SUFFIXES)}")
+    if path.stat().st_size == 0:
+        raise InputError(f"{path} is empty")
+    if suffix in _PARQUET:
+        return _Columns(_datasets(f"{path}").load_dataset, str(path), "parquet", data_files=str(path), split="train")
+    rows = _Csv(path) if suffix in _CSV else _List(path) if _begins_with(path) == b"[" else _Lines(path)
+    if not len(rows):
+        raise InputError(f"{path} has no rows")
+    return rows
+
+
+def _begins_with(path: Path) -> bytes:
+    """The first byte that is no white space, after a byte order mark. Raises InputError for UTF-16 and UTF-32."""
+    with path.open("rb") as file:
+        head = file.read(2**16)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise InputError(f"{path} is UTF-16 or UTF-32. Next step: save it as UTF-8")
+    return head.removeprefix(_BOM).lstrip()[:1]
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    """A JSON object of UTF-8 bytes. Raises InputError."""
+    text = _decode(data)
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        cut = "; the line ends in the middle of a value" if error.pos >= len(text.rstrip()) else ""
+        raise InputError(f"not valid JSON at column {error.colno}: {error.msg}{cut}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not valid JSON: {error}") from error
+    if not isinstance(row, dict):
+        raise InputError(f"a row is a JSON object with keys, not {type(row).__name__} ({short(row)})")
+    return row
+
+
+def _decode(data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"not UTF-8: 0x{data[error.start]:02x} is its byte {error.start + 1}. Likely cause: the file was saved "
+            "as Latin-1 or Windows-1252"
+        ) from error
+
+
+class _Lines(Rows):
+    """A file of JSON lines. Blank lines are no rows."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offsets = array("q")  # where row n begins; the last one is the end of the file
+        self._blank = array("q")  # for each blank line, the number of rows before it
+        with path.open("rb") as file:
+            at = len(_BOM) if file.read(len(_BOM)) == _BOM else 0
+            file.seek(at)
+            for line in file:
+                if line.isspace():
+                    self._blank.append(len(self._offsets))
+                else:
+                    self._offsets.append(at)
+                at += len(line)
+        self._offsets.append(at)
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        start = self._offsets[_within(index, len(self))]
+        with self._path.open("rb") as file:  # opened anew: many files and threads share no handle and no position
+            file.seek(start)
+            # Blank lines may follow the row; readline would read the same, but not notice a file that became shorter.
+            data = file.read(self._offsets[index + 1] - start)
+        return _parse(data.rstrip())
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{index + 1 + bisect.bisect_right(self._blank, index)}"
+
+
+class _List(Rows):
+    """A file with one JSON list."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        try:
+            text = _decode(path.read_bytes().removeprefix(_BOM))
+        except InputError as error:
+            raise InputError(f"{path}: {error}") from error
+        try:
+            self._rows = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{path}:{error.lineno}: not a valid JSON list, at column {error.colno}: {error.msg}. It begins with "
+                "'['; rows of JSON lines begin with '{'"
+            ) from error
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not valid JSON: {error}") from error
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self._rows[_within(index, len(self))]
+        if not isinstance(row, dict):
+            raise InputError(f"a row is a JSON object with keys, not {type(row).__name__} ({short(row)})")
+        return row
+
+    def where(self, index: int) -> str:
+        return f"{self._path}: item {index + 1}"
+
+
+class _Csv(Rows):
+    """A file of comma- or tab-separated values with a line of headers; it is held in memory."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._rows: list[list[str]] = []
+        self._lines = array("q")
+        limit = csv.field_size_limit(2**31 - 1)
+        try:
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                reader = csv.reader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",", strict=True)
+                self._headers = next(reader, [])
+                line = reader.line_num
+                for fields in reader:
+                    if fields:
+                        self._rows.append(fields)
+                        self._lines.append(line + 1)
+                    line = reader.line_num
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: not UTF-8 ({error.reason}). Next step: save it as UTF-8") from error
+        except csv.Error as error:
+            raise InputError(f"{path}:{reader.line_num}: not valid CSV: {error}") from error
+        finally:
+            csv.field_size_limit(limit)
+        if not all(self._headers) or len(set(self._headers)) < len(self._headers):
+            raise InputError(f"{path}:1: the headers must be different names, not {short(self._headers)}")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        fields = self._rows[_within(index, len(self))]
+        if len(fields) != len(self._headers):
+            raise InputError(f"the row has {len(fields)} fields, the line of headers {len(self._headers)}")
+        return dict(zip(self._headers, fields, strict=True))
+
+    def where(self, index: int) -> str:
+        return f"{self._path}:{self._lines[index]}"
+
+
+class _Columns(Rows):
+    """What `datasets` loads."""
+
+    def __init__(self, load: Any, name: str, *arguments: Any, **options: Any) -> None:
+        self._name = name
+        try:
+            self._data = load(*arguments, **options)
+        except Exception as error:  # many kinds, of pyarrow, the Hub and `datasets`
+            raise InputError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
+        if not len(self._data):
+            raise InputError(f"{name} has no rows")
+
+    def __len__(self) -> int:
+        return len(self._data)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return _without_nulls(self._data[_within(index, len(self))])
+
+    def where(self, index: int) -> str:
+        return f"{self._name}: row {index + 1}"
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _datasets(what: str) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise InputError(
+            f"{what} is read through the package `datasets`, which is not installed. Next step: "
+            "pip install 'ligermodels[train]', or give a file of JSON lines"
+        ) from error
+    return datasets
+
+
+def _open_hub(name: str, split: str | None) -> Rows:
+    datasets = _datasets(f"{name}, which is no file here and so a data set of the Hub,")
+    repository, _, config = name.partition(":")
+
+    def load() -> Any:
+        splits = datasets.get_dataset_split_names(repository, config or None)
+        chosen = split or ("train" if "train" in splits or len(splits) > 1 else splits[0])
+        if chosen.partition("[")[0] not in splits:
+            raise InputError(f"there is no split {short(chosen)}; there are {splits}")
+        return datasets.load_dataset(repository, config or None, split=chosen)
+
+    return _Columns(load, name)
+
+
+class _Joined(Rows):
+    """Rows of several sources, one after another."""
+
+    def __init__(self, parts: Sequence[Rows]) -> None:
+        self._parts = parts
+        self._ends = list(itertools.accumulate(map(len, parts)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def _part(self, index: int) -> tuple[Rows, int]:
+        at = bisect.bisect_right(self._ends, _within(index, len(self)))
+        return self._parts[at], index - (self._ends[at - 1] if at else 0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        part, inner = self._part(index)
+        return part[inner]
+
+    def where(self, index: int) -> str:
+        part, inner = self._part(index)
+        return part.where(inner)
+
+
+def _within(index: int, size: int) -> int:
+    if not 0 <= index < size:
+        raise IndexError(f"row {index} of {size}")
+    return index

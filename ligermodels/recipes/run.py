@@ -1,0 +1,380 @@
+"""One run of a recipe: data, plan, model, loop, and what is written at the end.
+
+DIR/options.yaml       the options, with what was chosen for "auto"
+DIR/checkpoints/       the newest states, from which --resume goes on
+DIR/metrics.jsonl      a line per step and per evaluation; tensorboard/ beside it
+DIR/best/              the model, or the adapters, of the best evaluation
+DIR/model/             the tuned model
+DIR/report.md          what was run and what came out; loss.png
+"""
+
+import dataclasses
+import math
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ligermodels.arch import arch_of, load
+from ligermodels.arch.pretrained import config_values
+from ligermodels.checkpoint import hub
+from ligermodels.checkpoint.files import write_errors
+from ligermodels.errors import InputError
+from ligermodels.parallel import Checkpoints, parallelize
+from ligermodels.recipes import memory, report
+from ligermodels.recipes.data import Data
+from ligermodels.recipes.loop import (
+    FEW_STEPS,
+    Feed,
+    Loop,
+    Loss,
+    Processes,
+    Progress,
+    forwards_per_step,
+    next_token_loss,
+    own_part,
+)
+from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.report import say
+from ligermodels.text import Tokenizer
+from ligermodels.training import AdamW, accumulate_in_place
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What makes a recipe: its data and its loss."""
+
+    open_data: Callable[[TrainOptions, Tokenizer, int], Data] = Data
+    """Of options, tokenizer, and what the length of a row is a multiple of."""
+    loss: Loss = next_token_loss
+
+
+def run(options: TrainOptions, recipe: Recipe) -> int:
+    """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
+    report.check_log(options.log)
+    joined = dist.is_initialized()
+    processes = Processes.start(options)
+    try:
+        return _run(options, recipe, processes)
+    except KeyboardInterrupt as stop:
+        stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
+        raise
+    finally:
+        if processes.mesh is not None and not joined:
+            dist.destroy_process_group()
+
+
+def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
+    out = Path(options.out)
+    if not options.dry_run:
+        processes.from_main(lambda: _check_folder(out, resume=options.resume))
+    scratch = getattr(options, "scratch", False)
+    folder = hub.resolve(options.model, weights=not scratch)
+    tokenizer = Tokenizer.from_hub(folder)
+    config = config_values(folder, None)
+    sketch = arch_of(folder).from_config(config, device="meta")
+    options = _with_lengths(options, sketch, processes)
+    data = recipe.open_data(options, tokenizer, processes.shared)
+    counts = data.count() if options.steps is None else None  # by each rank: waiting for one could time out
+    forwards = None if counts is None else counts["batches"] * (options.epochs or 1)
+    per_step = forwards_per_step(options.accumulation, processes.batch_ranks, forwards)
+    options = _with_memory(dataclasses.replace(options, accumulation=per_step), sketch, processes)
+    steps = options.steps or max(1, round((forwards or 0) / per_step))
+    plan = _plan(options, sketch, data, steps, counts, processes)
+    if processes.is_main:
+        print(plan, file=sys.stdout if options.dry_run else sys.stderr, flush=True)
+        for text in data.examples(options.show, colour=sys.stderr.isatty()):
+            say(f"\n{text}")
+    if options.dry_run:
+        return 0
+    feed = Feed(data.train, per_step, processes, sketch.decoder.config.vocab_size)
+    feed.make_next()  # what is wrong with the data is found before anything is written
+    evaluation = own_part(data.evaluation(), processes)
+    processes.from_main(lambda: _write_options(out, options))
+
+    model = _load(options, folder, processes)
+    optimizer = _optimizer(options, model, processes)
+    progress = Progress(steps)
+    others: dict[str, Any] = dict(data=feed, progress=progress)
+    with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, **others) as checkpoints:
+        resumed = checkpoints.load()
+        if resumed > steps:
+            raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
+        if options.resume and processes.is_main:
+            say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
+        reporter = (
+            report.Reporter(options, steps, resumed, progress.evaluated) if processes.is_main else report.Silent()
+        )
+        loop = Loop(
+            model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
+            lambda target: _save(options, model, target), recipe.loss,
+        )  # fmt: skip
+        if not resumed:
+            torch.manual_seed(options.seed + processes.batch_rank)
+        try:
+            loop.run()
+        except KeyboardInterrupt as stop:
+            again = f"train {options.recipe} --config {shlex.quote(str(out / 'options.yaml'))} --resume"
+            start_by = f"torchrun --nproc-per-node {processes.size} -m " * (processes.size > 1)
+            again = f"{start_by}ligermodels {again}"
+            stop.add_note(f"stopped after step {progress.step} of {steps}, which is saved. To go on:\n  {again}")
+            raise
+        finally:
+            reporter.close()
+    saved = _save_last(options, model, out)
+    if processes.is_main:
+        _finish(options, saved, progress, plan, reporter)
+        print(saved)
+    return 0
+
+
+# Before
+
+
+def _check_folder(out: Path, *, resume: bool) -> None:
+    """Raises InputError where a run is in the way."""
+    if out.exists() and not out.is_dir():
+        raise InputError(f"--out {out} is a file; give a folder")
+    if out.is_dir() and any(out.iterdir()) and not resume:
+        if (out / "options.yaml").is_file():
+            raise InputError(f"--out {out} has a run already; pass --resume to go on with it, or give another folder")
+        raise InputError(f"--out {out} is not empty; give a folder that is new")
+
+
+_SAME = (
+    "model", "data", "eval_data", "eval_share", "length", "packing", "skip_bad", "batch_tokens", "accumulation", "seed",
+    "precision", "lora", "lora_alpha", "lora_targets", "weight_decay", "betas", "scratch",
+)  # fmt: skip
+"""Options that a run keeps when it is resumed: with others it would be another run."""
+
+
+def _write_options(out: Path, options: TrainOptions) -> None:
+    """options.yaml; raises InputError where a run that is resumed had others."""
+    file = out / "options.yaml"
+    if options.resume and file.is_file():
+        before = type(options).load(file)
+        for name in _SAME:
+            if name in before and before[name] != getattr(options, name):
+                raise InputError(
+                    f"the run in {out} had {name}={before[name]}, and this has {name}={getattr(options, name)}; resume "
+                    f"with --config {file}, or give another folder"
+                )
+    with write_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        file.write_text(options.dump(), "utf-8")
+
+
+def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
+    """The options with the lengths that None stands for."""
+    context = sketch.config.get_text_config().max_position_embeddings
+    length = options.length or min(4096, context)
+    if length > context and processes.is_main:
+        say(f"warning: --length {length} is more than the {context} positions that the model was made for")
+    return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length)
+
+
+def _with_memory(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
+    """The options with what fits on this machine for "auto"."""
+    free = memory.available(processes.device)
+    if processes.mesh is not None and free is not None:
+        least = torch.tensor(free, device=processes.device)
+        dist.all_reduce(least, dist.ReduceOp.MIN)
+        free = int(least)
+    setting = memory.choose(_sizes(options, sketch), _setting(options, processes), free)
+    return dataclasses.replace(options, precision=setting.precision, activations=setting.activations)
+
+
+def _sizes(options: TrainOptions, sketch: Any) -> memory.Sizes:
+    adapters = memory.adapter_parameters(sketch, options.lora, options.lora_targets) if options.lora else None
+    if adapters == 0:
+        raise InputError(f"lora_targets={','.join(options.lora_targets)}: the model has no such projections")
+    return memory.Sizes.of(sketch, trained=adapters)
+
+
+def _setting(options: TrainOptions, processes: Processes) -> memory.Setting:
+    assert options.batch_tokens is not None and options.accumulation is not None
+    return memory.Setting(
+        options.precision,
+        options.activations,
+        tokens=options.batch_tokens,
+        accumulates=options.accumulation > processes.batch_ranks,
+        gpus=processes.size // options.dp_replicate,
+        split=processes.shared,
+        tp=options.tp,
+        on_cpu=processes.device.type == "cpu",
+    )
+
+
+def _plan(
+    options: TrainOptions,
+    sketch: Any,
+    data: Data,
+    steps: int,
+    counts: Mapping[str, int] | None,
+    processes: Processes,
+) -> str:
+    """What is about to happen, and whether it fits."""
+    sizes, setting = _sizes(options, sketch), _setting(options, processes)
+    share = sizes.trained / sizes.parameters
+    what = f"LoRA of rank {options.lora} on {','.join(options.lora_targets) or 'all projections'}: " * bool(
+        options.lora
+    )
+    need, free = memory.estimate(sizes, setting), memory.available(processes.device)
+    on_gpu = processes.device.type == "cuda"
+    lines = {
+        "model": f"{options.model}: {type(sketch).__name__}, {sizes.parameters:,} parameters",
+        "trained": f"{what}{sizes.trained:,} parameters ({share:.3g} of the model)" if options.lora else "all of them",
+        "data": f"{options.data}: {data.summary}",
+        "evaluation": data.evaluation_summary,
+        "tokens": "not counted, since --steps is given"
+        if counts is None
+        else f"{counts['tokens']:,} a pass, {counts['trained']:,} of them trained{_left_out(counts)}",
+        "steps": f"{steps:,}, each of {options.accumulation} forwards of at most {options.batch_tokens:,} tokens"
+        + (f" on {processes.size} processes" if processes.size > 1 else ""),
+        "learning rate": f"{options.peak_lr:g}, {options.schedule}",
+        "precision": f"{options.precision}, recomputation: {options.activations}",
+        "memory": str(need)
+        + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
+    }
+    text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
+    if free and need.total > memory.MARGIN * free:
+        adapters = None if options.lora else memory.adapter_parameters(sketch, 16)
+        changes = memory.advice(sizes, setting, free, adapters)
+        text += "\nwarning: this does not fit by the estimate. What does:" * bool(changes)
+        text += "".join(f"\n  {change}" for change in changes)
+        text += "\nwarning: this does not fit by the estimate, and no single change helps" * (not changes)
+    if options.steps is None and steps < FEW_STEPS:
+        text += f"\nwarning: so few steps ({steps}) teach little: raise --epochs, or lower --length or --accumulation"
+    return text
+
+
+def _left_out(counts: Mapping[str, int]) -> str:
+    """What did not get into batches, or not whole."""
+    names = {
+        "truncated": "rows cut at --length",
+        "untrained": "rows left out without a token to train",
+        "cut_away": "rows left out whose trained tokens lie behind --length",
+        "bad": "rows skipped that cannot be read",
+    }
+    return "".join(f"; {counts[name]:,} {text}" for name, text in names.items() if counts[name])
+
+
+# The model
+
+
+def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
+    """The model, ready to train."""
+    gpu = processes.device.type == "cuda"
+    low = options.precision != "fp32" or (gpu and processes.mesh is None)
+    mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora) else None
+    how: dict[str, Any] = dict(dtype=torch.bfloat16 if low else torch.float32)
+    how["activation_checkpointing"] = options.activations
+    if processes.mesh is None or options.lora:  # adapters are put into a whole model, which is sharded then
+        how["device"] = processes.device
+    else:
+        how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
+    if getattr(options, "scratch", False):
+        model = arch_of(folder).from_config(config_values(folder, None), seed=options.seed, **how)
+        model.source_folder = folder  # for the files of the tokenizer
+    else:
+        model = load(str(folder), progress=processes.is_main and sys.stderr.isatty(), **how)
+        model.config._name_or_path = model.name_or_path = options.model
+    if options.lora:
+        from ligermodels.training.lora import add_lora
+
+        targets = list(options.lora_targets) or "all-linear"
+        add_lora(model, r=options.lora, alpha=options.lora_alpha, targets=targets, seed=options.seed)
+        if processes.mesh is not None:
+            parallelize(model, processes.mesh, param_dtype=mixed)
+    elif gpu and processes.mesh is None and options.accumulation != 1:
+        accumulate_in_place(model)
+    return model.train()
+
+
+def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) -> AdamW:
+    """AdamW over what is trained; norms and biases are not decayed."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        dict(params=[p for p in trained if p.dim() >= 2], weight_decay=options.weight_decay),
+        dict(params=[p for p in trained if p.dim() < 2], weight_decay=0.0),
+    ]
+    exact = options.precision == "fp32" and processes.device.type == "cuda" and processes.mesh is None
+    return AdamW(
+        [group for group in groups if group["params"]],
+        lr=options.peak_lr,
+        betas=options.betas,
+        master_weights=exact or options.precision == "bf16-masters" or bool(options.lora),
+        state_dtype=torch.float32 if exact else None,
+        max_grad_norm=options.clip or math.inf,
+        seed=options.seed,
+    )
+
+
+def _save(options: TrainOptions, model: Any, folder: Path) -> None:
+    """Writes the model, or its adapters. Called by every rank."""
+    if options.lora:
+        from ligermodels.training.lora import save_adapter
+
+        save_adapter(model, folder)
+    else:
+        model.save_pretrained(folder)
+
+
+def _save_last(options: TrainOptions, model: Any, out: Path) -> Path:
+    """Writes what the run is for; returns its folder."""
+    if not options.lora:
+        _save(options, model, out / "model")
+        return out / "model"
+    _save(options, model, out / "adapter")
+    if not options.merge:
+        return out / "adapter"
+    from ligermodels.training.lora import merge_lora
+
+    merge_lora(model).save_pretrained(out / "model")
+    return out / "model"
+
+
+# After
+
+
+def _finish(
+    options: TrainOptions,
+    model: Path,
+    progress: Progress,
+    plan: str,
+    reporter: report.Reporter,
+) -> None:
+    """Plot, report and model card."""
+    out = Path(options.out)
+    facts = {
+        line[:14].strip(): line[14:].strip() for line in plan.splitlines() if not line.startswith((" ", "warning"))
+    }
+    facts["steps taken"] = f"{progress.step:,} of {progress.steps:,}"
+    facts["tokens seen"] = f"{progress.tokens:,}, of which {progress.trained:,} were trained"
+    facts["time"] = f"{report.clock(progress.seconds)} in steps"
+    facts["speed"] = f"{progress.tokens / max(progress.seconds, 1e-9):,.0f} tokens/s"
+    facts["peak memory"] = f"{reporter.gib:.2f} GiB"
+    if progress.best_step >= 0:
+        facts["best evaluation"] = f"{progress.best:.4f}, after step {progress.best_step}"
+    verb = "chat" if options.recipe != "pretrain" else "generate"
+    command = f"ligermodels {verb} {shlex.quote(str(model))}" + " --prompt '...'" * (verb == "generate")
+    use = f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(model)!r})`; it opens in transformers too."
+    if model.name == "adapter":
+        use = (
+            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n"
+            f"    model = ligermodels.load({options.model!r})\n"
+            f"    ligermodels.training.lora.load_adapter(model, {str(model)!r})"
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of fonts
+        plot = report.write_plot(out)
+    report.write_report(out, options, facts, use, plot=plot)
+    report.write_card(model, options, facts, use)
+    say(f"the report is {out / 'report.md'}; the model:")

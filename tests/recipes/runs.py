@@ -1,0 +1,25 @@
+"""Runs of the command on the tiny model and data of conftest.py."""
+
+import json
+import sys
+from pathlib import Path
+
+from ligermodels.cli import main
+
+sys.path.append(str(Path(__file__).parents[2] / "examples"))
+
+
+WORDS = ("a", "bcd", "efg", "hij", "klm", "nop", "qrs", "tuv")
+CHATS = [[{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "content": word}] for word in WORDS]
+
+
+def train(home, out, *flags, recipe="sft", data="chats.jsonl") -> int:
+    """The exit status of a run into home/out."""
+    argv = ["train", recipe, home / "model", "--data", home / data, "--out", home / out, "--show", "0", "--log", "none"]
+    return main([str(argument) for argument in (*argv, *flags)])
+
+
+def metrics(folder, key="loss"):
+    """The values of metrics.jsonl by step."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines if key in line}

@@ -1,0 +1,198 @@
+"""Each format, told by its keys, becomes its form; rows that do not fit are named by their field."""
+
+import json
+
+import pytest
+
+from ligermodels.errors import InputError
+from ligermodels.recipes.formats import (
+    FORMATS,
+    Conversation,
+    Format,
+    Pair,
+    Text,
+    Tokens,
+    Unpaired,
+    detect,
+    normalise,
+)
+from ligermodels.recipes.rows import open_rows
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def said(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+CALL = {"type": "function", "function": {"name": "find", "arguments": {"what": "mat"}}}
+TOOL = {"type": "function", "function": {"name": "find", "parameters": {}}}
+
+EXAMPLES = [
+    ("messages", {"messages": [user("a"), said("b")], "id": 7}, Conversation([user("a"), said("b")])),
+    (
+        "messages",  # OpenAI's spelling: arguments and tools as texts, weights, nulls
+        {
+            "messages": [
+                user("a"),
+                {"role": "assistant", "content": None, "weight": 0, "name": None,
+                 "tool_calls": [{"id": "1", **CALL, "function": {"name": "find", "arguments": '{"what": "mat"}'}}]},
+                {"role": "tool", "content": "here"},
+                said("b", weight=1),
+            ],
+            "tools": json.dumps([TOOL]),
+            "text": None,
+        },
+        Conversation(
+            [user("a"), said("", tool_calls=[{"id": "1", **CALL}], train=False),
+             {"role": "tool", "content": "here"}, said("b")],
+            [TOOL],
+        ),
+    ),
+    ("messages", {"messages": json.dumps([user("a"), said("b")])}, Conversation([user("a"), said("b")])),
+    (
+        "sharegpt",
+        {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b", "train": False},
+                           {"from": "function_call", "value": json.dumps(CALL["function"])},
+                           {"from": "observation", "value": "c"}],
+         "system": "s", "tools": ""},
+        Conversation([system("s"), user("a"), said("b", train=False), said("", tool_calls=[CALL]),
+                      {"role": "tool", "content": "c"}]),
+    ),
+    ("sharegpt", {"conversations": [user("a"), said("b")]}, Conversation([user("a"), said("b")])),
+    ("prompt-completion", {"prompt": "a", "completion": " b"}, Text(" b", "a")),
+    (
+        "prompt-completion",
+        {"prompt": [user("a"), said("b"), user("c")], "completion": [said("d")]},
+        Conversation([user("a"), said("b", train=False), user("c"), said("d")]),
+    ),
+    (
+        "alpaca",
+        {"instruction": "a", "input": "b", "output": "c", "system": "s", "history": [["d", "e"]]},
+        Conversation([system("s"), user("d"), said("e"), user("a\n\nb"), said("c")]),
+    ),
+    ("alpaca", {"instruction": "a", "input": "", "output": "c"}, Conversation([user("a"), said("c")])),
+    ("text", {"text": "a", "source": "web"}, Text("a")),
+    ("tokens", {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}, Tokens([5, 6, 7], [-100, 6, 7])),
+    ("tokens", {"input_ids": "[5, 6, 0]", "attention_mask": [1, 1, 0]}, Tokens([5, 6], [5, 6])),
+    ("pairs", {"prompt": "a", "chosen": "b", "rejected": "c"}, Pair("a", "b", "c")),
+    (
+        "pairs",
+        {"prompt": [user("a")], "chosen": [said("b")], "rejected": [said("c")]},
+        Pair([user("a")], [said("b")], [said("c")]),
+    ),
+    ("pairs", {"prompt": [user("a")], "chosen": "b", "rejected": "c"}, Pair([user("a")], [said("b")], [said("c")])),
+    (
+        "pairs",  # the prompt in all three, and once more as a text
+        {"prompt": "a", "chosen": [system("s"), user("a"), said("b")],
+         "rejected": [system("s"), user("a"), said("c")], "messages": [user("a"), said("b")]},
+        Pair([system("s"), user("a")], [said("b")], [said("c")]),
+    ),
+    ("pairs", {"prompt": "a", "chosen": [said("b")], "rejected": [said("c")]},
+     Pair([user("a")], [said("b")], [said("c")])),
+    ("pairs", {"chosen": "Q: a\nA: It is", "rejected": "Q: a\nA: I am"}, Pair("Q: a\nA:", " It is", " I am")),
+    ("unpaired", {"prompt": "a", "completion": "b", "label": True}, Unpaired("a", "b", True)),
+    ("unpaired", {"prompt": "a", "completion": "b", "label": "False"}, Unpaired("a", "b", False)),
+]  # fmt: skip
+
+
+def test_every_format_is_here():
+    assert {name for name, _, _ in EXAMPLES} == set(FORMATS)
+
+
+@pytest.mark.parametrize(("name", "row", "expected"), EXAMPLES, ids=lambda x: x if isinstance(x, str) else "")
+def test_formats(write, name, row, expected):
+    before = json.dumps(row)
+    rows = open_rows(write("a.jsonl", [row]))
+    found = detect(rows)
+    assert found == Format(name, rows.where(0))
+    assert normalise(row, found) == expected
+    assert json.dumps(row) == before  # the row is not changed
+
+
+def test_csv_with_empty_columns(write):
+    rows = open_rows(write("a.csv", "instruction,input,output\na,,b\n"))
+    assert normalise(rows[0], detect(rows)) == Conversation([user("a"), said("b")])
+
+
+def test_mixed_formats_name_both_rows(write):
+    alpaca, messages = {"instruction": "a", "output": "b"}, {"messages": [user("a"), said("b")]}
+    path = write("a.jsonl", [alpaca, alpaca, messages])
+    with pytest.raises(
+        InputError, match=r"a\.jsonl:3: the row is in the format 'messages', but .*a\.jsonl:1 is in 'al"
+    ):
+        detect(open_rows(path))
+    with pytest.raises(InputError, match=r"the row is in the format 'messages', but .*a\.jsonl:1 is in 'alpaca'"):
+        normalise(messages, detect(open_rows(path), sample=2))
+
+
+def test_detection_passes_over_bad_rows(write):
+    rows = open_rows(write("a.jsonl", '{"x": 1}\n{"text"\n{"text": "a"}\n'))
+    assert detect(rows) == Format("text", rows.where(2))
+    with pytest.raises(InputError, match=r"a\.jsonl:1: no format has the keys \['x'\]\. .*alpaca: instruction, output"):
+        detect(rows, sample=2)
+
+
+def chat(*messages, **more):
+    return {"messages": list(messages), **more}
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (chat(), "messages: it is empty"),
+        ({"messages": {"role": "user"}}, "messages: expected a list, not dict"),
+        ({"messages": "hello"}, "messages: a text that is not valid JSON"),
+        (chat("hello"), r"messages\[0\]: expected a dict with role and content, not 'hello'"),
+        (chat(user("a"), {"content": "b"}), r"messages\[1\]\.role: expected a text"),
+        (chat({"from": "human", "value": "a"}), r"messages\[0\]\.role: .*keys of sharegpt"),
+        (chat(user("a"), {"role": "assistant"}), r"messages\[1\]\.content: it is missing"),
+        (chat(user(3)), r"messages\[0\]\.content: expected a text, not int"),
+        (chat(user([{"type": "image_url", "image_url": {}}])), r"content\[0\]: it is of the type image_url; .*for now"),
+        (chat(user([{"type": "text"}])), r"content\[0\]: expected"),
+        (chat(user("a"), said("b"), images=["a.png"]), "images: the row has more than text"),
+        (chat(user("a") | {"train": True}), r"messages\[0\]\.train: only messages of the assistant .*'user'"),
+        (chat(said("a", weight=0.5)), r"messages\[0\]\.weight: expected true or false, not 0.5"),
+        (
+            chat(said("a", tool_calls=[{"function": {"name": "f", "arguments": "{x"}}])),
+            r"\.arguments: a text that is n",
+        ),
+        (
+            chat(said("a", tool_calls=[{"name": "f", "arguments": [1]}])),
+            r"tool_calls\[0\]\.arguments: expected a JSON o",
+        ),
+        (chat(said("a", tool_calls=["f"])), r"tool_calls\[0\]: expected"),
+        (chat(user("a"), tools=["f"]), "tools: expected a list of JSON schemas"),
+        (chat(user("a"), chat_template_kwargs={"x": 1}), "chat_template_kwargs"),
+        ({"conversations": [{"from": "alien", "value": "a"}]}, r"conversations\[0\]\.from: 'alien' is none of human"),
+        ({"conversations": [{"from": "human"}]}, r"conversations\[0\]: expected the keys from and value"),
+        ({"conversations": []}, "conversations: it is empty"),
+        ({"prompt": "a", "completion": [said("b")]}, "prompt, completion: one is a text, the other a list"),
+        ({"prompt": "a", "completion": ""}, "completion: it is empty"),
+        ({"instruction": "", "output": "b"}, "instruction: it is empty"),
+        ({"instruction": "a", "output": 3}, "output: expected a text, not int"),
+        ({"instruction": "a", "output": "b", "history": ["x"]}, r"history\[0\]: expected \[instruction, answer\]"),
+        ({"text": ["a"]}, "text: expected a text, not list"),
+        ({"text": ""}, "text: it is empty"),
+        ({"input_ids": [1, 2], "labels": [2, -100]}, r"labels: at 0 it is 2, neither the id there \(1\) nor -100"),
+        ({"input_ids": [1, 2], "labels": [2]}, "their lengths differ"),
+        ({"input_ids": ["a"]}, "input_ids: expected a list of integers; at 0 there is 'a'"),
+        ({"input_ids": []}, "input_ids: the row has no tokens"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "both are the same"),
+        ({"chosen": "b", "rejected": "c"}, "prompt: it is missing"),
+        ({"chosen": "b", "rejected": [said("c")]}, "one is a text, the other a list"),
+        ({"prompt": "x", "chosen": [user("a"), said("b")], "rejected": [user("a"), said("c")]}, "prompt: it is not wh"),
+        ({"prompt": "a", "completion": "b", "label": "good"}, "label: expected true or false, not 'good'"),
+    ],
+)
+def test_bad_rows_name_the_field(write, row, message):
+    rows = open_rows(write("a.jsonl", [row]))
+    found = detect(rows)
+    with pytest.raises(InputError, match=message):
+        normalise(rows[0], found)

@@ -1,0 +1,242 @@
+"""The loop: schedules, the position in the data, kills, signals, full disks, broken losses."""
+
+import os
+import random
+import re
+import resource
+import signal
+import time
+
+import pytest
+import torch
+
+from ligermodels import InputError, Llama
+from ligermodels.recipes import memory
+from ligermodels.recipes.loop import Feed, Processes, Progress, forwards_per_step, num_labels, own_part, rate
+from ligermodels.recipes.options import RECIPES
+from ligermodels.recipes.run import _SAME
+from tests.processes import Child
+from tests.recipes.runs import metrics, train
+
+STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup", "2")
+
+
+def test_the_learning_rate_of_each_step():
+    def rates(schedule, **options):
+        return [round(rate(n, 10, schedule=schedule, **{"warmup": 2, **options}), 4) for n in range(10)]
+
+    assert rates("constant") == [0.5] + [1.0] * 9
+    assert rates("linear") == [0.5, 1.0, 1.0, 0.875, 0.75, 0.625, 0.5, 0.375, 0.25, 0.125]
+    assert rates("linear", final=0.2)[-2:] == [0.4, 0.3]
+    assert rates("wsd", decay=0.4) == [0.5] + [1.0] * 6 + [0.75, 0.5, 0.25]
+    assert rates("wsd", decay=4) == rates("wsd", decay=0.4)
+    assert rates("cosine")[2:] == [1.0, 0.9619, 0.8536, 0.6913, 0.5, 0.3087, 0.1464, 0.0381]
+    assert rates("cosine", warmup=0.25)[:4] == [0.3333, 0.6667, 1.0, 1.0]  # 0.25 of 10 steps are 3
+    assert rates("cosine", warmup=0)[0] == 1.0
+
+
+class Numbers:
+    """Batches of one row, n of which holds the number n."""
+
+    at = 0
+
+    def __next__(self):
+        self.at += 1
+        return {"input_ids": torch.full((1, 3), self.at), "labels": torch.full((1, 3), self.at)}
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def taken(feed):
+    return [int(batch["input_ids"][0, 0]) for batch in feed.take()]
+
+
+def test_what_is_fetched_ahead_is_not_in_the_state_and_ranks_share_a_step():
+    ranks = [Processes(torch.device("cpu"), rank, 2) for rank in range(2)]
+    feeds = [Feed(Numbers(), 4, rank, 100) for rank in ranks]
+    assert [taken(feed) for feed in feeds] == [[1, 3], [2, 4]]
+    for feed in feeds:
+        feed.make_next()
+    assert [feed.state_dict() for feed in feeds] == [{"at": 4}, {"at": 4}]
+    again = Feed(Numbers(), 4, Processes(torch.device("cpu")), 100)
+    again.make_next()
+    again.load_state_dict(feeds[0].state_dict())
+    assert taken(again) == [5, 6, 7, 8]
+    with pytest.raises(InputError, match="gave the id 9, and the model has 9 ids"):
+        Feed(Numbers(), 16, ranks[0], 9).take()
+
+
+def test_ranks_share_the_evaluation_and_none_counts_twice():
+    batches = [next(numbers) for numbers in [Numbers()] for _ in range(5)]
+    parts = [own_part(batches, Processes(torch.device("cpu"), rank, 4, shared=2)) for rank in range(4)]
+    kept = [[int(batch["labels"][0, 0]) for batch in part] for part in parts]
+    assert kept == [[1, 3, 5], [1, 3, 5], [2, 4, -100], [2, 4, -100]]
+
+
+def test_the_forwards_of_a_step():
+    assert [forwards_per_step(None, 1, forwards) for forwards in (None, 1000, 100, 5)] == [8, 8, 5, 1]
+    assert [forwards_per_step(None, ranks, 5) for ranks in (1, 3, 16)] == [1, 3, 16]
+    assert forwards_per_step(6, 3, 5) == 6
+    with pytest.raises(
+        InputError, match="accumulation=7 forwards a step cannot be split over 3 processes; give 6 or 9"
+    ):
+        forwards_per_step(7, 3, None)
+
+
+def test_progress_goes_on_but_for_the_length_of_the_run():
+    found = Progress(20)
+    found.load_state_dict(Progress(10, 5, 100, 50, 1.5, 4, 0.3, 4, 1, [[4, 0.3]]).state_dict())
+    assert found == Progress(20, 5, 100, 50, 1.5, 4, 0.3, 4, 1, [[4, 0.3]])
+
+
+def test_labels_that_count():
+    ids = torch.arange(1, 7)[None]
+    assert num_labels({"labels": ids}) == 5
+    assert num_labels({"labels": ids, "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}) == 4
+    assert num_labels({"labels": ids.where(ids > 3, -100), "cu_seqlens": torch.tensor([0, 3, 6])}) == 2
+
+
+def weights(folder):
+    return (folder / "model" / "model.safetensors").read_bytes()
+
+
+def reached(folder, step, child):
+    """Waits until a run has taken so many steps."""
+    file, end = folder / "metrics.jsonl", time.monotonic() + 60
+    while not file.is_file() or file.read_text().count('"loss"') < step:
+        assert time.monotonic() < end and not os.waitpid(child.pid, os.WNOHANG)[0], "the run has ended, or hangs"
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(home):
+    assert train(home, "undisturbed", *STEPS, "--save-every", "2", "--eval-share", "0.2", "--eval-every", "5") == 0
+    return home / "undisturbed"
+
+
+def test_a_killed_run_goes_on_with_the_same_bits(home, undisturbed, capsys):
+    """Killed at three random steps, and once more while the first checkpoint is still to come."""
+    flags = (*STEPS, "--save-every", "2", "--eval-share", "0.2", "--eval-every", "5", "--resume")
+    for step in sorted([1, *random.Random(0).sample(range(2, 12), 3)]):
+        child = Child(lambda: train(home, "killed", *flags))
+        reached(home / "killed", step, child)
+        child.signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert train(home, "killed", *flags) == 0
+    assert "resumed after step" in capsys.readouterr().err
+    assert weights(home / "killed") == weights(undisturbed)
+    for key in ("loss", "eval_loss", "trained_tokens"):
+        assert metrics(home / "killed", key) == metrics(undisturbed, key)
+    lines = [len((folder / "metrics.jsonl").read_text().splitlines()) for folder in (home / "killed", undisturbed)]
+    assert lines[0] == lines[1]  # no step is there twice
+    best = "best/model.safetensors"
+    assert (home / "killed" / best).read_bytes() == (undisturbed / best).read_bytes()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_run_after_the_step_and_a_checkpoint(home, undisturbed, number, capfd):
+    out = f"stopped-{number}"
+    flags = (*STEPS, "--eval-share", "0.2", "--eval-every", "5")
+
+    def work():
+        os._exit(train(home, out, *flags))  # the status of the command
+
+    child = Child(work)
+    reached(home / out, 3, child)
+    child.signal(number)
+    assert child.wait() == 130
+    said = capfd.readouterr().err
+    taken = max(metrics(home / out))
+    assert f"stopped after step {taken} of 12" in said
+    assert f"train sft --config {home / out}/options.yaml --resume" in said
+    assert [path.name for path in (home / out / "checkpoints").iterdir()] == [f"step-{taken:08d}"]
+    from ligermodels.cli import main
+
+    assert main(["train", "sft", "--config", f"{home / out}/options.yaml", "--resume"]) == 0
+    assert weights(home / out) == weights(undisturbed)
+
+
+def test_a_full_disk_keeps_the_older_checkpoint(home, capfd):
+    """No file may become as large as a checkpoint, from some moment of the run on."""
+    flags, saved = (*STEPS, "--steps", "400", "--save-every", "4"), home / "full" / "checkpoints"
+    child = Child(lambda: os._exit(train(home, "full", *flags)))
+    reached(home / "full", 9, child)
+    resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (500_000, 500_000))
+    assert child.wait() == 3
+    said = capfd.readouterr().err
+    failed = int(re.search(r"step (\d+) could not be saved", said)[1])
+    assert "checkpoints before it are as they were" in said and re.search(r"takes 1\.\d+ MB, and .* GB are free", said)
+    assert sorted(int(path.name[5:]) for path in saved.iterdir()) == [failed - 8, failed - 4]
+    assert train(home, "full", *flags, "--resume", "--steps", str(failed)) == 0
+    assert f"resumed after step {failed - 4}" in capfd.readouterr().err
+
+
+def test_a_loss_that_is_no_number_stops_the_run(home, capsys):
+    assert train(home, "nan", *STEPS, "--lr", "1e30", "--clip", "0", "--save-every", "1") == 3
+    said = capsys.readouterr().err
+    assert "of 12: the loss is" in said or "of 12: the norm of the gradient is" in said
+    assert "a lower --lr" in said
+    last = max(metrics(home / "nan"))
+    assert f"step {last + 1} of 12" in said
+    assert {path.name for path in (home / "nan/checkpoints").iterdir()} <= {f"step-{n:08d}" for n in (last - 1, last)}
+
+
+def test_a_run_with_other_options_is_not_resumed(home, undisturbed, capsys):
+    assert train(home, "undisturbed", *STEPS, "--resume", "--eval-share", "0.2", "--seed", "1") == 3
+    assert "had seed=0, and this has seed=1" in capsys.readouterr().err
+    assert train(home, "undisturbed", *STEPS, "--resume", "--eval-share", "0.2", "--steps", "6") == 3
+    assert "checkpoint after step 12, and this run is to have 6 steps" in capsys.readouterr().err
+    fields = {name for options in RECIPES.values() for name in options.__dataclass_fields__}
+    assert set(_SAME) <= fields
+
+
+def test_early_stopping_keeps_the_best(home, capsys):
+    flags = ("--length", "64", "--accumulation", "1", "--steps", "40", "--lr", "0.3", "--eval-every", "1")
+    assert train(home, "early", *flags, "--patience", "3", "--eval-share", "0.2", "--schedule", "constant") == 0
+    said, losses = capsys.readouterr().err, metrics(home / "early", "eval_loss")
+    assert "stopped: 3 evaluations without a better one" in said and max(losses) < 40
+    best = min(losses, key=losses.get)
+    assert best == max(losses) - 3
+    assert (home / "early" / "best").is_dir() == (best > 0)
+
+
+LLAMA_8B = dict(
+    model_type="llama", vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
+    num_attention_heads=32, num_key_value_heads=8,
+)  # fmt: skip
+
+
+def test_the_estimate_is_that_of_the_documentation():
+    """The rows of docs/distributed.md, of which one was measured: 73.0 GiB on two GPUs."""
+    sizes = memory.Sizes.of(Llama.from_config(LLAMA_8B, device="meta"))
+    setting = memory.Setting("fp32", "none", tokens=8192, accumulates=False, gpus=8)
+    assert sizes.parameters == 8_030_261_248
+    gib = [memory.estimate(sizes, setting).total / 2**30]
+    block = memory.Setting("fp32", "block", tokens=8192, accumulates=False, gpus=8)
+    gib.append(memory.estimate(sizes, block).total / 2**30)
+    two = memory.Setting("fp32", "none", tokens=8192, accumulates=False, gpus=2)
+    gib.append(memory.estimate(sizes, two).total / 2**30)
+    assert [round(x) for x in gib] == [38, 18, 72]  # 17 + the block that is run again
+
+
+def test_what_fits_is_chosen_and_advised():
+    sizes = memory.Sizes.of(Llama.from_config(LLAMA_8B, device="meta"))
+    asked = memory.Setting("auto", "auto", tokens=8192, accumulates=True)
+
+    def chosen(gib):
+        found = memory.choose(sizes, asked, gib * 2**30)
+        return found.precision, found.activations
+
+    assert [chosen(gib) for gib in (140, 100, 90, 20)] == [
+        ("bf16-masters", "none"),
+        ("bf16-masters", "mlp"),
+        ("bf16-masters", "block"),
+        ("bf16", "block"),
+    ]
+    least = memory.choose(sizes, asked, 40 * 2**30)
+    advice = memory.advice(sizes, least, 40 * 2**30, 41_943_040)
+    assert [line.partition(":")[0] for line in advice] == ["--lora 16", "torchrun over 2 GPUs"]

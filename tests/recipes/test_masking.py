@@ -1,0 +1,291 @@
+"""What is trained, against transformers' masks and against the text that the assistant says."""
+
+import dataclasses
+import itertools
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from ligermodels.errors import InputError, TokenizerError
+from ligermodels.recipes import masking
+from ligermodels.recipes.formats import Conversation, Format, Pair, Text, Tokens
+from ligermodels.recipes.masking import IGNORED, Encoder, Example, encode, show
+from ligermodels.text import Tokenizer
+from ligermodels.text.batch import mask_of
+from tests import real_files
+from tests.text import folders
+from tests.text.families import FAMILIES, theirs
+from tests.text.templates import CALL, CONVERSATIONS, QWEN_3, SAID, SYSTEM, USER
+
+UNMARKED = re.sub(r"\{%-? *(end)?generation *-?%\}", "", QWEN_3)
+ROUNDS = [SYSTEM, USER, SAID | {"reasoning": "hm"}, USER, SAID, USER, SAID | {"content": "Yes."}]
+
+
+def trained_text(tokenizer, example):
+    """What is trained, "|" between the stretches that are not next to each other."""
+    kept = [index if label != IGNORED else None for index, label in zip(example.ids, example.labels, strict=True)]
+    assert all(label in (index, IGNORED) for index, label in zip(example.ids, example.labels, strict=True))
+    runs, run = [], []
+    for index in [*kept, None]:
+        if index is None:
+            runs += [tokenizer.decode(run)] if run else []
+            run = []
+        else:
+            run.append(index)
+    return "|".join(runs)
+
+
+# ---- conversations ----
+
+
+@pytest.fixture(scope="module")
+def qwen(folder_of):
+    """A tokenizer whose stop tokens include <|im_end|>."""
+    return Tokenizer.from_folder(folder_of("qwen 2.5")), AutoTokenizer.from_pretrained(folder_of("qwen 2.5"))
+
+
+TALKS = {name: chat for name, chat in CONVERSATIONS.items() if any(m["role"] == "assistant" for m in chat)}
+TALKS["rounds"] = ROUNDS
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_marks_and_prefixes_give_the_masks_of_transformers(qwen, name):
+    ours, theirs = qwen
+    chat = [{key: value for key, value in message.items() if value is not None} for message in TALKS[name]]
+    expected = theirs.apply_chat_template(
+        TALKS[name], chat_template=QWEN_3, return_dict=True, return_assistant_tokens_mask=True
+    )
+    labels = [i if m else IGNORED for i, m in zip(expected["input_ids"], expected["assistant_masks"], strict=True)]
+    assert set(labels) != {IGNORED}
+    for template in (QWEN_3, UNMARKED):
+        found = encode(Conversation(chat), ours, chat_template=template)
+        assert found == Example(expected["input_ids"], labels, True), template is QWEN_3
+
+
+# What of TALK is trained, by family. Stops are trained; a line break that a template writes after one is not.
+TALK = [
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Yes."},
+    {"role": "user", "content": "Why?"},
+    {"role": "assistant", "content": "It is the cat"},
+]
+ENDS = {
+    "llama 2": "</s>",
+    "llama 3.1": "<|eot_id|>",
+    "mistral 0.3": "</s>",
+    "nemo": "</s>",
+    "mixtral": "</s>",
+    "gemma 1": "<end_of_turn>",
+    "gemma 2": "<end_of_turn>",
+    "qwen 2.5": "<|im_end|>",
+    "phi 3": "<|end|>",
+    "phi 4": "<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families(folder_of, name):
+    tokenizer, end = Tokenizer.from_folder(folder_of(name)), ENDS[name]
+    ids = theirs(name, folder_of(name)).apply_chat_template(TALK)["input_ids"]
+    last = "<|end|><|endoftext|>" if name == "phi 3" else end  # its template ends the text as well
+    found = encode(Conversation(TALK), tokenizer)
+    assert found.ids == ids and found.ends
+    assert trained_text(tokenizer, found).replace(" ", "") == f"Yes.{end}|Itisthecat{last}"
+    found = encode(Conversation(TALK), tokenizer, train_on="last")
+    assert trained_text(tokenizer, found).replace(" ", "") == f"Itisthecat{last}"
+    silent = [m | {"train": False} if n == 3 else m for n, m in enumerate(TALK)]
+    found = encode(Conversation(silent), tokenizer)
+    assert found.ids == ids
+    assert trained_text(tokenizer, found).replace(" ", "") == f"Yes.{end}"
+    assert encode(Conversation(silent), tokenizer, train_on="last").trained == 0
+    found = encode(Conversation(TALK), tokenizer, train_on="all")
+    assert found == Example(ids, [IGNORED, *ids[1:]], True)
+
+
+def test_messages_that_are_not_trained_under_a_marked_template(qwen):
+    chat = [USER, SAID | {"content": "one"}, USER, SAID | {"content": "two", "train": False}, USER, SAID]
+    results = [encode(Conversation(chat), qwen[0], chat_template=text) for text in (QWEN_3, UNMARKED)]
+    assert results[0] == results[1]
+    text = trained_text(qwen[0], results[0])
+    assert text.startswith("one<|im_end|>|<think>") and "two" not in text
+    results = [encode(Conversation(chat[:4]), qwen[0], chat_template=t, train_on="last") for t in (QWEN_3, UNMARKED)]
+    assert [result.trained for result in results] == [0, 0]
+    doubled = QWEN_3.replace("{{- content }}", "{{- content }}{% endgeneration %}!{% generation %}")
+    with pytest.raises(InputError, match="marks 6 stretches as the assistant's, but it has 3 messages"):
+        encode(Conversation(chat), qwen[0], chat_template=doubled)
+
+
+@pytest.mark.parametrize("name", ["tokenizer-qwen3", "tokenizer-llama3_1", "tokenizer-gemma3"])
+def test_released_templates(name):
+    folder = real_files.path(f"{name}/tokenizer.json").parent
+    tokenizer = Tokenizer.from_folder(folder)
+    end = {"tokenizer-qwen3": "<|im_end|>", "tokenizer-gemma3": "<end_of_turn>"}.get(name, "<|eot_id|>")
+    found = encode(Conversation(TALK), tokenizer)
+    thought = "<think>\n\n</think>\n\n" if "qwen3" in name else ""  # only the last turn has it
+    assert trained_text(tokenizer, found) == f"Yes.{end}|{thought}It is the cat{end}"
+    assert found.ends
+    assert found.ids.count(tokenizer.bos_token_id) == int("qwen3" not in name)
+    if "qwen3" in name:
+        found = encode(Conversation(TALK), tokenizer, variables={"enable_thinking": False})
+        assert trained_text(tokenizer, found) == f"Yes.{end}|It is the cat{end}"
+        calls = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]},
+                 {"role": "tool", "content": "here"}, SAID | {"content": "There."}]  # fmt: skip
+        schema = {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}
+        text = trained_text(tokenizer, encode(Conversation(calls, [schema]), tokenizer))
+        assert text == (
+            '<tool_call>\n{"name": "find", "arguments": {"what": "the <mat>", "count": 3}}\n</tool_call><|im_end|>|'
+            "<think>\n\n</think>\n\nThere.<|im_end|>"
+        )
+
+
+def test_templates_that_rewrite_earlier_turns(folder_of):
+    """Mistral's templates write the system prompt beside a last message of the user only."""
+    tokenizer = Tokenizer.from_folder(folder_of("nemo"))
+    chat = Conversation([{"role": "system", "content": "Be brief."}, *TALK])
+    assert "Be brief" not in tokenizer.apply_chat_template(chat.messages, tokenize=False)
+    for train_on, n in (("assistant", 2), ("last", 4)):
+        with pytest.raises(InputError, match=rf"up to messages\[{n}\] otherwise .* a system prompt or tools"):
+            encode(chat, tokenizer, train_on=train_on)
+    growing = "{% for m in messages %}{{ m.content ~ ('' if loop.last else messages | length) }}{% endfor %}"
+    with pytest.raises(InputError, match=r"up to messages\[1\] otherwise"):
+        encode(Conversation(TALK), tokenizer, chat_template=growing)
+    changing = "{% for m in messages %}{{ m.content | upper if loop.last else m.content }}{% endfor %}"
+    with pytest.raises(InputError, match=r"up to messages\[1\] otherwise"):
+        encode(Conversation([{"role": "user", "content": "HI"}, *TALK[1:]]), tokenizer, chat_template=changing)
+
+
+def test_the_beginning_of_a_turn_is_not_trained_nor_told(byte_level):
+    with pytest.raises(InputError, match="the assistant begins"):
+        encode(Conversation([SAID, USER]), byte_level)
+    with pytest.raises(InputError, match="train_on='all' trains every message"):
+        encode(Conversation([USER, SAID | {"train": False}]), byte_level, train_on="all")
+    with pytest.raises(InputError, match="train_on is 'assistant'"):
+        encode(Conversation([USER, SAID]), byte_level, train_on="user")
+    with pytest.raises(InputError, match="does not read it"):
+        encode(Conversation([USER, SAID]), byte_level, variables={"enable_thinking": False})
+
+
+def test_a_stop_token_outside_the_mask_is_told(qwen):
+    outside = QWEN_3.replace("{{ '<|im_end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>' }}")
+    found = encode(Conversation([USER, SAID]), qwen[0], chat_template=outside)
+    assert found.trained and found.ends is False
+    plain = "{% for m in messages %}{{ m.role ~ ': ' ~ m.content ~ '\n' }}{% endfor %}"
+    found = encode(Conversation([USER, SAID]), qwen[0], chat_template=plain)
+    assert found.trained and found.ends is False
+
+
+def test_variables_of_the_template(qwen):
+    chat = Conversation([USER, SAID])
+    template = UNMARKED.replace("loop.last %}{{", "(loop.last and enable_thinking) %}{{")
+    texts = [
+        trained_text(qwen[0], encode(chat, qwen[0], chat_template=template, variables={"enable_thinking": thinks}))
+        for thinks in (True, False)  # without, the turn is begun with an empty thought that the template leaves out
+    ]
+    assert texts == ["<think>\n\n</think>\n\nUnder the 🦊 dog. <|im_end|>", "Under the 🦊 dog. <|im_end|>"]
+
+
+# ---- texts and tokens ----
+
+
+def test_text_and_completion(byte_level):
+    bos, eos = byte_level.bos_token_id, byte_level.eos_token_id
+    plain = byte_level.encode("the cat sat on", add_special_tokens=False)
+    found = encode(Text("the cat sat on"), byte_level)
+    assert found == Example([bos, *plain, eos], [IGNORED, *plain, eos], True)
+    assert encode(Text("<|begin|>the cat sat on<|eot_id|>"), byte_level) == found  # none is doubled
+    found = encode(Text(" sat on", "the cat"), byte_level)
+    assert found.ids == [bos, *plain, eos]
+    assert trained_text(byte_level, found) == " sat on<|eot_id|>"
+    assert encode(Text("", "the cat"), byte_level).labels[-1] == eos
+
+
+def test_texts_of_a_tokenizer_that_adds_eos(tmp_path):
+    model = folders.sentencepiece_model()
+    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model, add_eos_token=True))
+    found = encode(Text(" sat", "the cat"), tokenizer)
+    assert found.ids == tokenizer.encode("the cat sat") and found.ids.count(tokenizer.eos_token_id) == 1
+    assert trained_text(tokenizer, found).strip() == "sat</s>"
+
+
+def test_a_tokenizer_without_offsets(tmp_path):
+    """Its model normalises the text, so that prefixes are tokenised instead."""
+    model = folders.sentencepiece_model(normalization_rule_name="nmt_nfkc")
+    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path, model))
+    with pytest.raises(TokenizerError, match="offsets are unknown"):
+        tokenizer("\uff43\uff41\uff54", return_offsets_mapping=True)
+    chat = [{"role": "user", "content": "\uff43\uff41\uff54"}, {"role": "assistant", "content": "the ﬁne mat"}]
+    found = encode(Conversation(chat), tokenizer)
+    assert found.ids == tokenizer.apply_chat_template(chat) and found.ends
+    assert trained_text(tokenizer, found).strip() == "the fine mat </s>"
+    with pytest.raises(InputError, match="tells no offsets"):
+        encode(Text("t ﬁne", "the ca"), tokenizer)
+
+
+def test_tokens(byte_level):
+    found = encode(Tokens([5, 6, 7], [5, IGNORED, 7]), byte_level)
+    assert found == Example([5, 6, 7], [IGNORED, IGNORED, 7], None)
+    with pytest.raises(InputError, match="99999 is not an id of the tokenizer"):
+        encode(Tokens([5, 99999], [5, 99999]), byte_level)
+
+
+def test_what_cannot_be_trained(byte_level, tmp_path):
+    with pytest.raises(InputError, match=r"a preference \(pair\).*dpo"):
+        encode(Pair("a", "b", "c"), byte_level)
+    with pytest.raises(TokenizerError, match="lone surrogate"):
+        encode(Text("\ud800"), byte_level)
+    folder = folders.byte_level(tmp_path)
+    (folder / "generation_config.json").unlink()
+    settings = (folder / "tokenizer_config.json").read_text()
+    (folder / "tokenizer_config.json").write_text(settings.replace('"eos_token": "<|eot_id|>", ', ""))
+    with pytest.raises(InputError, match="names no eos token"):
+        encode(Text("a"), Tokenizer.from_folder(folder))
+    byte_level = Tokenizer.from_folder(folder)
+    byte_level.chat_template = None
+    with pytest.raises(TokenizerError, match="has no chat template"):
+        encode(Conversation(TALK), byte_level)
+
+
+def test_encoder(byte_level):
+    encoder = Encoder(byte_level, Format("messages", "a.jsonl:1"), train_on="last")
+    assert encoder({"messages": TALK}) == encode(Conversation(TALK), byte_level, train_on="last")
+    assert dataclasses.replace(encoder, train_on="assistant")({"messages": TALK}).trained > 5
+
+
+# ---- the mask, and what is shown ----
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_masks_are_those_of_looking_at_each_token(data):
+    sizes = data.draw(st.lists(st.integers(0, 3), max_size=20))
+    offsets, at = [(0, 0)] if data.draw(st.booleans()) else [], 0
+    for size in sizes:
+        start = max(0, at - data.draw(st.integers(0, 1)))  # tokens of one character share its offsets
+        at = start + size
+        offsets.append((start, at))
+    edges = sorted(data.draw(st.lists(st.integers(0, at + 1), unique=True)))
+    spans = list(zip(edges[::2], edges[1::2], strict=False))
+    ascends = all(a[0] <= b[0] and a[1] <= b[1] for a, b in itertools.pairwise(offsets))
+    if ascends and (not offsets or offsets[-1] != (0, 0)):
+        assert masking._mask_of(offsets, spans) == mask_of(offsets, spans)
+
+
+def test_show(byte_level):
+    chat = [{"role": "user", "content": "a\x1b[2J\rb"}, {"role": "assistant", "content": "🦊 mat"}]
+    example = encode(Conversation(chat), byte_level)
+    text = show(example, byte_level)
+    head = "<|begin|><|start_header_id|>user<|end_header_id|>\n\na\\x1b[2J\\rb<|eot_id|>"
+    head += "<|start_header_id|>assistant<|end_header_id|>\n\n"
+    assert text == f"{head}[🦊 mat<|eot_id|>]\n({example.trained} of {len(example.ids)} tokens are trained)"
+    assert show(example, byte_level, colour=True).startswith(f"\x1b[2m{head}\x1b[0m\x1b[32m🦊 mat<|eot_id|>\x1b[0m\n")
+    fox = byte_level.encode("🦊", add_special_tokens=False)
+    assert len(fox) == 4  # bytes: a run may end inside a character
+    assert show(Example(fox, [IGNORED, IGNORED, *fox[2:]]), byte_level).startswith("\ufffd[🦊]")
+
+
+def test_show_keeps_the_spaces_of_sentencepiece(tmp_path):
+    tokenizer = Tokenizer.from_folder(folders.sentencepiece_folder(tmp_path))
+    assert show(encode(Text(" sat on", "the cat"), tokenizer), tokenizer).startswith("<s> the cat[ sat on</s>]")

@@ -1,0 +1,96 @@
+"""Packing by invariants and a slow packer; a packed batch, a padded batch and single rows have the same losses."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ligermodels
+from ligermodels.recipes.masking import IGNORED, Example
+from ligermodels.recipes.packing import best_fit, packed_batch, padded_batch, spread
+
+LENGTHS = st.integers(1, 60).flatmap(lambda top: st.tuples(st.just(top), st.lists(st.integers(1, top), max_size=40)))
+
+
+def slow_best_fit(lengths, capacity):
+    """The space left in each bin, by trying all bins."""
+    spaces = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [space for space in spaces if space >= length]
+        if fitting:
+            spaces.remove(min(fitting))
+        spaces.append((min(fitting) if fitting else capacity) - length)
+    return sorted(spaces)
+
+
+@settings(max_examples=200, deadline=None)
+@given(LENGTHS, st.integers(0, 100))
+def test_best_fit(case, more):
+    top, lengths = case
+    bins = best_fit(lengths, top + more)
+    assert sorted(index for bin in bins for index in bin) == list(range(len(lengths)))
+    spaces = [top + more - sum(lengths[index] for index in bin) for bin in bins]
+    assert sorted(spaces) == slow_best_fit(lengths, top + more)
+    assert best_fit(lengths, top + more) == bins
+
+
+@settings(max_examples=100, deadline=None)
+@given(LENGTHS, st.integers(1, 7))
+def test_spread(case, ranks):
+    top, lengths = case
+    bins = best_fit(lengths, top)
+    found = spread(bins, ranks)
+    assert len(found) % ranks == 0 and len(bins) <= len(found) < len(bins) + ranks
+    assert sorted(index for bin in found for index in bin) == list(range(len(lengths)))
+    assert all(sum(lengths[index] for index in bin) <= top for bin in found)
+    assert all(found) or all(len(bin) < 2 for bin in found)  # nothing is idle while another has two
+
+
+def examples(*lengths):
+    made = []
+    for n, length in enumerate(lengths):
+        ids = torch.randint(1, 60, (length,), generator=torch.Generator().manual_seed(n)).tolist()
+        made.append(Example(ids, [IGNORED] * min(length, 1 + n) + ids[1 + n :]))
+    return made
+
+
+def test_packed_batch():
+    batch = packed_batch([Example([5, 6], [IGNORED, 6]), Example([7], [IGNORED])], pad_id=9, multiple=4)
+    assert {k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in batch.items()} == {
+        "input_ids": [[5, 6, 7, 9]],
+        "labels": [[IGNORED, 6, IGNORED, IGNORED]],
+        "cu_seqlens": [0, 2, 3, 4],
+        "max_seqlen": 2,
+    }
+    assert batch["cu_seqlens"].dtype == torch.int32 and batch["input_ids"].dtype == torch.int64
+    empty = packed_batch([], pad_id=9, multiple=3)
+    assert empty["input_ids"].tolist() == [[9, 9, 9]] and empty["cu_seqlens"].tolist() == [0, 3]
+
+
+def test_padded_batch():
+    batch = padded_batch([Example([5, 6, 7], [IGNORED, 6, 7]), Example([8], [IGNORED])], pad_id=9, multiple=2)
+    assert {k: v.tolist() for k, v in batch.items()} == {
+        "input_ids": [[5, 6, 7, 9], [8, 9, 9, 9]],
+        "labels": [[IGNORED, 6, 7, IGNORED], [IGNORED] * 4],
+        "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
+    }
+    assert padded_batch([], multiple=2)["attention_mask"].tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+def test_documents_do_not_see_each_other(multiple):
+    """The loss of the batch is the mean over all trained tokens of the documents alone."""
+    sizes = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    model = ligermodels.Llama.from_config(
+        dict(sizes, model_type="llama", vocab_size=64, num_key_value_heads=2), device="cpu", seed=0
+    )
+    rows = examples(7, 12, 3, 9)
+    sums = [
+        model(torch.tensor([row.ids]), labels=torch.tensor([row.labels]), num_items_in_batch=1).loss.item()
+        for row in rows
+        if row.trained
+    ]
+    mean = sum(sums) / sum(row.trained for row in rows)
+    for make in (packed_batch, padded_batch):
+        loss = model(**make(rows, pad_id=3, multiple=multiple)).loss
+        torch.testing.assert_close(loss.item(), mean, rtol=1e-5, atol=0)

@@ -1,0 +1,208 @@
+"""`ligermodels train` as a user types it: what it learns, writes and says, on one process and on two."""
+
+import json
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.cli import main
+from ligermodels.recipes.options import SFTOptions
+from tests.parallel.ranks import on_ranks
+from tests.recipes.runs import CHATS, metrics, train
+
+LEARN = ("--length", "128", "--accumulation", "1", "--lr", "4e-3")
+FEW = ("--length", "64", "--accumulation", "2", "--steps", "5", "--lr", "3e-3", "--warmup", "0")
+
+
+def answer(model, tokenizer, prompt):
+    ids = torch.tensor([prompt])
+    out = model.eval().generate(ids, max_new_tokens=8, eos_token_id=list(tokenizer.chat_stop_ids))
+    return tokenizer.decode(out[0, len(prompt) :].tolist(), skip_special_tokens=True)
+
+
+def check_answers(folder, model):
+    tokenizer = ligermodels.Tokenizer.from_hub(folder)
+    for user, assistant in CHATS:
+        prompt = tokenizer.apply_chat_template([user], add_generation_prompt=True)
+        assert answer(model, tokenizer, prompt) == assistant["content"]
+
+
+def test_sft_learns_what_the_assistant_says(home, capsys):
+    assert train(home, "sft", *LEARN, "--epochs", "20", "--eval-share", "0.25", "--show", "2") == 0
+    out, said = capsys.readouterr()
+    assert out == f"{home / 'sft' / 'model'}\n"
+    assert (
+        "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>]" in said
+    )  # what is trained, before the first step
+    losses = metrics(home / "sft")
+    assert losses[1] > 4 and losses[max(losses)] < 0.1  # guessing among the bytes of the answers costs over 2
+    folder = home / "sft" / "model"
+    check_answers(folder, ligermodels.load(folder))
+    report, card = (home / "sft" / "report.md").read_text(), (folder / "README.md").read_text()
+    for text in (report, card):
+        assert "12 rows of messages" in text and "| best evaluation |" in text and "lr: 0.004" in text
+    saved = SFTOptions.load(home / "sft" / "options.yaml")
+    assert (saved["precision"], saved["activations"], saved["batch_tokens"]) == ("fp32", "none", 128)
+
+
+def test_adapters_learn_and_load(home):
+    flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2", "--merge")
+    assert train(home, "lora", *flags) == 0
+    check_answers(home / "model", ligermodels.load(home / "lora" / "model"))
+    from ligermodels.training.lora import load_adapter
+
+    model = load_adapter(ligermodels.load(home / "model"), home / "lora" / "adapter")
+    check_answers(home / "model", model)
+
+
+def test_pretrain_learns_text_from_random_weights(home, capsys):
+    flags = ("--length", "128", "--accumulation", "1", "--epochs", "6", "--scratch", "--lr", "6e-3", "--eval-data")
+    assert train(home, "text", *flags, home / "texts.jsonl", recipe="pretrain", data="texts.jsonl") == 0
+    losses, evaluated = metrics(home / "text"), metrics(home / "text", "eval_loss")
+    assert losses[1] > 5 and losses[max(losses)] < 0.5 and evaluated[max(evaluated)] < 0.5
+    folder = home / "text" / "model"
+    model, tokenizer = ligermodels.load(folder), ligermodels.Tokenizer.from_hub(folder)
+    assert answer(model, tokenizer, tokenizer.encode("the quick br")) == "own fox "
+    tokens = metrics(home / "text", "tokens")
+    assert tokens[max(tokens)] > 5.5 * 4 * 45 * 12  # texts that are longer than a row are split, not cut
+
+
+def on_two(folder, *runs):
+    """Runs that two processes do together."""
+
+    def work():
+        torch.set_num_threads(1)
+        for run in runs:
+            assert run() == 0
+
+    on_ranks(folder, work)
+
+
+def check_same(ours, theirs):
+    for key in ("loss", "eval_loss", "grad_norm"):
+        ours_, theirs_ = metrics(ours, key), metrics(theirs, key)
+        assert ours_ == pytest.approx(theirs_, rel=2e-5) and ours_
+    for key in ("tokens", "trained_tokens"):
+        assert metrics(ours, key) == metrics(theirs, key)
+    ours_, theirs_ = (ligermodels.load(folder / "model").state_dict() for folder in (ours, theirs))
+    for name, weight in ours_.items():
+        torch.testing.assert_close(weight, theirs_[name], rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_compute_what_one_does_and_resume_each_other(home, tmp_path):
+    flags = (*FEW, "--eval-share", "0.3", "--eval-every", "2", "--save-every", "3")
+    assert train(home, "one", *flags) == 0
+    on_two(tmp_path, lambda: train(home, "two", *flags))
+    check_same(home / "two", home / "one")
+    resumed = (*flags, "--steps", "7", "--resume")
+    assert train(home, "one", *resumed) == 0
+    with pytest.warns(UserWarning, match="is resumed on 1 rank"):
+        assert train_with_warnings(home, "two", *resumed) == 0
+    assert metrics(home / "two") == pytest.approx(metrics(home / "one"), rel=2e-5)
+
+
+def train_with_warnings(home, out, *flags):
+    """As `train`, which prints warnings, by the function that the command calls."""
+    from ligermodels.recipes import sft
+
+    saved = SFTOptions.load(home / out / "options.yaml")
+    return sft.train(SFTOptions(**{**saved, "steps": 7, "resume": True}))
+
+
+@pytest.mark.slow
+def test_tensor_and_context_parallel_and_adapters_on_two_processes(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    flags = {
+        "tp": (*FEW, "--tp", "2", "--eval-share", "0.3"),
+        "cp": (*FEW, "--cp", "2", "--eval-share", "0.3"),
+        "adapters": (*FEW, "--lora", "4", "--merge", "--eval-share", "0.3"),
+        "rows": (*FEW, "--no-packing", "--eval-share", "0.3"),
+    }
+    on_two(tmp_path, *[lambda name=name: train(home, f"{name}-2", *flags[name]) for name in flags])
+    monkeypatch.delenv("WORLD_SIZE")
+    for name, given in flags.items():
+        alone = given[: len(FEW)] + given[len(FEW) + 2 :] if name in ("tp", "cp") else given
+        assert train(home, f"{name}-1", *alone) == 0
+        check_same(home / f"{name}-2", home / f"{name}-1")
+
+
+def test_a_file_of_options_and_a_dry_run(home, capsys):
+    file = home / "recipe.yaml"
+    values = {"model": str(home / "model"), "data": str(home / "chats.jsonl"), "out": str(home / "dry"), "epochs": 2}
+    file.write_text("\n".join(f"{key}: {json.dumps(value)}" for key, value in values.items()) + "\nlr: 1e-4\n")
+    argv = ["train", "sft", "--config", str(file), "--dry-run", "--length", "64", "--show", "1", "--lora", "4"]
+    assert main(argv) == 0
+    plan, said = capsys.readouterr()
+    for words in ("107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "0.0001, cosine"):
+        assert words in plan
+    assert "504 a pass" in plan and "GiB" in plan and "so few steps (16) teach little" in plan
+    assert "[a<|im_end|>]" in said and not (home / "dry").exists()
+    assert main([*argv, "--lr", "3e-4"]) == 0
+    assert "0.0003, cosine" in capsys.readouterr().out
+
+
+def test_what_is_refused(home, tmp_path, capsys):
+    lines = {
+        "empty.jsonl": "",
+        "broken.jsonl": '{"messages": [{"role": "user"',
+        "keys.jsonl": '{"question": "a", "answer": "b"}',
+        "untrained.jsonl": '{"messages": [{"role": "user", "content": "a"}]}',
+        "pairs.jsonl": '{"prompt": "a", "chosen": "b", "rejected": "c"}',
+        "data.xlsx": "x",
+    }
+    for name, text in lines.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").write_text("mine")
+    (tmp_path / "recipe.yaml").write_text("lr: 1e-4\nwarm_up: 3")
+    good, out = home / "chats.jsonl", tmp_path / "out"
+    wrong = [
+        ((home / "model", "--data", tmp_path / "missing.jsonl"), "no file or folder"),
+        ((home / "nothing", "--data", good), "is not there"),
+        ((home / "model",), "data is missing: give --data"),
+        ((home / "model", "--data", good, "--out", tmp_path / "full"), "is not empty; give a folder that is new"),
+        ((home / "model", "--data", good, "--out", tmp_path / "full" / "notes.txt"), "is a file; give a folder"),
+        ((home / "model", "--data", tmp_path / "empty.jsonl"), "is empty"),
+        ((home / "model", "--data", tmp_path / "broken.jsonl"), "broken.jsonl:1: not valid JSON"),
+        ((home / "model", "--data", tmp_path / "keys.jsonl"), "keys.jsonl:1"),
+        ((home / "model", "--data", tmp_path / "untrained.jsonl"), "no token to train"),
+        ((home / "model", "--data", tmp_path / "pairs.jsonl"), "dpo"),
+        ((home / "model", "--data", tmp_path / "data.xlsx"), "of an unknown kind"),
+        ((home / "model", "--data", good, "--steps", "3", "--epochs", "1"), "both say how long to train"),
+        ((home / "model", "--data", good, "--lr", "fast"), "lr='fast': expected a number"),
+        ((home / "model", "--data", good, "--eval-share", "0.01"), "leaves none to evaluate on"),
+        ((home / "model", "--data", good, "--config", tmp_path / "recipe.yaml"), "no option warm_up; did you mean war"),
+        ((home / "model", "--data", good, "--config", tmp_path / "none.yaml"), "cannot be read: No such file"),
+        ((home / "model", "--data", good, "--log", "wandb"), "not installed: pip install 'wandb'"),
+        ((home / "model", "--data", good, "--tp", "2"), "torchrun --nproc-per-node"),
+        ((home / "model", "--data", good, "--lora", "4", "--lora-targets", "qproj"), "qproj"),
+        ((home / "model", "--data", good, "--length", "4", "--batch-tokens", "64"), "rows have no token to train"),
+    ]  # fmt: skip
+    try:
+        import wandb  # noqa: F401
+
+        wrong = [case for case in wrong if "wandb" not in case[0]]
+    except ImportError:
+        pass
+    for argv, words in wrong:
+        where = () if "--out" in argv else ("--out", out)
+        status = main([str(argument) for argument in ("train", "sft", *argv, *where)])
+        said = capsys.readouterr().err
+        assert status == 3 and words in said, f"{argv}: {said}"
+        assert said.count("error: ") == 1 and "Traceback" not in said
+    assert not out.exists() or not any(out.iterdir())
+    for flag in ("--learning-rate", "--epoch"):
+        with pytest.raises(SystemExit) as stop:
+            main(["train", "sft", "m", "--data", "d", "--out", "o", flag, "3"])
+        assert stop.value.code == 2 and "did you mean" in capsys.readouterr().err
+
+
+def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):
+    rows = (home / "chats.jsonl").read_text().splitlines()
+    (tmp_path / "some.jsonl").write_text("\n".join([*rows[:5], '{"messages": 3}', *rows[5:]]))
+    assert train(home, tmp_path / "a", *FEW, data=tmp_path / "some.jsonl") == 3
+    assert "some.jsonl:6" in capsys.readouterr().err
+    flags = [flag for flag in FEW if flag not in ("--steps", "5")]
+    assert train(home, tmp_path / "b", *flags, "--skip-bad", data=tmp_path / "some.jsonl") == 0
+    assert "1 rows skipped that cannot be read" in capsys.readouterr().err
