@@ -54,7 +54,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,6 +65,7 @@ from ligermodels.checkpoint.weights import TensorInfo
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError
 
 _COMPLETE, _PARTIAL = re.compile(r"step-(\d{8,})"), re.compile(r"step-\d{8,}\.partial")
+_WRAPPERS = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and checkpoint_wrapper
 _T = TypeVar("_T")
 
 
@@ -76,6 +77,8 @@ class Checkpoints:
 
     model: plain, FSDP2, tensor parallel, DistributedDataParallel, or compiled. optimizer: over parameters of the model.
     keep: so many of the newest complete checkpoints stay, None for all; older ones go once a new one is complete.
+    frozen: False leaves out parameters that are not trained, as of the base of adapters, and buffers: `load` then needs
+        a model that holds them already.
     others: further objects with state_dict() and load_state_dict(), such as a learning-rate scheduler or a data loader.
         Their states consist of what torch.load(weights_only=True) reads: numbers, strings, lists, dicts, plain tensors.
         A state that differs between ranks (the data position of each) resumes on the same ranks and mesh only.
@@ -92,6 +95,7 @@ class Checkpoints:
         optimizer: torch.optim.Optimizer,
         *,
         keep: int | None = 2,
+        frozen: bool = True,
         **others: Any,
     ):
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -103,7 +107,7 @@ class Checkpoints:
                 )
             if not (hasattr(item, "state_dict") and hasattr(item, "load_state_dict")):
                 raise InputError(f"Checkpoints: {name} lacks state_dict() or load_state_dict()")
-        self.folder, self.keep = absolute(folder), keep
+        self.folder, self.keep, self.frozen = absolute(folder), keep, frozen
         self._model, self._optimizer, self._others = _unwrapped(model), optimizer, others
         self._ranks = _Ranks()
         self._last: int | None = None  # the step that this object saved or loaded last
@@ -309,7 +313,7 @@ class Checkpoints:
         reader.check_whole(wanted)
         _load(reader, wanted)
 
-        set_model_state_dict(self._model, dict(model))
+        set_model_state_dict(self._model, dict(model), options=StateDictOptions(strict=self.frozen))
         order = {name: number for number, name in enumerate(name for names in self._groups() for name in names)}
         groups = []  # with the parameters in the order of this optimizer
         for group, now in zip(run["optimizer"]["groups"], self._optimizer.param_groups, strict=True):
@@ -407,6 +411,9 @@ class Checkpoints:
     def _model_state(self) -> dict[str, Tensor]:
         """The tensors of the model, sharing its memory. FSDP2 shards its parameters again for that."""
         state = get_model_state_dict(self._model)
+        if not self.frozen:
+            trained = {_WRAPPERS.sub("", name) for name, p in self._model.named_parameters() if p.requires_grad}
+            state = {name: tensor for name, tensor in state.items() if name in trained}
         for name, tensor in state.items():
             if not isinstance(tensor, Tensor):
                 raise InputError(
@@ -420,8 +427,7 @@ class Checkpoints:
 
     def _names(self) -> dict[Tensor, str]:
         """{parameter: its name in the state of the model}."""
-        wrappers = re.compile(r"(_orig_mod|_checkpoint_wrapped_module)\.")  # of torch.compile and checkpoint_wrapper
-        names: dict[Tensor, str] = {p: wrappers.sub("", name) for name, p in self._model.named_parameters()}
+        names: dict[Tensor, str] = {p: _WRAPPERS.sub("", name) for name, p in self._model.named_parameters()}
         for group in self._optimizer.param_groups:
             for p in group["params"]:
                 if p not in names:

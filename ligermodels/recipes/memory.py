@@ -62,7 +62,8 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides the need of a run. gpus: that share the weights. split: that share a row's tokens (cp x tp)."""
+    """What decides the need of a run. gpus: that share the weights. split: that share a row's tokens (cp x tp).
+    quantized: frozen blocks are in 4 bits."""
 
     precision: str
     activations: str
@@ -72,6 +73,7 @@ class Setting:
     split: int = 1
     tp: int = 1
     on_cpu: bool = False
+    quantized: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,9 @@ def estimate(sizes: Sizes, setting: Setting) -> Need:
     frozen, frozen_bytes = 0, 4 if setting.on_cpu and setting.precision == "fp32" else 2
     if sizes.trained < sizes.parameters:  # adapters, in fp32 beside a frozen model
         frozen, (weight, gradient, state) = sizes.parameters, _BYTES["fp32"]
-    weights = (weight * sizes.trained + frozen_bytes * frozen) // setting.gpus
+    packed = sizes.block * sizes.blocks if setting.quantized else 0  # nf4: 4.127 bits, in blocks
+    frozen_total = frozen_bytes * (frozen - packed) + int(4.127 / 8 * packed)
+    weights = (weight * sizes.trained + frozen_total) // setting.gpus
     gradients, states = (size * sizes.trained // setting.gpus for size in (gradient, state))
     element, tokens = (4 if setting.on_cpu else 2), -(-setting.tokens // setting.split)
     saved = sizes.blocks * tokens * sizes.saved[setting.activations] * element

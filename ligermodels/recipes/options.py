@@ -99,6 +99,9 @@ class TrainOptions:
         (), "memory", "the projections that get them, such as q_proj,v_proj (default: all)"
     )
 
+    quantize: str = option(
+        "none", "memory", "with --lora: nf4 holds the frozen weights in 4 bits (QLoRA)", choices=("none", "nf4")
+    )
     merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
 
     dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
@@ -138,6 +141,12 @@ class TrainOptions:
         for name in ("lora_targets", "merge"):
             if getattr(self, name) and not self.lora:
                 raise InputError(f"{name} is given, but no rank of adapters: add --lora 16")
+        if self.quantize != "none" and not self.lora:
+            raise InputError("quantize=nf4 freezes the weights, and nothing would be trained: add --lora 16")
+        if self.quantize != "none" and self.merge:
+            raise InputError(
+                "merge would round the result to 4 bits again: load the base in bf16, load_adapter and merge"
+            )
         if self.lora and self.tp > 1:
             raise InputError("adapters are not trained under tensor parallelism: leave --tp out, or --lora")
         if self.lora and self.lora_alpha == 0:

@@ -103,7 +103,9 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     optimizer = _optimizer(options, model, processes)
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
-    with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, **others) as checkpoints:
+    with Checkpoints(
+        out / "checkpoints", model, optimizer, keep=options.keep, frozen=not options.lora, **others
+    ) as checkpoints:
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
@@ -150,7 +152,7 @@ def _check_folder(out: Path, *, resume: bool) -> None:
 
 _SAME = (
     "model", "data", "eval_data", "eval_share", "length", "packing", "skip_bad", "batch_tokens", "accumulation", "seed",
-    "precision", "lora", "lora_alpha", "lora_targets", "weight_decay", "betas", "scratch",
+    "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas", "scratch",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
@@ -209,6 +211,7 @@ def _setting(options: TrainOptions, processes: Processes) -> memory.Setting:
         split=processes.shared,
         tp=options.tp,
         on_cpu=processes.device.type == "cpu",
+        quantized=options.quantize != "none",
     )
 
 
@@ -230,7 +233,7 @@ def _plan(
     on_gpu = processes.device.type == "cuda"
     lines = {
         "model": f"{options.model}: {type(sketch).__name__}, {sizes.parameters:,} parameters",
-        "trained": f"{what}{sizes.trained:,} parameters ({share:.3g} of the model)" if options.lora else "all of them",
+        "trained": f"{what}{sizes.trained:,} parameters ({share:.2%} of the model)" if options.lora else "all of them",
         "data": f"{options.data}: {data.summary}",
         "evaluation": data.evaluation_summary,
         "tokens": "not counted, since --steps is given"
@@ -284,6 +287,8 @@ def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
         model = arch_of(folder).from_config(config_values(folder, None), seed=options.seed, **how)
         model.source_folder = folder  # for the files of the tokenizer
     else:
+        if options.quantize != "none":
+            how["quantization_config"] = options.quantize
         model = load(str(folder), progress=processes.is_main and sys.stderr.isatty(), **how)
         model.config._name_or_path = model.name_or_path = options.model
     if options.lora:

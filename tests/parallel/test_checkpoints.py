@@ -180,6 +180,29 @@ def test_training_goes_on_while_the_state_of_the_save_is_written(tmp_path, monke
     assert [other.step() for _ in range(2)] == losses
 
 
+def test_frozen_parameters_can_be_left_out(tmp_path):
+    def frozen(model):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name)
+        return model
+
+    run = Run(spread=frozen)
+    with run.checkpoints(tmp_path, frozen=False) as checkpoints:
+        run.step()
+        checkpoints.save(1, wait=False)
+        losses = [run.step(), run.step()]
+    stored = {key for key in Reader(tmp_path / "step-00000001").headers if key.startswith("model.")}
+    assert stored == {f"model.{name}" for name, p in run.model.named_parameters() if p.requires_grad}
+    again = Run(spread=frozen)
+    with again.checkpoints(tmp_path, frozen=False) as checkpoints:
+        assert checkpoints.load() == 1
+        assert [again.step(), again.step()] == losses
+    assert all(
+        torch.equal(found, wanted)
+        for found, wanted in zip(again.model.parameters(), run.model.parameters(), strict=True)
+    )
+
+
 def test_which_checkpoints_are_kept(tmp_path, monkeypatch):
     run, seen, write = Run(), [], dcp.FileSystemWriter.write_data
 

@@ -56,6 +56,18 @@ def test_adapters_learn_and_load(home):
     check_answers(home / "model", model)
 
 
+def test_adapters_learn_on_four_bits(home):
+    flags = (*LEARN, "--length", "512", "--steps", "60", "--lora", "8", "--lr", "1e-2", "--quantize", "nf4")
+    assert train(home, "qlora", *flags) == 0
+    from ligermodels.training.lora import load_adapter
+
+    base = ligermodels.load(home / "model", quantization_config="nf4", dtype=torch.float32, device="cpu")
+    check_answers(home / "model", load_adapter(base, home / "qlora" / "adapter"))
+    kept = sum(path.stat().st_size for path in (home / "qlora" / "checkpoints").rglob("*.distcp"))
+    adapter = (home / "qlora" / "adapter" / "adapter_model.safetensors").stat().st_size
+    assert kept < 2 * 4 * adapter + 2 * 300_000  # of each of two checkpoints: the adapter, two moments, and headers
+
+
 def test_pretrain_learns_text_from_random_weights(home, capsys):
     flags = ("--length", "128", "--accumulation", "1", "--epochs", "6", "--scratch", "--lr", "6e-3", "--eval-data")
     assert train(home, "text", *flags, home / "texts.jsonl", recipe="pretrain", data="texts.jsonl") == 0
@@ -177,6 +189,8 @@ def test_what_is_refused(home, tmp_path, capsys):
         ((home / "model", "--data", good, "--log", "wandb"), "not installed: pip install 'wandb'"),
         ((home / "model", "--data", good, "--tp", "2"), "torchrun --nproc-per-node"),
         ((home / "model", "--data", good, "--lora", "4", "--lora-targets", "qproj"), "qproj"),
+        ((home / "model", "--data", good, "--quantize", "nf4"), "add --lora 16"),
+        ((home / "model", "--data", good, "--quantize", "nf4", "--lora", "4", "--merge"), "round the result to 4 bits"),
         ((home / "model", "--data", good, "--length", "4", "--batch-tokens", "64"), "rows have no token to train"),
     ]  # fmt: skip
     try:
