@@ -1,14 +1,16 @@
-"""Child processes to kill and to interrupt, forked from a test: they never run on as the test, and none is waited for
-without end."""
+"""Processes of tests: forks to kill and to interrupt, which never run on as the test, and fresh ones that meet."""
 
 import os
 import signal
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 import torch
+import torch.multiprocessing as mp
 from tqdm import tqdm
 
 SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -62,3 +64,15 @@ def _end_with(work: Callable[[], object], mask: set[signal.Signals]) -> None:
         traceback.print_exc()
     finally:
         os._exit(status)
+
+
+def spawn(work: Callable[..., object], args: tuple[Any, ...] = (), nprocs: int = 2) -> None:
+    """Runs work(rank, *args) in fresh processes; raises where one of them does."""
+    mp.spawn(_work_and_leave, args=(work, args), nprocs=nprocs)
+
+
+def _work_and_leave(rank: int, work: Callable[..., object], args: tuple[Any, ...]) -> None:
+    work(rank, *args)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # threads of gloo may abort a process that ends as others do, after all is done

@@ -10,7 +10,6 @@ import datetime
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -22,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ligermodels import CheckpointError, HubError, InputError
 from ligermodels.arch import ARCHS
 from ligermodels.checkpoint.weights import same_bits
+from tests.processes import spawn
 
 CONFIG = dict(
     vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -98,7 +98,7 @@ def save_on_two_ranks(rank, folder):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("sharded")
-    mp.spawn(save_on_two_ranks, args=(folder,), nprocs=2)
+    spawn(save_on_two_ranks, args=(folder,), nprocs=2)
     return folder
 
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,7 @@ from ligermodels.checkpoint import weights
 from ligermodels.conversion.dcp import DcpSource, DcpTarget
 from ligermodels.conversion.huggingface import FolderSource
 from ligermodels.errors import CheckpointError
+from tests.processes import spawn
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=3, num_attention_heads=4,
@@ -123,7 +123,7 @@ def on_two_ranks(rank, folder):
 
 @pytest.mark.slow
 def test_shards_of_fsdp_are_joined(tmp_path):
-    mp.spawn(on_two_ranks, args=(tmp_path,), nprocs=2)
+    spawn(on_two_ranks, args=(tmp_path,), nprocs=2)
     configured(tmp_path / "config", make(vocab_size=63))
     assert len(list((tmp_path / "saved").glob("*.distcp"))) == 2
     source = DcpSource(tmp_path / "saved", tmp_path / "config")

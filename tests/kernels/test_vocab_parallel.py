@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from ligermodels.errors import InputError
 from ligermodels.kernels import (
@@ -29,6 +28,7 @@ from tests.kernels.judge import FP32_INTERPRETED, ON_GPU
 from tests.kernels.on_gpu import assert_never_waits
 from tests.kernels.oracle import assert_as_exact
 from tests.kernels.seen import Seen, adding_in_place
+from tests.processes import spawn
 
 HIDDEN = 32
 HALF = torch.bfloat16 if ON_GPU else torch.float16  # the interpreter truncates where it should round to bf16
@@ -362,7 +362,7 @@ def meet(rank, folder, backend, fused, plain):
 def assert_they_meet(folder, backend, fused, plain=()):
     fused, plain = ({name: CASES[name] for name in names} for names in (fused, plain))
     plain |= {f"plain {dtype}": Case(dict(softcap=8.0), dtype=dtype) for dtype in PLAIN_DTYPES} if plain else {}
-    mp.spawn(meet, args=(folder, backend, fused, plain), nprocs=2)
+    spawn(meet, args=(folder, backend, fused, plain), nprocs=2)
     ranks = [torch.load(folder / f"{rank}.pt", map_location="cpu") for rank in range(2)]
     assert len(ranks[0]) == len(fused) + len(plain)
     for op, name in ranks[0]:

@@ -10,7 +10,6 @@ import json
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -20,6 +19,7 @@ from ligermodels.errors import InputError
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW
 from tests.arch import qwen2_vl
+from tests.processes import spawn
 
 ROWS, LENGTH, VOCAB = 4, 16, 96
 SIZES = dict(
@@ -488,7 +488,7 @@ def _process(rank, size, folder, jobs):
 def run(size, folder, jobs):
     """Runs jobs, each (name, check, options), in `size` processes; returns {name: what each process found}."""
     try:
-        mp.spawn(_process, args=(size, folder, jobs), nprocs=size)
+        spawn(_process, args=(size, folder, jobs), nprocs=size)
     except Exception as error:
         raise AssertionError(f"in {(folder / 'running').read_text()}: {error}") from error
     found = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]

@@ -11,12 +11,12 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 import ligermodels
 from ligermodels.parallel import make_mesh
 from ligermodels.training import AdamW
+from tests.processes import spawn
 
 pytestmark = pytest.mark.slow  # each start of torchrun takes some 5 s
 ROOT = Path(__file__).parents[2]
@@ -188,7 +188,7 @@ def run_the_page(rank, folder):
 
 def test_the_page_is_right(tmp_path):
     ligermodels.Llama.from_config(TINY, device="cpu", seed=1).save_pretrained(tmp_path / "tiny")
-    mp.spawn(run_the_page, args=(tmp_path,), nprocs=2)
+    spawn(run_the_page, args=(tmp_path,), nprocs=2)
 
 
 def test_the_page_counts_the_bytes_that_adamw_holds():

@@ -8,7 +8,6 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,6 +17,7 @@ from ligermodels.arch import ARCHS, load
 from ligermodels.checkpoint import quantization, reading, saving
 from ligermodels.checkpoint.weights import Exported, same_bits
 from tests.checkpoint.test_sharded import processes
+from tests.processes import spawn
 
 SIZES = dict(
     vocab_size=98, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -209,7 +209,7 @@ def folder(tmp_path):
 
 
 def test_two_ranks(folder):
-    mp.spawn(on_two_ranks, args=(folder,), nprocs=2)
+    spawn(on_two_ranks, args=(folder,), nprocs=2)
 
 
 def on_four_ranks(rank, folder):
@@ -251,7 +251,7 @@ def on_four_ranks(rank, folder):
 
 @pytest.mark.slow
 def test_four_ranks_with_tensor_parallelism_and_copies(folder):
-    mp.spawn(on_four_ranks, args=(folder,), nprocs=4)
+    spawn(on_four_ranks, args=(folder,), nprocs=4)
 
 
 def test_ranks_write_at_the_same_time_in_bounded_memory():

@@ -2,12 +2,12 @@
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ligermodels.training.offload
 from ligermodels.arch import ARCHS
+from tests.processes import spawn
 
 SIZES = dict(vocab_size=97, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4)
 KINDS = {
@@ -48,4 +48,4 @@ def on_two_ranks(rank, meeting):
 
 
 def test_fsdp2_gives_the_gradients_of_one_process(tmp_path):
-    mp.spawn(on_two_ranks, args=(tmp_path / "meeting",), nprocs=2)
+    spawn(on_two_ranks, args=(tmp_path / "meeting",), nprocs=2)

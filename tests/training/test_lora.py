@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,6 +21,7 @@ from ligermodels.layers.lora import LoRALinear
 from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.training import AdamW, adapters_off, add_lora, load_adapter, merge_lora, save_adapter
 from tests.arch import qwen2_vl
+from tests.processes import spawn
 
 SIZES = dict(
     vocab_size=61, hidden_size=32, intermediate_size=44, num_hidden_layers=2, num_attention_heads=4,
@@ -349,7 +349,7 @@ CASES = {
 
 def test_sharded_adapters_train_and_save_as_whole_ones(tmp_path):
     """A frozen bf16 base and fp32 adapters in one group of FSDP2."""
-    mp.spawn(on_two_ranks, (tmp_path,), nprocs=2)
+    spawn(on_two_ranks, (tmp_path,), nprocs=2)
     for name, options in CASES.items():
         model = adapted(**options)
         losses = train(model, BATCH)
