@@ -170,6 +170,7 @@ def work_on_two_ranks(rank, folder, saved):
             model.save_pretrained(folder / f"{dtype}", max_shard_size="8KB")
 
 
+@pytest.mark.slow
 def test_fsdp_shards_the_bytes_and_gathers_them(saved, tmp_path):
     """Also where it casts to bf16 what it gathers, which would be another weight."""
     torch.multiprocessing.spawn(work_on_two_ranks, args=(tmp_path, saved), nprocs=2)

@@ -219,7 +219,7 @@ def gradients(model, ids):
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_models(device, family, dtype):
     """Loss and gradients of A and B, under each way to recompute; of the base there are none."""

@@ -83,6 +83,7 @@ def test_weights_become_the_nearest_code_times_absmax(device, double):
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
 def test_bits_per_weight():
     for double, bits in ((True, 4 + 8 / 64 + 32 / (64 * 256)), (False, 4.5)):
         packed, state = quantize_nf4(torch.randn(1024, 1024), double=double)
