@@ -8,26 +8,14 @@ import torch
 
 from ligermodels.text import Tokenizer
 from tests.recipes.runs import CHATS
-from tests.text import families, folders
+from tests.text import folders
+from tests.text.conftest import folder_of  # noqa: F401  # a fixture
 
 
 @pytest.fixture(scope="session")
 def byte_level(tmp_path_factory):
     """A tokenizer in the manner of Llama 3, with its template; eos is <|end|> or <|eot_id|>."""
     return Tokenizer.from_folder(folders.byte_level(tmp_path_factory.mktemp("byte_level")))
-
-
-@pytest.fixture(scope="session")
-def folder_of(tmp_path_factory):
-    """folder_of(name): the folder of a family."""
-    made = {}
-
-    def make(name):
-        if name not in made:
-            made[name] = families.FAMILIES[name].build(tmp_path_factory.mktemp("family"))
-        return made[name]
-
-    return make
 
 
 @pytest.fixture
