@@ -21,7 +21,6 @@ try:
         raise ImportError
     import triton
     import triton.language as tl
-
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     HAS_TRITON = True
@@ -53,9 +52,9 @@ def use_triton(x: Tensor) -> bool:
 
 
 def overlaps_launches(x: Tensor) -> bool:
-    """True where a kernel may be scheduled while the one before it ends (programmatic dependent launch): from Hopper on.
+    """True where a kernel may be scheduled while the one before it ends (programmatic dependent launch): on Hopper.
 
-    Such a kernel is launched with launch_pdl=True and calls `wait_for_previous(True)` before it reads or writes anything.
+    Such a kernel is launched with launch_pdl=True, and calls `wait_for_previous(True)` before it reads or writes.
     """
     return x.is_cuda and not INTERPRET and _overlaps_launches(x.get_device())
 
