@@ -119,7 +119,8 @@ def _run(
     bn, bk, warps = _tile(rows, k, up is not None)
     overlap, up_stride = overlaps_launches(x), 0 if up is None else up.stride(0)
     launch(
-        _kernel, (cdiv(n, bn),), y, x.contiguous(), w, up, b, up_b, n, k, w.stride(0), up_stride, rows, bn, bk, k % bk == 0, activation, overlap, num_warps=warps, **(dict(launch_pdl=True) if overlap else {}),
+        _kernel, (cdiv(n, bn),), y, x.contiguous(), w, up, b, up_b, n, k, w.stride(0), up_stride,
+        rows, bn, bk, k % bk == 0, activation, overlap, num_warps=warps, **(dict(launch_pdl=True) if overlap else {}),
     )  # fmt: skip
     return y
 
