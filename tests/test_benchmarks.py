@@ -192,6 +192,18 @@ def test_logits_loss_and_gradient_norm_are_compared(name, change):
     assert [reason.split()[0] for reason in reasons] == ([name] if name else [])
 
 
+def test_a_first_step_is_compared_with_the_plainest_peer_that_trains_the_same():
+    names = ("ligermodels+lora", "ligermodels+lora:block", "ligermodels+nf4", "hf", "hf+liger+lora", "hf+lora:block")
+    losses = (6.0, 7.0, 9.0, 8.0, 6.03, 6.0)
+    rows = [
+        {"baseline": name, "losses": [loss], "first_gradient_norm": 2.0, "tokens_per_s": 1.0}
+        for name, loss in zip(names, losses, strict=True)
+    ]
+    train_step.compare_first_steps(rows)
+    assert [row["baseline"] for row in rows if "note" in row] == ["ligermodels+lora:block"]
+    assert "hf+lora:block has 6" in rows[1]["note"] and "tokens_per_s" not in rows[1]
+
+
 # Commits, convergence
 
 
