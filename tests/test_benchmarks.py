@@ -116,6 +116,10 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_a_training_step_is_measured_and_written(name, tmp_path, capsys, in_this_process):
+    if "lora" in name:
+        pytest.importorskip("peft")
+    if name == "llama-8b-qlora":
+        pytest.importorskip("bitsandbytes")
     code, rows = run_case(tmp_path, name)
     assert code == 0, rows
     needs_gpu = {"liger", "compile", "captured"}
@@ -150,6 +154,7 @@ def test_a_red_parity_refuses_the_figures_of_a_model(tmp_path, monkeypatch, caps
 
 @pytest.mark.parametrize("wrong", ["the base in bf16", "the scale", "no adapter"])
 def test_parity_sees_the_adapters_and_the_4_bits(wrong, tmp_path, monkeypatch, in_this_process):
+    pytest.importorskip("peft")
     load, load_adapter = ligermodels.load, lora.load_adapter
 
     def load_wrongly(folder, quantization_config=None, **options):
