@@ -248,6 +248,13 @@ def left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     )
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What F.linear would cast x to; None where it would not."""
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, as F.linear, that does not save an x that a norm of this package has just computed.
 
