@@ -120,8 +120,10 @@ def _layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[
         return None if weight is None else (weight, biases[0])
     if all(b is None for b in biases):
         return weight, None
-    bias = None if any(b is None for b in biases) else joint(biases)  # type: ignore[arg-type]
-    return None if bias is None else (weight, bias)
+    if any(b is None for b in biases):
+        return None
+    bias = joint(biases)  # type: ignore[arg-type]
+    return weight, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
 
 
 def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:

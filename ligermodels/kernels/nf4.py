@@ -258,7 +258,7 @@ def dequantize_nf4(
 
 @dataclass(frozen=True, eq=False, slots=True)
 class NF4Weight:
-    """What `quantize_nf4` returns of a weight [N, K], as one operand: the ops of lora.py take it in a tensor's place."""
+    """What `quantize_nf4` returns of a weight [N, K], as one operand: ops of frozen layers take it for a tensor."""
 
     packed: Tensor
     state: NF4State

@@ -26,6 +26,7 @@ from ligermodels.kernels.nf4 import (
     quantize_nf4,
 )
 
+
 @contextlib.contextmanager
 def _one(weight: NF4Weight, dtype: torch.dtype) -> Iterator[Tensor]:
     with in_use([weight], dtype) as (found,):

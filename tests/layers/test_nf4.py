@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
-from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.kernels import nf4
+from ligermodels.kernels.nf4 import quantize_nf4
 from ligermodels.layers import NF4Linear
 
 
