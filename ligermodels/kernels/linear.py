@@ -278,9 +278,9 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer from the start.
 
     x: [..., K]; weights: [N_i, K] each; biases: to each weight [N_i] or None, or None for none at all.
-    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and the biases are, or are all
-    None. x is saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under
-    autocast, torch.compile and transforms, and for tensor subclasses, this is that formula itself.
+    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and all or none have a bias. x is
+    saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under autocast,
+    torch.compile and transforms, and for tensor subclasses, this is that formula itself.
     Raises InputError where there are not as many biases as weights, or no weight.
     """
     biases = [None] * len(weights) if biases is None else biases
