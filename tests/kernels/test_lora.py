@@ -1,7 +1,7 @@
 """Frozen layers with adapters: outputs and gradients of the formula in fp64, what is saved, and in how many matmuls.
 
-Whole models are compared with modules that compute W x + b + s B (A x) one by one, in which nothing is fused. W is dense
-or of 4 bits, and then dequantised in the formula.
+Whole models are compared with modules that compute W x + b + s B (A x) one by one, in which nothing is fused. W is
+dense or of 4 bits, and then dequantised in the formula.
 """
 
 import contextlib
