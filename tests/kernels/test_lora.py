@@ -107,9 +107,15 @@ def test_layers_side_by_side(device, poison, dtype, laid, which):
 
 @pytest.mark.parametrize("need_x", [True, False], ids=["", "x frozen"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-@pytest.mark.parametrize("laid", ["dense", "nf4", pytest.param("mixed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("laid", "which"),
+    [
+        pytest.param(laid, which, marks=[] if laid == "dense" or (laid, which) == ("nf4", "two") else pytest.mark.slow)
+        for laid in ("dense", "nf4", "mixed")
+        for which in WHICH
+    ],
+)
 def test_mlp(device, poison, laid, gated, which, mode, need_x):
     dtype = torch.float64
     if not gated:
@@ -218,7 +224,7 @@ def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, 
     assert [size for _, size in buffers] == [4 * HIDDEN * 2 * INNER + (4 * OUT * INNER if mode == "tiles" else 0)]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] * (m != "tiles")) for m in MODES])
 def test_four_bits_under_autocast(device, mode):
     """As the dequantised weights, cast."""
     sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
@@ -342,7 +348,7 @@ def test_a_model_saves_no_more_with_adapters(device, recompute):
     assert saved[0] - saved[1] == 2 * 18 * (3 * 4 + 4)
 
 
-@pytest.mark.parametrize("on", [True, False], ids=["", "adapters off"])
+@pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["", "adapters off"])
 @pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
 def test_a_model_of_four_bits_saves_what_one_of_sixteen_saves(device, recompute, on):
     """Nothing beside it but its packed weights, and no copy of these. The norms are trained too, so that without
