@@ -120,8 +120,10 @@ def _layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[
         return None if weight is None else (weight, biases[0])
     if all(b is None for b in biases):
         return weight, None
-    bias = None if any(b is None for b in biases) else joint(biases)  # type: ignore[arg-type]
-    return None if bias is None else (weight, bias)
+    if any(b is None for b in biases):
+        return None
+    bias = joint(biases)  # type: ignore[arg-type]
+    return weight, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
 
 
 def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
@@ -248,6 +250,13 @@ def left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     )
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What F.linear would cast x to; None where it would not."""
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, as F.linear, that does not save an x that a norm of this package has just computed.
 
@@ -269,9 +278,9 @@ def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer from the start.
 
     x: [..., K]; weights: [N_i, K] each; biases: to each weight [N_i] or None, or None for none at all.
-    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and the biases are, or are all
-    None. x is saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under
-    autocast, torch.compile and transforms, and for tensor subclasses, this is that formula itself.
+    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and all or none have a bias. x is
+    saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under autocast,
+    torch.compile and transforms, and for tensor subclasses, this is that formula itself.
     Raises InputError where there are not as many biases as weights, or no weight.
     """
     biases = [None] * len(weights) if biases is None else biases
