@@ -150,7 +150,7 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda" and hasattr(os, "preadv")
 
 
-def plan(parts: Iterable[Part], settings: Settings = SETTINGS) -> list[Block]:
+def plan(parts: Iterable[Part], settings: Settings) -> list[Block]:
     """The blocks that hold `parts`, in the order of the files; none is larger than a buffer."""
     room = settings.buffer_bytes - (2 * _PAGE if settings.direct else 0)  # a direct read begins and ends with a page
     blocks: list[Block] = []
@@ -207,7 +207,7 @@ def _pieces(
 
 
 def run(
-    blocks: Sequence[Block], device: torch.device, settings: Settings = SETTINGS
+    blocks: Sequence[Block], device: torch.device, settings: Settings
 ) -> Generator[tuple[int, list[str]], None, None]:
     """Fills the targets of the blocks of `plan`. Yields (bytes, the names that are complete) for each block.
 

@@ -249,12 +249,13 @@ def _copies(
     device = next((values.device for placed in parts.values() for values, _ in placed), torch.device("cpu"))
     locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
     if locate is not None and transfer.serves(device):
-        blocks = transfer.plan(
+        found = (
             transfer.Part(name, locate(name), index, values)
             for name, placed in parts.items()
             for values, index in placed
         )
-        return sum(block.nbytes for block in blocks), transfer.run(blocks, device)
+        blocks = transfer.plan(found, transfer.SETTINGS)
+        return sum(block.nbytes for block in blocks), transfer.run(blocks, device, transfer.SETTINGS)
 
     def steps() -> Generator[tuple[int, list[str]], None, None]:
         for name, placed in parts.items():
