@@ -89,6 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         root = options.checkpoint
         if root is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="load-", dir=options.scratch)))
+        root.mkdir(parents=True, exist_ok=True)
+        if "cold" in caches and _file_system(root).startswith("tmpfs"):
+            parser.error(f"{root} is in memory: there is no cold load from there")
         record = measure(options, root.absolute(), caches, loaders, variants)
     if options.out:
         write_json(options.out, record)
