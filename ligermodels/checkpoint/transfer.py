@@ -222,7 +222,7 @@ def run(
     for block in blocks:
         todo.put(block)
     left = Counter(piece.name for block in blocks for piece in block.pieces)
-    count = min(settings.buffers, len(blocks))
+    count, workers = min(settings.buffers, len(blocks)), min(settings.threads, len(blocks))
     with contextlib.ExitStack() as stack:
         files = {file: stack.enter_context(_opened(file, settings)) for file in {block.file for block in blocks}}
 
@@ -232,14 +232,14 @@ def run(
                     with contextlib.suppress(queue.Empty):  # another thread took the last one
                         block = todo.get_nowait()
                         if buffer.copied is not None:
-                            buffer.copied.synchronize()
+                            copies.wait(buffer.copied)
                         _fill(files[block.file], block, buffer, settings)
                         ready.put((block, buffer))
             except BaseException as error:  # is raised where the blocks are awaited
                 ready.put(error)
 
         copies = Copies(device)
-        threads = [threading.Thread(target=read, name="ligermodels-load", daemon=True) for _ in range(settings.threads)]
+        threads = [threading.Thread(target=read, name="ligermodels-load", daemon=True) for _ in range(workers)]
         try:
             for thread in threads:
                 thread.start()
@@ -290,6 +290,11 @@ class Copies:
             event = self.stream.record_event(torch.cuda.Event(blocking=True))
         torch.cuda.current_stream(self.device).wait_event(event)
         return event
+
+    def wait(self, event: Any) -> None:
+        """Returns when `event` has happened; for threads, whose current device is another."""
+        with torch.cuda.device(self.device):
+            event.synchronize()
 
     def end(self) -> None:
         """Waits for all copies: the caller may let go of the targets."""

@@ -24,7 +24,7 @@ from ligermodels.checkpoint.reading import SafetensorsReader
 from ligermodels.checkpoint.transfer import Part, Settings
 from ligermodels.checkpoint.weights import FLOATS, same_bits
 from ligermodels.errors import CheckpointError, HubError
-from tests.checkpoint.fixtures import EMBEDDING, make_model
+from tests.checkpoint.fixtures import CONFIG, EMBEDDING, make_model
 from tests.checkpoint.test_weights import STACKED, TABLE, on_meta, random_bits, random_tensors, relaid, save
 
 SMALL = Settings(threads=3, buffers=2, buffer_bytes=1000)
@@ -46,6 +46,9 @@ class Late:
         event = Event(self)
         self.pending.append((block, memory, event))
         return event
+
+    def wait(self, event):
+        event.synchronize()
 
     def end(self):
         while self.pending:
@@ -83,7 +86,7 @@ def through(device, monkeypatch):
     run, runs = transfer.run, []
     monkeypatch.setattr(transfer, "run", lambda blocks, *given: (runs.append(blocks), run(blocks, *given))[1])
     yield device
-    assert runs and all(len(blocks) > 3 for blocks in runs)
+    assert all(len(blocks) > 3 for blocks in runs) and (runs or device != "cpu")
 
 
 @pytest.fixture
@@ -149,6 +152,32 @@ def test_nan_is_named_in_the_order_of_the_files(tmp_path, through):
         tensors[name].view(-1)[-1] = float("nan")
     with pytest.warns(UserWarning, match=f"2 of {len(tensors)} tensors hold NaN or infinity: {', '.join(broken)}"):
         weights.load(on_meta(), TABLE, save(tmp_path, tensors), device=through, progress=False)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_rank_gets_its_rows(tmp_path, through, monkeypatch, family, rank):
+    """As without the ring, which tests/parallel compares with whole models."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if through != "cpu":
+        pytest.skip("has four ranks in one process")
+    config = {**CONFIG, "model_type": family, "hidden_size": 24, "num_key_value_heads": 2}
+    config |= {"num_local_experts": 2} if family == "mixtral" else {}
+    folder = ligermodels.ARCHS[family].from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh(through, (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        found = ligermodels.load(folder, mesh=mesh, progress=False)
+        monkeypatch.setattr(transfer, "serves", lambda device: False)
+        expected = dict(ligermodels.load(folder, mesh=mesh, progress=False).named_parameters())
+    finally:
+        dist.destroy_process_group()
+    for name, parameter in found.named_parameters():
+        assert same_bits(parameter.to_local().detach(), expected[name].to_local().detach()), name
+    assert {placement.dim for x in expected.values() for placement in x.placements if placement.is_shard()} >= {0, 1}
 
 
 def placed(generator: random.Random, device: torch.device) -> tuple[tuple[int, ...], tuple[slice, ...], Tensor]:
