@@ -21,6 +21,7 @@ def in_this_process(monkeypatch):
             raise RuntimeError(str(error)) from error
 
     monkeypatch.setattr(load, "spawn", spawn)
+    monkeypatch.setattr(load.gc, "collect", lambda: 0)  # takes long among all that a suite holds
     monkeypatch.setattr(transfer, "serves", lambda device: True)
     monkeypatch.setattr(transfer, "Copies", Prompt)
 
