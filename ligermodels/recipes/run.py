@@ -373,9 +373,9 @@ def _finish(
     use = f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(model)!r})`; it opens in transformers too."
     if model.name == "adapter":
         use = (
-            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n"
-            f"    model = ligermodels.load({options.model!r})\n"
-            f"    ligermodels.training.lora.load_adapter(model, {str(model)!r})"
+            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n    {command}\n\nor"
+            f"\n\n    model = ligermodels.load({options.model!r})\n"
+            f"    ligermodels.training.load_adapter(model, {str(model)!r})"
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fonts
