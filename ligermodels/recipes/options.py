@@ -104,6 +104,10 @@ class TrainOptions:
     )
     merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
 
+    export: str = option(
+        "none", "what", "at the end, also write OUT/model.gguf, for llama.cpp", choices=("none", "gguf")
+    )
+
     dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
     cp: int = option(1, "processes", "GPUs that share each row", least=1)
     tp: int = option(1, "processes", "GPUs that share each layer", least=1)
