@@ -12,7 +12,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -24,6 +24,14 @@ _JSON, _CSV, _PARQUET = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".par
 _SUFFIXES = (*_JSON, *_CSV, *_PARQUET)
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _BOM = b"\xef\xbb\xbf"
+
+
+class Row(dict[str, Any]):
+    """A row. folder: what relative paths in it are relative to; None for rows of the Hub."""
+
+    def __init__(self, values: Mapping[str, Any], folder: Path | None):
+        super().__init__(values)
+        self.folder = folder
 
 
 class Rows(ABC):
@@ -163,7 +171,7 @@ class _Lines(Rows):
             file.seek(start)
             # Blank lines may follow the row; readline would read the same, but not notice a file that became shorter.
             data = file.read(self._offsets[index + 1] - start)
-        return _parse(data.rstrip())
+        return Row(_parse(data.rstrip()), self._path.parent)
 
     def where(self, index: int) -> str:
         return f"{self._path}:{index + 1 + bisect.bisect_right(self._blank, index)}"
@@ -195,7 +203,7 @@ class _List(Rows):
         row = self._rows[_within(index, len(self))]
         if not isinstance(row, dict):
             raise InputError(f"a row is a JSON object with keys, not {type(row).__name__} ({short(row)})")
-        return row
+        return Row(row, self._path.parent)
 
     def where(self, index: int) -> str:
         return f"{self._path}: item {index + 1}"
@@ -235,7 +243,7 @@ class _Csv(Rows):
         fields = self._rows[_within(index, len(self))]
         if len(fields) != len(self._headers):
             raise InputError(f"the row has {len(fields)} fields, the line of headers {len(self._headers)}")
-        return dict(zip(self._headers, fields, strict=True))
+        return Row(dict(zip(self._headers, fields, strict=True)), self._path.parent)
 
     def where(self, index: int) -> str:
         return f"{self._path}:{self._lines[index]}"
