@@ -236,6 +236,7 @@ def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], us
         head += f"base_model: {options.model}\nbase_model_relation: {'adapter' if adapter else 'finetune'}\n"
     if is_repository(data := options.data.partition(":")[0]):
         head += f"datasets:\n- {data}\n"
+    sees = (folder / "preprocessor_config.json").is_file()
     tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora), "ligermodels"))
     losses = [line for line in _lines(Path(options.out) / "metrics.jsonl") if "loss" in line]
     results = (
@@ -243,7 +244,8 @@ def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], us
     )
     rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **results}.items())
     text = (
-        f"---\n{head}library_name: {'peft' if adapter else 'transformers'}\npipeline_tag: text-generation\n"
+        f"---\n{head}library_name: {'peft' if adapter else 'transformers'}\n"
+        f"pipeline_tag: {'image-text-to-text' if sees else 'text-generation'}\n"
         f"tags:\n{tags}---\n\n"
         f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"

@@ -96,7 +96,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             say(f"\n{text}")
     if options.dry_run:
         return 0
-    feed = Feed(data.train, per_step, processes, sketch.decoder.config.vocab_size)
+    feed = Feed(data.train, per_step, processes, len(sketch.get_input_embeddings().weight))
     feed.make_next()  # what is wrong with the data is found before anything is written
     evaluation = own_part(data.evaluation(), processes)
     processes.from_main(lambda: _write_options(out, options))
