@@ -43,7 +43,11 @@ class TrainOptions:
     recipe: typing.ClassVar[str]
 
     model: str = option("", "what", "repository on the Hub, or folder of a checkpoint")
-    data: str = option("", "what", "the examples: JSONL, JSON, CSV or Parquet; the format is detected")
+    data: str = option(
+        "",
+        "what",
+        "the examples: JSONL, JSON, CSV or Parquet, a folder of them, or OWNER/NAME[:SPLIT] of the Hub",
+    )
     out: str = option("", "what", "a new folder for checkpoints, metrics, the report and the tuned model")
 
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")

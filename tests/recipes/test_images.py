@@ -159,7 +159,7 @@ def test_a_batch_has_the_losses_of_transformers_row_by_row(home, packed):
     token = examples[0].images.token
     assert all(label == IGNORED for e in examples for i, label in zip(e.ids, e.labels, strict=True) if i == token)
     if packed and home.name.startswith("mllama"):
-        with pytest.raises(InputError, match="cannot be packed. Next step: --no-packing"):
+        with pytest.raises(InputError, match="cannot be packed.* --no-packing"):
             packed_batch(examples)
         return
     if home.name.startswith("mllama"):
@@ -213,7 +213,7 @@ def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
 
 def test_a_cut_goes_through_no_image(home):
     rows = rows_of(home, {"messages": [asked("a cat " * 20, image(image=NAMES[1]), "why"), said("x")]})
-    with pytest.raises(InputError, match="data.jsonl:1: .* would cut its images. Next step: a larger --length"):
+    with pytest.raises(InputError, match="data.jsonl:1: .* would cut its images.* a larger --length"):
         next(Batches(rows, encoder_of(home, rows), length=24, packing=False))
     rows = rows_of(home, {"messages": [asked(image(image=NAMES[0]), "why"), said("a cat " * 30)]})
     whole = encoder_of(home, rows)(rows[0])
