@@ -170,7 +170,7 @@ def shortened(text: str, token: str) -> str:
 def batch(found: Sequence[Images | None], input_ids: Tensor, *, packed: bool) -> dict[str, Tensor]:
     """What the images of examples, in the order of their tokens, add to a batch with these ids [B, S].
 
-    Raises InputError for packed rows of Llama-3.2-Vision, and for its rows without images among others.
+    Raises InputError for packed rows of Llama-3.2-Vision, and for its rows with different numbers of images.
     """
     some = [images for images in found if images is not None]
     if not some:
@@ -182,19 +182,17 @@ def batch(found: Sequence[Images | None], input_ids: Tensor, *, packed: bool) ->
             "Llama-3.2-Vision attends to the images of a row, so that rows with images cannot be packed. Next step: "
             "--no-packing"
         )
-    if len(some) < len(found):  # whose gated layers would add what no image says, in transformers' model as in ours
+    tiles = [images.tiles or [] if images is not None else [] for images in found]
+    if len(set(map(len, tiles))) > 1:
+        # Tokens before a row's first image attend evenly to all of its images, in transformers' model as in ours: also
+        # to those that only fill the row up.
         raise InputError(
-            "Llama-3.2-Vision cannot have rows with images and rows without in one batch. Next step: one row a batch "
-            "(--batch-tokens as --length), or data of one kind"
+            f"rows of one batch have {sorted(set(map(len, tiles)))} images; Llama-3.2-Vision computes a row otherwise "
+            "beside rows with more images. Next step: one row a batch (--batch-tokens as --length), or data of one kind"
         )
     from ligermodels.vision.mllama import cross_attention_mask
 
-    most = max(len(images.tiles or ()) for images in some)
-    joined = {name: tensor.new_zeros(len(found), most, *tensor.shape[1:]) for name, tensor in some[0].tensors.items()}
-    joined["aspect_ratio_mask"][..., 0] = 1  # also where there is no image
-    for row, images in enumerate(some):
-        for name, tensor in images.tensors.items():
-            joined[name][row, : len(tensor)] = tensor
-    tiles, most_tiles = [images.tiles or [] for images in some], joined["aspect_ratio_mask"].shape[2]
+    joined = {name: torch.stack([images.tensors[name] for images in some]) for name in some[0].tensors}
+    most_tiles = joined["aspect_ratio_mask"].shape[2]
     joined["cross_attention_mask"] = cross_attention_mask(input_ids, some[0].token, tiles, most_tiles)
     return joined
