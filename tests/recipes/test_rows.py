@@ -241,7 +241,7 @@ def test_data_sets_of_the_hub(write, splits, tmp_path, monkeypatch):
     ):  # fmt: skip
         assert texts(open_rows(source)) == [f"{split} 2", f"{split} 0"], source
     for source, message in (
-        ("me/v1.5:dev", "me/v1.5:dev: there is no split 'dev'; there are test, train"),
+        ("me/v1.5:dev", "me/v1.5:dev: there is no split 'dev'; there are train, test"),
         ("me/some:long:test", "there is no split 'test'; there are train"),
         ("me/some", r"cannot be read: ValueError: Config name is missing.*\['plain', 'long'\]"),
         ("me/nothing", "me/nothing cannot be read: .*(Error|NotFound)"),
