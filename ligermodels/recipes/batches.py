@@ -274,6 +274,7 @@ class Batches(Iterator[Batch]):
         counts: collections.Counter[str] = collections.Counter(rows=1)
         try:
             example = self._encoder(self._rows[index])
+            self._check_images(example)
         except (InputError, TokenizerError) as error:
             if not self._skip_bad:
                 text = f"{self._rows.where(index)}: {error}".removesuffix(".")
@@ -296,9 +297,17 @@ class Batches(Iterator[Batch]):
         counts.update(tokens=sum(len(e.ids) for e in found), trained=sum(e.trained for e in found))
         return found, counts
 
+    def _check_images(self, example: Example) -> None:
+        """Raises InputError where a cut would go through an image."""
+        if example.images is not None and example.images.token in example.ids[self._length :]:
+            raise InputError(
+                f"the row has {len(example.ids)} tokens, and length={self._length} would cut its images. Next step: a "
+                "larger --length, or a smaller max_pixels in the model's preprocessor_config.json"
+            )
+
     def _piece(self, example: Example, start: int) -> Example:
         part = slice(start, start + self._length)
-        return Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends)
+        return Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends, example.images)
 
     def _permutation(self, epoch: int) -> Any:
         if self._order[0] != epoch:

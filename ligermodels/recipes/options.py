@@ -43,7 +43,11 @@ class TrainOptions:
     recipe: typing.ClassVar[str]
 
     model: str = option("", "what", "repository on the Hub, or folder of a checkpoint")
-    data: str = option("", "what", "the examples: JSONL, JSON, CSV or Parquet; the format is detected")
+    data: str = option(
+        "",
+        "what",
+        "the examples: JSONL, JSON, CSV or Parquet, a folder of them, or OWNER/NAME[:SPLIT] of the Hub",
+    )
     out: str = option("", "what", "a new folder for checkpoints, metrics, the report and the tuned model")
 
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
@@ -103,6 +107,10 @@ class TrainOptions:
         "none", "memory", "with --lora: nf4 holds the frozen weights in 4 bits (QLoRA)", choices=("none", "nf4")
     )
     merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
+
+    export: str = option(
+        "none", "what", "at the end, also write OUT/model.gguf, for llama.cpp", choices=("none", "gguf")
+    )
 
     dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
     cp: int = option(1, "processes", "GPUs that share each row", least=1)
