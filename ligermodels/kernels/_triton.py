@@ -54,7 +54,8 @@ def use_triton(x: Tensor) -> bool:
 def overlaps_launches(x: Tensor) -> bool:
     """True where a kernel may be scheduled while the one before it ends (programmatic dependent launch): on Hopper.
 
-    Such a kernel is launched with launch_pdl=True, and calls `wait_for_previous(True)` before it reads or writes.
+    Such a kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before it reads
+    or writes.
     """
     return x.is_cuda and not INTERPRET and _overlaps_launches(x.get_device())
 
@@ -62,6 +63,11 @@ def overlaps_launches(x: Tensor) -> bool:
 @functools.cache
 def _overlaps_launches(index: int) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def overlapping(overlap: bool) -> dict[str, bool]:
+    """Options of a launch. Backends other than CUDA's do not know this one."""
+    return {"launch_pdl": True} if overlap else {}
 
 
 @triton.jit

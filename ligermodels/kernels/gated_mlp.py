@@ -51,6 +51,7 @@ from ligermodels.kernels.linear import (
 )
 from ligermodels.kernels.lora import Adapters, lora_mlp, lora_mlp_reference
 from ligermodels.kernels.nf4 import NF4Weight, Weight
+from ligermodels.kernels.one_row import one_row_glu, one_row_linear, takes
 
 
 def gated_mlp_reference(
@@ -245,6 +246,8 @@ def _mlp(
         run = lora_mlp if triton else lora_mlp_reference
         adapters = [None] * len(layers) if adapters is None else adapters
         run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
+    elif packed and takes(x, (*w1, w2)):  # type: ignore[arg-type]
+        return _one_row(x, w1, w2, b1, b2, activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
         one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two chunks cost more than that memory is worth
@@ -252,6 +255,13 @@ def _mlp(
     if recompute and torch.is_grad_enabled():
         return checkpoint(run, x, w1, w2, b1, b2, use_reentrant=False, preserve_rng_state=False)
     return run(x, w1, w2, b1, b2)
+
+
+def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
+    """`gated_mlp` of a single row, without gradients."""
+    if len(w1) == 1:
+        w1, b1 = w1[0].chunk(2), (None, None) if b1[0] is None else b1[0].chunk(2)
+    return one_row_linear(one_row_glu(x, *w1, *b1, activation=activation), w2, b2)
 
 
 def gated_mlp(

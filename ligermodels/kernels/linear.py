@@ -10,7 +10,8 @@ What differs from the layers one by one, and a copy that joins their outputs:
   weights (`_recompute`): 2 H bytes per token are not saved in 16 bits, for one more run of the norm's kernel.
 - The gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
 
-`linear` is the same of one weight. Where there is nothing to gain, both are F.linear.
+`linear` is the same of one weight. Where there is nothing to gain, both are F.linear, and of a single row without a
+gradient the kernel of one_row.py.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, is_marked, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, in_transform, only_backward, recomputed
 from ligermodels.kernels._triton import once_differentiable, use_triton
+from ligermodels.kernels.one_row import one_row_linear, takes
 
 _PLAIN = (nn.Parameter, Tensor)
 _OF_LAYERS = frozenset((*_PLAIN, type(None)))
@@ -126,7 +128,14 @@ def _layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[
     return weight, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
 
 
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias), by the kernel for a single row where it takes them."""
+    return one_row_linear(x, weight, bias) if takes(x, (weight,)) else F.linear(x, weight, bias)
+
+
 def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if takes(x, (weight,)):
+        return one_row_linear(x, weight, bias, out)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -138,7 +147,7 @@ def pack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) 
         return side_by_side(x, weights, biases)
     whole = _layer(weights, biases)
     if whole is not None:
-        return F.linear(x, *whole)
+        return product(x, *whole)
     y = x.new_empty((*x.shape[:-1], sum(_sizes(weights))))
     matmul(_rows(x), weights, biases, out=_rows(y))
     return y
@@ -271,7 +280,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and not left_to_torch(x, (weight,), (bias,))
     ):
         return _Linear.apply(x, handle, 1, weight, bias)
-    return F.linear(x, weight, bias)
+    return product(x, weight, bias)
 
 
 def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:

@@ -1,14 +1,14 @@
-"""Linear layers of at most four rows, without gradients."""
+"""Linear layers of a single row, without gradients."""
 
 import pytest
 import torch
 
-from ligermodels.kernels.few_rows import (
-    MOST,
-    few_rows_glu,
-    few_rows_glu_reference,
-    few_rows_linear,
-    few_rows_linear_reference,
+from ligermodels.kernels import one_row
+from ligermodels.kernels.one_row import (
+    one_row_glu,
+    one_row_glu_reference,
+    one_row_linear,
+    one_row_linear_reference,
     takes,
 )
 
@@ -18,9 +18,9 @@ SUMS = 4e-6
 """Of the sums in fp32, whose terms are 30 together, relative to the largest result, or to 1."""
 
 
-def operands(device, dtype, rows=1, n=9, k=96):
-    """x [rows, k], two weights [n, k] and two biases [n]."""
-    shapes = (rows, k), (n, k), (n, k), (n,), (n,)
+def operands(device, dtype, n=9, k=96):
+    """x [1, k], two weights [n, k] and two biases [n]."""
+    shapes = (1, k), (n, k), (n, k), (n,), (n,)
     scales = 1, k**-0.5, k**-0.5, 1, 1
     return [(torch.randn(shape) * scale).to(device, dtype) for shape, scale in zip(shapes, scales, strict=True)]
 
@@ -33,34 +33,34 @@ def assert_close(found, exact, dtype, device):
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-@pytest.mark.parametrize("rows", range(1, MOST + 1))
 @pytest.mark.parametrize(("n", "k"), [(9, 96), (2, 1100), (1, 2048)])
-def test_products_are_those_of_fp64(device, dtype, rows, n, k):
-    x, gate, up, b1, b2 = operands(device, dtype, rows, n, k)
+@pytest.mark.parametrize("at_once", [1, 528])
+def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, at_once):
+    monkeypatch.setattr(one_row, "_AT_ONCE", at_once)
+    x, gate, up, b1, b2 = operands(device, dtype, n, k)
     exact = [t.double() for t in (x, gate, up, b1, b2)]
-    assert_close(few_rows_linear(x, gate), few_rows_linear_reference(*exact[:2]), dtype, device)
-    assert_close(few_rows_linear(x, gate, b1), few_rows_linear_reference(*exact[:2], exact[3]), dtype, device)
+    assert_close(one_row_linear(x, gate), one_row_linear_reference(*exact[:2]), dtype, device)
+    assert_close(one_row_linear(x, gate, b1), one_row_linear_reference(*exact[:2], exact[3]), dtype, device)
     for biases, exact_biases, activation in (((), (), "silu"), ((b1, b2), exact[3:], "gelu_tanh")):
-        h = few_rows_glu(x, gate, up, *biases, activation=activation)
-        assert_close(h, few_rows_glu_reference(*exact[:3], *exact_biases, activation=activation), dtype, device)
+        h = one_row_glu(x, gate, up, *biases, activation=activation)
+        assert_close(h, one_row_glu_reference(*exact[:3], *exact_biases, activation=activation), dtype, device)
 
 
-def test_weights_and_rows_with_gaps(device):
-    x, gate, up, *_ = operands(device, torch.float32, rows=2)
+def test_weights_with_gaps(device):
+    x, gate, up, *_ = operands(device, torch.float32)
     wide = torch.full((9, 200), float("nan"), device=device)
     wide[:, :96], wide[:, 100:196] = gate, up
     strided = wide[:, :96], wide[:, 100:196]
-    assert torch.equal(few_rows_linear(x, strided[0]), few_rows_linear(x, gate))
-    assert torch.equal(few_rows_glu(x, *strided, activation="silu"), few_rows_glu(x, gate, up, activation="silu"))
-    apart = torch.stack([x, x + 1], 1)[:, 0]  # rows of x that do not follow each other
-    assert torch.equal(few_rows_linear(apart, gate), few_rows_linear(x, gate))
-    assert few_rows_linear(x.view(2, 1, 96), gate).shape == (2, 1, 9)
+    assert torch.equal(one_row_linear(x, strided[0]), one_row_linear(x, gate))
+    assert torch.equal(one_row_glu(x, *strided, activation="silu"), one_row_glu(x, gate, up, activation="silu"))
+    assert torch.equal(one_row_linear(x.repeat(1, 2)[:, 1::2], gate), one_row_linear(x.repeat(1, 2)[:, 1::2] + 0, gate))
+    assert one_row_linear(x.view(1, 1, 96), gate).shape == (1, 1, 9)
 
 
 def test_what_it_takes(device):
     x, weight, *_ = operands(device, torch.bfloat16)
     assert takes(x, [weight])
-    assert not takes(x.repeat(MOST + 1, 1), [weight])
+    assert not takes(x.repeat(2, 1), [weight])
     assert not takes(x[:0], [weight])
     assert not takes(x.double(), [weight.double()])
     assert not takes(x, [weight.float()])
@@ -76,10 +76,10 @@ def test_what_it_takes(device):
 @pytest.mark.gpu
 def test_on_a_gpu_it_is_captured_and_does_not_wait():
     x, gate, up, *_ = operands("cuda", torch.bfloat16, k=512)
+    back = up.t().contiguous()
 
     def run():
-        h = few_rows_glu(x, gate, up, activation="silu")
-        return few_rows_linear(few_rows_linear(h, up.t().contiguous()), gate)
+        return one_row_linear(one_row_linear(one_row_glu(x, gate, up, activation="silu"), back), gate)
 
     run()
     graph = torch.cuda.CUDAGraph()
