@@ -42,9 +42,17 @@ class Example:
     ends: bool | None = None
 
     @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    @property
     def trained(self) -> int:
         """The number of tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED)
+
+    def cut(self, length: int) -> "Example":
+        """The first tokens."""
+        return self if self.size <= length else Example(self.ids[:length], self.labels[:length], self.ends)
 
 
 @dataclasses.dataclass(frozen=True)
