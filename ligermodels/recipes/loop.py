@@ -264,7 +264,10 @@ class _Sums:
         numbers = torch.stack([*self._sums.values()]).flatten().tolist() if self._sums else []
         totals = iter(processes.total(*numbers) if numbers else [])
         pairs = {name: (next(totals), next(totals)) for name in self._sums}
-        return {name: total / number for name, (total, number) in pairs.items() if number}
+        means = {name: total / number for name, (total, number) in pairs.items() if number}
+        if {"reward_chosen", "reward_rejected"} <= means.keys():
+            means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
+        return means
 
 
 @dataclass

@@ -26,7 +26,7 @@ from ligermodels.text.chat import ChatTemplates
 IGNORED = -100
 TrainOn = Literal["assistant", "last", "all"]
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +268,7 @@ def _spans(
             raise InputError("messages[0]: the assistant begins, so that nothing says how the turn begins")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
-            prompt = _NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
+            prompt = NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
         if not text.startswith(prompt):
             raise _rewritten(n)
         if n == len(messages) - 1:
