@@ -259,21 +259,17 @@ class Logps(NamedTuple):
 def logps(model: Any, batch: Batch, *, prefix: str = "", prompts: bool = False) -> Logps:
     """The log probabilities of the batch's answers. prompts: the cross entropy counts those of chosen answers as well.
 
-    prefix: of the names in the batch. The head is called as a module, outside of the model's forward, after which FSDP
-    still has its weight.
+    prefix: of the names in the batch.
     """
     names = ("input_ids", "attention_mask", "cu_seqlens", "max_seqlen")
     inputs = {name: batch[prefix + name] for name in names if prefix + name in batch}
     labels, bounds = batch[prefix + "labels"], inputs.get("cu_seqlens")
-    answers = Targets(labels, bounds).labels
-    every = Targets(_with_prompts(batch) if prompts else labels, bounds)
-    output = model(**inputs, return_logits=False)
-    head = dict(softcap=getattr(model.config, "final_logit_softcapping", None), num_valid=every.count())
-    tokens = model.lm_head(output.last_hidden_state, every.labels, return_logprobs=True, **head)
-    total = totals(tokens, bounds)
+    scored = _with_prompts(batch) if prompts else labels
+    answers, every = (Targets(one, bounds).labels != IGNORED for one in (labels, scored))
+    output = model(**inputs, labels=scored, return_logprobs=True)
+    tokens, total = output.logprobs, totals(output.logprobs, bounds)
     aux = 0.0 if output.aux_loss is None else model.config.router_aux_loss_coef * output.aux_loss
-    sums, lengths = total(torch.where(answers != IGNORED, tokens, 0)), total(answers != IGNORED)
-    return Logps(sums, lengths, total(tokens), total(every.labels != IGNORED), aux)
+    return Logps(total(torch.where(answers, tokens, 0)), total(answers), total(tokens), total(every), aux)
 
 
 def _with_prompts(batch: Batch) -> Tensor:
@@ -416,6 +412,9 @@ def _precomputed(file: Path, model: Any, data: Data, processes: Processes) -> di
             own.update(zip(batch["digests"], logps(model, batch).sums.tolist(), strict=True))
     parts = [own]
     if processes.mesh is not None:
+        for module in model.modules():
+            if hasattr(module, "reshard"):  # FSDP2 has gathered parameters, and optimizers are made of sharded ones
+                module.reshard()
         parts = [{} for _ in range(processes.size)]
         dist.all_gather_object(parts, own)
     table = {digest: value for part in parts for digest, value in part.items()}
