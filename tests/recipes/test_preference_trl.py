@@ -108,7 +108,7 @@ def check_run(files, tmp_path, recipe, data, kind, *, ours=None, theirs=None, na
     for own, other in {"loss": "loss", "grad_norm": "grad_norm", **(names or {})}.items():
         found, expected = list(metrics(tmp_path / "ours", own).values()), logged(of, other)
         assert len(found) == len(expected) == STEPS
-        assert found == pytest.approx(expected, rel=2e-3, abs=2e-4), own
+        assert found == pytest.approx(expected, rel=1e-4, abs=1e-5), own
     assert max(logged(of, "loss")) > 1.02 * min(logged(of, "loss"))  # something was learned
 
 
