@@ -229,7 +229,9 @@ class CausalLM(Pretrained, TrainerInterface):
                 )
             }
         warn_unfused_head(self.lm_head, x)
-        return {"logprobs": -cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none")}
+        losses = cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none")
+        assert isinstance(losses, torch.Tensor), "nothing else was asked for"
+        return {"logprobs": -losses}
 
     @property
     def _softcap(self) -> float | None:
