@@ -1,5 +1,6 @@
 """The data of a run: rows of a file, those held out, and the batches that are made of them."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -44,10 +45,10 @@ class Data:
         self._eval: Rows | None = None if options.eval_data is None else open_rows(options.eval_data)
         if options.eval_share:
             rows, self._eval = held_out(rows, options.eval_share, options.seed)
-        self._rows, self._encoder = rows, masking.Encoder(tokenizer, detect(rows))
+        self._rows, self._encoder = rows, self._encoder_of(rows, tokenizer)
         self._encoders = {id(rows): self._encoder}
         if self._eval is not None:
-            self._encoders[id(self._eval)] = masking.Encoder(tokenizer, detect(self._eval))
+            self._encoders[id(self._eval)] = self._encoder_of(self._eval, tokenizer)
         self.train = self._batches(rows)
 
     @property
@@ -59,6 +60,12 @@ class Data:
         if self._eval is None:
             return ""
         return f"{len(self._eval):,} rows" + (f" of {self._options.eval_data}" if self._options.eval_data else "")
+
+    def _encoder_of(self, rows: Rows, tokenizer: Tokenizer) -> Any:
+        return masking.Encoder(tokenizer, detect(rows))
+
+    def _show(self, example: Any, *, colour: bool) -> str:
+        return masking.show(example, self._encoder.tokenizer, colour)
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:
         o, tokenizer = self._options, self._encoder.tokenizer
@@ -79,6 +86,10 @@ class Data:
         number = sum(1 for _ in batches)
         return {"batches": number, **batches.report()}
 
+    def once(self) -> Iterator[Batch]:
+        """The batches of one pass over all rows, in their order."""
+        return itertools.chain(self._batches(self._rows, epochs=1, shuffle=False), self.evaluation())
+
     def evaluation(self) -> list[Batch]:
         """The batches of one pass over what is evaluated on."""
         return [] if self._eval is None else list(self._batches(self._eval, epochs=1, shuffle=False))
@@ -91,7 +102,7 @@ class Data:
             except LigermodelsError as error:
                 yield f"{self._rows.where(index)}: {error}"
                 continue
-            yield f"{self._rows.where(index)}:\n{masking.show(example, self._encoder.tokenizer, colour)}"
+            yield f"{self._rows.where(index)}:\n{self._show(example, colour=colour)}"
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:

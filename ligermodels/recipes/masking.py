@@ -27,7 +27,7 @@ from ligermodels.text.chat import ChatTemplates
 IGNORED = -100
 TrainOn = Literal["assistant", "last", "all"]
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +44,24 @@ class Example:
     images: Images | None = None
 
     @property
+    def size(self) -> int:
+        return len(self.ids)
+
+    @property
     def trained(self) -> int:
         """The number of tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED)
+
+    def cut(self, length: int) -> "Example":
+        """The first tokens. Raises InputError where that would cut an image."""
+        if self.size <= length:
+            return self
+        if self.images is not None and self.images.token in self.ids[length:]:
+            raise InputError(
+                f"the row has {self.size} tokens, and length={length} would cut its images. Next step: a larger "
+                "--length, or a smaller max_pixels in the model's preprocessor_config.json"
+            )
+        return Example(self.ids[:length], self.labels[:length], self.ends, self.images)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -268,7 +283,7 @@ def _spans(
             raise InputError("messages[0]: the assistant begins, so that nothing says how the turn begins")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
-            prompt = _NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
+            prompt = NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
         if not text.startswith(prompt):
             raise _rewritten(n)
         if n == len(messages) - 1:

@@ -32,6 +32,7 @@ from ligermodels.recipes import export, memory, report
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
     FEW_STEPS,
+    Count,
     Feed,
     Loop,
     Loss,
@@ -39,12 +40,15 @@ from ligermodels.recipes.loop import (
     Progress,
     forwards_per_step,
     next_token_loss,
+    num_labels,
     own_part,
 )
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import say
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, accumulate_in_place
+
+MakeLoss = Callable[[Any, Any, Any, Processes, Callable[[], Any]], Loss]
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class Recipe:
     open_data: Callable[[TrainOptions, Tokenizer, int], Data] = Data
     """Of options, tokenizer, and what the length of a row is a multiple of."""
     loss: Loss = next_token_loss
+    count: Count = num_labels
+    make_loss: MakeLoss | None = None
+    """Of options, model, data, processes, and a function that loads MODEL once more, frozen; in place of `loss`."""
 
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
@@ -102,6 +109,9 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     processes.from_main(lambda: _write_options(out, options))
 
     model = _load(options, folder, processes)
+    loss = recipe.loss
+    if recipe.make_loss is not None:
+        loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
     optimizer = _optimizer(options, model, processes)
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
@@ -118,7 +128,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         )
         loop = Loop(
             model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
-            lambda target: _save(options, model, target), recipe.loss,
+            lambda target: _save(options, model, target), loss, recipe.count,
         )  # fmt: skip
         if not resumed:
             torch.manual_seed(options.seed + processes.batch_rank)
@@ -156,6 +166,7 @@ def _check_folder(out: Path, *, resume: bool) -> None:
 _SAME = (
     "model", "data", "eval_data", "eval_share", "length", "packing", "skip_bad", "batch_tokens", "accumulation", "seed",
     "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas", "scratch",
+    "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight", "reference",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
@@ -182,7 +193,7 @@ def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> T
     length = options.length or min(4096, context)
     if length > context and processes.is_main:
         say(f"warning: --length {length} is more than the {context} positions that the model was made for")
-    return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length)
+    return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length * options.sequences)
 
 
 def _with_memory(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
@@ -215,6 +226,8 @@ def _setting(options: TrainOptions, processes: Processes) -> memory.Setting:
         tp=options.tp,
         on_cpu=processes.device.type == "cpu",
         quantized=options.quantize != "none",
+        copies=options.frozen_copies,
+        sequences=options.sequences,
     )
 
 
@@ -304,6 +317,11 @@ def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
     elif gpu and processes.mesh is None and options.accumulation != 1:
         accumulate_in_place(model)
     return model.train()
+
+
+def _load_frozen(options: TrainOptions, folder: Path, processes: Processes) -> Any:
+    """The model once more, to compare with. Not for a run that trains adapters: they are switched off."""
+    return _load(dataclasses.replace(options, accumulation=1), folder, processes).requires_grad_(False).eval()
 
 
 def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) -> AdamW:
