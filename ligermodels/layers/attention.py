@@ -85,6 +85,10 @@ class Attention(JointProjections):
         if context is not None:
             q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
         key_mask = batch.key_mask
+        if cache is not None and batch.next_token is not None:
+            place = batch.next_token
+            out = cache.attend(q, k, v, place, window=self.window, softcap=self.softcap, scale=self.scale)
+            return apply_linear(o_proj, out.flatten(2))
         if cache is not None:
             k, v = cache.update(k, v)
             if key_mask is not None:  # over all tokens seen; a cache with a window returns only the last
