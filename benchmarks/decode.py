@@ -33,7 +33,17 @@ from ligermodels.generation import generate_iter, graph, release_graphs
 
 BANDWIDTH = 4.27e12
 CASES = "1x128+256,8x128+256,64x128+256,1x32768+64"
-COLUMNS = ("model", "case", "baseline", "first call s", "first token ms", "tokens/s", "limit", "of limit", "ids as host")
+COLUMNS = (
+    "model",
+    "case",
+    "baseline",
+    "first call s",
+    "first token ms",
+    "tokens/s",
+    "limit",
+    "of limit",
+    "ids as host",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

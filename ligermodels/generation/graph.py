@@ -28,6 +28,8 @@ KEPT = 4
 KEPT_SHARE = 8
 """At most KEPT caches of a model are kept for its next call, with at most a KEPT_SHARE-th of the GPU's memory."""
 
+_PLAIN = {bool, int, float, str, type(None)}
+
 _decodes: weakref.WeakKeyDictionary[KVCache, "Decode"] = weakref.WeakKeyDictionary()
 _caches: weakref.WeakKeyDictionary[nn.Module, list[tuple[tuple, KVCache]]] = weakref.WeakKeyDictionary()
 
@@ -167,7 +169,7 @@ def _state_of_capture(model: Any, cache: KVCache) -> list[Any]:
 
 
 def _numbers(owner: Any) -> list[tuple[str, Any]]:
-    return [(name, x) for name, x in vars(owner).items() if x is None or isinstance(x, bool | int | float | str)]
+    return [(name, x) for name, x in vars(owner).items() if type(x) in _PLAIN]
 
 
 def take_cache(model: Any, rows: int, length: int) -> tuple[KVCache, tuple]:
@@ -182,7 +184,11 @@ def take_cache(model: Any, rows: int, length: int) -> tuple[KVCache, tuple]:
             cache.reset()
             return cache, key
     with torch.inference_mode(False):  # it outlives the call
-        return model.new_cache(rows, length), key
+        try:
+            return model.new_cache(rows, length), key
+        except torch.OutOfMemoryError:
+            kept.clear()
+            return model.new_cache(rows, length), key
 
 
 def keep_cache(model: Any, cache: KVCache, key: tuple) -> None:

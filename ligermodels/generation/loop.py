@@ -195,7 +195,7 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
         texts = [StopText(request.tokenizer, request.stop_strings, after) for after in recent]
     scores: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_scores else None
     logits: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_logits else None
-    lowest = torch.zeros(rows, device=device)  # of the likeliest tokens' scores, NaN if one was
+    lowest = torch.zeros(rows, device=device)  # of the likeliest tokens' scores; NaN if one was NaN
     done = [False] * rows
     finished: Tensor | None = None  # `done` on the device
     last = 0  # columns that count: the cache may hold one more
@@ -216,7 +216,8 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
             if scores is not None:
                 scores.append(processed)
             best, token = processed.max(-1)
-            torch.minimum(lowest, best, out=lowest)
+            if not to_host:
+                torch.minimum(lowest, best, out=lowest)
             if options.do_sample:
                 token = draw(processed, generator)
             if finished is not None:
@@ -224,7 +225,7 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
             ids[:, length] = token
             last = length
 
-            read = _Reading(torch.where(lowest > -math.inf, token, -1)) if to_host else None
+            read = _Reading(torch.where(best > -math.inf, token, -1)) if to_host else None
             ahead = forward.is_captured and length + 1 < end
             if ahead:
                 raw = compute(length + 1)
@@ -326,8 +327,9 @@ class _Forward:
             else:
                 self.cache = None
         if self.is_captured and self.past == length - 1 and length > start:
-            if (logits := self._captured(ids, mask)) is not None:
-                return logits
+            found = self._captured(ids, mask)
+            if found is not None:
+                return found
         self.decode = None
         copies = request.copies if self.use_cache and length == start else 1
         if mask is not None:

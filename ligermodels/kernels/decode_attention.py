@@ -175,8 +175,8 @@ def decode_attention(
     ):  # fmt: skip
         raise InputError(
             f"decode_attention: q has {describe(q)}, keys {describe(keys)}, values {describe(values)}, starts "
-            f"{describe(starts)}, ends {describe(ends)}; expected q [B, 1, HQ, D] and keys, values [B, C, HK, D] of one "
-            "dtype, int32 [B] twice, all on one device"
+            f"{describe(starts)}, ends {describe(ends)}; expected q [B, 1, HQ, D] and keys, values [B, C, HK, D] of "
+            "one dtype, int32 [B] twice, all on one device"
         )
     rows, _, num_heads, size = of_q
     capacity, num_kv_heads = of_k[1:3]

@@ -7,7 +7,7 @@ What differs from a plain fused rope:
 - `rope` reads rows [q | k | v] and returns strided views, without copies. Its backward takes the three gradients in any
   strides and writes one packed gradient, which one GEMM reads for the projection's dX.
 - One kernel does all of this: rotation in place, into a new buffer, and (with -sin) the backward.
-- `rope_to_cache`, for decoding: q in place, k and v into a KV cache at a place that only the device knows, in one launch.
+- `rope_to_cache`, for decoding: q in place, k and v into a KV cache at a place that only the device knows.
 
 Saved for the backward: cos and sin. Math in fp32 (fp64 for fp64), one rounding.
 Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the packed gradient and

@@ -320,7 +320,6 @@ class KVCache:
         for name, value in self.state.items():
             self.state[name] = value.index_select(0, rows) if isinstance(value, Tensor) else value
 
-
     def take(self, other: "KVCache", rows: Tensor) -> None:
         """Holds what `other` does, row i its row rows[i]; the text in memory of its own."""
         for mine, layer in zip(self._layers, other._layers, strict=True):
