@@ -27,8 +27,9 @@ class Attention(JointProjections):
     """Self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and it
-    takes up the new ones; with `batch.next_token`, at a place that the device knows. Where q_proj, k_proj and v_proj are plain, they are one op, and q, k and v stay in its
-    output from the projection to the attention: nothing is copied.
+    takes up the new ones; with `batch.next_token`, at a place that the device knows. Where q_proj, k_proj and v_proj
+    are plain, they are one op, and q, k and v stay in its output from the projection to the attention: nothing is
+    copied.
 
     num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: tokens that a query sees,
     counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies
