@@ -6,12 +6,13 @@ import pytest
 import torch
 
 import ligermodels
-from benchmarks import convergence, train_step
+from benchmarks import convergence, decode, train_step
 from benchmarks import kernels as harness
 from benchmarks.kernel_cases import OPS
 from benchmarks.train_cases import CASES, MODELS
 from benchmarks.train_step import LOGITS_FACTOR, disagreement
 from ligermodels import kernels
+from ligermodels.generation import graph
 from ligermodels.training import lora
 
 # Kernels
@@ -218,3 +219,18 @@ def test_convergence_is_measured_and_written(tmp_path, capsys):
     apart = {row["recipe"]: row["apart"] for row in json.loads(out.read_text())["rows"]}
     assert apart["transformers, fp32"] == 0 < apart["ligermodels, fp32"] < 1e-6 < apart["ligermodels, bf16"] < 0.1
     assert capsys.readouterr().out.count("| llama") == 4
+
+
+# Decoding
+
+
+@pytest.mark.slow
+def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
+    out, few = tmp_path / "decode.json", ["--dry", "--models", "llama-3.2-1b", "--cases", "2x16+8"]
+    assert decode.main([*few, "--baselines", "captured,host,hf", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["baseline"] for row in rows] == ["captured", "host", "hf"] and rows[0]["ids as host"] == 1
+    assert all(row["tokens/s"] > 0 for row in rows) and set(graph.DEVICES) == {"cuda"}
+    run = graph.Decode._run
+    monkeypatch.setattr(graph.Decode, "_run", lambda self, *inputs: (run(self, *inputs), self._logits.neg_()))
+    assert decode.main(few) == 1 and "RED" in capsys.readouterr().out

@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "parallel": {"layers", "checkpoint", "errors"},
     "text": {"checkpoint", "errors"},
     "vision": {"text", "checkpoint", "errors"},
-    "generation": {"layers", "text", "errors"},
+    "generation": {"layers", "kernels", "text", "errors"},
     "arch": {"layers", "kernels", "training", "parallel", "checkpoint", "generation", "errors"},
     "conversion": {"arch", "checkpoint", "text", "errors"},
     "integrations": {"arch", "layers", "errors"},
