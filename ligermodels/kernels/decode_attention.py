@@ -27,9 +27,12 @@ from ligermodels.kernels._triton import (
     last_dim_contiguous,
     next_power_of_2,
     num_sms,
+    overlapping,
+    overlaps_launches,
     tl,
     triton,
     use_triton,
+    wait_for_previous,
 )
 from ligermodels.kernels.flash_attention import _capped
 
@@ -75,9 +78,10 @@ def _split_kernel(
     q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, OFFSET: tl.constexpr, SPLITS: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one key head of one row, over one share of its keys."""
+    wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = HQ // HK
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
@@ -132,9 +136,10 @@ def _split_kernel(
 def _combine_kernel(
     o_ptr, part_ptr, lse_ptr, starts_ptr, ends_ptr, window, parts,
     WINDOW: tl.constexpr, SPLITS: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One query head's output from those of its shares, `parts` of which have room in memory."""
+    wait_for_previous(OVERLAP)
     pid = tl.program_id(0).to(tl.int64)
     first, end, share = _shares(starts_ptr, ends_ptr, pid // HQ, window, WINDOW, SPLITS, BLOCK_N)
     used = tl.cdiv(end - first, share)
@@ -190,6 +195,7 @@ def decode_attention(
     splits = min(_MOST_SPLITS, cdiv(2 * num_sms(q.device.index), rows * num_kv_heads))
     parts = min(splits, cdiv(capacity, block_n))  # no more than that have a key
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
+    overlap = overlaps_launches(q)
     shares, lse = out, out
     if splits > 1:
         shares = torch.empty(rows, num_heads, parts, size, dtype=torch.float32, device=q.device)
@@ -200,13 +206,13 @@ def decode_attention(
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
         size**-0.5 if scale is None else scale, softcap, window is not None, offset is not None, splits,
         num_heads, num_kv_heads, size, max(16, next_power_of_2(num_heads // num_kv_heads)), block_d, block_n,
-        3, num_warps=4,
+        3, overlap, num_warps=4, **overlapping(overlap),
     )  # fmt: skip
     if splits > 1:
         launch(
             _combine_kernel, (rows * num_heads,),
             out, shares, lse, starts, ends, window or 0, parts,
             window is not None, splits, num_heads, size, next_power_of_2(splits), block_d, block_n, _CHUNK,
-            num_warps=4,
+            overlap, num_warps=4, **overlapping(overlap),
         )  # fmt: skip
     return out

@@ -31,9 +31,12 @@ from ligermodels.kernels._triton import (
     last_dim_contiguous,
     next_power_of_2,
     once_differentiable,
+    overlapping,
+    overlaps_launches,
     tl,
     triton,
     use_triton,
+    wait_for_previous,
 )
 
 
@@ -312,8 +315,10 @@ def _cache_kernel(
     OFFSET: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """The new token of one row: program 0 rotates q in place, 1 rotates k into the cache, 2 copies v there."""
+    wait_for_previous(OVERLAP)
     ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
     b = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -384,7 +389,7 @@ def rope_to_cache(
     q = q if q.stride()[2:] == (size, 1) else q.contiguous()
     k, v, half = last_dim_contiguous(k), last_dim_contiguous(v), operator.index(cos.shape[-1])
     num_heads, block_half = operator.index(q.shape[2]), next_power_of_2(half)
-    most = max(1, 1024 // block_half)
+    most, overlap = max(1, 1024 // block_half), overlaps_launches(q)
     launch(
         _cache_kernel, (len(q), 3),
         q, k, v, keys, values, cos, sin, ends, ends if offset is None else offset,
@@ -392,6 +397,7 @@ def rope_to_cache(
         0 if cos.shape[0] == 1 else cos.stride(0),
         offset is not None, num_heads, operator.index(heads), size, half,
         block_half, next_power_of_2(max(1, size - 2 * half)), next_power_of_2(size),
-        min(next_power_of_2(num_heads), most), min(next_power_of_2(heads), most), num_warps=4,
+        min(next_power_of_2(num_heads), most), min(next_power_of_2(heads), most), overlap,
+        num_warps=4, **overlapping(overlap),
     )  # fmt: skip
     return q
