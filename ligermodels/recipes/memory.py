@@ -32,7 +32,8 @@ _ONE_GPU_FP32 = (2, 2, 10)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: counts of parameters, and elements that a block saves per token."""
+    """Of a model: counts of parameters, and elements that a block saves per token. beside: parameters of another model,
+    frozen and in 16 bits (on the CPU in 32)."""
 
     parameters: int
     trained: int
@@ -40,6 +41,7 @@ class Sizes:
     block: int
     blocks: int
     saved: dict[str, int]
+    beside: int = 0
 
     @classmethod
     def of(cls, model: Any, *, trained: int | None = None) -> "Sizes":
@@ -112,6 +114,7 @@ def estimate(sizes: Sizes, setting: Setting) -> Need:
     frozen_total = frozen_bytes * (frozen - packed) + int(4.127 / 8 * packed)
     copy = (4 if setting.precision == "fp32" and (setting.on_cpu or setting.gpus > 1) else 2) * sizes.parameters
     weights = (weight * sizes.trained + frozen_total + setting.copies * copy) // setting.gpus
+    weights += (4 if setting.on_cpu else 2) * sizes.beside // setting.gpus
     gradients, states = (size * sizes.trained // setting.gpus for size in (gradient, state))
     element, tokens = (4 if setting.on_cpu else 2), -(-setting.tokens // setting.split)
     saved = sizes.blocks * tokens * sizes.saved[setting.activations] * element
