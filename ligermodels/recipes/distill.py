@@ -92,8 +92,8 @@ def check_same_tokens(student: Tokenizer, teacher: Tokenizer) -> None:
             for tokenizer in (student, teacher)
         )
         raise InputError(
-            f"the teacher has another tokenizer: {len(different)} ids differ, the first is {index}: {one} for the "
-            f"model, {other} for the teacher. They are compared token by token; give a teacher of the same family"
+            f"the teacher has another tokenizer: id {index} is {one} for the model and {other} for the teacher "
+            f"({len(different)} ids differ). The two are compared token by token; give a teacher of the same family"
         )
     split = [tokenizer.encode(_PROBE, add_special_tokens=False) for tokenizer in (student, teacher)]
     if split[0] != split[1]:
