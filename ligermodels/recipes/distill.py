@@ -104,17 +104,13 @@ def check_same_tokens(student: Tokenizer, teacher: Tokenizer) -> None:
         )
 
 
-def _folder(options: DistillOptions, *, weights: bool = True) -> Path:
-    return hub.resolve(options.teacher, weights=weights)
-
-
 def _sketch(folder: Path) -> Any:
     return arch_of(folder).from_config(config_values(folder, None), device="meta")
 
 
 def _open_data(options: DistillOptions, tokenizer: Tokenizer, multiple: int = 1) -> Data:
     """The data, once the teacher is found to fit."""
-    folder = _folder(options)
+    folder = hub.resolve(options.teacher)
     check_same_tokens(tokenizer, Tokenizer.from_hub(folder))
     config = _sketch(folder).config.get_text_config()
     if config.vocab_size < tokenizer.vocab_size:
@@ -131,7 +127,7 @@ def _open_data(options: DistillOptions, tokenizer: Tokenizer, multiple: int = 1)
 
 def _sizes(options: DistillOptions, sizes: memory.Sizes, sketch: Any) -> memory.Sizes:
     """Those of the model, and the teacher beside it."""
-    teacher = sum(p.numel() for p in _sketch(_folder(options)).parameters())
+    teacher = sum(p.numel() for p in _sketch(hub.resolve(options.teacher)).parameters())
     return dataclasses.replace(sizes, beside=teacher)
 
 
@@ -139,7 +135,7 @@ def _make_loss(options: DistillOptions, model: Any, data: Data, processes: Proce
     """The loss with the teacher, frozen and sharded as the model is; in bf16 on GPUs."""
     gpu = processes.device.type == "cuda"
     where: dict[str, Any] = dict(device=processes.device) if processes.mesh is None else dict(mesh=processes.mesh)
-    teacher = load(str(_folder(options)), dtype=torch.bfloat16 if gpu else torch.float32, **where)
+    teacher = load(str(hub.resolve(options.teacher)), dtype=torch.bfloat16 if gpu else torch.float32, **where)
     teacher.requires_grad_(False).eval()
     how: dict[str, Any] = dict(beta=options.beta, temperature=options.temperature, hard_weight=options.hard_weight)
     return functools.partial(distill_loss, teacher=teacher, **how)

@@ -1,8 +1,10 @@
 """The losses of sft beside plain formulas."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 
+from ligermodels.errors import InputError
 from ligermodels.recipes.sft import dft_loss
 from tests.recipes import losses
 from tests.recipes.runs import metrics, train
@@ -28,6 +30,16 @@ def test_dft_is_cross_entropy_times_the_probability():
         with torch.no_grad():
             told = dft_loss(model, packed | {"return_logits": False}, count)
         torch.testing.assert_close(told, each.sum().detach() / 7)
+
+
+def test_a_loss_function_that_cannot_be_called_is_refused():
+    model, ids = losses.model(), torch.arange(9)[None]
+    for given in ({}, {"labels": ids, "return_logits": True}):
+        with pytest.raises(InputError, match="loss_function needs labels, return_logits=False"):
+            model(ids, loss_function=print, **given)
+    model.lm_head = torch.nn.Linear(32, 61).double()
+    with pytest.raises(InputError, match="a head that no adapter wraps"):
+        model(ids, labels=ids, loss_function=print)
 
 
 def test_a_run_with_dft(home):
