@@ -70,11 +70,17 @@ def medusa_loss(
 
 
 def _sizes(options: MedusaOptions, sizes: memory.Sizes, sketch: Any) -> memory.Sizes:
-    """Those of the model with its heads."""
+    """Those of the model with its heads. Of a frozen model, no block saves anything for a backward."""
     hidden = sketch.decoder.config.hidden_size
     heads = options.heads * (sizes.head + options.head_layers * hidden * (hidden + 1))
-    trained = sizes.trained + heads if options.train_base else heads
-    return dataclasses.replace(sizes, parameters=sizes.parameters + heads, trained=trained)
+    states = -(-options.heads * (2 * options.head_layers + 1) * hidden // sizes.blocks)
+    return dataclasses.replace(
+        sizes,
+        parameters=sizes.parameters + heads,
+        trained=heads + sizes.trained * options.train_base,
+        saved={name: size * options.train_base + states for name, size in sizes.saved.items()},
+        heads=options.heads,
+    )
 
 
 def _extend(options: MedusaOptions, model: Any) -> None:

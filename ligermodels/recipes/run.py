@@ -269,7 +269,7 @@ def _plan(
     }
     text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
     if free and need.total > memory.MARGIN * free:
-        adapters = None if options.lora else memory.adapter_parameters(sketch, 16)
+        adapters = None if options.lora or sizes.heads else memory.adapter_parameters(sketch, 16)
         changes = memory.advice(sizes, setting, free, adapters)
         text += "\nwarning: this does not fit by the estimate. What does:" * bool(changes)
         text += "".join(f"\n  {change}" for change in changes)

@@ -1,5 +1,6 @@
 """Medusa heads: their losses beside plain formulas, the files of the reference implementation, and whole runs."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -12,7 +13,8 @@ from torch import nn
 
 import ligermodels
 from ligermodels.errors import CheckpointError, InputError
-from ligermodels.recipes.medusa import medusa_loss
+from ligermodels.recipes import memory
+from ligermodels.recipes.medusa import _sizes, medusa_loss
 from ligermodels.recipes.options import MedusaOptions
 from ligermodels.training import add_medusa, load_medusa, save_medusa
 from tests.recipes import losses
@@ -196,6 +198,23 @@ def test_the_model_is_trained_with_its_heads(home, tmp_path):
     ours, before = model.state_dict(), ligermodels.load(home / "model").state_dict()
     assert ours.keys() == before.keys() and not all(torch.equal(ours[name], before[name]) for name in ours)
     assert len(load_medusa(model, folder / "medusa")) == 2
+
+
+def test_the_estimate_of_memory():
+    """A frozen base takes its weights alone, and blocks that nothing is trained in save nothing."""
+    sketch = ligermodels.Llama.from_config(losses.TINY, device="meta")
+    sizes, base = memory.Sizes.of(sketch), sum(p.numel() for p in sketch.parameters())
+    heads = sum(p.numel() for p in add_medusa(losses.model(), 3).parameters())
+    setting = memory.Setting("bf16-masters", "none", tokens=100, accumulates=True)
+    options = dict(model="a", data="b", out="c", heads=3)
+    for train_base, trained, states in ((False, heads, 3 * 3 * 32), (True, base + heads, 3 * 3 * 32 + 1)):
+        found = _sizes(MedusaOptions(**options, train_base=train_base), sizes, sketch)
+        assert (found.parameters, found.trained) == (base + heads, trained)
+        need = memory.estimate(found, setting)
+        assert (need.weights, need.gradients, need.states) == (2 * (base + heads), 2 * trained, 6 * trained)
+        assert (need.activations == 2 * 100 * states) != train_base
+    other = memory.estimate(dataclasses.replace(sizes, beside=1000), setting)
+    assert other.total == memory.estimate(sizes, setting).total + 2000
 
 
 @pytest.mark.parametrize("says, options", [
