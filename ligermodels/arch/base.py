@@ -173,8 +173,12 @@ class CausalLM(Pretrained, TrainerInterface):
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
-        if loss_function is not None and (labels is None or return_logits or not takes_labels(unwrapped(self.lm_head))):
-            raise InputError("loss_function needs labels, return_logits=False, and a head that no adapter wraps")
+        if loss_function is not None and (
+            labels is None or return_logits or return_logprobs or not takes_labels(unwrapped(self.lm_head))
+        ):
+            raise InputError(
+                "loss_function needs labels, neither logits nor logprobs, and a head that no adapter wraps"
+            )
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", None)
         output = self.model(
@@ -244,7 +248,9 @@ class CausalLM(Pretrained, TrainerInterface):
                 )
             }
         warn_unfused_head(self.lm_head, x)
-        return {"logprobs": -cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none")}
+        losses = cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none")
+        assert isinstance(losses, torch.Tensor), "nothing else was asked for"
+        return {"logprobs": -losses}
 
     @property
     def _softcap(self) -> float | None:

@@ -45,7 +45,7 @@ class Sample(Protocol):
     def ends(self) -> bool | None: ...
 
     def cut(self, length: int, /) -> Self:
-        """With at most so many tokens in a sequence."""
+        """With at most so many tokens in a sequence; raises InputError where that cannot be."""
 
 
 Collate = Callable[[Sequence[Any], int, int], Batch]
@@ -301,6 +301,7 @@ class Batches(Iterator[Batch]):
         counts: collections.Counter[str] = collections.Counter(rows=1)
         try:
             example = self._encoder(self._rows[index])
+            cut = example.cut(self._length)
         except (InputError, TokenizerError) as error:
             if not self._skip_bad:
                 text = f"{self._rows.where(index)}: {error}".removesuffix(".")
@@ -311,7 +312,7 @@ class Batches(Iterator[Batch]):
         if not example.trained:
             counts["untrained"] += 1
             return [], counts
-        found = self._pieces(example) if self._long == "split" else [example.cut(self._length)]
+        found = self._pieces(example) if self._long == "split" else [cut]
         if self._long == "cut" and (over := example.size - found[0].size):
             counts.update(truncated=1, tokens_cut=over)
         if not (found := [piece for piece in found if piece.trained]):
@@ -320,8 +321,10 @@ class Batches(Iterator[Batch]):
         return found, counts
 
     def _pieces(self, example: Any) -> list[Sample]:
+        """All of a long text, piece by piece; images, which no cut goes through, belong to the first."""
         parts = [slice(start, start + self._length) for start in range(0, example.size, self._length)]
-        return [Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends) for part in parts]
+        pieces = [Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends) for part in parts]
+        return [dataclasses.replace(pieces[0], images=example.images), *pieces[1:]]
 
     def _permutation(self, epoch: int) -> Any:
         if self._order[0] != epoch:

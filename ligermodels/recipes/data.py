@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.recipes import masking
 from ligermodels.recipes.batches import Batches
@@ -13,6 +14,9 @@ from ligermodels.recipes.loop import Batch
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.rows import Rows, open_rows
 from ligermodels.text import Tokenizer
+
+_WINDOW_OF_IMAGES = 64
+"""Rows that are encoded ahead: an image of a million pixels takes 24 MB."""
 
 
 class Part(Rows):
@@ -67,6 +71,9 @@ class Data:
         o, tokenizer = self._options, self._encoder.tokenizer
         assert o.length is not None
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        config = tokenizer.files.folder / "config.json"
+        if config.is_file() and "vision_config" in files.read_json(config):
+            options["window"] = _WINDOW_OF_IMAGES
         return Batches(
             rows, self._encoders[id(rows)], length=o.length, tokens_per_batch=o.batch_tokens, packing=o.packing,
             seed=o.seed, multiple=self._multiple, pad_id=pad_id, long="split" if self._split and o.packing else "cut",

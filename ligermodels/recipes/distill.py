@@ -75,6 +75,10 @@ def distill_loss(
             found = found.loss
         return found / num_items_in_batch
 
+    if unread := sorted((model.extra_inputs & batch.keys()) - teacher.extra_inputs):
+        raise InputError(
+            f"the examples have images ({', '.join(unread)}), which the teacher does not read; give a teacher that does"
+        )
     with torch.no_grad():
         teacher(**batch, num_items_in_batch=count, loss_function=keep)
     loss = model(**batch, num_items_in_batch=count, loss_function=divergence).loss

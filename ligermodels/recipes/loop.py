@@ -188,8 +188,9 @@ class Feed:
 def on_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
-    return {
-        key: x.pin_memory().to(device, non_blocking=True) if isinstance(x, Tensor) else x for key, x in batch.items()
+    return {  # sizes of images are read on the host
+        key: x.pin_memory().to(device, non_blocking=True) if isinstance(x, Tensor) and "_grid_" not in key else x
+        for key, x in batch.items()
     }
 
 

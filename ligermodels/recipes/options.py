@@ -44,7 +44,11 @@ class TrainOptions:
     sequences: typing.ClassVar[int] = 1
     """Of a row, each of which may have `length` tokens."""
     model: str = option("", "what", "repository on the Hub, or folder of a checkpoint")
-    data: str = option("", "what", "the examples: JSONL, JSON, CSV or Parquet; the format is detected")
+    data: str = option(
+        "",
+        "what",
+        "the examples: JSONL, JSON, CSV or Parquet, a folder of them, or OWNER/NAME[:SPLIT] of the Hub",
+    )
     out: str = option("", "what", "a new folder for checkpoints, metrics, the report and the tuned model")
 
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
@@ -104,6 +108,10 @@ class TrainOptions:
         "none", "memory", "with --lora: nf4 holds the frozen weights in 4 bits (QLoRA)", choices=("none", "nf4")
     )
     merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
+
+    export: str = option(
+        "none", "what", "at the end, also write OUT/model.gguf, for llama.cpp", choices=("none", "gguf")
+    )
 
     dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
     cp: int = option(1, "processes", "GPUs that share each row", least=1)
@@ -424,6 +432,8 @@ class MedusaOptions(TrainOptions):
             raise InputError("lora: heads are trained on a frozen model, or with all of it (--train-base)")
         if max(self.cp, self.tp) > 1:
             raise InputError(f"cp={self.cp}, tp={self.tp}: heads are trained under FSDP alone; leave both out")
+        if self.export != "none" and not self.train_base:
+            raise InputError(f"export={self.export} writes a model, and heads alone are trained; leave it out")
 
     def default_lr(self) -> float:
         return 2e-5 if self.train_base else 1e-3

@@ -6,6 +6,7 @@ resumed from.
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -236,13 +237,30 @@ def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use
         (out / "report.md").write_text(text, "utf-8")
 
 
+def is_repository(name: str) -> bool:
+    """Whether a model or data set that a run read has its name on the Hub; else it is a file or folder."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+
+
 def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], use: str) -> None:
     """README.md of the tuned model, as the Hub shows it."""
-    is_id = not Path(options.model).expanduser().exists()
-    base = f"base_model: {options.model}\n" if is_id else ""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    adapter = folder.name == "adapter"
+    head = ""
+    if is_repository(options.model):
+        head += f"base_model: {options.model}\nbase_model_relation: {'adapter' if adapter else 'finetune'}\n"
+    if is_repository(data := options.data.partition(":")[0]):
+        head += f"datasets:\n- {data}\n"
+    sees = (folder / "preprocessor_config.json").is_file()
+    tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora), "ligermodels"))
+    losses = [line for line in _lines(Path(options.out) / "metrics.jsonl") if "loss" in line]
+    results = (
+        {"loss": f"{losses[0]['loss']:.4f} in the first step, {losses[-1]['loss']:.4f} in the last"} if losses else {}
+    )
+    rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **results}.items())
     text = (
-        f"---\n{base}library_name: ligermodels\npipeline_tag: text-generation\ntags:\n- {options.recipe}\n---\n\n"
+        f"---\n{head}library_name: {'peft' if adapter else 'transformers'}\n"
+        f"pipeline_tag: {'image-text-to-text' if sees else 'text-generation'}\n"
+        f"tags:\n{tags}---\n\n"
         f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
     )

@@ -4,7 +4,7 @@ DIR/options.yaml       the options, with what was chosen for "auto"
 DIR/checkpoints/       the newest states, from which --resume goes on
 DIR/metrics.jsonl      a line per step and per evaluation; tensorboard/ beside it
 DIR/best/              the model, or the adapters, of the best evaluation
-DIR/model/             the tuned model
+DIR/model/             the tuned model; model.gguf beside it with --export gguf
 DIR/report.md          what was run and what came out; loss.png
 """
 
@@ -28,7 +28,7 @@ from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.parallel import Checkpoints, parallelize
-from ligermodels.recipes import memory, report
+from ligermodels.recipes import export, memory, report
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
     FEW_STEPS,
@@ -93,6 +93,8 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     tokenizer = Tokenizer.from_hub(folder)
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
+    if options.export != "none":
+        processes.from_main(lambda: export.check(options, folder, sketch))
     options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
     counts = data.count() if options.steps is None else None  # by each rank: waiting for one could time out
@@ -108,7 +110,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             say(f"\n{text}")
     if options.dry_run:
         return 0
-    feed = Feed(data.train, per_step, processes, sketch.decoder.config.vocab_size)
+    feed = Feed(data.train, per_step, processes, len(sketch.get_input_embeddings().weight))
     feed.make_next()  # what is wrong with the data is found before anything is written
     evaluation = own_part(data.evaluation(), processes)
     processes.from_main(lambda: _write_options(out, options))
@@ -148,7 +150,8 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             reporter.close()
     saved = _save_last(options, model, out, recipe.save)
     if processes.is_main:
-        _finish(options, saved, progress, plan, reporter)
+        exported = None if options.export == "none" else export.write(options, folder)
+        _finish(options, saved, exported, progress, plan, reporter)
         print(saved)
     return 0
 
@@ -390,6 +393,7 @@ def _save_last(
 def _finish(
     options: TrainOptions,
     model: Path,
+    exported: Path | None,
     progress: Progress,
     plan: str,
     reporter: report.Reporter,
@@ -411,9 +415,9 @@ def _finish(
     use = f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(model)!r})`; it opens in transformers too."
     if model.name == "adapter":
         use = (
-            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n"
-            f"    model = ligermodels.load({options.model!r})\n"
-            f"    ligermodels.training.lora.load_adapter(model, {str(model)!r})"
+            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n    {command}\n\nor"
+            f"\n\n    model = ligermodels.load({options.model!r})\n"
+            f"    ligermodels.training.load_adapter(model, {str(model)!r})"
         )
     if model.name == "medusa":
         use = (
@@ -421,6 +425,8 @@ def _finish(
             f"    model = ligermodels.load({options.model!r})\n"
             f"    heads = ligermodels.training.load_medusa(model, {str(model)!r})"
         )
+    if exported is not None:
+        use += f"\n\nllama.cpp runs `{exported}`."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fonts
         plot = report.write_plot(out)

@@ -7,9 +7,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import ligermodels
+from ligermodels.errors import InputError
 from ligermodels.recipes.distill import check_same_tokens, distill_loss
 from ligermodels.recipes.options import DistillOptions
 from ligermodels.text import Tokenizer
+from tests.arch import qwen2_vl
 from tests.recipes import losses
 from tests.recipes.runs import metrics, train
 from tests.recipes.test_train_command import check_same, on_two
@@ -63,6 +66,13 @@ def test_loss_and_gradients_are_those_of_the_formula(teacher, options):
     number = (padded["labels"] != -100).sum()
     for name, value in (("divergence", soft), ("cross_entropy", hard)):
         torch.testing.assert_close(sums[name], (value.detach(), number))
+
+
+def test_images_that_the_teacher_does_not_read_are_refused():
+    student = ligermodels.Qwen2VL.from_config(qwen2_vl.tiny(), device="cpu")
+    batch = {"input_ids": torch.arange(5)[None], "labels": torch.arange(5)[None], "pixel_values": torch.zeros(1)}
+    with pytest.raises(InputError, match=r"images \(pixel_values\), which the teacher does not read"):
+        distill_loss(student, batch, torch.tensor(4.0), teacher=losses.model(), **OPTIONS)
 
 
 @pytest.mark.slow

@@ -219,6 +219,7 @@ def test_the_estimate_of_memory():
 
 @pytest.mark.parametrize("says, options", [
     ("heads=0: expected 1", {"heads": 0}), ("lora: heads are trained", {"lora": 4}), ("leave both out", {"cp": 2}),
+    ("export=gguf writes a model", {"export": "gguf"}),
 ])  # fmt: skip
 def test_options_that_are_refused(says, options, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")

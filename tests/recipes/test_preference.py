@@ -1,5 +1,6 @@
 """Recipes of preferences: what is trained, batches, losses against plain formulas, references, runs and refusals."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -273,6 +274,20 @@ def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, tmp_path, recipe,
     torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-9)
 
 
+def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokenizer, tmp_path):
+    options = RECIPES["kto"](model=str(home / "model"), data=str(home / "single.jsonl"), out=str(tmp_path), length=64)
+    first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        first.model.norm.weight.mul_(0.5)  # so that its answer is more likely than before
+    found = PreferenceData(dataclasses.replace(options, batch_tokens=64), tokenizer)
+    batch = next(batch for batch in found.train if len(batch["desirable"]) == 1)
+    loss = kto.RECIPE.make_loss(options, first, found, Processes(torch.device("cpu")), lambda: before)
+    value, told = loss(first, batch, kto.RECIPE.count(batch).float())
+    ratio = (told["reward_chosen"][0] + told["reward_rejected"][0]) / options.beta
+    assert told["kl"][0] == 0 and ratio > 1
+    assert value.item() == pytest.approx(torch.sigmoid(options.beta * ratio * (1 - 2 * batch["desirable"][0].double())))
+
+
 def test_the_losses_of_the_command_are_those_of_the_layers():
     """All that are a mean over pairs: the others sort a batch, and would depend on how it is packed."""
     assert set(_PAIRED) == set(dpo.LOSS_TYPES) - {"aot", "aot_unpaired"}
@@ -281,6 +296,7 @@ def test_the_losses_of_the_command_are_those_of_the_layers():
 # ---- runs ----
 
 
+@pytest.mark.slow
 def test_dpo_learns_and_tells_rewards(home, capsys):
     flags = ("--length", "48", "--accumulation", "1", "--epochs", "20", "--lr", "2e-3", "--eval-data")
     assert prefer(home, "dpo", *flags, home / "pairs.jsonl", "--sft-weight", "1", "--show", "1") == 0
@@ -297,7 +313,7 @@ def test_dpo_learns_and_tells_rewards(home, capsys):
     assert "perplexity" not in (folder / "metrics.jsonl").read_text()
 
 
-@pytest.mark.parametrize("recipe", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("recipe", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))])
 def test_two_processes_compute_what_one_does(home, tmp_path, recipe):
     flags = (*FEW, "--eval-share", "0.3", "--eval-every", "2")
     assert prefer(home, f"{recipe}-1", *flags, recipe=recipe) == 0
@@ -313,6 +329,7 @@ def test_two_processes_compute_what_one_does(home, tmp_path, recipe):
         assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5) and ours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["dpo", "kto"])
 def test_the_reference_is_the_same_however_it_is_held(home, tmp_path, recipe):
     """Adapters that are switched off, log probabilities from before the run, a frozen copy."""
@@ -335,9 +352,12 @@ def test_the_reference_is_the_same_however_it_is_held(home, tmp_path, recipe):
                 assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_keeps_its_reference(home, tmp_path, capsys):
-    flags = (*FEW, "--save-every", "2", "--schedule", "constant")
+    flags = (*FEW, "--save-every", "2", "--schedule", "constant", "--eval-data", home / "pairs.jsonl")
     assert prefer(home, tmp_path / "whole", *flags) == 0
+    evaluated = metrics(tmp_path / "whole", "eval_loss")
+    assert evaluated[0] == pytest.approx(math.log(2), abs=1e-5)  # of several batches
     assert prefer(home, tmp_path / "parts", *flags, "--steps", "2") == 0
     capsys.readouterr()
     assert prefer(home, tmp_path / "parts", *flags, "--resume") == 0

@@ -34,8 +34,8 @@ def test_dft_is_cross_entropy_times_the_probability():
 
 def test_a_loss_function_that_cannot_be_called_is_refused():
     model, ids = losses.model(), torch.arange(9)[None]
-    for given in ({}, {"labels": ids, "return_logits": True}):
-        with pytest.raises(InputError, match="loss_function needs labels, return_logits=False"):
+    for given in ({}, {"labels": ids, "return_logits": True}, {"labels": ids, "return_logprobs": True}):
+        with pytest.raises(InputError, match="loss_function needs labels, neither logits"):
             model(ids, loss_function=print, **given)
     model.lm_head = torch.nn.Linear(32, 61).double()
     with pytest.raises(InputError, match="a head that no adapter wraps"):
