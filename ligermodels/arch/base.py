@@ -5,6 +5,7 @@ saving are in pretrained.py; what trainers (transformers, TRL, PEFT, accelerate)
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any, ClassVar, cast
 
 import torch
@@ -85,6 +86,7 @@ class CausalLM(Pretrained, TrainerInterface):
         max_seqlen: int | None = None,
         return_logits: bool | None = None,
         return_logprobs: bool = False,
+        loss_function: Callable[..., Tensor] | None = None,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         output_attentions: bool | None = None,
@@ -121,6 +123,8 @@ class CausalLM(Pretrained, TrainerInterface):
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         return_logprobs: with labels, in place of the loss `logprobs`: at each position the log probability of the label
             after it, 0 where nothing is to be predicted. Not under context or tensor parallelism.
+        loss_function: with labels, what is computed in place of the cross entropy; see `LMHead.forward`. There are no
+            logits then.
         output_hidden_states: adds `hidden_states` and `last_hidden_state`.
         output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
             as well, times the config's `router_aux_loss_coef`; default is the config's `output_router_logits`.
@@ -169,6 +173,12 @@ class CausalLM(Pretrained, TrainerInterface):
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
         wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
+        if loss_function is not None and (
+            labels is None or return_logits or return_logprobs or not takes_labels(unwrapped(self.lm_head))
+        ):
+            raise InputError(
+                "loss_function needs labels, neither logits nor logprobs, and a head that no adapter wraps"
+            )
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", None)
         output = self.model(
@@ -185,7 +195,8 @@ class CausalLM(Pretrained, TrainerInterface):
         if targets is not None and return_logprobs:
             computed = self._logprobs(x, targets)
         elif targets is not None:
-            computed = self._loss(x, targets, num_items_in_batch, with_logits=bool(wants_logits))
+            with_logits = bool(wants_logits) and loss_function is None
+            computed = self._loss(x, targets, num_items_in_batch, with_logits=with_logits, loss_function=loss_function)
         elif wants_logits:
             head = unwrapped(self.lm_head)
             computed["logits"] = capped(head(x[:, -logits_to_keep:] if logits_to_keep else x), self._softcap)
@@ -207,12 +218,20 @@ class CausalLM(Pretrained, TrainerInterface):
         return CausalLMOutput({**computed, **output})
 
     def _loss(
-        self, x: Tensor, targets: Targets, num_items_in_batch: Tensor | int | None, *, with_logits: bool
+        self,
+        x: Tensor,
+        targets: Targets,
+        num_items_in_batch: Tensor | int | None,
+        *,
+        with_logits: bool,
+        loss_function: Callable[..., Tensor] | None,
     ) -> dict[str, Any]:
         """The loss of the last hidden state, and the logits where they are wanted."""
         head = unwrapped(self.lm_head)
         if takes_labels(head) and not with_logits:
             options: dict[str, Any] = dict(num_items_in_batch=num_items_in_batch, num_valid=targets.count())
+            if loss_function is not None:
+                options["loss_function"] = loss_function
             return {"loss": head(x, labels=targets.labels, softcap=self._softcap, **options)}
         if not takes_labels(head):  # an adapter wraps the head, and computes all logits
             warn_unfused_head(self.lm_head, x)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ligermodels.kernels._cross_entropy_rows import load_capped
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import num_sms, tl, triton
 from ligermodels.kernels.kl_div import probability
@@ -29,6 +30,8 @@ class JSDOptions(NamedTuple):
     temperature: float = 1.0
     weight_hard: float = 0.0
     weight_soft: float = 1.0
+    student_softcap: float | None = None
+    teacher_softcap: float | None = None
 
 
 @triton.jit
@@ -119,8 +122,9 @@ def _raise(z, m, s, h, SCALE: tl.constexpr, HARD: tl.constexpr):
 
 
 @triton.jit
-def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, BACKWARDS: tl.constexpr,
-                DTYPE: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
+def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, STUDENT_CAP: tl.constexpr,
+                TEACHER_CAP: tl.constexpr, BACKWARDS: tl.constexpr, DTYPE: tl.constexpr, STAGES: tl.constexpr,
+                R: tl.constexpr):  # fmt: skip
     """Of two rows of logits: maximum and log sum exp((z - maximum) SCALE), and the student's log sum exp(z - maximum).
 
     Maximum and sum are kept apart: rounded into one number, they would cost each probability half an ulp of it.
@@ -133,10 +137,10 @@ def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, BA
     for i in tl.range(0, tiles, num_stages=STAGES):
         tile = (tiles - 1 - i) if BACKWARDS else i
         columns = tile * (R * 8) + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        z = tl.load(student + columns, mask=columns < V, other=-float("inf"), eviction_policy="evict_last")
-        u = tl.load(teacher + columns, mask=columns < V, other=-float("inf"), eviction_policy="evict_last")
-        m, s, h = _raise(z.to(DTYPE), m, s, h, SCALE, APART)
-        n, t, _ = _raise(u.to(DTYPE), n, t, t, SCALE, False)
+        z, _ = load_capped(student, columns, V, V, STUDENT_CAP, 1.0, DTYPE, "evict_last", False)
+        u, _ = load_capped(teacher, columns, V, V, TEACHER_CAP, 1.0, DTYPE, "evict_last", False)
+        m, s, h = _raise(z, m, s, h, SCALE, APART)
+        n, t, _ = _raise(u, n, t, t, SCALE, False)
     s_max, t_max = tl.max(m, 0), tl.max(n, 0)
     s_log = tl.log(tl.sum(s * _weight(m - s_max, SCALE), 0))
     t_log = tl.log(tl.sum(t * _weight(n - t_max, SCALE), 0))
@@ -148,9 +152,10 @@ def _statistics(student, teacher, V, SCALE: tl.constexpr, HARD: tl.constexpr, BA
 
 @triton.jit
 def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log, h_log, mean_slope, soft, hard, label,
-           BETA: tl.constexpr, LOGITS: tl.constexpr, SCALE: tl.constexpr, HARD: tl.constexpr, SUM: tl.constexpr,
-           WRITE: tl.constexpr, BACKWARDS: tl.constexpr, DTYPE: tl.constexpr, EXACT: tl.constexpr,
-           STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
+           BETA: tl.constexpr, LOGITS: tl.constexpr, SCALE: tl.constexpr, STUDENT_CAP: tl.constexpr,
+           TEACHER_CAP: tl.constexpr, HARD: tl.constexpr, SUM: tl.constexpr, WRITE: tl.constexpr,
+           BACKWARDS: tl.constexpr, DTYPE: tl.constexpr, EXACT: tl.constexpr, STAGES: tl.constexpr,
+           R: tl.constexpr):  # fmt: skip
     """One pass over a row of each. SUM: the sums of the loss and of its derivative by x. WRITE: soft times the
     gradients, and for HARD hard times those of cross entropy. d_student may begin where student begins: a tile is read
     before it is written and, of narrower numbers than student's, written where tiles before it were, so that a pass
@@ -163,8 +168,8 @@ def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log
     for i in tl.range(0, tiles, num_stages=STAGES):
         tile = (tiles - 1 - i) if BACKWARDS else i
         columns = tile * (R * 8) + tl.arange(0, R)[:, None] * 8 + tl.arange(0, 8)[None, :]
-        z = tl.load(student + columns, mask=columns < V, other=-float("inf"), eviction_policy=KEEP).to(DTYPE)
-        y = tl.load(teacher + columns, mask=columns < V, other=-float("inf"), eviction_policy=KEEP).to(DTYPE)
+        z, cap_slope = load_capped(student, columns, V, V, STUDENT_CAP, 1.0, DTYPE, KEEP, False)
+        y, _ = load_capped(teacher, columns, V, V, TEACHER_CAP, 1.0, DTYPE, KEEP, False)
         x, gap = z, _bounded(z) - _bounded(y)  # of two rows that are near each other, the difference is exact
         if LOGITS:
             gap = gap * SCALE - apart
@@ -181,6 +186,8 @@ def _sweep(student, teacher, d_student, d_teacher, V, s_max, s_log, t_max, t_log
                 dx *= soft
                 if HARD:
                     dx += hard * (_weight((z - s_max) - h_log, 1.0) - tl.where(columns == label, 1.0, 0.0))
+                if STUDENT_CAP is not None:
+                    dx *= cap_slope
                 if LOGITS and d_student.dtype.element_ty != student.dtype.element_ty:
                     tl.debug_barrier()  # other threads hold the columns that lie where this one writes
                 tl.store(d_student + columns, dx.to(d_student.dtype.element_ty), mask=columns < V)
@@ -200,8 +207,9 @@ def _zero(row, V, R: tl.constexpr):
 def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream, loss, soft_loss, hard_loss,
                  student_stride, teacher_stride, d_stride, upstream_stride, first_row, num_rows, count, V,
                  BETA: tl.constexpr, IGNORE: tl.constexpr, MEAN: tl.constexpr, LOGITS: tl.constexpr,
-                 SCALE: tl.constexpr, WEIGHT_HARD: tl.constexpr, WEIGHT_SOFT: tl.constexpr, HARD: tl.constexpr,
-                 UNDIVIDED: tl.constexpr, STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
+                 SCALE: tl.constexpr, WEIGHT_HARD: tl.constexpr, WEIGHT_SOFT: tl.constexpr,
+                 STUDENT_CAP: tl.constexpr, TEACHER_CAP: tl.constexpr, HARD: tl.constexpr, UNDIVIDED: tl.constexpr,
+                 STAGES: tl.constexpr, R: tl.constexpr):  # fmt: skip
     """Rows of log-probabilities or LOGITS to the loss and its parts, and to gradients, each where not None.
 
     Row r of student, teacher and the gradients is token first_row + r of all other tensors. Programs walk over the
@@ -239,9 +247,11 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
             s_max, s_log = tl.full([], 0.0, DTYPE), tl.full([], 0.0, DTYPE)
             t_max, t_log, h_log = s_max, s_log, s_log
             if LOGITS:
-                s_max, s_log, t_max, t_log, h_log = _statistics(x, y, V, SCALE, HARD, AT_ONCE, DTYPE, STAGES, R)
+                s_max, s_log, t_max, t_log, h_log = _statistics(x, y, V, SCALE, HARD, STUDENT_CAP, TEACHER_CAP,
+                                                                AT_ONCE, DTYPE, STAGES, R)  # fmt: skip
             if HARD:
-                z_label = tl.load(x + label, mask=(label >= 0) & (label < V), other=0.0).to(DTYPE)
+                is_class = (label >= 0) & (label < V)
+                z_label, _ = load_capped(x, tl.where(is_class, label, V), V, V, STUDENT_CAP, 1.0, DTYPE, "", False)
                 hard = (h_log - (z_label - s_max)) * known
             factor = known
             if GRADIENT:
@@ -254,14 +264,14 @@ def _rows_kernel(student, teacher, d_student, d_teacher, labels, valid, upstream
             if loss is not None or not AT_ONCE:
                 soft, slope = _sweep(
                     x, y, dx, dy, V, s_max, s_log, t_max, t_log, h_log, slope, factor * WEIGHT_SOFT,
-                    factor * WEIGHT_HARD, label, BETA, LOGITS, SCALE, CROSS, True, AT_ONCE,
+                    factor * WEIGHT_HARD, label, BETA, LOGITS, SCALE, STUDENT_CAP, TEACHER_CAP, CROSS, True, AT_ONCE,
                     LOGITS and not AT_ONCE, DTYPE, EXACT, STAGES, R,
                 )  # fmt: skip
                 soft *= known
             if GRADIENT and (loss is None or not AT_ONCE):
                 _sweep(
                     x, y, dx, dy, V, s_max, s_log, t_max, t_log, h_log, slope, factor * WEIGHT_SOFT,
-                    factor * WEIGHT_HARD, label, BETA, LOGITS, SCALE, CROSS, False, True,
+                    factor * WEIGHT_HARD, label, BETA, LOGITS, SCALE, STUDENT_CAP, TEACHER_CAP, CROSS, False, True,
                     False, DTYPE, EXACT, STAGES, R,
                 )  # fmt: skip
         else:
@@ -301,8 +311,8 @@ def launch_rows(
         student, teacher, d_student, d_teacher, labels, valid, upstream, *losses, *strides,
         vocab if d_stride is None else d_stride, 0 if upstream is None else upstream.dim(), first_row, rows,
         count, vocab, options.beta, options.ignore_index, options.reduction == "mean", logits,
-        1.0 / options.temperature, options.weight_hard, options.weight_soft,
-        options.weight_hard != 0 or losses[2] is not None, undivided, **tiling,
+        1.0 / options.temperature, options.weight_hard, options.weight_soft, options.student_softcap,
+        options.teacher_softcap, options.weight_hard != 0 or losses[2] is not None, undivided, **tiling,
     )  # fmt: skip
 
 

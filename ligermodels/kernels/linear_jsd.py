@@ -1,11 +1,12 @@
 """Distillation of a linear head from another: divergence of student and teacher, the logits never whole.
 
-    z = student_x @ student_weight.T + student_bias        S = softmax(z / temperature)
-    u = teacher_x @ teacher_weight.T + teacher_bias        T = softmax(u / temperature)
+    z = cap(student_x @ student_weight.T + student_bias)        S = softmax(z / temperature)
+    u = cap(teacher_x @ teacher_weight.T + teacher_bias)        T = softmax(u / temperature)
     loss = weight_soft jsd(log S, log T; beta) + weight_hard (log sum_c exp z_c - z_label)
 
-averaged over the tokens that count. The temperature leaves the hard loss alone, and no power of it multiplies the
-soft one: for Hinton's form, weight_soft = temperature^2.
+averaged over the tokens that count. cap is softcap * tanh(. / softcap), each head having a softcap of its own or none.
+The temperature leaves the hard loss alone, and no power of it multiplies the soft one: for Hinton's form, weight_soft =
+temperature^2.
 
 Forward takes the tokens in chunks of C with two workspaces [C, V]. cuBLAS writes both logits, in fp32 of 16-bit inputs
 too: the gradient consists of differences between them, of which rounding would leave little where the student is near
@@ -58,6 +59,10 @@ def _fp32_logits(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, weight, None if bias is None else bias.to(dtype).to(x.dtype))
 
 
+def _capped(logits: Tensor, softcap: float | None) -> Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
 class LinearJSDOutput(NamedTuple):
     """What linear_jsd returns where the two losses were asked for, without their weights and without gradients."""
 
@@ -70,13 +75,14 @@ def linear_jsd_reference(
     student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *,
     labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
-    weight_soft: float = 1.0, reduction: str = "mean", return_soft_hard_loss: bool = False,
+    weight_soft: float = 1.0, student_softcap: float | None = None, teacher_softcap: float | None = None,
+    reduction: str = "mean", return_soft_hard_loss: bool = False,
 ) -> Tensor | LinearJSDOutput:  # fmt: skip
     """What `linear_jsd` computes, in plain PyTorch, which holds all logits."""
     vocab = student_weight.shape[0]
     with torch.no_grad():
-        u = _fp32_logits(teacher_x, teacher_weight, teacher_bias)[..., :vocab]
-    z = _fp32_logits(student_x, student_weight, student_bias)
+        u = _capped(_fp32_logits(teacher_x, teacher_weight, teacher_bias)[..., :vocab], teacher_softcap)
+    z = _capped(_fp32_logits(student_x, student_weight, student_bias), student_softcap)
     z, u = (logits.to(torch.promote_types(z.dtype, u.dtype)) for logits in (z, u))
     valid = valid_tokens(labels, z, ignore_index)
     z, u = (logits.masked_fill(~valid[..., None], 0) for logits in (z, u))
@@ -185,18 +191,19 @@ def _run(
     "ligermodels::linear_jsd", mutates_args=(),
     schema="(Tensor x, Tensor weight, Tensor? bias, Tensor teacher_x, Tensor teacher_weight, Tensor? teacher_bias, "
     "Tensor? labels, Tensor? upstream, bool parts, ScalarType teacher_dtype, float beta, int ignore_index, "
-    "str reduction, float temperature, float weight_hard, float weight_soft, SymInt? num_valid, int workspace_bytes, "
+    "str reduction, float temperature, float weight_hard, float weight_soft, float? student_softcap, "
+    "float? teacher_softcap, SymInt? num_valid, int workspace_bytes, "
     "ScalarType dtype, bool accumulate_fp32, bool need_x, bool need_weight, bool need_bias) -> Tensor[]",
 )  # fmt: skip
 def _run_op(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype, *scalars):
-    options, settings, needs = JSDOptions(*scalars[:6]), Settings(*scalars[6:10]), scalars[10:]
+    options, settings, needs = JSDOptions(*scalars[:8]), Settings(*scalars[8:12]), scalars[12:]
     return present(_run(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, dtype,
                         options, settings, needs))  # fmt: skip
 
 
 def _like(x, weight, bias, teacher_x, teacher_weight, teacher_bias, labels, upstream, parts, teacher_dtype, *scalars):
     """Empty tensors like the results of `_run_op`."""
-    options, settings, needs = JSDOptions(*scalars[:6]), Settings(*scalars[6:10]), scalars[10:]
+    options, settings, needs = JSDOptions(*scalars[:8]), Settings(*scalars[8:12]), scalars[12:]
     undivided, forward = _undivided(options, settings, needs), upstream is None
     dtype = accumulator(torch.promote_types(settings.dtype, teacher_dtype))
     loss_shape = x.shape[:1] if options.reduction == "none" else ()
@@ -255,7 +262,8 @@ def linear_jsd(
     student_x: Tensor, student_weight: Tensor, teacher_x: Tensor, teacher_weight: Tensor, *,
     labels: Tensor | None = None, student_bias: Tensor | None = None, teacher_bias: Tensor | None = None,
     beta: float = 0.5, temperature: float = 1.0, ignore_index: int = -100, weight_hard: float = 0.0,
-    weight_soft: float = 1.0, reduction: str = "mean", return_soft_hard_loss: bool = False,
+    weight_soft: float = 1.0, student_softcap: float | None = None, teacher_softcap: float | None = None,
+    reduction: str = "mean", return_soft_hard_loss: bool = False,
     num_valid: int | None = None, accum_dtype: torch.dtype | None = torch.float32, workspace_bytes: int = CHUNK_BYTES,
 ) -> Tensor | LinearJSDOutput:  # fmt: skip
     """Divergence of the student's head from the teacher's, by the formula at the top of this file.
@@ -263,7 +271,8 @@ def linear_jsd(
     student_x [..., H] and student_weight [V, H], teacher_x [..., H'] and teacher_weight [V', H'], each with a bias or
     none, and labels [...], shifted already. A teacher's vocabulary padded beyond the student's is cut off at V, so
     that its distribution is over the student's tokens; one that is smaller raises InputError. The teacher gets no
-    gradient, and its matmul is not recorded. Student and teacher may differ in dtype.
+    gradient, and its matmul is not recorded. Student and teacher may differ in dtype. student_softcap, teacher_softcap:
+    logits become softcap * tanh(logits / softcap) before the temperature, as Gemma 2's do, in the hard loss too.
 
     beta, labels, ignore_index and reduction are those of `jsd`; weight_hard needs labels. "mean" divides both losses
     by the number of labels that are not ignored, 0 where there is none. return_soft_hard_loss returns
@@ -276,11 +285,12 @@ def linear_jsd(
 
     A label that is neither a class nor ignore_index makes its row NaN on a GPU, and raises
     InputError on the CPU, where this is F.linear and `jsd_reference` with all logits in memory. Each beta,
-    temperature and pair of weights compiles a kernel. There is no second derivative.
+    temperature, pair of weights and of softcaps compiles a kernel. There is no second derivative.
     """
     options = JSDOptions(
-        float(beta), ignore_index, reduction, float(temperature), float(weight_hard), float(weight_soft)
-    )
+        float(beta), ignore_index, reduction, float(temperature), float(weight_hard), float(weight_soft),
+        *(None if softcap is None else float(softcap) for softcap in (student_softcap, teacher_softcap)),
+    )  # fmt: skip
     tokens, device = student_x.shape[:-1], student_x.device
     if teacher_x.shape[:-1] != tokens or teacher_x.device != device:
         raise InputError(
@@ -299,6 +309,9 @@ def linear_jsd(
     check_options(options, labels, tokens, device, "linear_jsd")
     if not options.temperature > 0:
         raise InputError(f"linear_jsd: temperature={temperature} must be positive; 1 leaves the logits as they are.")
+    for name in ("student_softcap", "teacher_softcap"):
+        if (softcap := getattr(options, name)) is not None and not softcap > 0:
+            raise InputError(f"linear_jsd: {name}={softcap} must be positive; None leaves the logits uncapped.")
     if options.weight_hard and labels is None:
         raise InputError(f"linear_jsd: weight_hard={weight_hard} weighs a loss at labels, and there are no labels.")
     vocab, teacher_vocab = student_weight.shape[0], teacher_weight.shape[0]

@@ -119,6 +119,7 @@ class LMHead(nn.Module):
         softcap: float | None = None,
         return_logprobs: bool = False,
         workspace_bytes: int | None = None,
+        loss_function: Callable[..., Any] | None = None,
         **options: Any,
     ) -> Tensor | CrossEntropyOutput | LogprobsOutput:
         """Logits [..., V] of x [..., hidden_size]; with labels [...], shifted already, the loss.
@@ -126,7 +127,8 @@ class LMHead(nn.Module):
         weight: used in place of the head's own, [V, hidden_size]. softcap: logits become softcap * tanh(logits /
         softcap). return_logprobs: log probabilities [...] of the labels instead of the loss. options, which count only
         with labels: those of `ligermodels.kernels.linear_cross_entropy`, or with return_logprobs of
-        `ligermodels.kernels.linear_logprobs`.
+        `ligermodels.kernels.linear_logprobs`. loss_function: with labels, called in place of linear_cross_entropy, with
+        the same arguments; what it returns is returned.
 
         Raises InputError for other options, and where the tied table is sharded apart from the head.
         """
@@ -137,6 +139,8 @@ class LMHead(nn.Module):
                 f"lm_head: {', '.join(unknown)} are no options of {op}, which return_logprobs={return_logprobs} calls"
             )
         weight = self._weight_for(x) if weight is None else weight
+        if self.tp is not None and loss_function is not None:
+            raise InputError("lm_head: loss_function is not supported under tensor parallel; use a mesh without tp")
         if self.tp is not None:
             options["workspace_bytes"] = self.workspace_bytes if workspace_bytes is None else workspace_bytes
             options |= {"softcap": softcap, "return_logprobs": return_logprobs}
@@ -152,7 +156,7 @@ class LMHead(nn.Module):
             return linear_logprobs(x, weight, labels, **options)
         if options.get("num_items_in_batch") is not None:
             check_count(options["num_items_in_batch"])
-        return linear_cross_entropy(x, weight, labels, **options)
+        return (loss_function or linear_cross_entropy)(x, weight, labels, **options)
 
     def _sharded(
         self,

@@ -55,6 +55,8 @@ class LinearJSDOptions(TypedDict, total=False):
     ignore_index: int
     weight_hard: float
     weight_soft: float
+    student_softcap: float | None
+    teacher_softcap: float | None
     reduction: str
     return_soft_hard_loss: bool
     accum_dtype: torch.dtype | None

@@ -32,7 +32,8 @@ _ONE_GPU_FP32 = (2, 2, 10)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: counts of parameters, and elements that a block saves per token."""
+    """Of a model: counts of parameters, and elements that a block saves per token. beside: parameters of another model,
+    frozen and in 16 bits (on the CPU in 32). heads: trained beside the model's own, in the dtype of its weights."""
 
     parameters: int
     trained: int
@@ -40,6 +41,8 @@ class Sizes:
     block: int
     blocks: int
     saved: dict[str, int]
+    beside: int = 0
+    heads: int = 0
 
     @classmethod
     def of(cls, model: Any, *, trained: int | None = None) -> "Sizes":
@@ -106,19 +109,23 @@ def estimate(sizes: Sizes, setting: Setting) -> Need:
     if setting.precision == "fp32" and setting.gpus == 1 and not setting.on_cpu:
         weight, gradient, state = _ONE_GPU_FP32
     frozen, frozen_bytes = 0, 4 if setting.on_cpu and setting.precision == "fp32" else 2
-    if sizes.trained < sizes.parameters:  # adapters, in fp32 beside a frozen model
+    adapters = sizes.trained < sizes.parameters and not sizes.heads
+    if adapters:  # in fp32 beside a frozen model
         frozen, (weight, gradient, state) = sizes.parameters, _BYTES["fp32"]
+    elif sizes.heads:
+        frozen = sizes.parameters - sizes.trained
     packed = sizes.block * sizes.blocks if setting.quantized else 0  # nf4: 4.127 bits, in blocks
     frozen_total = frozen_bytes * (frozen - packed) + int(4.127 / 8 * packed)
     copy = (4 if setting.precision == "fp32" and (setting.on_cpu or setting.gpus > 1) else 2) * sizes.parameters
     weights = (weight * sizes.trained + frozen_total + setting.copies * copy) // setting.gpus
+    weights += (4 if setting.on_cpu else 2) * sizes.beside // setting.gpus
     gradients, states = (size * sizes.trained // setting.gpus for size in (gradient, state))
     element, tokens = (4 if setting.on_cpu else 2), -(-setting.tokens // setting.split)
     saved = sizes.blocks * tokens * sizes.saved[setting.activations] * element
     if setting.activations == "block":
         saved += tokens * sizes.saved["none"] * element
     head, block = sizes.head // setting.tp, sizes.block // setting.tp
-    gathered = (2 if frozen else 8) * head if setting.gpus > 1 else (0 if frozen else 4) * head
+    gathered = (2 if adapters else 8) * head * (1 + sizes.heads) if setting.gpus > 1 else (0 if adapters else 4) * head
     forward = weights + states + saved + gathered + (gradients if setting.accumulates else 0)
     backward = weights + states + gradients + ((2 if frozen else 10) * block if setting.gpus > 1 else 0)
     if forward < backward:

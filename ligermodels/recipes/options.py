@@ -227,6 +227,18 @@ class SFTOptions(TrainOptions):
 
     recipe = "sft"
 
+    loss: str = option(
+        "nll",
+        "loss",
+        "of a token: its cross entropy, or dft, that times its probability; evaluations tell the cross entropy",
+        choices=("nll", "dft"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss == "dft" and self.tp > 1:
+            raise InputError("loss=dft is not supported under tensor parallelism: leave --tp out")
+
 
 @dataclass(kw_only=True)
 class PretrainOptions(TrainOptions):
@@ -372,9 +384,74 @@ class SimPOOptions(PreferenceOptions):
     sft_weight: float = option(0.0, "loss", _SFT, least=0)
 
 
+@dataclass(kw_only=True)
+class DistillOptions(TrainOptions):
+    """Distillation from a larger model of the same tokenizer, on the examples that sft takes."""
+
+    recipe = "distill"
+
+    teacher: str = option("", "loss", "repository on the Hub, or folder, of the model to learn from")
+    beta: float = option(
+        1.0, "loss", "of the generalised JSD: 0 forward KL, 1 reverse KL, between them a mixture", least=0
+    )
+    temperature: float = option(1.0, "loss", "divides the logits of both")
+    hard_weight: float = option(
+        0.0, "loss", "the share of the cross entropy of the examples' own tokens in the loss", least=0, below=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.teacher:
+            raise InputError("teacher is missing: give --teacher on the command line, or `teacher:` in a file")
+        if self.beta > 1:
+            raise InputError(f"beta={self.beta:g}: expected 1 or less")
+        if self.temperature <= 0:
+            raise InputError(f"temperature={self.temperature:g}: expected more than 0")
+        if self.tp > 1:
+            raise InputError("a teacher is not supported under tensor parallelism: leave --tp out, FSDP shards both")
+
+
+@dataclass(kw_only=True)
+class MedusaOptions(TrainOptions):
+    """Medusa heads, which guess further tokens ahead, on a frozen model or together with it."""
+
+    recipe = "medusa"
+
+    heads: int = option(4, "loss", "their number; head k guesses the token k + 1 ahead", least=1)
+    head_layers: int = option(1, "loss", "residual blocks of each", least=0)
+    head_decay: float = option(0.8, "loss", "the k-th head's loss counts this to the power k", least=0)
+    train_base: bool = option(False, "loss", "train the model as well, by the cross entropy of its own head (Medusa-2)")
+    heads_weight: float = option(0.2, "loss", "with --train-base: of the heads' losses beside the model's", least=0)
+    lr: float | None = option(
+        None, "optimizer", "the highest learning rate (default 1e-3, with --train-base 2e-5)", least=0
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora:
+            raise InputError("lora: heads are trained on a frozen model, or with all of it (--train-base)")
+        if max(self.cp, self.tp) > 1:
+            raise InputError(f"cp={self.cp}, tp={self.tp}: heads are trained under FSDP alone; leave both out")
+        if self.export != "none" and not self.train_base:
+            raise InputError(f"export={self.export} writes a model, and heads alone are trained; leave it out")
+
+    def default_lr(self) -> float:
+        return 2e-5 if self.train_base else 1e-3
+
+
 RECIPES: dict[str, type[TrainOptions]] = {
     cls.recipe: cls
-    for cls in (SFTOptions, PretrainOptions, DPOOptions, KTOOptions, ORPOOptions, CPOOptions, SimPOOptions)
+    for cls in (
+        SFTOptions,
+        PretrainOptions,
+        DPOOptions,
+        KTOOptions,
+        ORPOOptions,
+        CPOOptions,
+        SimPOOptions,
+        DistillOptions,
+        MedusaOptions,
+    )
 }
 
 

@@ -59,6 +59,12 @@ class Recipe:
     """Of options, tokenizer, and what the length of a row is a multiple of."""
     loss: Loss = next_token_loss
     count: Count = num_labels
+    sizes: Callable[[Any, memory.Sizes, Any], memory.Sizes] = lambda options, sizes, sketch: sizes
+    """Of options, what the model needs, and the model on the meta device: what the run needs."""
+    extend: Callable[[Any, Any], None] | None = None
+    """(options, model): adds what is trained beside or in place of its weights, before it is sharded."""
+    save: Callable[[Any, Any, Path], None] | None = None
+    """(options, model, folder): writes what was trained, in place of the model. Called by every rank."""
     make_loss: MakeLoss | None = None
     """Of options, model, data, processes, and a function that loads MODEL once more, frozen; in place of `loss`."""
 
@@ -94,9 +100,10 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     counts = data.count() if options.steps is None else None  # by each rank: waiting for one could time out
     forwards = None if counts is None else counts["batches"] * (options.epochs or 1)
     per_step = forwards_per_step(options.accumulation, processes.batch_ranks, forwards)
-    options = _with_memory(dataclasses.replace(options, accumulation=per_step), sketch, processes)
+    sizes = recipe.sizes(options, _sizes(options, sketch), sketch)
+    options = _with_memory(dataclasses.replace(options, accumulation=per_step), sizes, processes)
     steps = options.steps or max(1, round((forwards or 0) / per_step))
-    plan = _plan(options, sketch, data, steps, counts, processes)
+    plan = _plan(options, sketch, sizes, data, steps, counts, processes)
     if processes.is_main:
         print(plan, file=sys.stdout if options.dry_run else sys.stderr, flush=True)
         for text in data.examples(options.show, colour=sys.stderr.isatty()):
@@ -108,16 +115,15 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     evaluation = own_part(data.evaluation(), processes)
     processes.from_main(lambda: _write_options(out, options))
 
-    model = _load(options, folder, processes)
+    model = _load(options, folder, processes, recipe.extend)
     loss = recipe.loss
     if recipe.make_loss is not None:
         loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
     optimizer = _optimizer(options, model, processes)
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
-    with Checkpoints(
-        out / "checkpoints", model, optimizer, keep=options.keep, frozen=not options.lora, **others
-    ) as checkpoints:
+    frozen = all(parameter.requires_grad for parameter in model.parameters())
+    with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, frozen=frozen, **others) as checkpoints:
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
@@ -128,7 +134,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         )
         loop = Loop(
             model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
-            lambda target: _save(options, model, target), loss, recipe.count,
+            lambda target: (recipe.save or _save)(options, model, target), loss, recipe.count,
         )  # fmt: skip
         if not resumed:
             torch.manual_seed(options.seed + processes.batch_rank)
@@ -142,7 +148,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             raise
         finally:
             reporter.close()
-    saved = _save_last(options, model, out)
+    saved = _save_last(options, model, out, recipe.save)
     if processes.is_main:
         exported = None if options.export == "none" else export.write(options, folder)
         _finish(options, saved, exported, progress, plan, reporter)
@@ -167,6 +173,7 @@ _SAME = (
     "model", "data", "eval_data", "eval_share", "length", "packing", "skip_bad", "batch_tokens", "accumulation", "seed",
     "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas", "scratch",
     "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight", "reference",
+    "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight", "train_base",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
@@ -196,14 +203,14 @@ def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> T
     return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length * options.sequences)
 
 
-def _with_memory(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
+def _with_memory(options: TrainOptions, sizes: memory.Sizes, processes: Processes) -> TrainOptions:
     """The options with what fits on this machine for "auto"."""
     free = memory.available(processes.device)
     if processes.mesh is not None and free is not None:
         least = torch.tensor(free, device=processes.device)
         dist.all_reduce(least, dist.ReduceOp.MIN)
         free = int(least)
-    setting = memory.choose(_sizes(options, sketch), _setting(options, processes), free)
+    setting = memory.choose(sizes, _setting(options, processes), free)
     return dataclasses.replace(options, precision=setting.precision, activations=setting.activations)
 
 
@@ -234,13 +241,14 @@ def _setting(options: TrainOptions, processes: Processes) -> memory.Setting:
 def _plan(
     options: TrainOptions,
     sketch: Any,
+    sizes: memory.Sizes,
     data: Data,
     steps: int,
     counts: Mapping[str, int] | None,
     processes: Processes,
 ) -> str:
     """What is about to happen, and whether it fits."""
-    sizes, setting = _sizes(options, sketch), _setting(options, processes)
+    setting = _setting(options, processes)
     share = sizes.trained / sizes.parameters
     what = f"LoRA of rank {options.lora} on {','.join(options.lora_targets) or 'all projections'}: " * bool(
         options.lora
@@ -249,7 +257,7 @@ def _plan(
     on_gpu = processes.device.type == "cuda"
     lines = {
         "model": f"{options.model}: {type(sketch).__name__}, {sizes.parameters:,} parameters",
-        "trained": f"{what}{sizes.trained:,} parameters ({share:.2%} of the model)" if options.lora else "all of them",
+        "trained": f"{what}{sizes.trained:,} parameters ({share:.2%} of the model)" if share < 1 else "all of them",
         "data": f"{options.data}: {data.summary}",
         "evaluation": data.evaluation_summary,
         "tokens": "not counted, since --steps is given"
@@ -264,7 +272,7 @@ def _plan(
     }
     text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
     if free and need.total > memory.MARGIN * free:
-        adapters = None if options.lora else memory.adapter_parameters(sketch, 16)
+        adapters = None if options.lora or sizes.heads else memory.adapter_parameters(sketch, 16)
         changes = memory.advice(sizes, setting, free, adapters)
         text += "\nwarning: this does not fit by the estimate. What does:" * bool(changes)
         text += "".join(f"\n  {change}" for change in changes)
@@ -288,14 +296,17 @@ def _left_out(counts: Mapping[str, int]) -> str:
 # The model
 
 
-def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
-    """The model, ready to train."""
+def _load(
+    options: TrainOptions, folder: Path, processes: Processes, extend: Callable[[Any, Any], None] | None = None
+) -> Any:
+    """The model, ready to train. extend: that of `Recipe`."""
     gpu = processes.device.type == "cuda"
     low = options.precision != "fp32" or (gpu and processes.mesh is None)
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora) else None
     how: dict[str, Any] = dict(dtype=torch.bfloat16 if low else torch.float32)
     how["activation_checkpointing"] = options.activations
-    if processes.mesh is None or options.lora:  # adapters are put into a whole model, which is sharded then
+    whole = processes.mesh is None or options.lora or extend is not None
+    if whole:  # adapters are put into a whole model, which is sharded then
         how["device"] = processes.device
     else:
         how |= dict(mesh=processes.mesh, parallel=dict(param_dtype=mixed))
@@ -312,9 +323,11 @@ def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
 
         targets = list(options.lora_targets) or "all-linear"
         add_lora(model, r=options.lora, alpha=options.lora_alpha, targets=targets, seed=options.seed)
-        if processes.mesh is not None:
-            parallelize(model, processes.mesh, param_dtype=mixed)
-    elif gpu and processes.mesh is None and options.accumulation != 1:
+    if extend is not None:
+        extend(options, model)
+    if whole and processes.mesh is not None:
+        parallelize(model, processes.mesh, param_dtype=mixed)
+    if not options.lora and gpu and processes.mesh is None and options.accumulation != 1:
         accumulate_in_place(model)
     return model.train()
 
@@ -353,8 +366,15 @@ def _save(options: TrainOptions, model: Any, folder: Path) -> None:
         model.save_pretrained(folder)
 
 
-def _save_last(options: TrainOptions, model: Any, out: Path) -> Path:
-    """Writes what the run is for; returns its folder."""
+def _save_last(
+    options: TrainOptions, model: Any, out: Path, save: Callable[[Any, Any, Path], None] | None = None
+) -> Path:
+    """Writes what the run is for; returns its folder. save: that of `Recipe`."""
+    if save is not None:
+        whole = all(parameter.requires_grad for parameter in model.parameters())
+        folder = out / ("model" if whole else options.recipe)
+        save(options, model, folder)
+        return folder
     if not options.lora:
         _save(options, model, out / "model")
         return out / "model"
@@ -398,6 +418,12 @@ def _finish(
             f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n    {command}\n\nor"
             f"\n\n    model = ligermodels.load({options.model!r})\n"
             f"    ligermodels.training.load_adapter(model, {str(model)!r})"
+        )
+    if model.name == "medusa":
+        use = (
+            f"The folder holds Medusa heads of {options.model}. To use them:\n\n"
+            f"    model = ligermodels.load({options.model!r})\n"
+            f"    heads = ligermodels.training.load_medusa(model, {str(model)!r})"
         )
     if exported is not None:
         use += f"\n\nllama.cpp runs `{exported}`."

@@ -21,12 +21,13 @@ from torch import Tensor, nn
 
 from ligermodels.checkpoint import adapters, saving, weights
 from ligermodels.checkpoint.adapters import CONFIG, PREFIX, WEIGHTS
-from ligermodels.checkpoint.files import json_bytes, write_errors
+from ligermodels.checkpoint.files import json_bytes
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers import LMHead
 from ligermodels.layers.linear import obstacle
 from ligermodels.layers.lora import Adapted, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
+from ligermodels.training import files
 
 _SAVED = "_lora_modules_to_save"
 """The attribute of a model with adapters: the names in modules_to_save."""
@@ -104,12 +105,16 @@ def merge_lora(model: Any) -> Any:
             "merge_lora: the base is 4-bit, and a merge would be rounded to 4 bits again: save_adapter, load the base "
             "in bf16, load_adapter, and merge there"
         )
-    _reshard(model)
+    files.reshard(model)
     for module in found.values():
         a, b, m = module.lora_A.weight, module.lora_B.weight, module.lora_magnitude_vector
         with torch.no_grad():
             new = adapters.merged(
-                _whole(module.weight), _whole(b), _whole(a), module.scale, None if m is None else _whole(m.weight)
+                files.whole(module.weight),
+                files.whole(b),
+                files.whole(a),
+                module.scale,
+                None if m is None else files.whole(m.weight),
             )
             _set(module.weight, new)
         module.plain()
@@ -148,21 +153,9 @@ def save_adapter(model: Any, folder: str | Path) -> Path:
     Raises InputError for a model without adapters, HubError where the folder cannot be written.
     """
     found = _adapted(model, "save_adapter")
-    _reshard(model)
-    target = saving.absolute(folder)
-    parameters = _trained(model, found)
-    sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "full_tensor")]
-    team = saving.Team(sharded) if sharded else None
-    tensors = {PREFIX + name: _whole(parameter).cpu().contiguous() for name, parameter in parameters.items()}
-    with team.together() if team is not None else contextlib.nullcontext():
-        if team is None or team.member == 0:
-            from safetensors.torch import save_file
-
-            size = sum(tensor.nbytes for tensor in tensors.values())
-            with write_errors(target), saving.replacing(target, size) as staging:
-                save_file(tensors, staging / WEIGHTS, metadata={"format": "pt"})
-                saving.finish(staging, {CONFIG: json_bytes(_config(model, found))})
-    return target
+    files.reshard(model)
+    parameters = {PREFIX + name: parameter for name, parameter in _trained(model, found).items()}
+    return files.write(folder, parameters, WEIGHTS, {CONFIG: json_bytes(_config(model, found))})
 
 
 def load_adapter(
@@ -403,15 +396,3 @@ def _shortest(model: Any, found: Iterable[str]) -> list[str]:
 
 def _set(parameter: Tensor, values: Tensor) -> None:
     weights.fill(parameter, lambda whole: whole.copy_(values))
-
-
-def _reshard(model: Any) -> None:
-    """FSDP2 may have gathered parameters for a forward pass, in another dtype."""
-    for module in model.modules():
-        if hasattr(module, "reshard"):
-            module.reshard()
-
-
-def _whole(parameter: Any) -> Tensor:
-    gather = getattr(parameter, "full_tensor", None)
-    return (parameter if gather is None else gather()).detach()

@@ -114,6 +114,7 @@ BAD_CALLS: dict[str, list[tuple[str, Change]]] = {
     "linear_jsd": [
         *OF_A_HEAD,
         ("temperature=0.0", {"temperature": 0.0}),
+        ("teacher_softcap=0.0", {"teacher_softcap": 0.0}),
         ("weight_hard=0.5", {"labels": None, "weight_hard": 0.5}),
         ("smaller than student_weight", lambda teacher_weight, teacher_bias, **rest: {
             "teacher_weight": teacher_weight[:4], "teacher_bias": teacher_bias[:4],

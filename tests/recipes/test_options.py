@@ -9,6 +9,8 @@ from ligermodels.errors import InputError
 from ligermodels.recipes.options import RECIPES, Parser, PretrainOptions, SFTOptions, add_flags
 
 NEEDED = dict(model="m", data="d.jsonl", out="o")
+ADAPTERS = dict(lora=4, lora_targets=("q_proj", "v_proj"))
+GIVEN = {"distill": ADAPTERS | {"teacher": "t"}, "medusa": {"heads": 2}}
 
 
 def of_flags(*argv):
@@ -33,7 +35,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_defaults(tmp_path
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
 def test_what_is_saved_reads_back(tmp_path, recipe):
-    options = recipe(**NEEDED, lr=1e-05, eval_data='a "b": #c', lora=4, lora_targets=("q_proj", "v_proj"), steps=3)
+    given = GIVEN.get(recipe.recipe, ADAPTERS)
+    options = recipe(**NEEDED, lr=1e-05, eval_data='a "b": #c', steps=3, **given)
     (tmp_path / "options.yaml").write_text(options.dump(), "utf-8")
     assert recipe.merged({}, tmp_path / "options.yaml") == options
 

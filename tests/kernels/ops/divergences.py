@@ -153,12 +153,13 @@ def jsd_op() -> Op:
 
 def eager_linear_jsd(
     student_x, student_weight, teacher_x, teacher_weight, *, labels=None, student_bias=None, teacher_bias=None,
-    temperature=1.0, weight_hard=0.0, weight_soft=1.0, beta=0.5, reduction="mean", accum_dtype=None,
-    workspace_bytes=None,
+    temperature=1.0, weight_hard=0.0, weight_soft=1.0, student_softcap=None, teacher_softcap=None, beta=0.5,
+    reduction="mean", accum_dtype=None, workspace_bytes=None,
 ):  # fmt: skip
     z = F.linear(student_x, student_weight, student_bias)
     u = F.linear(teacher_x, teacher_weight, teacher_bias)[..., : student_weight.shape[0]]
     z, u = (t.to(accumulator(t.dtype)) for t in (z, u))
+    z, u = (t if cap is None else cap * torch.tanh(t / cap) for t, cap in ((z, student_softcap), (u, teacher_softcap)))
     log_p, log_q = ((t / temperature).log_softmax(-1) for t in (z, u))
     loss = weight_soft * eager_jsd(log_p, log_q, labels=labels, beta=beta, reduction=reduction)
     if weight_hard:
@@ -202,6 +203,9 @@ def linear_jsd_op() -> Op:
             # fp16 has steps of 8 at 1e4: what the logits are is decided by how they are summed.
             f"large logits, beta={beta}": lambda m, b=beta: edge(b, scale=1e2 if m.dtype == torch.float16 else 1e4)(m),
             f"the teacher's own, beta={beta}": edge(beta, same=True),
+            f"large logits, capped, beta={beta}": edge(
+                beta, scale=1e2, student_softcap=30.0, teacher_softcap=30.0, hard=True
+            ),
         }
 
     def huge(m):
@@ -212,11 +216,20 @@ def linear_jsd_op() -> Op:
 
     return Op(
         kernels.linear_jsd, no_chunks(kernels.linear_jsd_reference), eager_linear_jsd, make,
-        choices=head_choices(padded=[0, 0, 5], hard=[False, False, True], temperature=[1.0, 2.0, 0.7])
+        choices=head_choices(
+            padded=[0, 0, 5], hard=[False, False, True], temperature=[1.0, 2.0, 0.7],
+            student_softcap=[None, None, 30.0], teacher_softcap=[None, None, 30.0],
+        )
         | DIVERGENCE_CHOICES,
-        complete={"vocab": 7, "hidden": 5, "hard": True, "reduction": "none", "bias": True},
+        complete={
+            "vocab": 7, "hidden": 5, "hard": True, "reduction": "none", "bias": True, "student_softcap": 3.0,
+            "teacher_softcap": 2.0,
+        },
         row=widest_of_a_head,
-        more=MORE_OF_A_HEAD | {"bias": [False, True], "return_soft_hard_loss": [False, True]},
+        more=MORE_OF_A_HEAD | {
+            "bias": [False, True], "return_soft_hard_loss": [False, True], "student_softcap": [3.0],
+            "teacher_softcap": [3.0],
+        },
         few_rows=HEAD_ROWS,
         fits=head_of_usual_size,
         edges=edges,

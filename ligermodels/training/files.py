@@ -1,0 +1,45 @@
+"""Files of what is trained beside a model, in safetensors: adapters, heads."""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from ligermodels.checkpoint import saving
+from ligermodels.checkpoint.files import write_errors
+
+
+def reshard(model: nn.Module) -> None:
+    """FSDP2 may have gathered parameters for a forward pass, in another dtype."""
+    for module in model.modules():
+        if hasattr(module, "reshard"):
+            cast(Any, module).reshard()
+
+
+def write(folder: str | Path, parameters: Mapping[str, Tensor], weights: str, files: Mapping[str, bytes]) -> Path:
+    """Writes {name: parameter} as the file `weights`, and {name: content} beside it; returns the folder.
+
+    Written beside `folder` and renamed when complete; other files in it stay. Of sharded parameters every rank calls
+    this, and one writes. Raises HubError where the folder cannot be written.
+    """
+    target = saving.absolute(folder)
+    sharded = [parameter for parameter in parameters.values() if hasattr(parameter, "full_tensor")]
+    team = saving.Team(sharded) if sharded else None
+    tensors = {name: whole(parameter).cpu().contiguous() for name, parameter in parameters.items()}
+    with team.together() if team is not None else contextlib.nullcontext():
+        if team is None or team.member == 0:
+            from safetensors.torch import save_file
+
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            with write_errors(target), saving.replacing(target, size) as staging:
+                save_file(tensors, staging / weights, metadata={"format": "pt"})
+                saving.finish(staging, files)
+    return target
+
+
+def whole(parameter: Any) -> Tensor:
+    """A parameter, gathered where FSDP2 shards it: all ranks call this."""
+    gather = getattr(parameter, "full_tensor", None)
+    return (parameter if gather is None else gather()).detach()

@@ -1,0 +1,154 @@
+"""Medusa heads: each guesses a token further ahead than the model's own head, from the same hidden state.
+
+Of the hidden state x at position t, head k = 0, 1, ... guesses the token t + k + 2 (the model's own: t + 1):
+
+    x <- x + SiLU(W x + b), `layers` times        logits = x @ V.T
+
+They begin as the model: W = b = 0, V a copy of its head. On disk they lie as the reference implementation names them:
+medusa_lm_head.safetensors with `K.L.linear.weight`, `K.L.linear.bias` and `K.LAYERS.weight` of head K, and config.json
+with medusa_num_heads, medusa_num_layers and base_model_name_or_path. Its b starts at random and its layers of a head
+are one; files of either open in both.
+
+Paper: Cai et al., https://arxiv.org/abs/2401.10774, section 2.1. Checked against: FasterDecoding/Medusa,
+medusa/model/medusa_model.py.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ligermodels.checkpoint import reading, saving
+from ligermodels.checkpoint.files import json_bytes, read_json
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.layers import LMHead
+from ligermodels.training import files
+
+WEIGHTS, PICKLE, CONFIG = "medusa_lm_head.safetensors", "medusa_lm_head.pt", "config.json"
+
+
+class _Residual(nn.Module):
+    """x + SiLU(W x + b)."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.linear = nn.Linear(size, size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Sequential):
+    """Residual blocks and a linear head."""
+
+    def __init__(self, hidden_size: int, vocab_size: int, layers: int, softcap: float | None = None):
+        super().__init__(*(_Residual(hidden_size) for _ in range(layers)), LMHead(hidden_size, vocab_size))
+        self.softcap = softcap
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, **options: Any) -> Any:  # type: ignore[override]
+        """Logits [..., V] of x [..., H]; with labels [...], shifted already, what `LMHead` returns for them."""
+        *blocks, head = self
+        for block in blocks:
+            x = block(x)
+        return head(x, labels, softcap=self.softcap, **options)
+
+
+class MedusaHeads(nn.ModuleList):
+    """`heads[k]` is a `MedusaHead`, which guesses the token k + 2 ahead."""
+
+    def __init__(
+        self, hidden_size: int, vocab_size: int, heads: int = 4, layers: int = 1, softcap: float | None = None
+    ):
+        super().__init__(MedusaHead(hidden_size, vocab_size, layers, softcap) for _ in range(heads))
+        self.layers = layers
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        """The logits [..., V] of each head, of hidden states x [..., H] after the final norm."""
+        return [head(x) for head in self]
+
+
+def add_medusa(model: Any, heads: int = 4, layers: int = 1, *, freeze: bool = True) -> MedusaHeads:
+    """Gives the model new heads as `model.medusa`, which begin as its own head; returns them.
+
+    freeze: everything else is not trained. Before the model is sharded. Raises InputError.
+    """
+    if heads < 1 or layers < 0:
+        raise InputError(f"add_medusa: heads={heads}, layers={layers}; expected 1 head or more, and no negative number")
+    weight = model.lm_head.weight
+    if "medusa" in model._modules or weight.is_meta or hasattr(weight, "full_tensor"):
+        raise InputError("add_medusa: the model has heads already, or is sharded or not loaded; give a loaded one")
+    if freeze:
+        model.requires_grad_(False)
+    made = _empty(model, heads, layers)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.zero_()
+        for head in made:
+            head[-1].weight.copy_(weight)  # type: ignore[index, union-attr, operator]
+    model.medusa = made.train(model.training)
+    return made
+
+
+def save_medusa(model: Any, folder: str | Path, *, base: str | None = None) -> Path:
+    """Writes `model.medusa` and returns the folder. base: what config.json names as the model that they belong to.
+
+    Of a sharded model every rank calls this, and one writes. Raises HubError where the folder cannot be written.
+    """
+    heads: MedusaHeads = model.medusa
+    files.reshard(model)
+    config = {
+        "medusa_num_heads": len(heads),
+        "medusa_num_layers": heads.layers,
+        "base_model_name_or_path": base or model.name_or_path,
+    }
+    return files.write(folder, dict(heads.named_parameters()), WEIGHTS, {CONFIG: json_bytes(config)})
+
+
+def load_medusa(model: Any, folder: str | Path, *, allow_pickle: bool = False) -> MedusaHeads:
+    """The heads in `folder`, ours or the reference implementation's, where the model's head is and in its dtype.
+
+    The model is left as it is. allow_pickle: reads medusa_lm_head.pt if there is nothing else. Raises CheckpointError
+    for files that are not there, damaged, or of a model of another size.
+    """
+    folder = saving.absolute(folder)
+    config = read_json(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    heads, layers = (config.get(f"medusa_num_{name}") for name in ("heads", "layers"))
+    if not (type(heads) is int and heads > 0 and type(layers) is int and layers >= 0):
+        raise CheckpointError(
+            f"{folder / CONFIG} names no medusa_num_heads and medusa_num_layers; are these such heads?"
+        )
+    opened: Any
+    if (folder / WEIGHTS).is_file() or not (folder / PICKLE).is_file():
+        opened = reading.SafetensorsFile(folder / WEIGHTS, folder)
+    elif allow_pickle:
+        opened = reading.PickleFile(folder / PICKLE, folder)
+    else:
+        raise CheckpointError(
+            f"{folder / PICKLE} is a pickle, which can carry code, and there is no {WEIGHTS}.\n"
+            "  Next: pass allow_pickle=True: tensors are read from it, and nothing else."
+        )
+    sketch = _empty(model, heads, layers, device="meta")
+    wanted = {name: tuple(parameter.shape) for name, parameter in sketch.named_parameters()}
+    found = {name: opened.info(name).shape for name in opened.names}
+    if wrong := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        one = wrong[0]
+        raise CheckpointError(
+            f"{folder} has heads of another model: {one} is {found.get(one, 'not there')}, and this model's would be "
+            f"{wanted.get(one, 'not there')}; {len(wrong)} differ"
+        )
+    made = _empty(model, heads, layers)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.copy_(opened.read(name))
+    return made.eval()
+
+
+def _empty(model: Any, heads: int, layers: int, device: str | None = None) -> MedusaHeads:
+    """Heads for the model, not initialised, where its own head is."""
+    weight = model.lm_head.weight
+    softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
+    with torch.device("meta"):
+        made = MedusaHeads(weight.shape[1], weight.shape[0], heads, layers, softcap)
+    return made.to(weight.dtype).to_empty(device=device or weight.device)

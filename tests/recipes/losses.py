@@ -1,0 +1,48 @@
+"""Tiny models in fp64 and batches of them, for losses that are compared with plain formulas."""
+
+import torch
+
+import ligermodels
+from ligermodels.recipes.masking import Example
+from ligermodels.recipes.packing import packed_batch, padded_batch
+
+TINY = dict(
+    vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3,
+)  # fmt: skip
+GEMMA2 = dict(head_dim=8, final_logit_softcapping=3.0, hidden_activation="gelu_pytorch_tanh")
+
+
+def model(family="Llama", seed=0, **changes):
+    config = TINY | (GEMMA2 if family == "Gemma2" else {}) | changes
+    config["model_type"] = {"Gemma2": "gemma2"}.get(family, family.lower())
+    return getattr(ligermodels, family).from_config(config, device="cpu", seed=seed).double().train()
+
+
+def examples(*sizes, seed=0):
+    """Of the sizes; about a third of the labels, and each first one, are -100."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for size in sizes:
+        ids = torch.randint(0, TINY["vocab_size"], (size,), generator=generator)
+        labels = ids.where(torch.rand(size, generator=generator) > 0.3, -100)
+        labels[0] = -100
+        found.append(Example(ids.tolist(), labels.tolist()))
+    return found
+
+
+def batches(*sizes):
+    """The same examples, packed and padded."""
+    return packed_batch(examples(*sizes)), padded_batch(examples(*sizes))
+
+
+def gradients(model, loss):
+    """{name: gradient of the loss}, of what is trained."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    return dict(zip(trained, torch.autograd.grad(loss, list(trained.values())), strict=True))
+
+
+def assert_same(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-9, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")

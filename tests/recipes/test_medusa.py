@@ -1,0 +1,227 @@
+"""Medusa heads: their losses beside plain formulas, the files of the reference implementation, and whole runs."""
+
+import dataclasses
+import functools
+import json
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import nn
+
+import ligermodels
+from ligermodels.errors import CheckpointError, InputError
+from ligermodels.recipes import memory
+from ligermodels.recipes.medusa import _sizes, medusa_loss
+from ligermodels.recipes.options import MedusaOptions
+from ligermodels.training import add_medusa, load_medusa, save_medusa
+from tests.recipes import losses
+from tests.recipes.runs import metrics, train
+from tests.recipes.test_train_command import on_two
+
+HOW = dict(decay=0.8, heads_weight=0.2, train_base=False)
+
+
+def with_heads(family="Llama", heads=3, layers=1, *, freeze=True, **changes):
+    """A model in fp64 with heads that are drawn at random."""
+    model = losses.model(family, **changes)
+    torch.manual_seed(2)
+    for parameter in add_medusa(model, heads, layers, freeze=freeze).parameters():
+        nn.init.normal_(parameter, std=0.2)
+    return model
+
+
+def plain(model, batch):
+    """The sums of the cross entropy of the model's own head and of each new one, from all logits."""
+    given = {name: value for name, value in batch.items() if name != "labels"}
+    x = model(**given, return_logits=False).last_hidden_state
+    head = model.lm_head.weight
+    cap = model.config.to_dict().get("final_logit_softcapping")
+    sums, right = [], []
+    for k, medusa in enumerate([None, *model.medusa]):
+        y = x
+        for block in () if medusa is None else list(medusa)[:-1]:
+            y = y + F.silu(y @ block.linear.weight.T + block.linear.bias)
+        logits = y @ (head if medusa is None else medusa[-1].weight).T
+        logits = logits if cap is None else cap * torch.tanh(logits / cap)
+        logits, labels = logits[:, : -1 - k].flatten(0, 1), batch["labels"][:, 1 + k :].flatten()
+        sums.append(F.cross_entropy(logits, labels, reduction="sum"))
+        right.append(((logits.argmax(-1) == labels) & (labels != -100)).sum())
+    return sums, right
+
+
+@pytest.mark.parametrize("family, layers, train_base", [("Llama", 1, False), ("Llama", 2, True), ("Gemma2", 0, True)])
+def test_loss_and_gradients_are_those_of_the_formula(family, layers, train_base):
+    """Head k guesses the token k + 2 ahead, of its own sequence."""
+    model = with_heads(family, layers=layers, freeze=not train_base)
+    packed, padded = losses.batches(9, 14, 3, 2)
+    (own, *heads), right = plain(model, padded)
+    expected = sum(0.8 ** (k + 1) * loss for k, loss in enumerate(heads)) / 7
+    if train_base:
+        expected = own / 7 + 0.2 * expected
+    gradients = losses.gradients(model, expected)
+    assert all(name.startswith("medusa.") for name in gradients) != train_base
+    loss = functools.partial(medusa_loss, **HOW | {"train_base": train_base})
+    for batch in (packed, padded):
+        found = loss(model, batch, torch.tensor(7.0))
+        torch.testing.assert_close(found, expected)
+        losses.assert_same(losses.gradients(model, found), gradients)
+    model.eval()
+    with torch.no_grad():
+        found, sums = loss(model, packed | {"return_logits": False}, torch.tensor(7.0))
+    torch.testing.assert_close(found, expected.detach())
+    for k, number in enumerate(right[1:], 1):
+        labels = padded["labels"][:, 1 + k :]
+        assert [round(float(part)) for part in sums[f"accuracy_{k}"]] == [int(number), int((labels != -100).sum())]
+    if train_base:
+        torch.testing.assert_close(sums["cross_entropy"][0], own.detach())
+
+
+def test_new_heads_are_the_models_own():
+    model = losses.model("Gemma2").eval()
+    ids = torch.arange(12)[None]
+    expected = model(ids).logits
+    heads = add_medusa(model, 2, 2)
+    x = model(ids, return_logits=False).last_hidden_state
+    for logits in heads(x):
+        torch.testing.assert_close(logits, expected)
+    assert not any(p.requires_grad for name, p in model.named_parameters() if "medusa" not in name)
+    with pytest.raises(InputError, match="has heads already"):
+        add_medusa(model)
+    with pytest.raises(InputError, match="heads=0"):
+        add_medusa(losses.model(), 0)
+
+
+class Block(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.linear, self.act = nn.Linear(size, size), nn.SiLU()
+
+    def forward(self, x):
+        return x + self.act(self.linear(x))
+
+
+def reference(size, vocab, heads, layers):
+    """As the reference implementation builds `medusa_head`: the blocks of a head are one."""
+    return nn.ModuleList(
+        nn.Sequential(*[Block(size)] * layers, nn.Linear(size, vocab, bias=False)) for _ in range(heads)
+    ).double()
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_files_are_those_of_the_reference(tmp_path, layers):
+    """Ours in its modules, and its .pt in ours: the same logits."""
+    model, x = with_heads(layers=layers), torch.randn(5, 32, dtype=torch.float64)
+    if layers == 2:
+        for head in model.medusa:
+            head[1].load_state_dict(head[0].state_dict())  # which the reference cannot tell apart
+    save_medusa(model, tmp_path / "ours", base="some/model")
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert config == {"medusa_num_heads": 3, "medusa_num_layers": layers, "base_model_name_or_path": "some/model"}
+    theirs, tensors = reference(32, 61, 3, layers), load_file(tmp_path / "ours" / "medusa_lm_head.safetensors")
+    assert tensors["0.0.linear.weight"].shape == (32, 32) and tensors[f"2.{layers}.weight"].shape == (61, 32)
+    theirs.load_state_dict(tensors)
+    for ours, head in zip(load_medusa(model, tmp_path / "ours")(x), theirs, strict=True):
+        torch.testing.assert_close(ours, head(x))
+    shutil.copytree(tmp_path / "ours", tmp_path / "theirs")
+    (tmp_path / "theirs" / "medusa_lm_head.safetensors").unlink()
+    drawn = reference(32, 61, 3, layers)
+    torch.save(drawn.state_dict(), tmp_path / "theirs" / "medusa_lm_head.pt")
+    with pytest.raises(CheckpointError, match="allow_pickle=True"):
+        load_medusa(model, tmp_path / "theirs")
+    for ours, head in zip(load_medusa(model, tmp_path / "theirs", allow_pickle=True)(x), drawn, strict=True):
+        torch.testing.assert_close(ours, head(x))
+    with pytest.raises(CheckpointError, match=r"heads of another model: 0.0.linear.bias is \(32,\), and .* \(16,\)"):
+        load_medusa(losses.model(hidden_size=16), tmp_path / "ours")
+    with pytest.raises(CheckpointError, match="names no medusa_num_heads"):
+        load_medusa(model, tmp_path)
+
+
+FEW = ("--length", "64", "--accumulation", "2", "--steps", "6", "--lr", "3e-3", "--warmup", "0", "--eval-share", "0.3")
+
+
+def medusa(home, out, *flags):
+    return train(home, out, *FEW, "--heads", "2", *flags, recipe="medusa")
+
+
+def test_a_run_trains_heads_alone_and_resumes_with_the_same_bits(home, capsys):
+    flags = ("--save-every", "3", "--eval-every", "3")
+    assert medusa(home, "heads", *flags) == 0
+    out, said = capsys.readouterr()
+    assert out == f"{home / 'heads' / 'medusa'}\n" and "% of the model" in said
+    told = metrics(home / "heads", "eval_loss")
+    assert told[6] < 0.95 * told[0] and metrics(home / "heads", "eval_accuracy_2").keys() == told.keys()
+    kept = sum(path.stat().st_size for path in (home / "heads" / "checkpoints").rglob("*.distcp"))
+    file = home / "heads" / "medusa" / "medusa_lm_head.safetensors"
+    assert kept < 2 * 3 * file.stat().st_size + 2 * 100_000  # of two checkpoints: the heads, two moments, headers
+    heads = load_medusa(ligermodels.load(home / "model"), home / "heads" / "medusa")
+    best = load_medusa(ligermodels.load(home / "model"), home / "heads" / "best")
+    assert len(heads) == len(best) == 2 and f"load_medusa(model, '{home}" in (home / "heads" / "report.md").read_text()
+    shutil.copytree(home / "heads", home / "again")
+    for gone in ("medusa", "best", "checkpoints/step-00000006"):
+        shutil.rmtree(home / "again" / gone)
+    assert medusa(home, "again", *flags, "--resume") == 0
+    assert "resumed after step 3" in capsys.readouterr().err
+    assert (home / "again" / "medusa" / file.name).read_bytes() == file.read_bytes()
+    assert metrics(home / "again") == metrics(home / "heads")
+
+
+def check_same(home, one, two):
+    for key in ("loss", "eval_loss", "eval_accuracy_1"):
+        assert metrics(home / two, key) == pytest.approx(metrics(home / one, key), rel=2e-5)
+    files = sorted(path.relative_to(home / one) for path in (home / one).rglob("[!R]*.safetensors"))
+    assert files and files == sorted(path.relative_to(home / two) for path in (home / two).rglob("[!R]*.safetensors"))
+    for file in files:
+        ours, theirs = load_file(home / one / file), load_file(home / two / file)
+        for name, weight in ours.items():
+            torch.testing.assert_close(theirs[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_two_processes_compute_what_one_does(home, tmp_path):
+    assert medusa(home, "one", "--eval-every", "2") == 0
+    on_two(tmp_path, lambda: medusa(home, "two", "--eval-every", "2"))
+    check_same(home, "one", "two")
+
+
+@pytest.mark.slow
+def test_the_model_is_trained_with_its_heads(home, tmp_path):
+    flags = ("--eval-every", "2", "--train-base", "--no-packing", "--activations", "block")
+    assert medusa(home, "base", *flags) == 0
+    on_two(tmp_path, lambda: medusa(home, "base-2", *flags))
+    check_same(home, "base", "base-2")
+    told = metrics(home / "base", "eval_cross_entropy")
+    assert told[6] < 0.9 * told[0]
+    folder = home / "base" / "model"
+    model = ligermodels.load(folder)
+    ours, before = model.state_dict(), ligermodels.load(home / "model").state_dict()
+    assert ours.keys() == before.keys() and not all(torch.equal(ours[name], before[name]) for name in ours)
+    assert len(load_medusa(model, folder / "medusa")) == 2
+
+
+def test_the_estimate_of_memory():
+    """A frozen base takes its weights alone, and blocks that nothing is trained in save nothing."""
+    sketch = ligermodels.Llama.from_config(losses.TINY, device="meta")
+    sizes, base = memory.Sizes.of(sketch), sum(p.numel() for p in sketch.parameters())
+    heads = sum(p.numel() for p in add_medusa(losses.model(), 3).parameters())
+    setting = memory.Setting("bf16-masters", "none", tokens=100, accumulates=True)
+    options = dict(model="a", data="b", out="c", heads=3)
+    for train_base, trained, states in ((False, heads, 3 * 3 * 32), (True, base + heads, 3 * 3 * 32 + 1)):
+        found = _sizes(MedusaOptions(**options, train_base=train_base), sizes, sketch)
+        assert (found.parameters, found.trained) == (base + heads, trained)
+        need = memory.estimate(found, setting)
+        assert (need.weights, need.gradients, need.states) == (2 * (base + heads), 2 * trained, 6 * trained)
+        assert (need.activations == 2 * 100 * states) != train_base
+    other = memory.estimate(dataclasses.replace(sizes, beside=1000), setting)
+    assert other.total == memory.estimate(sizes, setting).total + 2000
+
+
+@pytest.mark.parametrize("says, options", [
+    ("heads=0: expected 1", {"heads": 0}), ("lora: heads are trained", {"lora": 4}), ("leave both out", {"cp": 2}),
+    ("export=gguf writes a model", {"export": "gguf"}),
+])  # fmt: skip
+def test_options_that_are_refused(says, options, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=says):
+        MedusaOptions(**{"model": "a", "data": "b", "out": "c", **options})
