@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
+from ligermodels.layers.losses import num_labels
 from ligermodels.parallel import Checkpoints
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import Reporter
@@ -199,19 +200,25 @@ def checked(batch: Batch, vocab_size: int) -> Batch:
     return batch
 
 
-def num_labels(batch: Batch) -> Tensor:
-    """How many labels count: all but -100, and but the first of each sequence, which nothing predicts."""
-    counts = batch["labels"] != -100
-    if "cu_seqlens" in batch:
-        first = batch["cu_seqlens"][:-1].long()
-        counts = counts.flatten().index_fill(0, first[first < counts.numel()], False)
-        return counts.sum()
-    return counts[:, 1:].sum()
+def count_labels(model: Any, batches: Sequence[Batch]) -> Tensor:
+    """How many labels count in these forwards of all ranks, fp32."""
+    labels, ends = [batch["labels"] for batch in batches], [batch.get("cu_seqlens") for batch in batches]
+    if model.parallel is not None:
+        return model.parallel.count(labels, ends)
+    return torch.stack([num_labels(*pair) for pair in zip(labels, ends, strict=True)]).sum().float()
 
 
 def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
-    """The cross entropy over the labels of the batch, divided by the count of the step."""
-    return model(**batch, num_items_in_batch=count).loss
+    """The cross entropy over the labels of the batch, divided by the count of the step.
+
+    The balancing loss of a mixture of experts has the weight of the batch's labels among those of the step; the model
+    adds all of it to each forward.
+    """
+    output = model(**batch, num_items_in_batch=count)
+    if output.aux_loss is None:
+        return output.loss
+    rest = 1 - count_labels(model, [batch]) / count
+    return output.loss - rest * model.config.router_aux_loss_coef * output.aux_loss
 
 
 class Signals:
@@ -302,12 +309,8 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self.feed.take()
-        labels = torch.stack([num_labels(batch) for batch in batches]).sum()
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        count = labels.float()
-        if self.processes.mesh is not None:
-            dist.all_reduce(count)
-            count /= self.processes.shared
+        count = count_labels(self.model, batches)
         loss = torch.zeros((), device=self.processes.device)
         for batch in batches:
             part = self.loss(self.model, batch, count.clamp(min=1))
@@ -362,7 +365,7 @@ class Loop:
         for batch in self.evaluation:
             placed = on_device(batch, self.processes.device)
             sums += self.loss(self.model, placed | {"return_logits": False}, one).item()  # over all ranks
-            labels += self.processes.total(num_labels(batch).item())[0]
+            labels += count_labels(self.model, [placed]).item()
         self.model.train()
         loss = sums / max(labels, 1)
         if not math.isfinite(loss):
