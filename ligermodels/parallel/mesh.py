@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -100,13 +100,13 @@ class Parallel:
         return (1 if self.context is None else self.context.size) * (1 if self.tp is None else self.tp.size)
 
     def count(
-        self, labels: Sequence[Tensor] | Tensor, cu_seqlens: Sequence[Tensor | None] | Tensor | None = None
+        self, labels: Iterable[Tensor] | Tensor, cu_seqlens: Sequence[Tensor | None] | Tensor | None = None
     ) -> Tensor:
         """The number of labels that count in these micro-batches of all ranks, fp32: `num_items_in_batch` of a step.
 
         labels: [B, S] each, as they go into the model. cu_seqlens: those of each that is packed.
         """
-        labels = [labels] if isinstance(labels, Tensor) else labels
+        labels = [labels] if isinstance(labels, Tensor) else list(labels)
         ends = cu_seqlens if isinstance(cu_seqlens, Sequence) else [cu_seqlens] * len(labels)
         count = torch.stack([num_labels(one, end) for one, end in zip(labels, ends, strict=True)]).sum().float()
         dist.all_reduce(count, group=self.data.group)

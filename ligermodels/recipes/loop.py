@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
-from ligermodels.layers.losses import num_labels
+from ligermodels.layers import losses
 from ligermodels.parallel import Checkpoints
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import Reporter
@@ -200,25 +200,24 @@ def checked(batch: Batch, vocab_size: int) -> Batch:
     return batch
 
 
-def count_labels(model: Any, batches: Sequence[Batch]) -> Tensor:
-    """How many labels count in these forwards of all ranks, fp32."""
-    labels, ends = [batch["labels"] for batch in batches], [batch.get("cu_seqlens") for batch in batches]
-    if model.parallel is not None:
-        return model.parallel.count(labels, ends)
-    return torch.stack([num_labels(*pair) for pair in zip(labels, ends, strict=True)]).sum().float()
+def num_labels(batch: Batch) -> Tensor:
+    """How many labels count: all but -100, and but the first of each sequence, which nothing predicts."""
+    return losses.num_labels(batch["labels"], batch.get("cu_seqlens"))
 
 
 def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
     """The cross entropy over the labels of the batch, divided by the count of the step.
 
-    The balancing loss of a mixture of experts has the weight of the batch's labels among those of the step; the model
-    adds all of it to each forward.
+    The balancing loss of a mixture of experts, all of which the model adds to each forward, gets the weight of the
+    batch's labels among those of the step.
     """
     output = model(**batch, num_items_in_batch=count)
     if output.aux_loss is None:
         return output.loss
-    rest = 1 - count_labels(model, [batch]) / count
-    return output.loss - rest * model.config.router_aux_loss_coef * output.aux_loss
+    own = num_labels(batch)
+    if model.parallel is not None:
+        own = model.parallel.count(batch["labels"], batch.get("cu_seqlens"))
+    return output.loss - (1 - own / count) * model.config.router_aux_loss_coef * output.aux_loss
 
 
 class Signals:
@@ -309,8 +308,12 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self.feed.take()
+        labels = torch.stack([num_labels(batch) for batch in batches]).sum()
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        count = count_labels(self.model, batches)
+        count = labels.float()
+        if self.processes.mesh is not None:
+            dist.all_reduce(count)
+            count /= self.processes.shared
         loss = torch.zeros((), device=self.processes.device)
         for batch in batches:
             part = self.loss(self.model, batch, count.clamp(min=1))
@@ -365,7 +368,7 @@ class Loop:
         for batch in self.evaluation:
             placed = on_device(batch, self.processes.device)
             sums += self.loss(self.model, placed | {"return_logits": False}, one).item()  # over all ranks
-            labels += count_labels(self.model, [placed]).item()
+            labels += self.processes.total(num_labels(batch).item())[0]
         self.model.train()
         loss = sums / max(labels, 1)
         if not math.isfinite(loss):

@@ -8,12 +8,15 @@ DIR/model/             the tuned model
 DIR/report.md          what was run and what came out; loss.png
 """
 
+import contextlib
 import dataclasses
 import math
+import os
 import shlex
+import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,9 +106,12 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     optimizer = _optimizer(options, model, processes)
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
-    with Checkpoints(
-        out / "checkpoints", model, optimizer, keep=options.keep, frozen=not options.lora, **others
-    ) as checkpoints:
+    with (
+        _alone(out, processes),
+        Checkpoints(
+            out / "checkpoints", model, optimizer, keep=options.keep, frozen=not options.lora, **others
+        ) as checkpoints,
+    ):
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
@@ -148,6 +154,35 @@ def _check_folder(out: Path, *, resume: bool) -> None:
         if (out / "options.yaml").is_file():
             raise InputError(f"--out {out} has a run already; pass --resume to go on with it, or give another folder")
         raise InputError(f"--out {out} is not empty; give a folder that is new")
+
+
+@contextlib.contextmanager
+def _alone(out: Path, processes: Processes) -> Iterator[None]:
+    """Holds the folder for this run. Raises InputError, on all ranks, where another is writing there."""
+    held: int | None = None
+
+    def hold() -> None:
+        nonlocal held
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        held = os.open(out, os.O_RDONLY)  # the system lets go of it when the process ends, however it ends
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another process is training in --out {out}; wait until it ends, or end it") from None
+        except OSError:  # a file system without locks
+            return
+        for left in out.glob(".*.saving-*"):  # models that a killed run had not finished writing
+            shutil.rmtree(left, ignore_errors=True)
+
+    try:
+        processes.from_main(hold)
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 _SAME = (

@@ -5,28 +5,26 @@ import random
 import re
 import resource
 import signal
-import time
 
 import pytest
 import torch
 
 from ligermodels import InputError, Llama, Mixtral
-from ligermodels.layers.losses import num_labels
 from ligermodels.recipes import memory
 from ligermodels.recipes.loop import (
     Feed,
     Processes,
     Progress,
-    count_labels,
     forwards_per_step,
     next_token_loss,
+    num_labels,
     own_part,
     rate,
 )
 from ligermodels.recipes.options import RECIPES
 from ligermodels.recipes.run import _SAME
 from tests.processes import Child
-from tests.recipes.runs import metrics, train
+from tests.recipes.runs import metrics, reached, train
 
 STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup", "2")
 
@@ -105,9 +103,9 @@ def test_progress_goes_on_but_for_the_length_of_the_run():
 
 def test_labels_that_count():
     ids = torch.arange(1, 7)[None]
-    assert num_labels(ids) == 5
-    assert num_labels(ids, torch.tensor([0, 2, 6], dtype=torch.int32)) == 4
-    assert num_labels(ids.where(ids > 3, -100), torch.tensor([0, 3, 6])) == 2
+    assert num_labels({"labels": ids}) == 5
+    assert num_labels({"labels": ids, "cu_seqlens": torch.tensor([0, 2, 6], dtype=torch.int32)}) == 4
+    assert num_labels({"labels": ids.where(ids > 3, -100), "cu_seqlens": torch.tensor([0, 3, 6])}) == 2
 
 
 def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
@@ -121,7 +119,7 @@ def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
     labels = ids.index_fill(1, torch.arange(8), -100)
     batches = [dict(input_ids=ids, labels=ids), dict(input_ids=ids, labels=labels)]
     alone = [model(**batch) for batch in batches]
-    count = count_labels(model, batches)
+    count = sum(map(num_labels, batches)).float()
     assert count == 2 * (23 + 16)
     step = sum(next_token_loss(model, batch, count) for batch in batches)
     wanted = (46 * alone[0].loss + 32 * alone[1].loss) / 78
@@ -134,14 +132,6 @@ def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
 
 def weights(folder):
     return (folder / "model" / "model.safetensors").read_bytes()
-
-
-def reached(folder, step, child):
-    """Waits until a run has taken so many steps."""
-    file, end = folder / "metrics.jsonl", time.monotonic() + 60
-    while not file.is_file() or file.read_text().count('"loss"') < step:
-        assert time.monotonic() < end and not os.waitpid(child.pid, os.WNOHANG)[0], "the run has ended, or hangs"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")
