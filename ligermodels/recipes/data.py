@@ -40,7 +40,14 @@ class Data:
         self._eval: Rows | None = None if options.eval_data is None else open_rows(options.eval_data)
         if options.eval_share:
             rows, self._eval = held_out(rows, options.eval_share, options.seed)
-        self._rows, self._encoder = rows, masking.Encoder(tokenizer, detect(rows))
+        format = detect(rows)
+        if format.name in ("messages", "sharegpt", "alpaca") and not tokenizer.files.templates:
+            raise InputError(
+                f"{options.model} has no chat template, and rows of {format.name} need one. Likely: a base model. Next "
+                "step: its instruct model, or a chat_template.jinja beside its tokenizer.json, or rows of prompt and "
+                "completion"
+            )
+        self._rows, self._encoder = rows, masking.Encoder(tokenizer, format)
         self._encoders = {id(rows): self._encoder}
         if self._eval is not None:
             self._encoders[id(self._eval)] = masking.Encoder(tokenizer, detect(self._eval))

@@ -80,6 +80,10 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         processes.from_main(lambda: _check_folder(out, resume=options.resume))
     scratch = getattr(options, "scratch", False)
     folder = hub.resolve(options.model, weights=not scratch)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise InputError(
+            f"{options.model} holds adapters; give the model that they are for, or one that they are merged into"
+        )
     tokenizer = Tokenizer.from_hub(folder)
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
@@ -100,10 +104,11 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     feed = Feed(data.train, per_step, processes, sketch.decoder.config.vocab_size)
     feed.make_next()  # what is wrong with the data is found before anything is written
     evaluation = own_part(data.evaluation(), processes)
-    processes.from_main(lambda: _write_options(out, options))
+    processes.from_main(lambda: _check_same(out, options))
 
     model = _load(options, folder, processes)
     optimizer = _optimizer(options, model, processes)
+    processes.from_main(lambda: _write_options(out, options))  # the first that is written
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
     with (
@@ -150,10 +155,15 @@ def _check_folder(out: Path, *, resume: bool) -> None:
     """Raises InputError where a run is in the way."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file; give a folder")
-    if out.is_dir() and any(out.iterdir()) and not resume:
-        if (out / "options.yaml").is_file():
+    if out.is_dir() and any(out.iterdir()):
+        if not (out / "options.yaml").is_file():
+            what = "holds no run to resume" if resume else "is not empty"
+            raise InputError(f"--out {out} {what}; give a folder that is new")
+        if not resume:
             raise InputError(f"--out {out} has a run already; pass --resume to go on with it, or give another folder")
-        raise InputError(f"--out {out} is not empty; give a folder that is new")
+    above = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise InputError(f"--out {out} cannot be written, since {above} cannot; give another folder")
 
 
 @contextlib.contextmanager
@@ -192,8 +202,8 @@ _SAME = (
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
 
-def _write_options(out: Path, options: TrainOptions) -> None:
-    """options.yaml; raises InputError where a run that is resumed had others."""
+def _check_same(out: Path, options: TrainOptions) -> None:
+    """Raises InputError where a run that is resumed had other options."""
     file = out / "options.yaml"
     if options.resume and file.is_file():
         before = type(options).load(file)
@@ -203,9 +213,12 @@ def _write_options(out: Path, options: TrainOptions) -> None:
                     f"the run in {out} had {name}={before[name]}, and this has {name}={getattr(options, name)}; resume "
                     f"with --config {file}, or give another folder"
                 )
+
+
+def _write_options(out: Path, options: TrainOptions) -> None:
     with write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        file.write_text(options.dump(), "utf-8")
+        (out / "options.yaml").write_text(options.dump(), "utf-8")
 
 
 def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
