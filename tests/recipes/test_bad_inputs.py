@@ -120,7 +120,7 @@ PLAIN = (
 MODELS = {
     "no template": (change_template(None), "has no chat template, and rows of messages need one. Likely: a base model"),
     "broken template": (change_template("{{ messages"), "the chat template 'default' of"),
-    "template that refuses": (change_template("{{ raise_exception('only users') }}"), "refuses these messages: only use"),
+    "template that refuses": (change_template("{{ raise_exception('no') }}"), "refuses these messages: no"),
     "turns without an end": (change_template(PLAIN), "none of 16 rows trains a token that stops the model"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "has neither tokenizer.json nor"),
     "few ids": (lambda folder: edited(folder / "config.json", vocab_size=99), "embedding 99 rows"),
