@@ -15,6 +15,7 @@ import os
 import shlex
 import shutil
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -89,7 +90,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     sketch = arch_of(folder).from_config(config, device="meta")
     options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
-    counts = data.count() if options.steps is None else None  # by each rank: waiting for one could time out
+    counts = _counted(data, processes) if options.steps is None else None
     forwards = None if counts is None else counts["batches"] * (options.epochs or 1)
     per_step = forwards_per_step(options.accumulation, processes.batch_ranks, forwards)
     options = _with_memory(dataclasses.replace(options, accumulation=per_step), sketch, processes)
@@ -219,6 +220,17 @@ def _write_options(out: Path, options: TrainOptions) -> None:
     with write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
         (out / "options.yaml").write_text(options.dump(), "utf-8")
+
+
+def _counted(data: Data, processes: Processes) -> Mapping[str, int]:
+    """What a pass over the data has. Each rank counts: waiting for one could time out."""
+    note = threading.Timer(5.0, say, [f"counting the tokens of {data.summary}, which --steps N goes without"])
+    if processes.is_main:
+        note.start()
+    try:
+        return data.count()
+    finally:
+        note.cancel()
 
 
 def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
