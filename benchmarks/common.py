@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy")
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "peft", "bitsandbytes")
 
 
 def environment(device: str) -> dict[str, Any]:

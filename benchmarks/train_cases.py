@@ -20,6 +20,7 @@ class Model:
 
     attention: the implementation of transformers that computes this model. Gemma 2's is eager: sdpa has no softcap.
     image: height and width in pixels of the image that each sequence begins with.
+    drawn_in_nf4: no checkpoint is written of it, and its weights are drawn in 4 bits: see train_step.
     shallow: changes that make the model for the parity check, with a layer of each kind. tiny: changes for a dry run.
     """
 
@@ -28,6 +29,7 @@ class Model:
     image: tuple[int, int] | None = None
     shallow: Mapping[str, Any] = field(default_factory=lambda: {"num_hidden_layers": 2})
     tiny: Mapping[str, Any] = field(default_factory=dict)
+    drawn_in_nf4: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,9 @@ _LLAMA_1B = dict(
 _LLAMA_8B = {
     **_LLAMA_1B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
     "rope_scaling": {**_LLAMA_ROPE, "factor": 8.0}, "tie_word_embeddings": False,
+}  # fmt: skip
+_LLAMA_70B = {
+    **_LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64,
 }  # fmt: skip
 _MISTRAL_7B = dict(
     model_type="mistral", vocab_size=32000, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32,
@@ -110,6 +115,7 @@ _TINY = dict(
 MODELS: dict[str, Model] = {
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
+    "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn_in_nf4=True),
     "mistral-7b": Model(_MISTRAL_7B, tiny={**_TINY, "sliding_window": 24}),
     "mixtral-12l": Model(_MIXTRAL_12L, tiny=_TINY),
     "gemma-2-2b": Model(
@@ -144,6 +150,22 @@ CASES: dict[str, Case] = {
     ),
     "llama-8b": Case("llama-3.1-8b", 4, 4096, "block", _OURS_AND_PEERS),
     "llama-8b-none": Case("llama-3.1-8b", 4, 4096, "none", ("ligermodels+adamw+in_backward", "hf+liger")),
+    "llama-8b-lora": Case(
+        "llama-3.1-8b", 4, 4096, "none",
+        (
+            "ligermodels+lora", "ligermodels+lora:mlp", "ligermodels+lora:block",
+            "hf+liger+lora:block", "hf+liger+lora",
+        ),
+    ),
+    "llama-8b-lora-small": Case(
+        "llama-3.1-8b", 1, 2048, "none",
+        ("ligermodels+lora", "ligermodels+lora+captured", "hf+lora", "hf+liger+lora"),
+    ),
+    "llama-8b-qlora": Case(
+        "llama-3.1-8b", 1, 2048, "none",
+        ("ligermodels+nf4", "ligermodels+nf4:block", "hf+nf4", "hf+liger+nf4", "hf+liger+nf4:block"),
+    ),
+    "llama-70b-qlora": Case("llama-3.1-70b", 1, 4096, "block", ("ligermodels+nf4",), steps=5),
     "mistral-7b": Case("mistral-7b", 2, 4096, "block", _OURS_AND_PEERS),
     "phi-3-mini": Case("phi-3-mini", 4, 4096, "block", _OURS_AND_PEERS),
     "qwen2-1.5b": Case("qwen2-1.5b", 4, 4096, "none", _OURS_AND_PEERS),

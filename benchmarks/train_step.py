@@ -7,6 +7,7 @@ is 1. The steps are on random tokens, the same for all, and loss and gradient no
 
     python -m benchmarks.train_step --case llama-1b,llama-8b --out benchmarks/results
     python -m benchmarks.train_step --case gemma-2-2b --baselines ligermodels,hf+liger:none
+    python -m benchmarks.train_step --case llama-8b-lora,llama-8b-qlora --scratch /dev/shm
     python -m benchmarks.train_step --longest 24 --recompute block     # the longest sequence that trains in 24 GiB
     python -m benchmarks.train_step --render benchmarks/results/step-llama-1b.json
     python -m benchmarks.train_step --case gemma-2-2b --dry            # a tiny model on the CPU: does everything run?
@@ -14,17 +15,22 @@ is 1. The steps are on random tokens, the same for all, and loss and gradient no
 A baseline is `ligermodels` with any of +adamw (our AdamW in place of torch's), +in_backward (our AdamW, stepping in the
 backward), +captured (the step is one CUDA graph) and +offload (what is saved for backward goes to the host), or `hf`,
 which is transformers, with any of +liger, +compile and +loop (over experts, in place of its grouped matmuls).
+Either takes +lora, adapters of rank 16 on all linear modules of a frozen model, or +nf4, the same on a model in 4 bits
+(QLoRA): ours by `load_adapter`, theirs by PEFT and bitsandbytes, from one file of adapters that PEFT wrote. PEFT runs
+as TRL runs it: under autocast to bf16, its adapters in fp32, and in bf16 on 4 bits.
 Its recomputation stands after a colon where it is not the case's: `ligermodels:mlp`, `hf+liger:none`.
 """
 
 import argparse
+import copy
 import dataclasses
 import gc
-import importlib
+import importlib.util
 import itertools
 import json
 import os
 import re
+import shutil
 import statistics
 import subprocess
 import sys
@@ -43,7 +49,10 @@ from benchmarks.train_cases import CASES, MODELS, Case, Model, changed, model_in
 ROOT = Path(__file__).parent.parent
 GIB = 2**30
 LEARNING_RATE, WARMUP = 1e-5, 3
-OURS, THEIRS = ("adamw", "in_backward", "captured", "offload"), ("liger", "compile", "loop")
+ADAPTERS = ("lora", "nf4")
+OURS, THEIRS = ("adamw", "in_backward", "captured", "offload", *ADAPTERS), ("liger", "compile", "loop", *ADAPTERS)
+RANK, ALPHA, ADAPTER_B = 16, 32, 0.1
+"""ADAPTER_B: standard deviation of B. PEFT sets it to 0: parity would not see the adapters, nor A get a gradient."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,18 +108,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"unknown: {', '.join(unknown)}; known: {', '.join(CASES)}")
     if not options.dry and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
+    try:
+        chosen = [_settings(name, options) for name in names]
+    except ValueError as error:
+        parser.error(str(error))
     code = 0
-    for name in names:
-        try:
-            settings = _settings(name, options)
-        except ValueError as error:
-            parser.error(str(error))
-        record = run(settings, options.timeout, options.scratch)
-        if options.out:
-            write_json(options.out / f"step-{name}{'-longest' if settings.longest else ''}.json", record)
-        print(render(record), flush=True)
-        ours = [row for row in record["rows"] if row["baseline"].startswith("ligermodels")]
-        code |= int(any("note" in row for row in ours))
+    with tempfile.TemporaryDirectory(dir=options.scratch, prefix="train_step-") as scratch:
+        for settings in chosen:
+            folder = Path(scratch, settings.model)  # the checkpoint of a model is written once for cases in a row
+            for other in set(Path(scratch).iterdir()) - {folder}:
+                shutil.rmtree(other)
+            record = run(settings, options.timeout, folder)
+            if options.out:
+                write_json(options.out / f"step-{settings.case}{'-longest' if settings.longest else ''}.json", record)
+            print(render(record), flush=True)
+            ours = [row for row in record["rows"] if row["baseline"].startswith("ligermodels")]
+            code |= int(any("note" in row for row in ours))
     return code
 
 
@@ -125,7 +138,9 @@ def _settings(name: str, options: argparse.Namespace) -> Settings:
     needs_gpu = {"liger", "compile", "captured"} if options.dry and not options.baselines else set()
     baselines = tuple(name for name in case.baselines if not needs_gpu & set(name.split(":")[0].split("+")))
     for baseline in baselines:
-        Baseline.of(baseline, case.recompute)
+        named = Baseline.of(baseline, case.recompute)
+        if MODELS[case.model].drawn_in_nf4 and not (named.ours and named.adapters == "nf4"):
+            raise ValueError(f"{baseline}: {case.model} has no checkpoint and is drawn in 4 bits: ligermodels+nf4")
     chosen = {**dataclasses.asdict(case), "baselines": baselines}
     return Settings(**chosen, case=name, dry=options.dry, longest=options.longest)
 
@@ -137,6 +152,11 @@ class Baseline:
     ours: bool
     options: frozenset[str]
     recompute: str
+
+    @property
+    def adapters(self) -> str:
+        """What is trained: "nf4" or "lora", adapters on a model in 4 bits or in bf16, or "", all weights."""
+        return max(self.options & {*ADAPTERS}, default="")  # "nf4" is the later one
 
     @classmethod
     def of(cls, name: str, recompute: str) -> Self:
@@ -153,23 +173,21 @@ class Baseline:
         return cls(base == "ligermodels", frozenset(options), own or recompute)
 
 
-def run(settings: Settings, timeout: float, scratch: str | None) -> dict[str, Any]:
-    """The record of a case: every baseline in a process of its own, one after the other."""
+def run(settings: Settings, timeout: float, folder: Path) -> dict[str, Any]:
+    """The record of a case: every baseline in a process of its own, one after the other. folder: for checkpoints."""
     rows = []
-    with tempfile.TemporaryDirectory(dir=scratch, prefix="train_step-") as name:
-        folder = Path(name)
-        write_json(folder / "settings.json", dataclasses.asdict(settings))
-        for baseline in ("prepare", *settings.baselines):
-            started = time.perf_counter()
-            error = spawn(baseline, folder, timeout, settings.longest is not None)
-            print(f"{baseline}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
-            result = folder / "result.json"
-            found = json.loads(result.read_text()) if result.exists() else {}
-            result.unlink(missing_ok=True)
-            if baseline != "prepare":
-                rows.append({"baseline": baseline, **found, **({"note": error} if error else {})})
-            elif error:
-                raise SystemExit(f"transformers could not write the checkpoint: {error}")
+    write_json(folder / "settings.json", dataclasses.asdict(settings))
+    for baseline in ("prepare", *settings.baselines):
+        started = time.perf_counter()
+        error = spawn(baseline, folder, timeout, settings.longest is not None)
+        print(f"{baseline}: {time.perf_counter() - started:.0f} s", file=sys.stderr, flush=True)
+        result = folder / "result.json"
+        found = json.loads(result.read_text()) if result.exists() else {}
+        result.unlink(missing_ok=True)
+        if baseline != "prepare":
+            rows.append({"baseline": baseline, **found, **({"note": error} if error else {})})
+        elif error:
+            raise SystemExit(f"transformers could not write the checkpoint: {error}")
     compare_first_steps(rows)
     shown = dataclasses.asdict(settings)
     return {"benchmark": "train_step", "environment": environment(settings.device), "settings": shown, "rows": rows}
@@ -199,6 +217,9 @@ def work(name: str, folder: Path) -> None:
         return
     baseline = Baseline.of(name, settings.recompute)
     row: dict[str, Any] = {"recompute": baseline.recompute}
+    if not baseline.ours and baseline.adapters == "nf4" and importlib.util.find_spec("bitsandbytes") is None:
+        write_json(result, {**row, "note": "bitsandbytes is not installed"})
+        return
     if wrong := parity(baseline, settings, folder):
         write_json(result, {**row, "note": "; ".join(wrong)})
         return
@@ -222,38 +243,115 @@ def auto_class(model: Model) -> Any:
 
 def build(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
     """The baseline's model with the checkpoint's weights in bf16, ready to train."""
-    if baseline.ours:
-        import ligermodels
+    return (build_ours if baseline.ours else build_theirs)(baseline, settings, folder)
 
-        model: Any = ligermodels.load(folder, dtype=torch.bfloat16, device=settings.device, progress=False)
-        if baseline.recompute != "none" or "offload" in baseline.options:
-            policy = {"recompute": baseline.recompute, "offload": "offload" in baseline.options}
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=policy)
-        return model.train()
+
+def build_ours(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
+    import ligermodels
+    from ligermodels.training import lora
+
+    adapters: Path | None = adapters_of(folder) if baseline.adapters else None
+    if MODELS[settings.model].drawn_in_nf4 and folder.name == "model":
+        model: Any = drawn_in_nf4(settings)
+        lora.add_lora(model, r=RANK, alpha=ALPHA)
+        _draw_b(model)
+    else:
+        options = {"quantization_config": "nf4"} if baseline.adapters == "nf4" else {}
+        model = ligermodels.load(folder, dtype=torch.bfloat16, device=settings.device, progress=False, **options)
+        if adapters is not None:
+            lora.load_adapter(model, adapters)
+    if baseline.recompute != "none" or "offload" in baseline.options:
+        policy = {"recompute": baseline.recompute, "offload": "offload" in baseline.options}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=policy)
+    return model.train()
+
+
+def build_theirs(baseline: Baseline, settings: Settings, folder: Path) -> nn.Module:
     options: dict[str, Any] = {"attn_implementation": MODELS[settings.model].attention}
     if "loop" in baseline.options:
         options["experts_implementation"] = "eager"
+    if baseline.adapters == "nf4":
+        from transformers import BitsAndBytesConfig
+
+        kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}  # as ours by default
+        kind["bnb_4bit_compute_dtype"] = torch.bfloat16
+        options["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **kind)
+        options["device_map"] = {"": "cpu" if settings.dry else 0}
     found = auto_class(MODELS[settings.model]).from_pretrained(folder, dtype=torch.bfloat16, **options)
-    model = found.to(settings.device).train()
+    model = (found if baseline.adapters == "nf4" else found.to(settings.device)).train()
     model.config.use_cache = False
     if "liger" in baseline.options:
         patches = importlib.import_module("liger_kernel.transformers")
         getattr(patches, f"apply_liger_kernel_to_{model.config.model_type}")(model=model)
     if baseline.recompute == "block":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if baseline.adapters:
+        from peft import PeftModel
+
+        if baseline.recompute == "block":
+            model.enable_input_require_grads()
+        model = as_trl_runs(PeftModel.from_pretrained(model, adapters_of(folder), is_trainable=True), settings)
+        for parameter in model.parameters() if baseline.adapters == "nf4" else ():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
     if "compile" in baseline.options:
         model.compile(dynamic=False)
     return model
 
 
+def as_trl_runs(model: nn.Module, settings: Settings) -> nn.Module:
+    """PEFT's model, whose adapters are in fp32, under autocast to bf16."""
+    model.forward = torch.autocast(settings.device, torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+    return model.train()
+
+
+def adapters_of(folder: Path) -> Path:
+    """Where the adapters for the checkpoint in `folder` lie."""
+    return folder.with_name(f"{folder.name}-adapters")
+
+
+@torch.no_grad()
+def _draw_b(model: nn.Module) -> None:
+    """Draws B of every adapter of a model, PEFT's or ours."""
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            parameter.normal_(0, ADAPTER_B)
+
+
+@torch.no_grad()
+def drawn_in_nf4(settings: Settings) -> Any:
+    """Our model with random weights on the device in 4 bits, one linear module after the other, where the weights in
+    bf16 would fit neither there nor on a disk. It is what `ligermodels.load(..., quantization_config="nf4")` makes."""
+    import ligermodels
+    from ligermodels.checkpoint import quantization, weights
+
+    device, quantizer = torch.device(settings.device), quantization.quantizer_of("nf4")
+    model = ligermodels.ARCHS[settings.config["model_type"]].from_config(
+        settings.config, dtype=torch.bfloat16, device="meta"
+    )
+    chosen = quantization.linears(model, quantizer)
+    for name in chosen:
+        model.set_submodule(name, nn.Module())  # until the others have memory
+    weights.allocate(model, device)
+    model.init_weights()
+    torch.manual_seed(0)
+    for name, linear in chosen.items():
+        weight = torch.empty(linear.weight.shape, dtype=torch.bfloat16, device=device)
+        weight.normal_(0, model.config.initializer_range)
+        model.set_submodule(name, quantizer.convert(linear, weight, None, device))
+    quantization.mark(model, quantizer)
+    return model
+
+
 def optimizer_of(baseline: Baseline, model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW with states in the weights' dtype."""
+    """AdamW on what is trained, with states in the weights' dtype."""
     captured, in_backward = "captured" in baseline.options, "in_backward" in baseline.options
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if in_backward or "adamw" in baseline.options:
         from ligermodels.training import AdamW
 
-        return AdamW(model.parameters(), lr=LEARNING_RATE, step_in_backward=in_backward, capturable=captured)
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True, capturable=captured)
+        return AdamW(trained, lr=LEARNING_RATE, step_in_backward=in_backward, capturable=captured)
+    return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True, capturable=captured)
 
 
 def step_of(
@@ -284,7 +382,7 @@ def batches(
     found = []
     for n, rows in enumerate(ids):
         inputs = model_inputs(config, rows, settings.image, seed + n)
-        if config["model_type"] == "qwen2_vl" and type(model).__module__.startswith("transformers."):
+        if config["model_type"] == "qwen2_vl" and not type(model).__module__.startswith("ligermodels."):
             inputs["mm_token_type_ids"] = (inputs["input_ids"] == config["image_token_id"]).int()
         found.append({name: x.to(settings.device) for name, x in inputs.items()})
     return found
@@ -308,20 +406,63 @@ roundings out, and right models agree more closely; a wrong rotation, mask or re
 
 
 def prepare(settings: Settings, folder: Path) -> None:
-    """Writes the checkpoints `model` and `parity`, and what transformers computes with the latter in fp32."""
+    """Writes the checkpoints `model` and `parity`, adapters of each where they are asked for, and what transformers
+    computes with the latter in fp32. A `model` that an earlier case wrote stays."""
     case = MODELS[settings.model]
-    _initialised(settings.config, settings).save_pretrained(folder / "model")
+    kinds = {Baseline.of(name, settings.recompute).adapters for name in settings.baselines}
+    wanted = [folder / "model", *([adapters_of(folder / "model")] if any(kinds) else [])]
+    if not case.drawn_in_nf4 and not all(path.exists() for path in wanted):
+        model = _initialised(settings.config, settings)
+        model.save_pretrained(folder / "model")
+        if any(kinds):
+            _with_adapters(model, adapters_of(folder / "model"))
+        del model
+        _free(settings.device)
     model = _initialised(settings.config if settings.dry else changed(settings.config, case.shallow), settings)
     _sharpen(model)
     model.save_pretrained(folder / "parity")
-    draws = batches(settings, model, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), seed=1)
-    in_bf16 = [probe(model.train(), inputs) for inputs in draws]
-    exact = [probe(model.float(), inputs) for inputs in draws]
-    pairs = list(zip(in_bf16, exact, strict=True))
-    errors = {"logits": statistics.mean(typical_error(a["logits"], b["logits"]) for a, b in pairs)}
-    for name in ("loss", "gradient_norm"):
-        errors[name] = statistics.mean((a[name] - b[name]) ** 2 for a, b in pairs) ** 0.5
-    torch.save({"exact": exact[0], "errors_in_bf16": errors}, folder / "parity.pt")
+    for kind in sorted(kinds):
+        found = copy.deepcopy(model)
+        if kind:
+            adapted = _with_adapters(found, adapters_of(folder / "parity"))
+            if kind == "nf4":
+                _round_to_nf4(adapted)
+            found = as_trl_runs(adapted, settings)
+        draws = batches(settings, found, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), seed=1)
+        in_bf16 = [probe(found.train(), inputs) for inputs in draws]
+        found.__dict__.pop("forward", None)  # autocast
+        exact = [probe(found.float(), inputs) for inputs in draws]
+        pairs = list(zip(in_bf16, exact, strict=True))
+        errors = {"logits": statistics.mean(typical_error(a["logits"], b["logits"]) for a, b in pairs)}
+        for name in ("loss", "gradient_norm"):
+            errors[name] = statistics.mean((a[name] - b[name]) ** 2 for a, b in pairs) ** 0.5
+        torch.save({"exact": exact[0], "errors_in_bf16": errors}, folder / f"parity-{kind}.pt")
+        del found
+        _free(settings.device)
+
+
+def _with_adapters(model: nn.Module, folder: Path) -> Any:
+    """PEFT's model around a model of transformers, with adapters drawn at random, which it writes to `folder`."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    options = LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")
+    adapted: Any = get_peft_model(model, options)
+    _draw_b(adapted)
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+    return adapted
+
+
+@torch.no_grad()
+def _round_to_nf4(adapted: nn.Module) -> None:
+    """Rounds the weights under the adapters to what 4 bits hold. Ours are bitsandbytes' bytes (tests/test_nf4.py), so
+    that a model in bf16 says what QLoRA must compute, whether bitsandbytes is there or not."""
+    from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
+
+    for module in adapted.modules():
+        if hasattr(module, "base_layer"):
+            weight = module.base_layer.weight
+            weight.copy_(dequantize_nf4(*quantize_nf4(weight.detach())))
 
 
 def _initialised(config: Mapping[str, Any], settings: Settings) -> nn.Module:
@@ -353,7 +494,7 @@ def parity(baseline: Baseline, settings: Settings, folder: Path) -> list[str]:
     """What the baseline has wrong with the shallow model, in words; empty if it agrees with transformers in fp32."""
     model = build(baseline, settings, folder / "parity")
     (inputs,) = batches(settings, model, 1, 1, min(settings.seq, PARITY_LENGTH), seed=1)
-    expected = torch.load(folder / "parity.pt", map_location=settings.device)
+    expected = torch.load(folder / f"parity-{baseline.adapters}.pt", map_location=settings.device)
     found = disagreement(probe(model, inputs), expected, LOGITS_FACTOR if baseline.ours else PEERS_LOGITS_FACTOR)
     del model
     torch.compiler.reset()
@@ -376,7 +517,7 @@ def probe(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def disagreement(found: Mapping[str, Any], expected: Mapping[str, Any], logits_factor: float) -> list[str]:
-    """What `found` has wrong beside the contents of parity.pt, in words; empty if it agrees."""
+    """What `found` has wrong beside what `prepare` wrote, in words; empty if it agrees."""
     exact, errors, reasons = expected["exact"], expected["errors_in_bf16"], []
     error, allowed = typical_error(found["logits"], exact["logits"]), logits_factor * errors["logits"]
     if not error <= allowed:
@@ -395,14 +536,15 @@ def typical_error(logits: Tensor, exact: Tensor) -> float:
 
 
 def compare_first_steps(rows: Sequence[dict[str, Any]]) -> None:
-    """All start from the same weights on the same batch: step 1 at full depth must agree with transformers' too.
-
-    A row that does not agree loses its figures and gets a note.
+    """All start from the same weights on the same batch: step 1 at full depth must agree with the plainest peer's too
+    that trains the same. A row that does not agree loses its figures and gets a note.
     """
-    timed = [row for row in rows if "losses" in row]
-    theirs = [row for row in timed if not row["baseline"].startswith("ligermodels")]
-    reference = next((row for row in theirs if row["baseline"] == "hf"), theirs[0] if theirs else None)
-    for row in timed if reference else []:
+    timed = [(Baseline.of(row["baseline"], "none"), row) for row in rows if "losses" in row]
+    for baseline, row in timed:
+        theirs = [(peer.options, x) for peer, x in timed if not peer.ours and peer.adapters == baseline.adapters]
+        if not theirs:
+            continue
+        _, reference = min(theirs, key=lambda found: len(found[0]))
         for name, found, expected in (
             ("loss", row["losses"][0], reference["losses"][0]),
             ("gradient norm", row["first_gradient_norm"], reference["first_gradient_norm"]),

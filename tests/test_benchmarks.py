@@ -6,12 +6,14 @@ import pytest
 import torch
 
 import ligermodels
-from benchmarks import convergence, train_step
+from benchmarks import convergence, decode, train_step
 from benchmarks import kernels as harness
 from benchmarks.kernel_cases import OPS
 from benchmarks.train_cases import CASES, MODELS
 from benchmarks.train_step import LOGITS_FACTOR, disagreement
 from ligermodels import kernels
+from ligermodels.generation import graph
+from ligermodels.training import lora
 
 # Kernels
 
@@ -96,6 +98,7 @@ def test_the_configs_are_the_models_they_name(name):
     counts = {
         "llama-3.2-1b": 1_235_814_400,
         "llama-3.1-8b": 8_030_261_248,
+        "llama-3.1-70b": 70_553_706_496,
         "mistral-7b": 7_241_732_096,
         "mixtral-12l": 2 * 32000 * 2048 + 12 * (attention + mixture + 2 * 2048) + 2048,
         "gemma-2-2b": 2_614_341_888,
@@ -108,19 +111,24 @@ def test_the_configs_are_the_models_they_name(name):
     assert model.num_parameters() == counts[name]
 
 
-FAST = ("llama-1b", "qwen2-vl-2b")
+FAST = ("llama-1b", "llama-70b-qlora", "qwen2-vl-2b")
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name not in FAST]
 
 
 @pytest.mark.parametrize("name", [*FAST, *SLOW])
 def test_a_training_step_is_measured_and_written(name, tmp_path, capsys, in_this_process):
+    if "lora" in name:
+        pytest.importorskip("peft")
+    if name == "llama-8b-qlora":
+        pytest.importorskip("bitsandbytes")
     code, rows = run_case(tmp_path, name)
     assert code == 0, rows
     needs_gpu = {"liger", "compile", "captured"}
-    assert [row["baseline"] for row in rows] == [b for b in CASES[name].baselines if not needs_gpu & {*b.split("+")}]
-    theirs = next((row for row in rows if row["baseline"] == "hf"), rows[0])
+    named = {b: train_step.Baseline.of(b, CASES[name].recompute) for b in CASES[name].baselines}
+    assert [row["baseline"] for row in rows] == [b for b, known in named.items() if not needs_gpu & known.options]
+    theirs = next((row for row in rows if not named[row["baseline"]].ours), rows[0])
     for row in rows:
-        assert "note" not in row and row["tokens_per_s"] > 0 and row["recompute"] == CASES[name].recompute
+        assert "note" not in row and row["tokens_per_s"] > 0 and row["recompute"] == named[row["baseline"]].recompute
         assert row["losses"] == pytest.approx(theirs["losses"], rel=2**-8)
     table = capsys.readouterr().out
     assert table.count("\n| ligermodels") == sum(row["baseline"].startswith("ligermodels") for row in rows)
@@ -145,6 +153,36 @@ def test_a_red_parity_refuses_the_figures_of_a_model(tmp_path, monkeypatch, caps
     assert ours["note"] in line and line.split("|")[4].strip() == ""  # tokens/s
 
 
+@pytest.mark.parametrize("wrong", ["the base in bf16", "the scale", "no adapter"])
+def test_parity_sees_the_adapters_and_the_4_bits(wrong, tmp_path, monkeypatch, in_this_process):
+    pytest.importorskip("peft")
+    load, load_adapter = ligermodels.load, lora.load_adapter
+
+    def load_wrongly(folder, quantization_config=None, **options):
+        assert quantization_config == "nf4"
+        return load(folder, quantization_config=None if wrong == "the base in bf16" else "nf4", **options)
+
+    def adapt_wrongly(model, folder):
+        if wrong == "no adapter":
+            return lora.add_lora(model)
+        for module in load_adapter(model, folder).modules():
+            if isinstance(module, lora.Adapted) and wrong == "the scale":
+                module.alpha = 28
+
+    monkeypatch.setattr(ligermodels, "load", load_wrongly)
+    monkeypatch.setattr(lora, "load_adapter", adapt_wrongly)
+    code, (row,) = run_case(tmp_path, "llama-8b-qlora", "--baselines", "ligermodels+nf4:block")
+    assert code == 1 and "logits err" in row["note"] and "tokens_per_s" not in row
+
+
+@pytest.mark.parametrize("case", ["llama-70b-qlora", "llama-1b"])
+def test_what_cannot_be_measured_is_refused(case, capsys):
+    name = "hf+nf4" if case == "llama-70b-qlora" else "hf+captured"
+    with pytest.raises(SystemExit):
+        train_step.main(["--dry", "--case", case, "--baselines", name])
+    assert name in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "change"), [("", 0.0), ("logits", 2e-2), ("loss", 0.05), ("gradient_norm", -0.02), ("loss", float("nan"))]
 )
@@ -160,6 +198,18 @@ def test_logits_loss_and_gradient_norm_are_compared(name, change):
     assert [reason.split()[0] for reason in reasons] == ([name] if name else [])
 
 
+def test_a_first_step_is_compared_with_the_plainest_peer_that_trains_the_same():
+    names = ("ligermodels+lora", "ligermodels+lora:block", "ligermodels+nf4", "hf", "hf+liger+lora", "hf+lora:block")
+    losses = (6.0, 7.0, 9.0, 8.0, 6.03, 6.0)
+    rows = [
+        {"baseline": name, "losses": [loss], "first_gradient_norm": 2.0, "tokens_per_s": 1.0}
+        for name, loss in zip(names, losses, strict=True)
+    ]
+    train_step.compare_first_steps(rows)
+    assert [row["baseline"] for row in rows if "note" in row] == ["ligermodels+lora:block"]
+    assert "hf+lora:block has 6" in rows[1]["note"] and "tokens_per_s" not in rows[1]
+
+
 # Commits, convergence
 
 
@@ -169,3 +219,18 @@ def test_convergence_is_measured_and_written(tmp_path, capsys):
     apart = {row["recipe"]: row["apart"] for row in json.loads(out.read_text())["rows"]}
     assert apart["transformers, fp32"] == 0 < apart["ligermodels, fp32"] < 1e-6 < apart["ligermodels, bf16"] < 0.1
     assert capsys.readouterr().out.count("| llama") == 4
+
+
+# Decoding
+
+
+@pytest.mark.slow
+def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
+    out, few = tmp_path / "decode.json", ["--dry", "--models", "llama-3.2-1b", "--cases", "2x16+8"]
+    assert decode.main([*few, "--baselines", "captured,host,hf", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["baseline"] for row in rows] == ["captured", "host", "hf"] and rows[0]["ids as host"] == 1
+    assert all(row["tokens/s"] > 0 for row in rows) and set(graph.DEVICES) == {"cuda"}
+    run = graph.Decode._run
+    monkeypatch.setattr(graph.Decode, "_run", lambda self, *inputs: (run(self, *inputs), self._logits.neg_()))
+    assert decode.main(few) == 1 and "RED" in capsys.readouterr().out

@@ -84,6 +84,7 @@ class CausalLM(Pretrained, TrainerInterface):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         return_logits: bool | None = None,
+        return_logprobs: bool = False,
         output_hidden_states: bool | None = None,
         output_router_logits: bool | None = None,
         output_attentions: bool | None = None,
@@ -118,6 +119,8 @@ class CausalLM(Pretrained, TrainerInterface):
             whole text, as `generate` does: the cached keys were rotated by other frequencies.
         logits_to_keep: compute the logits of the last n positions only; 0: of all.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
+        return_logprobs: with labels, in place of the loss `logprobs`: at each position the log probability of the label
+            after it, 0 where nothing is to be predicted. Not under context or tensor parallelism.
         output_hidden_states: adds `hidden_states` and `last_hidden_state`.
         output_router_logits: for mixtures of experts, adds `router_logits` and `aux_loss`, which is added to the loss
             as well, times the config's `router_aux_loss_coef`; default is the config's `output_router_logits`.
@@ -146,13 +149,15 @@ class CausalLM(Pretrained, TrainerInterface):
         )
         check_labels(labels, inputs.tokens, num_items_in_batch, logits_to_keep)
         parallel, context = self.parallel, self.decoder.context
+        if return_logprobs and labels is None:
+            raise InputError("return_logprobs=True needs labels, of which the log probabilities are")
         if parallel is not None and parallel.shards > 1:
             headless = labels is None and return_logits is False
-            if inputs.cache is not None or output_hidden_states or logits_to_keep or headless:
+            if inputs.cache is not None or output_hidden_states or logits_to_keep or headless or return_logprobs:
                 raise InputError(
-                    "a cache, output_hidden_states, logits_to_keep, and hidden states alone (return_logits=False) are "
-                    "not supported under context or tensor parallelism: save the model and load it on one GPU, or use "
-                    "a mesh of dp_shard alone"
+                    "a cache, output_hidden_states, logits_to_keep, return_logprobs, and hidden states alone "
+                    "(return_logits=False) are not supported under context or tensor parallelism: save the model and "
+                    "load it on one GPU, or use a mesh of dp_shard alone"
                 )
             rows, length = inputs.tokens.shape[:2]
             parallel.check_length(length if inputs.cu_seqlens is None else rows * length)
@@ -177,7 +182,9 @@ class CausalLM(Pretrained, TrainerInterface):
         headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
         computed: dict[str, Any] = {}
-        if targets is not None:
+        if targets is not None and return_logprobs:
+            computed = self._logprobs(x, targets)
+        elif targets is not None:
             computed = self._loss(x, targets, num_items_in_batch, with_logits=bool(wants_logits))
         elif wants_logits:
             head = unwrapped(self.lm_head)
@@ -212,6 +219,19 @@ class CausalLM(Pretrained, TrainerInterface):
         logits = capped(head(x), self._softcap)
         loss = cross_entropy(logits, targets.labels, num_items_in_batch=num_items_in_batch)
         return {"loss": loss, "logits": logits} if with_logits else {"loss": loss}
+
+    def _logprobs(self, x: Tensor, targets: Targets) -> dict[str, Any]:
+        head = unwrapped(self.lm_head)
+        if takes_labels(head):
+            return {
+                "logprobs": head(
+                    x, labels=targets.labels, softcap=self._softcap, return_logprobs=True, num_valid=targets.count()
+                )
+            }
+        warn_unfused_head(self.lm_head, x)
+        losses = cross_entropy(capped(head(x), self._softcap), targets.labels, reduction="none")
+        assert isinstance(losses, torch.Tensor), "nothing else was asked for"
+        return {"logprobs": -losses}
 
     @property
     def _softcap(self) -> float | None:

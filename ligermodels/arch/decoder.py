@@ -15,6 +15,7 @@ from ligermodels.arch.inputs import TextInputs, check_inputs
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
+from ligermodels.layers.batch import NextToken
 from ligermodels.layers.cache import BorrowedCache, KVCache
 from ligermodels.layers.head import keep_table
 from ligermodels.layers.parallel import Ranks
@@ -225,6 +226,9 @@ class Decoder(BaseModel):
         key_mask = None if inputs.attention_mask is None else inputs.attention_mask.bool()
         if key_mask is not None and past == 0 and not must_not_sync(key_mask) and _pads_only_after(key_mask):
             key_mask = None  # no token before the padding sees it: attention is causal
+        if inputs.cache is not None and inputs.cache.stepping:
+            starts, ends = inputs.cache.starts, inputs.cache.ends
+            return Batch(next_token=NextToken(cos=cos, sin=sin, starts=starts, ends=ends), cross=cross)
         return Batch(
             cos=cos, sin=sin, key_mask=key_mask, cu_seqlens=cu_seqlens, max_seqlen=inputs.max_seqlen, cross=cross,
             context=self.context,

@@ -19,7 +19,8 @@ from ligermodels.kernels.linear import joint
 from ligermodels.layers import MLP, Attention, CrossAttention, Experts, GatedMLP, LayerNorm, LMHead, RMSNorm
 from ligermodels.layers.head import takes_labels, unwrapped
 from ligermodels.layers.linear import obstacle
-from ligermodels.layers.lora import LoRALinear
+from ligermodels.layers.lora import Adapted
+from ligermodels.layers.nf4 import NF4Linear
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +122,7 @@ def _linears(layer: nn.Module, inputs: Sequence[str], gathered: bool, output: st
         together, why = _together(layer, inputs, gathered)
         one = "one op" if output else "one matmul"
         each = f" of {' and '.join(inputs)}" if output else ""
-        lora = ", with LoRA" if any(isinstance(layer.get_submodule(name), LoRALinear) for name in names) else ""
+        lora = ", with LoRA" if any(isinstance(layer.get_submodule(name), Adapted) for name in names) else ""
         return part, (one if together else f"one op, a matmul for each{each}") + lora, True, why
     plain = [name for name in inputs if name not in reasons]
     runs = [f"one op of {' | '.join(plain)}"] if len(plain) > 1 and not (output and len(plain) < len(inputs)) else []
@@ -138,13 +139,15 @@ def _together(layer: Any, names: Sequence[str], gathered: bool) -> tuple[bool, s
     """Whether plain modules are one matmul, and why not."""
     if len(names) == 1:
         return True, ""
+    modules = [getattr(layer, name) for name in names]
+    if all(isinstance(m, NF4Linear) for m in modules):
+        return True, ""  # dequantised one behind the other
     if gathered:
         return False, "FSDP gathers each weight by itself"
-    modules = [getattr(layer, name) for name in names]
-    weights, biases = [m.weight for m in modules], [m.bias for m in modules if m.bias is not None]
+    weights = [m.weight for m in modules]
     if any(weight.is_meta for weight in weights):
         return True, ""  # loading lays them together
-    if joint(weights) is None or (biases and joint(biases) is None):
+    if joint(weights) is None:
         return False, "their weights lie apart in memory"
     return True, ""
 

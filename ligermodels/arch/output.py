@@ -32,15 +32,16 @@ class Attributes(dict):
 class CausalLMOutput(Attributes):
     """The output of a forward. Fields that were not computed are absent as keys and None as attributes.
 
-    loss: scalar fp32. logits: [B, S, V]. past_key_values: the KVCache. last_hidden_state: [B, S, hidden_size],
-    after the final norm. hidden_states: the input of each block and the last hidden state. Of mixtures of experts:
-    router_logits: [B * S, experts] of each block. aux_loss: scalar, how unevenly the tokens were spread.
+    loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the KVCache.
+    last_hidden_state: [B, S, hidden_size], after the final norm. hidden_states: the input of each block and the last
+    hidden state. Of mixtures of experts: router_logits: [B * S, experts] of each block. aux_loss: scalar, how unevenly
+    the tokens were spread.
     attentions: always absent; attention weights are never in memory.
     """
 
     fields = frozenset({
-        "loss", "logits", "past_key_values", "last_hidden_state", "hidden_states", "attentions", "router_logits",
-        "aux_loss",
+        "loss", "logits", "logprobs", "past_key_values", "last_hidden_state", "hidden_states", "attentions",
+        "router_logits", "aux_loss",
     })  # fmt: skip
 
 

@@ -115,8 +115,9 @@ class Pretrained(nn.Module):
             needs neither network nor token.
         dtype: "auto" is config.json's own, and beside `config` that of the weights. Names as in `dtypes.NAMES`, such
             as "bfloat16" or "bf16". torch_dtype: its older name.
-        device: the device of the whole model, which is read one tensor at a time. On the CPU, safetensors of the
-            model's dtype stay mapped: training writes to memory, never to the file, which nobody may cut meanwhile.
+        device: the device of the whole model. To a GPU, safetensors are read by several threads through 192 MiB of
+            pinned memory, which torch keeps; other files one tensor at a time. On the CPU, safetensors of the model's
+            dtype stay mapped: training writes to memory, never to the file, which nobody may cut meanwhile.
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`; modules on "disk" are in
             `offload_folder`.

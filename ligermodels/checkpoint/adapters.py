@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ligermodels.checkpoint import reading
-from ligermodels.checkpoint.files import read_json
+from ligermodels.checkpoint.files import ADAPTER, read_json
 from ligermodels.errors import CheckpointError
 
-CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
+CONFIG, WEIGHTS, PICKLE = ADAPTER, "adapter_model.safetensors", "adapter_model.bin"
 PREFIX = "base_model.model."
 """What PEFT's wrappers put before the name of a module."""
 

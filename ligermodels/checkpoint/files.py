@@ -29,6 +29,7 @@ COMPANIONS = (
 SAFETENSORS, PICKLES = "model.safetensors", "pytorch_model.bin"
 GGUF = "model.gguf"
 """The link to a GGUF file, in the folder that gguf.py makes of it."""
+ADAPTER = "adapter_config.json"
 METADATA = ".metadata"
 """The file that tells a distributed checkpoint apart; dcp.py imports torch.distributed, which takes half a second."""
 

@@ -5,11 +5,12 @@ is not read: repositories hold the same weights a second time (consolidated*, or
 where they are allowed, and then as plain tensors. gguf.py reads GGUF files.
 """
 
+import json
 import os
 import warnings
 import zipfile
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +27,7 @@ from ligermodels.checkpoint.files import (
     weight_files,
     weights_in,
 )
+from ligermodels.checkpoint.transfer import File, Stored
 from ligermodels.checkpoint.weights import TensorInfo, plain_name
 from ligermodels.errors import CheckpointError
 
@@ -53,11 +55,15 @@ class SafetensorsFile:
         self.path = path
         with read_errors(path), path.open("rb") as file:
             start = file.read(64)
-        try:
-            self._opened = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            kind = file_kind(start) or f"it is damaged or cut short; fetch it again. ({error})"
-            raise CheckpointError(f"{path} is not a safetensors file: {kind}") from error
+            self._file = File(path, os.fstat(file.fileno()))
+            try:
+                self._opened = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                kind = file_kind(start) or f"it is damaged or cut short; fetch it again. ({error})"
+                raise CheckpointError(f"{path} is not a safetensors file: {kind}") from error
+            file.seek(8)
+            self._begin = 8 + int.from_bytes(start[:8], "little")
+            self._header: dict[str, Any] = json.loads(file.read(self._begin - 8))
         self.names: list[str] = self._opened.offset_keys()
         self.metadata: dict[str, str] = self._opened.metadata() or {}
 
@@ -67,6 +73,12 @@ class SafetensorsFile:
         if stored.get_dtype() not in DTYPES:
             raise CheckpointError(f"{self.path}: {name} is quantised ({stored.get_dtype()})")
         return TensorInfo(DTYPES[stored.get_dtype()], tuple(stored.get_shape()))
+
+    def locate(self, name: str) -> Stored:
+        """Where the tensor lies."""
+        info, (begin, end) = self.info(name), self._header[name]["data_offsets"]
+        assert end - begin == info.nbytes, f"{self.path}: {name} at {begin} to {end}"
+        return Stored(self._file, self._begin + begin, info.dtype, info.shape)
 
     def read(self, name: str) -> Tensor:
         """The tensor as a view of the mapped file: on the CPU, not to be written to."""
@@ -175,6 +187,11 @@ class SafetensorsReader(_FolderReader):
     single = SAFETENSORS
     is_mapped = os.name != "nt"  # Windows neither renames nor removes a file that is mapped
     open_file = SafetensorsFile
+
+    def locate(self, name: str) -> Stored:
+        """Where the tensor lies."""
+        file: Any = self._files[self.places[name]]
+        return file.locate(self._stored[name])
 
 
 class PickleReader(_FolderReader):

@@ -14,11 +14,12 @@ The table is read as regions: "this box of our parameter is that tensor on disk"
 saving reads it: there is no inverse to get wrong, and what was loaded is saved with the same bits.
 """
 
+import contextlib
 import functools
 import math
 import re
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from ligermodels.checkpoint import transfer
 from ligermodels.errors import CheckpointError
 
 Table = Mapping[str, str | tuple[str, ...]]
@@ -61,6 +63,10 @@ class Reader(Protocol):
 
     def read(self, name: str) -> Tensor:
         """The tensor on the CPU, mapped from the file where that is possible: not to be written to."""
+
+
+Placed = tuple[Tensor, tuple[slice, ...]]
+"""(memory of a parameter, the box of a tensor on disk that goes there); `()` is the whole tensor."""
 
 
 @dataclass(frozen=True)
@@ -196,7 +202,8 @@ def load(
     also: tables of other layouts that are read as well; see `layout`.
     adopt: on the CPU, a tensor of the parameter's dtype and shape becomes the parameter itself; it has to be nobody
         else's, as those of a mapped safetensors file are. Without a GPU this leaves one copy of the weights in memory.
-    The rest is copied one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
+    What a GPU gets from files that say where their tensors lie goes through the buffers of transfer.py. The rest is
+    copied one tensor at a time in file order: host memory beyond the model stays below the largest tensor.
     Of a sharded parameter (DTensor), only the part that lies here is filled, and of a mapped file only that is read.
     Weights that hold NaN or infinity are loaded, and named in one warning. A module with buffers must rebuild them in
     its own `_apply`.
@@ -217,22 +224,47 @@ def load(
                 adopted[box.param] = tensor
     allocate(model, device, dtype, adopted)
     params = dict(model.named_parameters())
-    finite: dict[str, Tensor] = {}
-    total = sum(reader.headers[name].nbytes for name in boxes)
-    disable = None if progress else True  # None: unless stderr is a terminal
-    with torch.no_grad(), tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable) as bar:
-        for name in reader.headers:
-            if name in boxes:
-                box = boxes[name]
-                fine = []
-                for values, index in _parts(params[box.param], box.index):
-                    if box.param not in adopted:
-                        values.copy_(reader.read(name)[index])
-                    fine.append(torch.stack(values.aminmax()).isfinite().all())  # NaN spreads, and no copy is made
-                if fine:
-                    finite[name] = torch.stack(fine).all()
-                bar.update(reader.headers[name].nbytes)
-    _warn_of_nan(finite, reader.source)
+    names = [name for name in reader.headers if name in boxes]
+    extremes: dict[str, list[Tensor]] = {}
+    with torch.no_grad():
+        parts = {name: list(_parts(params[boxes[name].param], boxes[name].index)) for name in names}
+        total, steps = _copies(reader, parts, {name for name in names if boxes[name].param in adopted})
+        disable = None if progress else True  # None: unless stderr is a terminal
+        bar = tqdm(None, "Loading weights", total, unit="B", unit_scale=True, disable=disable)
+        with bar, contextlib.closing(steps):
+            for nbytes, complete in steps:
+                for name in complete:  # NaN spreads, and no copy is made
+                    extremes[name] = [extreme for values, _ in parts[name] for extreme in values.aminmax()]
+                bar.update(nbytes)
+    _warn_of_nan({name: extremes[name] for name in names if extremes.get(name)}, reader.source)
+
+
+def _copies(
+    reader: Reader, parts: Mapping[str, list["Placed"]], adopted: Container[str]
+) -> tuple[int, Generator[tuple[int, list[str]], None, None]]:
+    """(bytes, steps that copy them): each gives its bytes and the names that are complete.
+
+    parts: {name on disk: where it goes}. adopted: the names of those that are there already.
+    """
+    device = next((values.device for placed in parts.values() for values, _ in placed), torch.device("cpu"))
+    locate: Callable[[str], transfer.Stored] | None = getattr(reader, "locate", None)
+    if locate is not None and transfer.serves(device):
+        found = (
+            transfer.Part(name, locate(name), index, values)
+            for name, placed in parts.items()
+            for values, index in placed
+        )
+        blocks = transfer.plan(found, transfer.SETTINGS)
+        return sum(block.nbytes for block in blocks), transfer.run(blocks, device, transfer.SETTINGS)
+
+    def steps() -> Generator[tuple[int, list[str]], None, None]:
+        for name, placed in parts.items():
+            for values, index in placed:
+                if name not in adopted:
+                    values.copy_(reader.read(name)[index])
+            yield reader.headers[name].nbytes, [name]
+
+    return sum(reader.headers[name].nbytes for name in parts), steps()
 
 
 def allocate(
@@ -409,7 +441,7 @@ def _holds_gate_and_up(param: Tensor) -> bool:
     return _is_sharded(param) and param.ndim == 4 and param.shape[1] == 2
 
 
-def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor, tuple[int | slice, ...]]]:
+def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator["Placed"]:
     """(memory here, its index in box `index` of `param`) for each part of the box that lies here."""
     if not _is_sharded(param):
         yield param[index], ()
@@ -417,7 +449,7 @@ def _parts(param: Any, index: tuple[int | slice, ...]) -> Iterator[tuple[Tensor,
     shape = _shape(param)
     for start, local in _local_boxes(param):
         here: list[int | slice] = []
-        there: list[int | slice] = []
+        there: list[slice] = []
         for dim, (first, size, whole) in enumerate(zip(start, local.shape, shape, strict=True)):
             at = index[dim] if dim < len(index) else slice(None)
             low, high, _ = (at if isinstance(at, slice) else slice(at, at + 1)).indices(whole)
@@ -484,14 +516,16 @@ def _check_saveable(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         raise CheckpointError(f"The weights cannot be saved: {name} {problem}.")
 
 
-def _warn_of_nan(finite: Mapping[str, Tensor], where: str) -> None:
-    """finite: {name on disk: whether it is, as a tensor on the device}; synchronises once."""
-    if not finite:
+def _warn_of_nan(extremes: Mapping[str, list[Tensor]], where: str) -> None:
+    """extremes: {name on disk: the least and the largest values of its parts}, on one device; synchronises once."""
+    names = [name for name, values in extremes.items() for _ in values]
+    if not names:
         return
-    broken = [name for name, fine in zip(finite, torch.stack(list(finite.values())).tolist(), strict=True) if not fine]
+    fine = torch.stack([value for values in extremes.values() for value in values]).isfinite().tolist()
+    broken = list(dict.fromkeys(name for name, each in zip(names, fine, strict=True) if not each))
     if broken:
         warnings.warn(
-            f"{where}: {len(broken)} of {len(finite)} tensors hold NaN or infinity: {', '.join(broken[:3])}"
+            f"{where}: {len(broken)} of {len(extremes)} tensors hold NaN or infinity: {', '.join(broken[:3])}"
             f"{', ...' * (len(broken) > 3)}.\n  Likely: a training run that diverged, a damaged file, or a dtype "
             "with too small a range (float16 ends at 65504). The model's output will be NaN as well.",
             stacklevel=4,

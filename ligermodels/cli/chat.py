@@ -2,14 +2,18 @@
 
 import argparse
 import contextlib
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ligermodels.checkpoint import files, hub
 from ligermodels.cli.arguments import check_model, dtype
 from ligermodels.cli.output import say
 from ligermodels.cli.writer import Writer
-from ligermodels.errors import ConfigError, InputError, TokenizerError
+from ligermodels.errors import CheckpointError, ConfigError, HubError, InputError, TokenizerError
 
 if TYPE_CHECKING:
     from ligermodels.arch import CausalLM
@@ -20,7 +24,12 @@ if TYPE_CHECKING:
 def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Adds the two commands to the parser."""
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("model", metavar="MODEL", help="repository on the Hub, folder of a checkpoint, or GGUF file")
+    shared.add_argument(
+        "model",
+        metavar="MODEL",
+        help="repository on the Hub, folder of a checkpoint, GGUF file, or folder of an adapter that names its base",
+    )
+    shared.add_argument("--adapter", metavar="DIR", help="a LoRA adapter to put over MODEL: train's, or PEFT's")
     shared.add_argument("--revision", help="branch, tag or commit")
     shared.add_argument("--local-files-only", action="store_true", help="use what is cached, never the network")
     shared.add_argument(
@@ -58,6 +67,7 @@ def _generate(args: argparse.Namespace) -> int:
     if not args.prompt:
         say("error: nothing to continue: give --prompt TEXT, or pipe a text into stdin")
         return 2
+    _take_base(args)
     tokenizer = _load_tokenizer(args)
     ids = tokenizer.encode(args.prompt)
     Writer(_load_model(args), tokenizer, args).write(ids, tokenizer.eos_token_ids, after=ids)
@@ -65,6 +75,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _chat(args: argparse.Namespace) -> int:
+    _take_base(args)
     processor = _load_processor(args) if args.image else _load_tokenizer(args)
     start, lead = _opening(processor, args)
     images = _images(args.image)
@@ -175,11 +186,59 @@ def _answer(writer: Writer, processor: Any, messages: list[dict[str, Any]]) -> s
     return writer.write(ids, tokenizer.chat_stop_ids, images=images, inputs=inputs, interruptible=True)
 
 
+def _take_base(args: argparse.Namespace) -> None:
+    """Where MODEL is an adapter, makes it --adapter, and MODEL the base that its config names.
+
+    Raises InputError, CheckpointError for an adapter that is not computed here, HubError where its base is not there.
+    """
+    given = files.absolute(args.model)
+    own = (given / files.ADAPTER).is_file() and not (given / "config.json").exists()
+    if own and args.adapter:
+        raise InputError(f"{args.model} is an adapter, and so is {args.adapter}: give one, and its base as MODEL")
+    if not own and not args.adapter:
+        return
+    from ligermodels.checkpoint import adapters
+
+    args.adapter = files.absolute(args.model if own else args.adapter)
+    found = adapters.read_options(args.adapter, computed=frozenset({"use_dora"}))
+    if not own:
+        return
+    base, args.revision = found.get("base_model_name_or_path"), args.revision or found.get("revision")
+    way = f"Next step: give the base as MODEL, and --adapter {args.model}"
+    if not base:
+        raise CheckpointError(f"{args.adapter / files.ADAPTER} does not name its base model. {way}")
+    try:
+        hub.resolve(base, revision=args.revision, local_files_only=args.local_files_only, weights=False)
+    except HubError as error:
+        error.add_note(f"  It is the base that {args.adapter / files.ADAPTER} names. {way}")
+        raise
+    args.model = base
+
+
+@contextlib.contextmanager
+def _text_files(args: argparse.Namespace) -> Iterator[str | Path]:
+    """What tokenizer and processor are read from: MODEL, with the files beside the adapter in the place of its own.
+
+    Called before the model is loaded, so that a wrong template fails before weights are fetched.
+    """
+    beside = files.companion_files(args.adapter) if args.adapter else {}
+    if not beside:
+        yield args.model
+        return
+    folder = hub.resolve(args.model, revision=args.revision, local_files_only=args.local_files_only, weights=False)
+    found = {name: folder / name for name in ("config.json", "generation_config.json") if (folder / name).is_file()}
+    with tempfile.TemporaryDirectory() as joined:
+        for name, path in {**found, **files.companion_files(folder), **beside}.items():
+            (Path(joined) / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, Path(joined) / name)
+        yield joined
+
+
 def _load_tokenizer(args: argparse.Namespace) -> "Tokenizer":
-    """The tokenizer. Called before the model is loaded, so that a wrong template fails before weights are fetched."""
     from ligermodels.text import Tokenizer
 
-    return Tokenizer.from_hub(args.model, revision=args.revision, local_files_only=args.local_files_only)
+    with _text_files(args) as source:
+        return Tokenizer.from_hub(source, revision=args.revision, local_files_only=args.local_files_only)
 
 
 def _load_processor(args: argparse.Namespace) -> "Processor":
@@ -187,7 +246,8 @@ def _load_processor(args: argparse.Namespace) -> "Processor":
         from ligermodels.vision import Processor
     except ModuleNotFoundError as error:
         raise ConfigError(str(error)) from error
-    return Processor.from_hub(args.model, revision=args.revision, local_files_only=args.local_files_only)
+    with _text_files(args) as source:
+        return Processor.from_hub(source, revision=args.revision, local_files_only=args.local_files_only)
 
 
 def _load_model(args: argparse.Namespace) -> "CausalLM":
@@ -202,7 +262,7 @@ def _load_model(args: argparse.Namespace) -> "CausalLM":
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"--device {device} cannot be used: {reason}. `ligermodels doctor` says what can") from None
-    return ligermodels.load(
+    model = ligermodels.load(
         args.model,
         revision=args.revision,
         local_files_only=args.local_files_only,
@@ -210,3 +270,8 @@ def _load_model(args: argparse.Namespace) -> "CausalLM":
         dtype=args.dtype,
         device=device,
     )
+    if args.adapter:
+        from ligermodels.training import load_adapter
+
+        load_adapter(model, args.adapter, dtype=model.dtype, allow_pickle=args.allow_pickle)
+    return model

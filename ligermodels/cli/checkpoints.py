@@ -22,7 +22,7 @@ layouts, detected from the files in the folder:
   Mistral       consolidated*.safetensors and params.json
   GGUF          one file.gguf, or a folder that holds one; dequantised
   distributed   .metadata and *.distcp; with --config where there is no config.json, as for a trainer's weights alone
-  LoRA adapter  adapter_config.json: for inspect, and for convert BASE DST --adapter DIR
+  LoRA adapter  adapter_config.json: for inspect, for convert BASE DST --adapter DIR, and for chat and generate
 
 exit status:
   0    done

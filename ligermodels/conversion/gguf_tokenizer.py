@@ -122,6 +122,8 @@ def _add_tokens(writer: Any, tokenizer: Tokenizer, rows: int, where: str) -> boo
         if ids.setdefault(piece.text, index) != index:
             both = f"{ids[piece.text]} and {index}"
             raise TokenizerError(f"{where}: {both} are both {piece.text[:80]!r}, which llama.cpp cannot tell apart")
+    if pieces is None and not model["merges"]:  # the gguf package leaves an empty list out
+        raise TokenizerError(f"{where}: tokenizer.json has no merges, and llama.cpp reads no file without")
     writer.add_tokenizer_model("gpt2" if pieces is None else "llama")
     writer.add_tokenizer_pre(_pre_tokenizer(state, where) if pieces is None else "default")
     writer.add_token_list([piece.text.encode() for piece in tokens])

@@ -4,6 +4,10 @@ The prompt runs once and only its last position gets logits; then one token a ro
 allocated for the whole request. The next token is chosen on the model's device. The host reads one small tensor a
 step where it has to decide or show something (stop ids, stop strings, criteria, streaming), and nothing before the end
 otherwise.
+
+On CUDA a step is a graph (graph.py), and the host reads a token while the model computes the next logits: they are
+asked for before it is known whether a row goes on, and if none does, the cache forgets that token again. Nothing is
+drawn ahead.
 """
 
 import math
@@ -14,10 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
+from ligermodels.generation import graph
 from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import Request, is_adapted
 from ligermodels.generation.stopping import StopText, ask_criteria
-from ligermodels.layers.cache import BorrowedCache, as_kv_cache
+from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 
 
 class Streamer(Protocol):
@@ -107,6 +112,8 @@ def generate(
         pad_token_id: fills rows that finished early; default the first stop id.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
         use_cache: False computes the whole text at each step.
+        disable_compile: True decodes without a CUDA graph, which on CUDA each step is by default. Its memory, the
+            KV cache's above all, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
         return_dict_in_generate, output_scores, output_logits: see `GenerateOutput`.
         Other options of transformers (beam search, contrastive search, assisted decoding, ...) raise. Other keywords
         are inputs of the model's forward for the prompt, such as pixel_values.
@@ -188,55 +195,91 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
         texts = [StopText(request.tokenizer, request.stop_strings, after) for after in recent]
     scores: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_scores else None
     logits: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_logits else None
-    broken = torch.zeros((), dtype=torch.bool, device=device)
+    lowest = torch.zeros(rows, device=device)  # of the likeliest tokens' scores; NaN if one was NaN
     done = [False] * rows
     finished: Tensor | None = None  # `done` on the device
+    last = 0  # columns that count: the cache may hold one more
 
-    for length in range(start, end):
-        raw = forward(ids[:, :length], None if mask is None else mask[:, :length])
-        if logits is not None:
-            logits.append(raw.clone())
-        processed = raw
-        for process in processors:
-            processed = process(ids[:, :length], processed)
-        if scores is not None:
-            scores.append(processed)
-        broken = broken | ~(processed.amax(-1) > -math.inf).all()  # NaN is above nothing
-        token = draw(processed, generator) if options.do_sample else processed.argmax(-1)
-        if finished is not None:
-            token = torch.where(finished, request.pad_id, token)
-        ids[:, length] = token
+    def compute(length: int) -> Tensor:
+        return forward(ids[:, :length], None if mask is None else mask[:, :length])
 
-        new = None
-        if to_host:
-            asked = []
-            if request.criteria:
-                seen = None if scores is None else tuple(scores)
-                asked = [ask_criteria(request.criteria, ids[:, : length + 1], seen)]
-            host = torch.cat([token, *asked, broken[None]]).cpu()  # the one transfer of the step
-            *values, is_broken = host.tolist()
-            if is_broken:
-                raise _nan_logits()
-            new = host[:rows]
-            ended = [
-                row
-                for row, value in enumerate(values[:rows])
-                if not done[row]
-                and (
-                    value in request.eos_ids
-                    or (asked and values[rows + row])
-                    or (texts and texts[row].ends_with(value))
-                )
-            ]
-            for row in ended:
-                done[row] = True
-            if ended and not all(done):
-                finished = torch.tensor(done, device=device)
-        yield _Step(ids[:, : length + 1], new, scores, logits, forward.cache)
-        if all(done):
-            break
-    if not to_host and broken:
+    try:
+        raw = compute(start)
+        for length in range(start, end):
+            if logits is not None or scores is not None or request.processors:  # which may keep them
+                raw = raw.clone()
+            if logits is not None:
+                logits.append(raw)
+            processed = raw
+            for process in processors:
+                processed = process(ids[:, :length], processed)
+            if scores is not None:
+                scores.append(processed)
+            best, token = processed.max(-1)
+            if not to_host:
+                torch.minimum(lowest, best, out=lowest)
+            if options.do_sample:
+                token = draw(processed, generator)
+            if finished is not None:
+                token = torch.where(finished, request.pad_id, token)
+            ids[:, length] = token
+            last = length
+
+            read = _Reading(torch.where(best > -math.inf, token, -1)) if to_host else None
+            ahead = forward.is_captured and length + 1 < end
+            if ahead:
+                raw = compute(length + 1)
+            new = None
+            if read is not None:
+                new = read.result()
+                values = new.tolist()
+                if min(values) < 0:
+                    raise _nan_logits()
+                asked = [False] * rows
+                if request.criteria:
+                    seen = None if scores is None else tuple(scores)
+                    asked = ask_criteria(request.criteria, ids[:, : length + 1], seen).tolist()
+                ended = [
+                    row
+                    for row, value in enumerate(values)
+                    if not done[row]
+                    and (value in request.eos_ids or asked[row] or (texts and texts[row].ends_with(value)))
+                ]
+                for row in ended:
+                    done[row] = True
+                if ended and not all(done):
+                    on_host = torch.tensor(done, pin_memory=device.type == "cuda")
+                    finished = on_host.to(device, non_blocking=True)
+            if all(done) or length + 1 == end:
+                forward.settle(length)
+            yield _Step(ids[:, : length + 1], new, scores, logits, forward.cache)
+            if all(done):
+                break
+            if not ahead and length + 1 < end:
+                raw = compute(length + 1)
+    finally:
+        forward.settle(last)
+        forward.give_back()
+    if not to_host and not (lowest > -math.inf).all():
         raise _nan_logits()
+
+
+class _Reading:
+    """The values of a small tensor, on their way to the host."""
+
+    def __init__(self, x: Tensor):
+        self._values, self._copied = x, None
+        if x.is_cuda:
+            self._values = torch.empty_like(x, device="cpu", pin_memory=True)
+            self._values.copy_(x, non_blocking=True)
+            self._copied = torch.cuda.Event()
+            self._copied.record(torch.cuda.current_stream(x.device))  # which may not be the current device
+
+    def result(self) -> Tensor:
+        if self._copied is None:
+            return self._values.cpu()
+        self._copied.synchronize()
+        return self._values.clone()  # in memory that is not pinned
 
 
 class _Forward:
@@ -248,19 +291,32 @@ class _Forward:
     """
 
     def __init__(self, request: Request, end: int):
-        self.request, self.model = request, request.model
+        self.request, self.model, self.end = request, request.model, end
         self.use_cache = request.options.use_cache is not False
         # PEFT's prompt learning puts its own method here. It makes the cache, with virtual tokens before the prompt.
         self.prepare, self.is_adapted = self.model.prepare_inputs_for_generation, is_adapted(self.model)
         self.cache = request.cache
+        self.is_captured = self._can_capture()
+        self.decode: graph.Decode | None = None  # in the midst of steps of the graph
+        self.kept: tuple | None = None  # of a cache that may serve the next call
+        self.prompt_cache: KVCache | None = None  # of one row for all its copies
+        rows = len(request.input_ids)
         if self.use_cache and self.cache is None and not self.is_adapted:
-            self.cache = self.model.new_cache(len(request.input_ids), end)
+            if self.is_captured:
+                self.cache, self.kept = graph.take_cache(self.model, rows * request.copies, end)
+                if request.copies > 1:
+                    self.prompt_cache = self.model.new_cache(rows, request.input_ids.shape[1])
+            else:
+                self.cache = self.model.new_cache(rows, end)
         self.past = 0 if request.cache is None else request.cache.length  # columns that the cache holds
         self.virtual = 0  # tokens before them
         self.positions: Tensor | None = None  # of the last call, where rows are padded
 
     def __call__(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits [B, V] fp32 after the last of the ids [B, S] so far. mask: [B, S], True at tokens."""
+        """Logits [B, V] fp32 after the last of the ids [B, S] so far, in memory that the next call may overwrite.
+
+        mask: [B, S], True at tokens.
+        """
         request, length = self.request, ids.shape[1]
         start = request.input_ids.shape[1]
         longest = request.longest + length - start + self.virtual  # tokens of the longest row
@@ -270,17 +326,23 @@ class _Forward:
                 self.cache.reset()
             else:
                 self.cache = None
+        if self.is_captured and self.past == length - 1 and length > start:
+            found = self._captured(ids, mask)
+            if found is not None:
+                return found
+        self.decode = None
         copies = request.copies if self.use_cache and length == start else 1
         if mask is not None:
             if self.positions is not None and self.past == length - 1:
                 self.positions = self.positions[:, -1:] + 1
             else:  # tokens of each row count from 0; padding has the position of the last token, or 0
                 self.positions = (mask[::copies].cumsum(1) - 1).clamp_(min=0)[:, self.past :]
+        cache = self.prompt_cache if copies > 1 and self.prompt_cache is not None else self.cache
         inputs = self.prepare(
             ids[::copies, self.past :],
             attention_mask=None if mask is None else mask[::copies],
             position_ids=self.positions,
-            past_key_values=self.cache,
+            past_key_values=cache,
             use_cache=self.use_cache,
             logits_to_keep=1,
             **(request.inputs if length == start or self.past == 0 else {}),
@@ -292,11 +354,64 @@ class _Forward:
             self.virtual = self.cache.length - length
         if copies > 1:
             copied = torch.arange(len(request.input_ids), device=ids.device).repeat_interleave(copies)
-            self.cache.reorder(copied)  # type: ignore[union-attr]
+            if self.prompt_cache is not None:
+                self.cache.take(self.prompt_cache, copied)  # type: ignore[union-attr]
+                self.prompt_cache = None
+            else:
+                self.cache.reorder(copied)  # type: ignore[union-attr]
             logits = logits[copied]
             self.positions = None if self.positions is None else self.positions[copied]
         self.past = length if self.use_cache else 0
         return logits
+
+    def _captured(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
+        """The step as a graph; None, with a warning, where it turns out that it cannot be one."""
+        cache: Any = self.cache
+        try:
+            if self.decode is None:
+                self.decode = graph.Decode.of(cache)
+                starts = None if mask is None else mask.int().argmax(1)
+                self.decode.begin(self.model, cache, starts, self.end)
+            logits = self.decode(self.model, ids[:, -1])
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            graph.warn_uncaptured(f"its step cannot be captured, {graph.first_cause(error)}")
+            self.is_captured, self.positions = False, None
+            return None
+        self.past = ids.shape[1]
+        return logits
+
+    def _can_capture(self) -> bool:
+        request = self.request
+        if (
+            self.model.device.type not in graph.DEVICES or not self.use_cache or request.max_new_tokens == 1
+            or request.options.disable_compile
+        ):  # fmt: skip
+            return False
+        if self.is_adapted:
+            reason: str | None = "another object, such as a PEFT model, prepares the inputs of each step"
+        elif isinstance(request.cache, BorrowedCache):
+            reason = "past_key_values is a cache of transformers; model.new_cache makes one of ours"
+        elif not request.pads_left:
+            reason = "attention_mask has gaps between tokens"
+        else:
+            reason = graph.obstacle_to_capture(self.model)
+        if reason is not None:
+            graph.warn_uncaptured(reason)
+        return reason is None
+
+    def settle(self, length: int) -> None:
+        """Forgets what was computed ahead: the cache then holds the first `length` columns."""
+        if self.decode is not None and self.past > length:
+            self.cache.crop(length)  # type: ignore[union-attr]
+            self.past, self.decode = length, None
+
+    def give_back(self) -> None:
+        """Keeps the cache for the next call, unless the caller gets it."""
+        if self.kept is not None and not self.request.options.return_dict_in_generate:
+            graph.keep_cache(self.model, self.cache, self.kept)  # type: ignore[arg-type]
+        self.kept = None
 
 
 def _nan_logits() -> InputError:

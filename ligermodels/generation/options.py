@@ -54,7 +54,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 
 WITHOUT_EFFECT = frozenset({
     "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "assistant_tokenizer",
-    "continuous_batching_config", "decoder_start_token_id", "disable_compile", "early_stopping", "is_assistant",
+    "continuous_batching_config", "decoder_start_token_id", "early_stopping", "is_assistant",
     "length_penalty", "low_memory", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
     "num_assistant_tokens_schedule", "target_lookbehind", "trust_remote_code",
 })  # fmt: skip
@@ -89,6 +89,7 @@ class Options:
     pad_token_id: Any = None
     stop_strings: Any = None
     seed: int | None = None
+    disable_compile: bool | None = None
 
     @classmethod
     def merged(cls, keywords: Mapping[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:

@@ -24,6 +24,7 @@ class Request:
     input_ids: Tensor  # [B, S]
     mask: Tensor | None  # [B, S] bool; None: no padding
     longest: int  # tokens of the longest row, padding left out
+    pads_left: bool  # alone: no row has a gap
     max_new_tokens: int
     copies: int  # of each row
     eos_ids: tuple[int, ...]
@@ -95,7 +96,7 @@ class Request:
             if len(bos_ids) != 1 or attention_mask is not None:
                 raise InputError("no prompt: pass input_ids; without them, generate needs a bos token and no mask")
             prompt = torch.tensor([bos_ids], device=model.device)
-        mask, longest = _checked_prompt(model, prompt, attention_mask, None if pad_id in eos_ids else pad_id)
+        mask, longest, pads_left = _checked_prompt(model, prompt, attention_mask, None if pad_id in eos_ids else pad_id)
         rows, length = prompt.shape
         limit = getattr(config, "max_position_embeddings", None)
         max_new_tokens = options.longest(length, limit, explicit)
@@ -130,8 +131,8 @@ class Request:
                 "within its vocabulary: pass pad_token_id"
             )
         return cls(
-            model=model, options=options, input_ids=prompt, mask=mask, longest=longest, copies=copies,
-            max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings,
+            model=model, options=options, input_ids=prompt, mask=mask, longest=longest, pads_left=pads_left,
+            copies=copies, max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings,
             tokenizer=tokenizer, processors=_as_list(logits_processor), criteria=criteria,
             cache=_checked_cache(model, past_key_values, rows, length, options), inputs=model_inputs,
         )  # fmt: skip
@@ -176,8 +177,8 @@ def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Opti
 
 def _checked_prompt(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, pad_id: int | None
-) -> tuple[Tensor | None, int]:
-    """Returns the mask as bool, None if all True, and the number of tokens in the longest row.
+) -> tuple[Tensor | None, int, bool]:
+    """Returns the mask as bool, None if all True, the tokens in the longest row, and whether it pads left alone.
 
     Without a mask, ids that are `pad_id` are padding, as in transformers. Raises InputError for a prompt that cannot
     be continued.
@@ -210,7 +211,7 @@ def _checked_prompt(
     source = "attention_mask"
     if attention_mask is None:
         if not is_padded:
-            return None, input_ids.shape[1]
+            return None, input_ids.shape[1], True
         source, attention_mask = f"input_ids (pad_token_id={pad_id}, and no attention_mask)", ~padding
     if attention_mask.shape != input_ids.shape:
         raise InputError(
@@ -219,8 +220,9 @@ def _checked_prompt(
         )
     mask = attention_mask != 0
     is_binary = (mask == attention_mask).all()
-    shortest, longest, ends_in_token, is_binary = torch.stack(
-        [*mask.sum(1).aminmax(), mask[:, -1].all(), is_binary]
+    pads_left = (mask[:, 1:] >= mask[:, :-1]).all()
+    shortest, longest, ends_in_token, is_binary, pads_left = torch.stack(
+        [*mask.sum(1).aminmax(), mask[:, -1].all(), is_binary, pads_left]
     ).tolist()
     if not is_binary:
         raise InputError("attention_mask must be 1 at tokens and 0 at padding, and it holds something else")
@@ -230,4 +232,4 @@ def _checked_prompt(
             f"row {row} of {source} ends in padding, which would separate the continuation from its prompt: "
             "pad on the left (zeros first in attention_mask), as Tokenizer.encode_batch does by default"
         )
-    return None if shortest == mask.shape[1] else mask, longest
+    return None if shortest == mask.shape[1] else mask, longest, bool(pads_left)

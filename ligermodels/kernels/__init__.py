@@ -25,6 +25,7 @@ from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs,
 from ligermodels.kernels.moe import moe_experts, moe_experts_reference, route, route_reference
 from ligermodels.kernels.nf4 import (
     NF4State,
+    NF4Weight,
     dequantize_nf4,
     dequantize_nf4_reference,
     quantize_nf4,
@@ -42,6 +43,7 @@ __all__ = [
     "LinearJSDOutput",
     "LogprobsOutput",
     "NF4State",
+    "NF4Weight",
     "activate",
     "activate_reference",
     "activation_linear",

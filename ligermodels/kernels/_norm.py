@@ -15,10 +15,19 @@ from ligermodels.kernels._check import check_operand, describe
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._norm_kernels import backward_kernel, forward_kernel, sum_parts_kernel
 from ligermodels.kernels._recompute import attach
-from ligermodels.kernels._triton import accumulator, as_rows, num_sms, once_differentiable
+from ligermodels.kernels._triton import (
+    accumulator,
+    as_rows,
+    num_sms,
+    once_differentiable,
+    overlapping,
+    overlaps_launches,
+)
 
 MAX_WIDTH = 16384, 8192
 """The widest rows that a program holds in registers, of RMSNorm and LayerNorm. Wider ones take the reference."""
+_FEW = 64
+"""Rows, as of a decoding step, up to which a launch overlaps the kernel before it."""
 _PIPELINE_BYTES = 48 * 1024 if torch.version.hip else 96 * 1024  # shared memory for loads in flight
 
 
@@ -58,11 +67,13 @@ def _forward(
     stats = x.new_empty(n_rows * (1 + centred), dtype=accumulator(dtype))
     if n_rows:
         block, rows, warps = _forward_tile(width, centred)
+        overlap = n_rows <= _FEW and overlaps_launches(x)
         launch(
             forward_kernel, (-(-n_rows // rows),), y, total, stats, x, other,
             x if weight is None else weight.contiguous(), x if bias is None else bias.contiguous(),
             n_rows, x_stride, other_stride, eps, offset, centred, early, residual is not None,
-            weight is not None, bias is not None, width, block, rows, num_warps=warps,
+            weight is not None, bias is not None, width, block, rows, overlap,
+            num_warps=warps, **overlapping(overlap),
         )  # fmt: skip
     return y, total, stats
 

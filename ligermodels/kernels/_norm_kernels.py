@@ -11,7 +11,7 @@
 # ruff: noqa: RUF005
 # mypy: disable-error-code="assignment"
 
-from ligermodels.kernels._triton import tl, triton
+from ligermodels.kernels._triton import tl, triton, wait_for_previous
 
 
 @triton.jit
@@ -80,8 +80,10 @@ def forward_kernel(
     y_ptr, total_ptr, stats_ptr, x_ptr, residual_ptr, w_ptr, b_ptr, n_rows, x_stride, residual_stride,
     eps: tl.constexpr, offset: tl.constexpr, CENTRED: tl.constexpr, EARLY: tl.constexpr, ADD: tl.constexpr,
     WEIGHT: tl.constexpr, BIAS: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """ROWS whole rows per program. stats: rstd of each row, and with CENTRED the means after them."""
+    wait_for_previous(OVERLAP)
     ACC: tl.constexpr = stats_ptr.dtype.element_ty
     OUT: tl.constexpr = y_ptr.dtype.element_ty
     cols = tl.arange(0, BLOCK)

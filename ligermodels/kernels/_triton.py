@@ -21,6 +21,7 @@ try:
         raise ImportError
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
     HAS_TRITON = True
     INTERPRET = bool(triton.knobs.runtime.interpret)  # TRITON_INTERPRET=1: kernels run in Python, on the CPU
@@ -40,6 +41,7 @@ except ImportError:
 
     triton: Any = _Absent()  # type: ignore[no-redef]
     tl: Any = triton  # type: ignore[no-redef]
+    gdc_launch_dependents = gdc_wait = triton
     HAS_TRITON = False
     INTERPRET = False
 
@@ -47,6 +49,33 @@ except ImportError:
 def use_triton(x: Tensor) -> bool:
     """True if ops on `x` run as Triton kernels: on a CUDA, HIP or XPU device, or interpreted on the CPU."""
     return HAS_TRITON and (x.is_cuda or x.device.type == "xpu" or (INTERPRET and x.device.type == "cpu"))
+
+
+def overlaps_launches(x: Tensor) -> bool:
+    """True where a kernel may be scheduled while the one before it ends (programmatic dependent launch): on Hopper.
+
+    Such a kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before it reads
+    or writes.
+    """
+    return x.is_cuda and not INTERPRET and _overlaps_launches(x.get_device())
+
+
+@functools.cache
+def _overlaps_launches(index: int) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
+
+
+def overlapping(overlap: bool) -> dict[str, bool]:
+    """Options of a launch. Backends other than CUDA's do not know this one."""
+    return {"launch_pdl": True} if overlap else {}
+
+
+@triton.jit
+def wait_for_previous(OVERLAP: tl.constexpr):
+    """Lets the next kernel be scheduled, and waits until all that came before has run."""
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
 
 
 def assume_constant_result(function: Callable) -> Callable:

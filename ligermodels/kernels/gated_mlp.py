@@ -40,8 +40,18 @@ from ligermodels.kernels._recompute import handle_of, may_overwrite
 from ligermodels.kernels._triton import accumulator, once_differentiable, use_triton
 from ligermodels.kernels.activation import activate_reference
 from ligermodels.kernels.glu import check_glu, glu_forward, glu_linear_backward, glu_reference, linear_operands
-from ligermodels.kernels.linear import bias_gradients, input_gradient, matmul, pack, side_by_side, weight_gradients
+from ligermodels.kernels.linear import (
+    autocast_dtype,
+    bias_gradients,
+    input_gradient,
+    matmul,
+    pack,
+    side_by_side,
+    weight_gradients,
+)
 from ligermodels.kernels.lora import Adapters, lora_mlp, lora_mlp_reference
+from ligermodels.kernels.nf4 import NF4Weight, Weight
+from ligermodels.kernels.one_row import one_row_glu, one_row_linear, takes
 
 
 def gated_mlp_reference(
@@ -71,7 +81,7 @@ def _reference(
 
 def _several(tensors: Any) -> tuple:
     """One tensor, or several, as several."""
-    return (tensors,) if isinstance(tensors, Tensor) else tuple(tensors)
+    return (tensors,) if isinstance(tensors, Weight) else tuple(tensors)
 
 
 class _Gradients:
@@ -213,7 +223,7 @@ def _write(
 
 
 def _mlp(
-    where: str, layers: Sequence[str], packed: bool, x: Tensor, w1: Sequence[Tensor], w2: Tensor,
+    where: str, layers: Sequence[str], packed: bool, x: Tensor, w1: Sequence[Weight], w2: Weight,
     b1: Sequence[Tensor | None], b2: Tensor | None, activation: str, recompute: bool, workspace_bytes: int,
     adapters: Adapters | None,
 ) -> Tensor:  # fmt: skip
@@ -229,12 +239,15 @@ def _mlp(
             f"{'an even number of' if packed and len(w1) == 1 else 'some'} rows and a positive number of bytes."
         )
     w2, b2 = linear_operands(where, "x", x, inner // 2 if packed else inner, w2, b2, layers[-1])
-    x = x.to(w2.dtype)  # under autocast, as F.linear would
+    x = x.to(autocast_dtype(x) or x.dtype)
     triton = use_triton(x)
     run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
-    if adapters is not None and any(adapters):
+    if (adapters is not None and any(adapters)) or any(isinstance(w, NF4Weight) for w in (*w1, w2)):
         run = lora_mlp if triton else lora_mlp_reference
+        adapters = [None] * len(layers) if adapters is None else adapters
         run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
+    elif packed and takes(x, (*w1, w2)):  # type: ignore[arg-type]
+        return _one_row(x, w1, w2, b1, b2, activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
         one = tokens * row_bytes <= 2 * workspace_bytes  # sums over two chunks cost more than that memory is worth
@@ -244,8 +257,15 @@ def _mlp(
     return run(x, w1, w2, b1, b2)
 
 
+def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
+    """`gated_mlp` of a single row, without gradients."""
+    if len(w1) == 1:
+        w1, b1 = w1[0].chunk(2), (None, None) if b1[0] is None else b1[0].chunk(2)
+    return one_row_linear(one_row_glu(x, *w1, *b1, activation=activation), w2, b2)
+
+
 def gated_mlp(
-    x: Tensor, gate_up_weight: Tensor | Sequence[Tensor], down_weight: Tensor,
+    x: Tensor, gate_up_weight: Weight | Sequence[Weight], down_weight: Weight,
     gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
     activation: str = "silu", recompute: bool = False, workspace_bytes: int = 512 * 2**20,
     adapters: Adapters | None = None,
@@ -254,7 +274,7 @@ def gated_mlp(
 
     x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
     [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
-    activation: as in `glu`.
+    activation: as in `glu`. A weight may be an `NF4Weight`; then all weights and biases are frozen, or torch runs it.
     recompute: the backward recomputes gate_up = [gate | up] from x, a chunk of tokens at a time, and saves none of it.
         The gradients of the weights are summed over several chunks in fp32, and differ by rounding from those of one.
     workspace_bytes: what gate_up of a chunk takes at most (of 128 tokens at least), or of the only chunk twice that; h
@@ -266,11 +286,11 @@ def gated_mlp(
     """
     weights = _several(gate_up_weight)
     biases = (None,) * len(weights) if gate_up_bias is None else _several(gate_up_bias)
-    one = isinstance(gate_up_weight, Tensor)
+    one = isinstance(gate_up_weight, Weight)
     if (
         len(weights) != (1 if one else 2)
         or len(biases) != len(weights)
-        or weights[0].shape[:1] != weights[-1].shape[:1]
+        or tuple(weights[0].shape[:1]) != tuple(weights[-1].shape[:1])
         or (gate_up_bias is not None and isinstance(gate_up_bias, Tensor) is not one)
     ):
         raise InputError(
@@ -286,14 +306,14 @@ def gated_mlp(
 
 
 def mlp(
-    x: Tensor, fc1_weight: Tensor, fc2_weight: Tensor, fc1_bias: Tensor | None = None,
+    x: Tensor, fc1_weight: Weight, fc2_weight: Weight, fc1_bias: Tensor | None = None,
     fc2_bias: Tensor | None = None, *, activation: str, recompute: bool = False, workspace_bytes: int = 512 * 2**20,
     adapters: Adapters | None = None,
 ) -> Tensor:  # fmt: skip
     """F.linear(activate(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias): `gated_mlp` without a gate.
 
     x: [..., H]; fc1_weight: [F, H]; fc2_weight: [N, F]; fc1_bias: [F] or None; fc2_bias: [N] or None; activation: as in
-    `activate`; recompute, workspace_bytes and adapters as in `gated_mlp`, of fc1's output.
+    `activate`; recompute, workspace_bytes, adapters and an `NF4Weight` as in `gated_mlp`, of fc1's output.
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
     return _mlp(

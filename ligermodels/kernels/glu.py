@@ -39,7 +39,8 @@ from ligermodels.kernels._triton import (
     triton,
     use_triton,
 )
-from ligermodels.kernels.linear import matmul
+from ligermodels.kernels.linear import autocast_dtype, matmul
+from ligermodels.kernels.nf4 import NF4Weight
 
 
 def glu_reference(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "silu") -> Tensor:
@@ -224,13 +225,14 @@ def apply_glu_linear(
 
 
 def linear_operands(
-    where: str, name: str, x: Tensor, width: int, weight: Tensor, bias: Tensor | None, layer: str = ""
-) -> tuple[Tensor, Tensor | None]:
+    where: str, name: str, x: Tensor, width: int, weight: Any, bias: Tensor | None, layer: str = ""
+) -> tuple[Any, Tensor | None]:
     """weight and bias for a linear layer that reads `width` columns made of x, cast under autocast as F.linear does.
 
-    layer: how the names of its weight and its bias begin.
+    weight: a tensor or an NF4Weight, which stays as it is; then the bias is cast to x's dtype. layer: how the names of
+    its weight and its bias begin.
     """
-    if weight.dim() != 2 or weight.shape[1] != width or weight.device != x.device:
+    if len(weight.shape) != 2 or weight.shape[1] != width or weight.device != x.device:
         raise InputError(
             f"{where}: {layer}weight {tuple(weight.shape)} on {weight.device} does not take {name} {tuple(x.shape)} on "
             f"{x.device}; expected [N, {width}] there. Are the layers before and after of one intermediate_size?"
@@ -239,9 +241,11 @@ def linear_operands(
         raise InputError(
             f"{where}: {layer}bias has {describe(bias)}; expected ({weight.shape[0]},) on {weight.device}."
         )
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(x.device.type)
-        return weight.to(dtype), None if bias is None else bias.to(dtype)
+    cast = autocast_dtype(x)
+    if isinstance(weight, NF4Weight):
+        return weight, None if bias is None else bias.to(cast or x.dtype)
+    if cast is not None:
+        return weight.to(cast), None if bias is None else bias.to(cast)
     if len({t.dtype for t in (x, weight, bias) if t is not None}) > 1:
         raise InputError(
             f"{where}: {name} is {x.dtype}, {layer}weight {weight.dtype}, {layer}bias "

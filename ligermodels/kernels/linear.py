@@ -10,7 +10,8 @@ What differs from the layers one by one, and a copy that joins their outputs:
   weights (`_recompute`): 2 H bytes per token are not saved in 16 bits, for one more run of the norm's kernel.
 - The gradients are added to each weight.grad in place where the user asked for it (`_gradients`).
 
-`linear` is the same of one weight. Where there is nothing to gain, both are F.linear.
+`linear` is the same of one weight. Where there is nothing to gain, both are F.linear, and of a single row without a
+gradient the kernel of one_row.py.
 """
 
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels._gradients import accumulate, is_marked, target, weight_gradient
 from ligermodels.kernels._recompute import Handle, handle_of, in_transform, only_backward, recomputed
 from ligermodels.kernels._triton import once_differentiable, use_triton
+from ligermodels.kernels.one_row import one_row_linear, takes
 
 _PLAIN = (nn.Parameter, Tensor)
 _OF_LAYERS = frozenset((*_PLAIN, type(None)))
@@ -120,11 +122,20 @@ def _layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[
         return None if weight is None else (weight, biases[0])
     if all(b is None for b in biases):
         return weight, None
-    bias = None if any(b is None for b in biases) else joint(biases)  # type: ignore[arg-type]
-    return None if bias is None else (weight, bias)
+    if any(b is None for b in biases):
+        return None
+    bias = joint(biases)  # type: ignore[arg-type]
+    return weight, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias), by the kernel for a single row where it takes them."""
+    return one_row_linear(x, weight, bias) if takes(x, (weight,)) else F.linear(x, weight, bias)
 
 
 def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    if takes(x, (weight,)):
+        return one_row_linear(x, weight, bias, out)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)
     return torch.addmm(bias, x, weight.t(), out=out)
@@ -136,7 +147,7 @@ def pack(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None]) 
         return side_by_side(x, weights, biases)
     whole = _layer(weights, biases)
     if whole is not None:
-        return F.linear(x, *whole)
+        return product(x, *whole)
     y = x.new_empty((*x.shape[:-1], sum(_sizes(weights))))
     matmul(_rows(x), weights, biases, out=_rows(y))
     return y
@@ -248,6 +259,13 @@ def left_to_torch(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor 
     )
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What F.linear would cast x to; None where it would not."""
+    if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias, as F.linear, that does not save an x that a norm of this package has just computed.
 
@@ -262,16 +280,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and not left_to_torch(x, (weight,), (bias,))
     ):
         return _Linear.apply(x, handle, 1, weight, bias)
-    return F.linear(x, weight, bias)
+    return product(x, weight, bias)
 
 
 def packed_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] | None = None) -> Tensor:
     """torch.cat([F.linear(x, w, b) for w, b in zip(weights, biases)], -1), written into one buffer from the start.
 
     x: [..., K]; weights: [N_i, K] each; biases: to each weight [N_i] or None, or None for none at all.
-    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and the biases are, or are all
-    None. x is saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under
-    autocast, torch.compile and transforms, and for tensor subclasses, this is that formula itself.
+    Returns [..., sum N_i], contiguous. It is one matmul where the weights are `joint` and all or none have a bias. x is
+    saved as by `linear`, and only where a weight wants a gradient; there is no second derivative. Under autocast,
+    torch.compile and transforms, and for tensor subclasses, this is that formula itself.
     Raises InputError where there are not as many biases as weights, or no weight.
     """
     biases = [None] * len(weights) if biases is None else biases

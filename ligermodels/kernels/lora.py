@@ -8,6 +8,7 @@ What differs from the modules one by one:
 - W_i and b_i are frozen: their gradients are neither computed nor returned. So the backward reads x for A alone. Where
   a norm has just computed x, the norm's inputs are saved instead (`_recompute`), and of the adapters H = x A^T, [T, r].
 - The MLP saves what `gated_mlp` saves: x, or the inputs of the norm, and gate and up unless they are recomputed.
+- W_i may be of 4 bits (`NF4Weight`): saved as it is, and dequantised for each product, or for all chunks of an MLP.
 - A and B may be fp32 beside low-precision layers: they are cast once per use, and their gradients are sums in fp32 that
   are not rounded on the way.
 
@@ -16,8 +17,9 @@ Where a layer is not frozen, under torch.compile, and in transforms, torch sees 
 Source: Hu et al. 2021, https://arxiv.org/abs/2106.09685.
 """
 
+import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ from ligermodels.kernels._triton import accumulator, once_differentiable
 from ligermodels.kernels.activation import activate
 from ligermodels.kernels.glu import glu, glu_backward, glu_forward
 from ligermodels.kernels.linear import input_gradient, left_to_torch, matmul
+from ligermodels.kernels.nf4 import NF4Weight, Weight, in_use, nf4_linear, put_together, taken_apart
 
 
 class Adapter(NamedTuple):
@@ -51,7 +54,7 @@ class _Branch:
     weights: of the layers, [N_i, K]; a, b, scales: to each layer its own, or None. A layer without one adds nothing.
     """
 
-    def __init__(self, weights: Sequence[Tensor], a: Sequence[Any], b: Sequence[Any], scales: Sequence[Any], x: Tensor):
+    def __init__(self, weights: Sequence[Weight], a: Sequence[Any], b: Sequence[Any], scales: Sequence[Any], x: Tensor):
         self.given = [None if one is None else (one, b[i]) for i, one in enumerate(a)]
         present = [one.detach() for one in a if one is not None]
         self.a: Any = torch.cat(present).to(x.dtype) if present else None  # [sum r_i, K]
@@ -118,11 +121,14 @@ class _Branch:
 
 
 def lora_linear_reference(
-    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Adapters
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], adapters: Adapters
 ) -> Tensor:
     found = []
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        y = F.linear(x, weight, bias)
+        if isinstance(weight, NF4Weight):
+            y = nf4_linear(x, weight.packed, weight.state, bias)
+        else:
+            y = F.linear(x, weight, bias)
         if adapter is not None:
             h = F.linear(x, adapter.a.to(x.dtype))
             y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))
@@ -131,48 +137,64 @@ def lora_linear_reference(
 
 
 class _LoRALinear(torch.autograd.Function):
-    """x: [..., K], of two dims or more; handle: that of x, or None; tensors: `count` weights [N_i, K], to each a bias,
-    an A and a B, or None -> [..., sum N_i]."""
+    """x: [..., K], of two dims or more; handle: that of x, or None; weights [N_i, K], biases, scales: of each layer;
+    factors: of each its A, and then of each its B, or None -> [..., sum N_i]."""
 
     @staticmethod
-    def forward(ctx, x, handle, count, scales, *tensors):
-        weights, biases, a, b = _by_kind(tensors, count)
-        y, h = _side_by_side(x, weights, biases, a, b, scales)
-        ctx.count, ctx.scales = count, scales
+    def forward(ctx, x, handle, weights, biases, scales, *factors):
+        count = len(weights)
+        y, h = _side_by_side(x, weights, biases, factors[:count], factors[count:], scales)
         ctx.function, made_of = (None, (x,)) if handle is None else handle
-        trains = any(ctx.needs_input_grad[4 + 2 * count :])
+        trains = any(ctx.needs_input_grad[5:])
         # The weights one by one: whether they are joint may change until the backward, as FSDP moves them.
-        ctx.save_for_backward(*weights, *a, *b, h if trains else None, *(made_of if trains else ()))
+        tensors, ctx.weights = taken_apart(weights)
+        ctx.scales = scales
+        ctx.save_for_backward(*factors, *tensors, h if trains else None, *(made_of if trains else ()))
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        count = ctx.count
-        weights, a, b, (h, *made_of) = _by_kind(ctx.saved_tensors, count)
-        need_x, _, _, _, *needs = ctx.needs_input_grad
+        count, saved = len(ctx.scales), iter(ctx.saved_tensors)
+        a, b = _next(saved, count), _next(saved, count)
+        weights = put_together(saved, ctx.weights)
+        h, *made_of = saved
+        need_x, _, _, _, _, *needs = ctx.needs_input_grad
         rows = dy.flatten(0, -2)
         branch = _Branch(weights, a, b, ctx.scales, rows)
         dh, dx = branch.inner_gradient(rows), None
         if made_of:  # first, so that x and dx are never there together
             branch.add_gradients(rows, h, dh, recomputed(ctx.function, made_of).flatten(0, -2))
         if need_x:
-            dx = input_gradient(rows, weights)
+            dx = _input_gradient(rows, weights)
             branch.add_input_gradient(dx, dh)
             dx = dx.view(*dy.shape[:-1], weights[0].shape[1])
-        da, db = branch.take(needs[2 * count : 3 * count], needs[3 * count :])
-        return dx, None, None, None, *[None] * (2 * count), *da, *db
+        da, db = branch.take(needs[:count], needs[count:])
+        return dx, None, None, None, None, *da, *db
 
 
-def _by_kind(tensors: Sequence[Any], count: int) -> tuple[Any, Any, Any, Any]:
-    """`count` tensors of each of three kinds, and the rest."""
-    return tensors[:count], tensors[count : 2 * count], tensors[2 * count : 3 * count], tensors[3 * count :]
+def _next(tensors: Iterator[Any], count: int) -> list[Any]:
+    return list(itertools.islice(tensors, count))
+
+
+def _product(
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None
+) -> Tensor:
+    """`matmul` of weights that may be of 4 bits."""
+    with in_use(weights, x.dtype) as tensors:
+        return matmul(x, tensors, biases, out)
+
+
+def _input_gradient(dy: Tensor, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
+    """`input_gradient` of weights that may be of 4 bits."""
+    with in_use(weights, dy.dtype) as tensors:
+        return input_gradient(dy, tensors, out)
 
 
 def _side_by_side(x, weights, biases, a, b, scales) -> tuple[Tensor, Tensor | None]:
     """y [..., sum N_i] and H [T, sum r_i], without autograd."""
     rows = x.reshape(-1, x.shape[-1])
-    y = matmul(rows, weights, biases)
+    y = _product(rows, weights, biases)
     h = _Branch(weights, a, b, scales, x).add_to(y, rows)
     return y.view(*x.shape[:-1], y.shape[1]), h
 
@@ -183,20 +205,25 @@ def _split(adapters: Adapters) -> tuple[list[Tensor | None], list[Tensor | None]
     return list(a), list(b), scales
 
 
-def _trains(tensors: Sequence[Tensor | None]) -> bool:
+def _trains(tensors: Sequence[Weight | None]) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def lora_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], adapters: Adapters) -> Tensor:
+def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], adapters: Adapters) -> Tensor:
     """Linear layers of one input with their adapters, side by side: [..., K] -> [..., sum N_i], contiguous.
 
-    weights: [N_i, K] each; biases, adapters: to each weight its own, or None. The result is the caller's to overwrite.
+    weights: [N_i, K] each, a tensor or an NF4Weight; biases, adapters: to each weight its own, or None. The result is
+    the caller's to overwrite.
     """
     a, b, scales = _split(adapters)
-    if _trains([*weights, *biases]) or left_to_torch(x, weights, [*biases, *a, *b]):
+    if _trains([*weights, *biases]) or left_to_torch(x, taken_apart(weights)[0], [*biases, *a, *b]):  # type: ignore[arg-type]
         return lora_linear_reference(x, weights, biases, adapters)
+    biases = [
+        bias.to(x.dtype) if isinstance(weight, NF4Weight) and bias is not None else bias
+        for weight, bias in zip(weights, biases, strict=True)
+    ]
     if _trains([x, *a, *b]):
-        return _LoRALinear.apply(x, handle_of(x), len(weights), scales, *weights, *biases, *a, *b)
+        return _LoRALinear.apply(x, handle_of(x), weights, biases, scales, *a, *b)
     return _side_by_side(x, weights, biases, a, b, scales)[0]
 
 
@@ -204,7 +231,7 @@ def lora_linear(x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | 
 
 
 def lora_mlp_reference(
-    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
+    x: Tensor, w1: Sequence[Weight], w2: Weight, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
     packed: bool, activation: str,
 ) -> Tensor:  # fmt: skip
     z = lora_linear_reference(x, w1, b1, adapters[:-1])
@@ -213,34 +240,37 @@ def lora_mlp_reference(
 
 
 class _LoRAMLP(torch.autograd.Function):
-    """As `_MLP` in gated_mlp.py, of frozen layers with adapters. tensors: `count` weights w1, to each its bias, then w2
-    and its bias, then to each of the count + 1 layers an A, and to each a B, or None.
+    """As `_MLP` in gated_mlp.py, of frozen layers with adapters. weights, biases, scales: of the layers w1 and then of
+    w2; factors: of each its A, and then of each its B, or None.
 
     H is not saved but computed again: x and h are there for the gradients of A anyway, and h is not before the end of
     the forward, which activation checkpointing leaves out in its second run.
     """
 
     @staticmethod
-    def forward(ctx, x, z, handle, packed, activation, rows, count, scales, *tensors):
-        _, need_first, *_ = _needs(ctx.needs_input_grad, count)
+    def forward(ctx, x, z, handle, weights, biases, scales, packed, activation, rows, *factors):
+        need_first, *_ = _needs(ctx.needs_input_grad, len(weights))
         make_x, inputs = (None, (x,)) if handle is None else handle
         if not (need_first or z is None):
             make_x, inputs = None, ()
-        ctx.save_for_backward(z, *tensors, *inputs)
-        ctx.options = make_x, packed, activation, rows, count, scales
-        return x.new_empty((*x.shape[:-1], tensors[2 * count].shape[0]))
+        tensors, ctx.weights = taken_apart(weights)
+        ctx.save_for_backward(z, *factors, *biases, *tensors, *inputs)
+        ctx.options = make_x, packed, activation, rows, scales
+        return x.new_empty((*x.shape[:-1], weights[-1].shape[0]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        make_x, packed, activation, rows, count, scales = ctx.options
-        saved, *tensors = ctx.saved_tensors
-        w1, b1, w2, _, a, b, inputs = _operands(tensors, count)
-        need_x, need_first, need_last, need_a, need_b = _needs(ctx.needs_input_grad, count)
-        hidden, width = w1[0].shape[1], sum(w.shape[0] for w in w1)
-        shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, w2.shape[0])
-        first = _Branch(w1, a[:-1], b[:-1], scales[:-1], dy)
-        last = _Branch([w2], a[-1:], b[-1:], scales[-1:], dy)
+        make_x, packed, activation, rows, scales = ctx.options
+        count, tensors = len(scales), iter(ctx.saved_tensors)
+        saved = next(tensors)
+        a, b, biases = _next(tensors, count), _next(tensors, count), _next(tensors, count)
+        weights, inputs = put_together(tensors, ctx.weights), list(tensors)
+        need_x, (need_first, need_last, need_a, need_b) = ctx.needs_input_grad[0], _needs(ctx.needs_input_grad, count)
+        hidden, width = weights[0].shape[1], sum(w.shape[0] for w in weights[:-1])
+        shape, dy = (*dy.shape[:-1], hidden), dy.reshape(-1, dy.shape[-1])
+        first = _Branch(weights[:-1], a[:-1], b[:-1], scales[:-1], dy)
+        last = _Branch(weights[-1:], a[-1:], b[-1:], scales[-1:], dy)
         need_z = need_x or need_first
         chunks = slices(len(dy), rows)
         overwrite = need_z and (rows is not None or (saved.is_contiguous() and may_overwrite(saved)))
@@ -252,57 +282,65 @@ class _LoRAMLP(torch.autograd.Function):
             dx = dy.new_empty(len(dy), hidden) if make_x is None else x
         if chunks and rows is not None:
             workspace = dy.new_empty(min(rows, len(dy)), width)
-        for chunk in chunks:
-            dy_chunk = dy[chunk]
-            z, inner = saved, None
-            if workspace is None:
-                z = saved.reshape(-1, width)
-            else:
-                z = matmul(x[chunk], w1, b1, out=workspace[: len(dy_chunk)])
-                inner = first.add_to(z, x[chunk])
-            d_inner = last.inner_gradient(dy_chunk)
-            if need_z:
-                h = dy_chunk @ w2  # dh, until the kernel leaves h in its place
-                last.add_input_gradient(h, d_inner)
-                dz, _ = glu_backward(h, z, None, packed, activation, emit=need_last, overwrite=overwrite)
-            else:
-                h = glu_forward(z, None, packed, activation)
-            if need_last:
-                last.add_gradients(dy_chunk, None, d_inner, h)
-            del h
-            if not need_z:
-                continue
-            d_inner = first.inner_gradient(dz)
-            if need_first:
-                first.add_gradients(dz, inner, d_inner, x[chunk])
-            if need_x:
-                input_gradient(dz, w1, out=dx[chunk])
-                first.add_input_gradient(dx[chunk], d_inner)
+        with _for_chunks(weights, dy.dtype, chunks) as (*w1, w2):
+            for chunk in chunks:
+                dy_chunk = dy[chunk]
+                z, inner = saved, None
+                if workspace is None:
+                    z = saved.reshape(-1, width)
+                else:
+                    z = _product(x[chunk], w1, biases[:-1], out=workspace[: len(dy_chunk)])
+                    inner = first.add_to(z, x[chunk])
+                d_inner = last.inner_gradient(dy_chunk)
+                if need_z:
+                    h = _input_gradient(dy_chunk, [w2])  # dh, until the kernel leaves h in its place
+                    last.add_input_gradient(h, d_inner)
+                    dz, _ = glu_backward(h, z, None, packed, activation, emit=need_last, overwrite=overwrite)
+                else:
+                    h = glu_forward(z, None, packed, activation)
+                if need_last:
+                    last.add_gradients(dy_chunk, None, d_inner, h)
+                del h
+                if not need_z:
+                    continue
+                d_inner = first.inner_gradient(dz)
+                if need_first:
+                    first.add_gradients(dz, inner, d_inner, x[chunk])
+                if need_x:
+                    _input_gradient(dz, w1, out=dx[chunk])
+                    first.add_input_gradient(dx[chunk], d_inner)
         da, db = first.take(need_a[:-1], need_b[:-1])
         da2, db2 = last.take(need_a[-1:], need_b[-1:])
         dx = None if dx is None else dx.view(shape)
-        return dx, *[None] * (7 + 2 * count + 2), *da, *da2, *db, *db2
+        return dx, *[None] * 8, *da, *da2, *db, *db2
 
 
-def _operands(tensors: Sequence[Any], count: int) -> tuple[Any, ...]:
-    """w1, b1, w2, b2, a, b of `_LoRAMLP`, and what follows them."""
-    w1, b1, (w2, b2, *rest) = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-    return w1, b1, w2, b2, rest[: count + 1], rest[count + 1 : 2 * count + 2], rest[2 * count + 2 :]
+def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, tuple[bool, ...], tuple[bool, ...]]:
+    """Of ctx.needs_input_grad of `_LoRAMLP`: any of the first layers', any of the last's, each A's, each B's."""
+    a, b = needs[9 : 9 + count], needs[9 + count :]
+    return any((*a[:-1], *b[:-1])), a[-1] or b[-1], a, b
 
 
-def _needs(needs: tuple[bool, ...], count: int) -> tuple[bool, bool, bool, list[bool], list[bool]]:
-    """Of ctx.needs_input_grad of `_LoRAMLP`: x's, any of the first layers', any of the last's, each A's, each B's."""
-    _, _, _, _, a, b, _ = _operands(needs[8:], count)
-    return needs[0], any((*a[:-1], *b[:-1])), a[-1] or b[-1], list(a), list(b)
+def _for_chunks(
+    weights: Sequence[Weight], dtype: torch.dtype, chunks: Sequence[slice]
+) -> contextlib.AbstractContextManager[Any]:
+    """`in_use` for all chunks of an MLP, where there are several.
+
+    Dequantising moves 2.5 bytes per weight, and a product of T tokens takes 2 T operations: on an H200 200 / T of its
+    time, so 2 % for chunks of 9000 tokens as the default workspace makes them for an 8B model, but more than all of it
+    for 128, the fewest. All weights of that MLP take 352 MB, gate and up alone 235: the workspaces of chunks take more.
+    A single chunk goes without: each weight is made where it is read, in the memory of the one before.
+    """
+    return in_use(weights, dtype) if len(chunks) > 1 else contextlib.nullcontext(weights)
 
 
 def lora_mlp(
-    x: Tensor, w1: Sequence[Tensor], w2: Tensor, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
+    x: Tensor, w1: Sequence[Weight], w2: Weight, b1: Sequence[Tensor | None], b2: Tensor | None, adapters: Adapters, *,
     packed: bool, activation: str, rows: int | None = None,
 ) -> Tensor:  # fmt: skip
     """The MLP of layers w1 and w2 with their adapters, on Triton's kernels; arguments as of `_MLP` in gated_mlp.py.
 
-    adapters: to each of w1 and to w2 its own, or None.
+    w1, w2: tensors, or NF4Weights. adapters: to each of w1 and to w2 its own, or None.
     """
     a, b, scales = _split(adapters)
     if torch.compiler.is_compiling() or in_transform() or _trains([*w1, w2, *b1, b2]):
@@ -312,17 +350,20 @@ def lora_mlp(
     if not _trains([x, *a, *b]):
         y = x.new_empty((*x.shape[:-1], w2.shape[0]))
     else:
-        y = _LoRAMLP.apply(x, z, handle_of(x), packed, activation, rows, len(w1), scales, *w1, *b1, w2, b2, *a, *b)
-    with torch.no_grad():  # after all is saved: see GLULinear in glu.py
+        layers = (*w1, w2), (*b1, b2), scales
+        y = _LoRAMLP.apply(x, z, handle_of(x), *layers, packed, activation, rows, *a, *b)
+    out, x = y.detach().view(-1, w2.shape[0]), x.reshape(-1, x.shape[-1])
+    chunks = slices(len(x), rows)
+    # after all is saved: see GLULinear in glu.py
+    with torch.no_grad(), _for_chunks([*w1, w2], x.dtype, chunks) as (*w1, w2):
         first = _Branch(w1, a[:-1], b[:-1], scales[:-1], x)
         last = _Branch([w2], a[-1:], b[-1:], scales[-1:], x)
-        out, x = y.detach().view(-1, w2.shape[0]), x.reshape(-1, x.shape[-1])
-        for chunk in slices(len(x), rows):
+        for chunk in chunks:
             if z is None:
-                z_chunk = matmul(x[chunk], w1, b1)
+                z_chunk = _product(x[chunk], w1, b1)
                 first.add_to(z_chunk, x[chunk])
             else:
                 z_chunk = z.view(-1, z.shape[-1])
             h = glu_forward(z_chunk, None, packed, activation)
-            last.add_to(matmul(h, [w2], [b2], out=out[chunk]), h)
+            last.add_to(_product(h, [w2], [b2], out=out[chunk]), h)
     return y

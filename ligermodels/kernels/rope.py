@@ -7,6 +7,7 @@ What differs from a plain fused rope:
 - `rope` reads rows [q | k | v] and returns strided views, without copies. Its backward takes the three gradients in any
   strides and writes one packed gradient, which one GEMM reads for the projection's dX.
 - One kernel does all of this: rotation in place, into a new buffer, and (with -sin) the backward.
+- `rope_to_cache`, for decoding: q in place, k and v into a KV cache at a place that only the device knows.
 
 Saved for the backward: cos and sin. Math in fp32 (fp64 for fp64), one rounding.
 Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the packed gradient and
@@ -302,3 +303,95 @@ def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
     out = _Rope.apply(q, k, *angles, counts, False)
     q, k = _split(out, counts) if torch.compiler.is_compiling() else out
     return q, k
+
+
+@triton.jit
+def _cache_kernel(
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, ends_ptr, offset_ptr,
+    q_b, k_b, k_h, v_b, v_h, keys_b, keys_s, values_b, values_s, table_b,
+    OFFSET: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The new token of one row: program 0 rotates q in place, 1 rotates k into the cache, 2 copies v there."""
+    ACC: tl.constexpr = tl.float64 if q_ptr.dtype.element_ty == tl.float64 else tl.float32
+    b = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = tl.load(ends_ptr + b) - 1
+    if OFFSET:
+        slot -= tl.load(offset_ptr)
+    slot = slot.to(tl.int64)
+    if part < 2:
+        dims = tl.arange(0, BLOCK_HALF)
+        cos = tl.load(cos_ptr + b * table_b + dims, mask=dims < HALF, other=0.0).to(ACC)[None, :]
+        sin = tl.load(sin_ptr + b * table_b + dims, mask=dims < HALF, other=0.0).to(ACC)[None, :]
+        if part == 0:
+            _rotate_heads(
+                q_ptr + b * q_b, q_ptr + b * q_b, D, cos, sin,
+                HQ, D, HALF, BLOCK_Q, BLOCK_HALF, BLOCK_REST, False,
+            )  # fmt: skip
+        else:
+            _rotate_heads(
+                keys_ptr + b * keys_b + slot * keys_s, k_ptr + b * k_b, k_h, cos, sin,
+                HK, D, HALF, BLOCK_K, BLOCK_HALF, BLOCK_REST, D > 2 * HALF,
+            )  # fmt: skip
+    else:
+        cols = tl.arange(0, BLOCK_D)[None, :]
+        for start in range(0, HK, BLOCK_K):
+            heads = start + tl.arange(0, BLOCK_K)[:, None]
+            mask = (heads < HK) & (cols < D)
+            v = tl.load(v_ptr + b * v_b + heads.to(tl.int64) * v_h + cols, mask=mask)
+            tl.store(values_ptr + b * values_b + slot * values_s + heads * D + cols, v, mask=mask)
+
+
+def rope_to_cache_reference(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
+    offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    q, k = rope_qk_reference(q, k, cos, sin)
+    rows, slots = torch.arange(len(q), device=q.device), (ends - (1 if offset is None else 1 + offset)).long()
+    keys[rows, slots], values[rows, slots] = k[:, 0], v[:, 0]
+    return q
+
+
+def rope_to_cache(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
+    offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Rotates q and k, and writes k and v into a cache, for one new token a row; returns the rotated q. No gradient.
+
+    q [B, 1, HQ, D], k, v [B, 1, HK, D], of any strides; q is overwritten where its heads follow each other. cos, sin as
+    in `rope`. keys, values: [B, C, HK, D], heads following each other; row b's token goes to ends[b] - 1 - offset,
+    where it must have room. ends: int32 [B]; offset: int32, 0-dim; None is 0.
+    Raises InputError for shapes, dtypes or devices that do not fit.
+    """
+    heads, size = k.shape[2], operator.index(k.shape[3])
+    if (
+        q.shape[:2] != k.shape[:2] or k.shape != v.shape or q.shape[1] != 1 or q.shape[3] != size
+        or keys.shape != values.shape or (keys.shape[0], *keys.shape[2:]) != (k.shape[0], heads, size)
+        or not q.dtype == k.dtype == v.dtype == keys.dtype == values.dtype
+        or not q.device == keys.device == ends.device or ends.dtype != torch.int32 or ends.shape != k.shape[:1]
+        or keys.stride()[2:] != (size, 1) or values.stride()[2:] != (size, 1)
+    ):  # fmt: skip
+        raise InputError(
+            f"rope_to_cache: q has {describe(q)}, k {describe(k)}, v {describe(v)}, keys {describe(keys)}, values "
+            f"{describe(values)}, ends {describe(ends)}; expected [B, 1, heads, D] and [B, C, HK, D] of one dtype, and "
+            "int32 [B], on one device"
+        )
+    cos, sin = _angles("rope_to_cache", q, size, cos, sin)
+    if not use_triton(q):
+        return rope_to_cache_reference(q, k, v, cos, sin, keys, values, ends, offset)
+    q = q if q.stride()[2:] == (size, 1) else q.contiguous()
+    k, v, half = last_dim_contiguous(k), last_dim_contiguous(v), operator.index(cos.shape[-1])
+    num_heads, block_half = operator.index(q.shape[2]), next_power_of_2(half)
+    most = max(1, 1024 // block_half)
+    launch(
+        _cache_kernel, (len(q), 3),
+        q, k, v, keys, values, cos, sin, ends, ends if offset is None else offset,
+        q.stride(0), k.stride(0), k.stride(2), v.stride(0), v.stride(2), *keys.stride()[:2], *values.stride()[:2],
+        0 if cos.shape[0] == 1 else cos.stride(0),
+        offset is not None, num_heads, operator.index(heads), size, half,
+        block_half, next_power_of_2(max(1, size - 2 * half)), next_power_of_2(size),
+        min(next_power_of_2(num_heads), most), min(next_power_of_2(heads), most), num_warps=4,
+    )  # fmt: skip
+    return q

@@ -27,8 +27,9 @@ class Attention(JointProjections):
     """Self-attention: [B, S, hidden_size] -> [B, S, hidden_size].
 
     forward(x, batch, cache=None): `cache` is one layer of a `KVCache`; its keys and values come first, and it
-    takes up the new ones. Where q_proj, k_proj and v_proj are plain, they are one op, and q, k and v stay in its
-    output from the projection to the attention: nothing is copied.
+    takes up the new ones; with `batch.next_token`, at a place that the device knows. Where q_proj, k_proj and v_proj
+    are plain, they are one op, and q, k and v stay in its output from the projection to the attention: nothing is
+    copied.
 
     num_kv_heads: num_heads / num_kv_heads query heads share one key head. window: tokens that a query sees,
     counting itself; None is all. softcap: scores become softcap * tanh(scores / softcap). scale: multiplies
@@ -85,6 +86,10 @@ class Attention(JointProjections):
         if context is not None:
             q, k, v = context.to_heads(q), context.to_heads(k), context.to_heads(v)
         key_mask = batch.key_mask
+        if cache is not None and batch.next_token is not None:
+            place = batch.next_token
+            out = cache.attend(q, k, v, place, window=self.window, softcap=self.softcap, scale=self.scale)
+            return apply_linear(o_proj, out.flatten(2))
         if cache is not None:
             k, v = cache.update(k, v)
             if key_mask is not None:  # over all tokens seen; a cache with a window returns only the last

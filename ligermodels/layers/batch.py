@@ -42,6 +42,19 @@ class CrossStates(MovableInputs):
         return replace(self, **{name: None if x is None else context.part(x, 1) for name, x in rows.items()})
 
 
+@dataclass(frozen=True, kw_only=True)
+class NextToken(MovableInputs):
+    """One new token a row, whose place in the KV cache is read from the device, as in a CUDA graph.
+
+    cos, sin: fp32 [1 or B, 1, R/2]. starts, ends: int32 [B], the columns of a row's first token and past the new one.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    starts: Tensor
+    ends: Tensor
+
+
 class Batch(MovableInputs):
     """Positions, padding and packing of the tokens of one forward pass.
 
@@ -53,6 +66,7 @@ class Batch(MovableInputs):
     padding: bool [B, S], True at tokens that do not see each other but see, and are seen by, all others; for
         attention that is not causal.
     cross: what `CrossAttention` attends to; None without images, here and in the cache.
+    next_token: in place of cos and sin, in a step of decoding that a CUDA graph may hold.
     context: the ranks over which the sequence is split (context parallel). cos, sin and cross are then those of the
         rank's tokens, masks and bounds those of all; None where a rank has all tokens.
 
@@ -70,6 +84,7 @@ class Batch(MovableInputs):
         max_seqlen: int | None = None,
         padding: Tensor | None = None,
         cross: CrossStates | None = None,
+        next_token: NextToken | None = None,
         context: Ranks | None = None,
     ):
         self.cos = cos
@@ -79,4 +94,5 @@ class Batch(MovableInputs):
         self.max_seqlen = max_seqlen
         self.padding = padding
         self.cross = cross
+        self.next_token = next_token
         self.context = context

@@ -1,5 +1,6 @@
 """Keys and values of past tokens, so that generating a token costs one token's work."""
 
+import contextlib
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
 
@@ -7,6 +8,9 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels.decode_attention import decode_attention
+from ligermodels.kernels.rope import rope_to_cache
+from ligermodels.layers.batch import NextToken
 
 SLACK = 256
 """Tokens that the buffers of a layer with a window hold beyond it. Moving the window reads and writes it once in SLACK
@@ -38,6 +42,7 @@ class LayerCache:
         shape = (batch_size, self._limited(max_length), num_kv_heads, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.offset: Tensor | None = None  # with a window, and once `KVCache.place` was called: see `attend`
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v [B, S, HK, D] and returns, in order, all keys and values that these S tokens may see.
@@ -51,10 +56,7 @@ class LayerCache:
         Raises InputError if batch size, heads or dtype are not those of the cache.
         """
         if self.length == 0:
-            dtype = k.dtype if torch.is_autocast_enabled(k.device.type) else self.keys.dtype
-            if (k.device, dtype) != (self.keys.device, self.keys.dtype):
-                self.keys = torch.empty_like(self.keys, device=k.device, dtype=dtype)
-                self.values = torch.empty_like(self.keys)
+            self._follow(k.device, k.dtype if torch.is_autocast_enabled(k.device.type) else self.keys.dtype)
         _check_fits(self.keys, k)
         past, total = self._past, self._past + k.shape[1]
         fits = self._limited(total) == total
@@ -75,6 +77,52 @@ class LayerCache:
             return seen
         held = slice(self._end - total, self._end)
         return self.keys[:, held], self.values[:, held]
+
+    def reserve(self, length: int) -> None:
+        """Makes the buffers large enough for `length` tokens: until then they stay where they are."""
+        if self._limited(length) > self.keys.shape[1]:
+            self._make_room(self._past, length - self._past)
+
+    def advance(self) -> None:
+        """Counts a token that `attend` writes, and makes room for it."""
+        if self._end == self.keys.shape[1]:
+            self._make_room(self._past, 1)
+            self.place()
+        self.length += 1
+        self._end += 1
+
+    def place(self) -> None:
+        """Tells the device where the buffers begin: `offset`, int32, is the position of their first token."""
+        if self.window is not None:
+            if self.offset is None or self.offset.device != self.keys.device:
+                with torch.inference_mode(False):  # it outlives the call
+                    self.offset = torch.empty((), dtype=torch.int32, device=self.keys.device)
+            self.offset.fill_(self.length - self._end)
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, token: NextToken, *,
+        window: int | None, softcap: float | None, scale: float | None,
+    ) -> Tensor:  # fmt: skip
+        """Rotates and writes one new token a row, and returns its attention [B, 1, HQ, D] to what its row holds.
+
+        q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. Where, and up to where, is read from the device, so
+        that a CUDA graph of this can be replayed; `advance` counts the token.
+        """
+        _check_fits(self.keys, k)
+        place = self.keys, self.values
+        q = rope_to_cache(q, k, v, token.cos, token.sin, *place, token.ends, self.offset)
+        return decode_attention(
+            q, *place, token.starts, token.ends, self.offset, window=window, softcap=softcap, scale=scale
+        )
+
+    def take(self, other: "LayerCache", rows: Tensor) -> None:
+        """Holds what `other` does, row i its row rows[i], in memory of its own."""
+        past = other._past
+        held = slice(other._end - past, other._end)
+        self._follow(other.keys.device, other.keys.dtype)
+        self.keys[:, :past] = other.keys[:, held].index_select(0, rows)
+        self.values[:, :past] = other.values[:, held].index_select(0, rows)
+        self.length, self._end = other.length, past
 
     def reset(self) -> None:
         """Forgets the tokens and keeps the memory."""
@@ -101,6 +149,11 @@ class LayerCache:
                 old = old.new_empty(len(rows), *old.shape[1:])
                 setattr(self, name, old)
             old[:, held] = moved
+
+    def _follow(self, device: torch.device, dtype: torch.dtype) -> None:
+        if (device, dtype) != (self.keys.device, self.keys.dtype):
+            self.keys = torch.empty_like(self.keys, device=device, dtype=dtype)
+            self.values = torch.empty_like(self.keys)
 
     @property
     def _past(self) -> int:
@@ -161,6 +214,11 @@ class CrossCache:
         self.keys, self.values = k.detach(), v.detach()
         return k, v
 
+    def take(self, other: "CrossCache", rows: Tensor) -> None:
+        """Holds what `other` does, row i its row rows[i]."""
+        self.keys, self.values = other.keys, other.values
+        self.reorder(rows)
+
     def reset(self) -> None:
         """Forgets the images."""
         self.keys = self.values = None
@@ -183,6 +241,11 @@ class KVCache:
     have a row for each sequence.
     """
 
+    stepping = False
+    """True inside of `step`."""
+    starts: Any = None
+    ends: Any = None
+
     def __init__(
         self,
         num_layers: int,
@@ -203,7 +266,8 @@ class KVCache:
             )
             for layer, window in zip(range(num_layers), windows, strict=True)
         ]  # fmt: skip
-        self._text = next(layer for layer in self._layers if isinstance(layer, LayerCache))
+        self._texts = [layer for layer in self._layers if isinstance(layer, LayerCache)]
+        self._text = self._texts[0]
         self.state: dict[str, Any] = {}
 
     def __getitem__(self, layer: int) -> LayerCache | CrossCache:
@@ -224,6 +288,10 @@ class KVCache:
     def batch_size(self) -> int:
         return self._text.keys.shape[0]
 
+    @property
+    def device(self) -> torch.device:
+        return self._text.keys.device
+
     def get_seq_length(self) -> int:
         """`length`, by the name that transformers has for it."""
         return self.length
@@ -239,9 +307,8 @@ class KVCache:
 
         Images and `state` stay as they are, so `length` must reach past the last image.
         """
-        layers = [layer for layer in self._layers if isinstance(layer, LayerCache)]
-        if length and all(layer.can_crop(length) for layer in layers):
-            for layer in layers:
+        if length and all(layer.can_crop(length) for layer in self._texts):
+            for layer in self._texts:
                 layer.crop(length)
         else:
             self.reset()
@@ -252,6 +319,58 @@ class KVCache:
             layer.reorder(rows)
         for name, value in self.state.items():
             self.state[name] = value.index_select(0, rows) if isinstance(value, Tensor) else value
+
+    def take(self, other: "KVCache", rows: Tensor) -> None:
+        """Holds what `other` does, row i its row rows[i]; the text in memory of its own."""
+        for mine, layer in zip(self._layers, other._layers, strict=True):
+            mine.take(layer, rows)  # type: ignore[arg-type]
+        self.state = {
+            name: value.index_select(0, rows) if isinstance(value, Tensor) else value
+            for name, value in other.state.items()
+        }
+
+    # Decoding with lengths on the device, so that a CUDA graph can be replayed: reserve, place, and for each token of
+    # every row advance and step.
+
+    def reserve(self, length: int) -> None:
+        """Makes room for `length` tokens: until then the tensors of `memory` stay where they are."""
+        for layer in self._texts:
+            layer.reserve(length)
+
+    def place(self, starts: Tensor | None) -> None:
+        """Tells the device the lengths, and the columns `starts` [B] of the rows' first tokens (None: all 0)."""
+        device, rows = self.device, self.batch_size
+        if self.ends is None or (self.ends.device, len(self.ends)) != (device, rows):
+            with torch.inference_mode(False):  # they outlive the call
+                self.starts, self.ends = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
+        if starts is None:
+            self.starts.zero_()
+        else:
+            self.starts.copy_(starts)
+        self.ends.fill_(self.length)
+        for layer in self._texts:
+            layer.place()
+
+    def advance(self) -> None:
+        """Counts the token that the next `step` writes. For the host."""
+        for layer in self._texts:
+            layer.advance()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Within it, a forward pass is of one token a row, the one after the first `ends`, which it counts."""
+        self.ends.add_(1)
+        self.stepping = True
+        try:
+            yield
+        finally:
+            self.stepping = False
+
+    def memory(self) -> list[Tensor]:
+        """All tensors that a step reads or writes."""
+        held: list[Any] = [x for layer in self._texts for x in (layer.keys, layer.values, layer.offset)]
+        held += [x for layer in self._layers if isinstance(layer, CrossCache) for x in (layer.keys, layer.values)]
+        return [x for x in (*held, self.starts, self.ends, *self.state.values()) if isinstance(x, Tensor)]
 
 
 class BorrowedCache(KVCache):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.kernels.cross_entropy import CrossEntropyOutput
+from ligermodels.kernels.linear import product
 from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_logprobs import LogprobsOutput, linear_logprobs
 from ligermodels.kernels.vocab_parallel_cross_entropy import vocab_parallel_cross_entropy
@@ -141,7 +142,7 @@ class LMHead(nn.Module):
             options |= {"softcap": softcap, "return_logprobs": return_logprobs}
             return self._sharded(x, weight, labels, self.tp, **options)
         if labels is None:
-            return capped(nn.functional.linear(x, weight, self.bias), softcap)
+            return capped(product(x, weight, self.bias), softcap)
         options |= {
             "bias": self.bias,
             "softcap": softcap,
@@ -172,7 +173,7 @@ class LMHead(nn.Module):
             check_count(options["num_items_in_batch"])
         weight, bias = local_part(weight, tp), local_part(self.bias, tp)
         if labels is None:
-            return tp.join(capped(nn.functional.linear(x, weight, bias), softcap), -1)
+            return tp.join(capped(product(x, weight, bias), softcap), -1)
         return vocab_parallel_cross_entropy(
             x, weight, labels, bias=bias, group=tp.group, first_id=tp.rank * len(weight), softcap=softcap, **options
         )

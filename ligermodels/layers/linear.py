@@ -1,4 +1,4 @@
-"""Fused execution of plain `torch.nn.Linear` modules.
+"""Fused execution of plain `torch.nn.Linear` modules, and of frozen ones of 4 bits (nf4.py).
 
 Layers hold `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
 tensor-parallel plans find what they look for. At each call a fused op takes the weights of untouched modules, and their
@@ -17,31 +17,40 @@ from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 from ligermodels.kernels.lora import Adapter, lora_linear
-from ligermodels.layers.lora import LoRALinear
+from ligermodels.kernels.nf4 import NF4Weight, Weight
+from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
+from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import ShardedLinear
+
+_OURS = (LoRALinear, LoRANF4Linear, NF4Linear)
+_PLAIN = (nn.Parameter, type(None))
 
 
 def is_fusable(*modules: nn.Module) -> bool:
     """True if a fused kernel may stand in for calling each module: it is what `parameters_of` gives and nothing else.
 
-    That is x @ weight.T + bias, and the adapter of a LoRALinear without dropout and DoRA. Other adapters wrap the
-    module or replace its class, parametrizations and FSDP replace its class, tensor parallelism, ZeRO-3 and probes add
-    hooks, offloading replaces its forward, quantization its class or its weight. Each of them makes this False, since
-    bypassing it would be silently wrong.
+    That is x @ weight.T + bias, the weight dense or an NF4Linear's, and an adapter of ours without dropout and DoRA.
+    Other adapters wrap the module or replace its class, parametrizations and FSDP replace its class, tensor
+    parallelism, ZeRO-3 and probes add hooks, offloading replaces its forward, other quantization its class or its
+    weight. Each of them makes this False, since bypassing it would be silently wrong.
     """
     for module in modules:
         # _parameters[...] takes a fifth of the host time of module.weight
         plain = type(module) is nn.Linear and type(module._parameters.get("weight")) is nn.Parameter
-        if not (plain or type(module) is ShardedLinear or _is_fusable_lora(module)) or _touched(module):
+        if not (plain or type(module) is ShardedLinear or _is_fusable_of_ours(module)) or _touched(module):
             return False
     return not _has_any_global_hook()
 
 
-def _is_fusable_lora(module: nn.Module) -> bool:
-    if type(module) is not LoRALinear or module.unfusable is not None:
+def _is_fusable_of_ours(module: nn.Module) -> bool:
+    if type(module) not in _OURS or (torch.compiler.is_compiling() and isinstance(module, NF4Linear)):
         return False
-    factors = module.lora_A, module.lora_B
-    plain = all(type(one.weight) is nn.Parameter for one in (module, *factors))
+    factors: tuple[nn.Module, ...] = ()
+    if isinstance(module, Adapted):
+        if module.unfusable is not None:
+            return False
+        factors = module.lora_A, module.lora_B
+    plain = all(type(p) in _PLAIN for one in (module, *factors) for p in one._parameters.values())
     return plain and not any(_touched(factor) for factor in factors)
 
 
@@ -88,11 +97,11 @@ class Obstacle(NamedTuple):
 
 def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
     """Why `is_fusable(module)` is False; None where it is True. classes: what is expected instead of nn.Linear."""
-    if type(module) not in (classes or (nn.Linear, LoRALinear)):
+    if type(module) not in (classes or (nn.Linear, *_OURS)):
         inside = module._modules.keys()
         wrapped = not inside.isdisjoint(("base_layer", "original_module", "token_adapter"))
         kind = "adapter" if wrapped else "parametrization" if "parametrizations" in inside else "class"
-    elif type(module.weight) not in (nn.Parameter, type(None)):
+    elif type(module.weight) not in _PLAIN:
         kind = "weight"
     elif "forward" in module.__dict__:
         kind = "forward"
@@ -102,7 +111,7 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
         kind = "backward hook"
     elif _has_any_global_hook():
         kind = "global hook"
-    elif type(module) is LoRALinear and not _is_fusable_lora(module):
+    elif isinstance(module, Adapted) and not _is_fusable_of_ours(module):
         kind = "LoRA"
     else:
         return None
@@ -112,7 +121,7 @@ def obstacle(module: nn.Module, *classes: type[nn.Module]) -> Obstacle | None:
 def warn_unfused(owner: nn.Module, names: Sequence[str], x: Tensor) -> None:
     """Warns once for each kind of obstacle that keeps these children of `owner` from being fused.
 
-    Quantised and sharded modules do not warn: that they are not fused is expected.
+    Modules that others have quantised, and sharded ones, do not warn: that they are not fused is expected.
     """
     if not warns(x):
         return
@@ -142,7 +151,7 @@ def apply_linear(module: nn.Module, x: Tensor) -> Tensor:
 def apply_packed(modules: Sequence[nn.Module], x: Tensor) -> Tensor:
     """The outputs of fusable modules side by side, as one op; the caller may overwrite them where they are several."""
     weights, biases, adapters = parameters_of(modules)
-    if any(adapters):
+    if is_frozen(weights, adapters):
         return lora_linear(x, weights, biases, adapters)
     return linear(x, weights[0], biases[0]) if len(weights) == 1 else packed_linear(x, weights, biases)
 
@@ -157,13 +166,23 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
     return [outputs[module] if module in outputs else module(x) for module in modules]
 
 
-def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Tensor], list[Tensor | None], list[Adapter | None]]:
-    """The weights, biases and adapters of linear modules; of sharded ones, the parts that this rank computes with."""
+def is_frozen(weights: Sequence[Weight], adapters: Sequence[Adapter | None]) -> bool:
+    """True of what is for the ops of lora.py: weights of 4 bits, and layers with adapters."""
+    return any(adapters) or any(type(weight) is NF4Weight for weight in weights)
+
+
+def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Tensor | None], list[Adapter | None]]:
+    """The weights, biases and adapters of linear modules; of sharded ones, the parts that this rank computes with.
+
+    A weight is a tensor, or of 4 bits an NF4Weight.
+    """
     pairs: Any = [
-        module.parts() if type(module) is ShardedLinear else (module._parameters["weight"], module._parameters["bias"])
+        module.parts() if type(module) is ShardedLinear
+        else (module.operand, module.bias) if isinstance(module, NF4Linear)
+        else (module._parameters["weight"], module._parameters["bias"])
         for module in modules
-    ]
-    adapters = [module.adapter if type(module) is LoRALinear else None for module in modules]
+    ]  # fmt: skip
+    adapters = [module.adapter if isinstance(module, Adapted) else None for module in modules]
     return [weight for weight, _ in pairs], [bias for _, bias in pairs], adapters
 
 
@@ -171,6 +190,7 @@ class JointProjections(nn.Module):
     """A layer with several linear modules of one input, `joint_names`, whose weights are contiguous in one storage.
 
     The weights of the fusable ones follow each other in memory, and so do their biases, so that one matmul serves all.
+    Those of 4 bits do once they are dequantised.
     `.to()`, `.cuda()`, copying and unpickling restore this. Parameters stay the objects that optimizers hold, and keep
     their values. Where something separates the weights all the same (FSDP, `load_state_dict(assign=True)`), each has
     its own matmul. docs/ablations.md says what it buys.

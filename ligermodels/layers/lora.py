@@ -44,8 +44,8 @@ class Adapted(nn.Module):
     `Adapted.of(linear, ...)` makes it of an nn.Linear or NF4Linear, in place: parameters keep their names. `plain()`
     undoes that. adapter_on=False leaves the adapter out. Parameters: weight, bias, lora_A.weight [r, in], lora_B.weight
     [out, r] and lora_magnitude_vector.weight [out], as PEFT names them less its "default".
-    Layers run several LoRALinear as one op (linear.py), but for dropout and DoRA, which are computed as written above,
-    as are adapters on 4-bit weights.
+    Layers run several as one op (linear.py), but for dropout and DoRA, which are computed as written above, as are
+    adapters on 4-bit weights under torch.compile.
     Sources: https://arxiv.org/abs/2106.09685, https://arxiv.org/abs/2312.03732 (rsLoRA), https://arxiv.org/abs/2402.09353
     (DoRA), and PEFT 0.21 for DoRA's dropout.
     """

@@ -14,6 +14,7 @@ from ligermodels.layers.linear import (
     JointProjections,
     apply_linear,
     apply_linears,
+    is_frozen,
     is_fusable,
     parameters_of,
     warn_unfused,
@@ -82,8 +83,8 @@ class GatedMLP(JointProjections):
         gate, *up = apply_linears(inputs, x)
         if not is_fusable(down):
             return down(glu(gate, *up, activation=self.activation))
-        (weight,), (bias,), (adapter,) = parameters_of([down])
-        if adapter is not None:
+        (weight,), (bias,), adapters = parameters_of([down])
+        if is_frozen([weight], adapters):
             return apply_linear(down, glu(gate, *up, activation=self.activation))
         return glu_linear(gate, weight, bias, activation=self.activation, up=up[0] if up else None)
 
@@ -133,8 +134,8 @@ class MLP(nn.Module):
         h = apply_linear(fc1, x)
         if not is_fusable(fc2):
             return fc2(activate(h, activation=self.activation))
-        (weight,), (bias,), (adapter,) = parameters_of([fc2])
-        if adapter is not None:
+        (weight,), (bias,), adapters = parameters_of([fc2])
+        if is_frozen([weight], adapters):
             return apply_linear(fc2, activate(h, activation=self.activation))
         return activation_linear(h, weight, bias, activation=self.activation)
 

@@ -2,88 +2,35 @@
 
     y = x @ w.T + bias, dx = dy @ w          w = code[index] * absmax, see kernels/nf4.py
 
-w is made for each product, in the forward and again in the backward, in memory that is reused: between two products no
-dequantised weight exists, and of x nothing is saved. Per GPU stream there is one such buffer, as large as the largest
-weight has needed (`borrowed_weight`); it stays allocated until `release_buffers()`.
+Of x nothing is saved. Layers run several as one op, with their adapters (linear.py).
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
-from ligermodels.kernels._triton import cdiv, is_capturing, once_differentiable
-from ligermodels.kernels.nf4 import BLOCKS, NESTED_BLOCK, NF4State, dequantize_nf4, quantize_nf4
-
-_FREE: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""Buffers that nobody uses, by device and stream; bytes."""
+from ligermodels.kernels._triton import cdiv
+from ligermodels.kernels.nf4 import (
+    BLOCKS,
+    NESTED_BLOCK,
+    NF4State,
+    NF4Weight,
+    dequantize_nf4,
+    in_use,
+    nf4_linear,
+    quantize_nf4,
+)
 
 
 @contextlib.contextmanager
-def borrowed_weight(packed: Tensor, state: NF4State, dtype: torch.dtype) -> Iterator[Tensor]:
-    """For a block that uses the dequantised weight: afterwards its memory is another weight's. Without autograd.
-
-    Two weights at a time have two buffers. Streams share none, so that whatever the block has launched on the current
-    stream reads the weight before the next one is written there. While a CUDA graph is captured, and on devices other
-    than the CPU and CUDA, the weight has memory of its own.
-    """
-    device, stream = packed.device, 0
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device).cuda_stream
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and is_capturing()):
-        yield dequantize_nf4(packed, state, dtype=dtype)
-        return
-    free = _FREE.setdefault((device, stream), [])
-    size = dtype.itemsize * math.prod(state.shape)
-    try:
-        buffer = free.pop()  # atomic: the backward runs in threads of its own
-    except IndexError:
-        buffer = None
-    if buffer is None or buffer.numel() < size:
-        del buffer  # before the larger one is allocated
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    try:
-        yield dequantize_nf4(packed, state, out=buffer[:size].view(dtype).view(state.shape))
-    finally:
-        free.append(buffer)
-
-
-def release_buffers() -> None:
-    """Frees the memory in which weights are dequantised; the next product allocates it again."""
-    _FREE.clear()
-
-
-def _with_weight(packed: Tensor, state: NF4State, dtype: torch.dtype, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """product(the dequantised weight)."""
-    if torch.compiler.is_compiling():  # the compiler places it
-        return product(dequantize_nf4(packed, state, dtype=dtype))
-    with borrowed_weight(packed, state, dtype) as weight:
-        return product(weight)
-
-
-class _FrozenLinear(torch.autograd.Function):
-    """x: [..., K]; packed and the fields of a state of a weight [N, K]; bias: [N] or None -> [..., N]. Frozen but x."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, packed: Tensor, absmax, code, shape, dtype, block, *nested):
-        ctx.save_for_backward(packed, absmax, code, *nested)
-        ctx.options = shape, dtype, block
-        state = NF4State(absmax, code, shape, dtype, block, *nested)
-        return _with_weight(packed, state, x.dtype, lambda weight: F.linear(x, weight, bias))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        packed, absmax, code, *nested = ctx.saved_tensors
-        state = NF4State(absmax, code, *ctx.options, *nested)
-        dx = _with_weight(packed, state, dy.dtype, lambda weight: dy @ weight)
-        return dx, *[None] * 10
+def _one(weight: NF4Weight, dtype: torch.dtype) -> Iterator[Tensor]:
+    with in_use([weight], dtype) as (found,):
+        yield found
 
 
 class NF4Linear(nn.Module):
@@ -174,6 +121,11 @@ class NF4Linear(nn.Module):
         nested: Any = self.nested_absmax, self.nested_quant_map, self.nested_offset
         return NF4State(self.absmax, self.quant_map, shape, self.original_dtype, self.block, *nested)  # type: ignore[arg-type]
 
+    @property
+    def operand(self) -> NF4Weight:
+        """The weight for a fused op."""
+        return NF4Weight(self.weight, self.state)
+
     def dequantized_weight(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
         """The weight [N, K], in memory of its own or in `out`, by default in the dtype that it was quantised from."""
         return dequantize_nf4(self.weight, self.state, dtype=dtype, out=out)
@@ -189,26 +141,10 @@ class NF4Linear(nn.Module):
                 "NF4Linear.weight_for_use: gradients are on, and autograd would keep memory that is reused. Call it "
                 "under torch.no_grad or in an autograd.Function, or take layer.dequantized_weight(dtype)"
             )
-        return borrowed_weight(self.weight, self.state, dtype)
+        return _one(self.operand, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        bias: Tensor | None = self.bias
-        if x.shape[-1] != self.in_features or not x.is_floating_point() or x.device != self.weight.device:
-            raise InputError(
-                f"NF4Linear: x has {describe(x)}; expected floating point [..., {self.in_features}] on "
-                f"{self.weight.device}"
-            )
-        if bias is not None and bias.requires_grad:
-            raise InputError(
-                "NF4Linear: its bias requires a gradient, and it computes none: bias.requires_grad_(False)"
-            )
-        if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        if bias is not None:
-            bias = bias.to(x.dtype)
-        if x.requires_grad and torch.is_grad_enabled():
-            return _FrozenLinear.apply(x, bias, self.weight, *self.state)
-        return _with_weight(self.weight, self.state, x.dtype, lambda weight: F.linear(x, weight, bias))
+        return nf4_linear(x, self.weight, self.state, self.bias)
 
     def extra_repr(self) -> str:
         double = self.nested_absmax is not None

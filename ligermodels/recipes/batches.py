@@ -9,9 +9,9 @@ window once more. All ranks encode all rows: none needs to ask another how many 
 import collections
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 
@@ -30,6 +30,28 @@ class HasRows(Protocol):
     def where(self, index: int, /) -> str: ...
 
 
+class Sample(Protocol):
+    """What an encoder makes of a row: a `masking.Example`, or several sequences that stay together."""
+
+    @property
+    def size(self) -> int:
+        """Tokens."""
+
+    @property
+    def trained(self) -> int:
+        """Tokens with a label; 0 for what cannot be trained."""
+
+    @property
+    def ends(self) -> bool | None: ...
+
+    def cut(self, length: int, /) -> Self:
+        """With at most so many tokens in a sequence; raises InputError where that cannot be."""
+
+
+Collate = Callable[[Sequence[Any], int, int], Batch]
+"""(samples, pad id, what T is a multiple of): their batch; of none, a batch without a label."""
+
+
 @dataclasses.dataclass(frozen=True)
 class _Window:
     """batches: this rank's. next_row: where the next window begins. counts: of its rows, all ranks together."""
@@ -37,14 +59,15 @@ class _Window:
     epoch: int
     row: int
     next_row: int
-    batches: list[list[Example]]
+    batches: list[list[Sample]]
     counts: Mapping[str, int]
 
 
 class Batches(Iterator[Batch]):
     """Batches of CPU tensors for model(**batch): `packing.packed_batch`, or `packing.padded_batch` without packing.
 
-    encoder: makes an Example of a row, such as `masking.Encoder`.
+    encoder: makes a Sample of a row, such as `masking.Encoder`. collate: makes a batch of samples, in place of these.
+    sequences: of a sample, each of which has up to `length` tokens.
     length: the most tokens of an example. long: a longer one is cut at its end ("cut"), or "split" into several.
     tokens_per_batch, or rows_per_batch (default 1): a packed batch has at most so many tokens, or `length` times so
     many; a padded one has so many rows.
@@ -61,7 +84,7 @@ class Batches(Iterator[Batch]):
     def __init__(
         self,
         rows: HasRows,
-        encoder: Callable[[dict[str, Any]], Example],
+        encoder: Callable[[dict[str, Any]], Sample],
         *,
         length: int,
         tokens_per_batch: int | None = None,
@@ -79,6 +102,8 @@ class Batches(Iterator[Batch]):
         skip_bad: bool = False,
         max_untrained: float = 0.1,
         prefetch: bool = True,
+        sequences: int = 1,
+        collate: Collate | None = None,
     ) -> None:
         if tokens_per_batch is not None and rows_per_batch is not None:
             raise InputError("tokens_per_batch and rows_per_batch are two ways to say the same; give one")
@@ -94,16 +119,19 @@ class Batches(Iterator[Batch]):
             raise InputError(f"rank is 0 to {ranks - 1}, not {rank}")
         if long not in ("cut", "split") or (long == "split" and not packing):
             raise InputError(f"long is 'cut', or 'split' with packing, not {long!r}")
-        self._capacity = tokens_per_batch or length * (rows_per_batch or 1)
-        self._batch_rows = rows_per_batch or max(1, (tokens_per_batch or 1) // length)
-        if packing and self._capacity < length:
-            raise InputError(f"tokens_per_batch={tokens_per_batch} holds no example of length={length}")
+        longest = length * sequences
+        self._capacity = tokens_per_batch or longest * (rows_per_batch or 1)
+        self._batch_rows = rows_per_batch or max(1, (tokens_per_batch or 1) // longest)
+        if packing and self._capacity < longest:
+            each = f"{sequences} x " * (sequences > 1)
+            raise InputError(f"tokens_per_batch={tokens_per_batch} holds no example of {each}length={length}")
         if length % multiple or self._capacity % multiple:
             raise InputError(f"length={length} and tokens_per_batch must be multiples of {multiple} (cp x tp)")
         self._rows, self._encoder, self._length, self._packing = rows, encoder, length, packing
         self._seed, self._rank, self._ranks, self._window_rows = seed, rank, ranks, window
         self._multiple, self._pad_id, self._epochs, self._shuffle = multiple, pad_id, epochs, shuffle
         self._long, self._skip_bad, self._max_untrained = long, skip_bad, max_untrained
+        self._collate: Collate = collate or (packed_batch if packing else padded_batch)
         self._executor = ThreadPoolExecutor(1, "encode") if prefetch else None
         self._ahead: tuple[tuple[int, int], Future[_Window]] | None = None  # (epoch, row) and the window there
         self._order: tuple[int, Any] = (-1, None)
@@ -122,8 +150,7 @@ class Batches(Iterator[Batch]):
             self._enter()
         examples = self._window.batches[self._batch]
         self._batch += 1
-        make = packed_batch if self._packing else padded_batch
-        return make(examples, self._pad_id, self._multiple)
+        return self._collate(examples, self._pad_id, self._multiple)
 
     @property
     def epoch(self) -> int:
@@ -247,14 +274,14 @@ class Batches(Iterator[Batch]):
     def _encode_window(self, epoch: int, row: int) -> _Window:
         """The window that begins at `row` of the epoch. Changes nothing but a memo: it runs in the thread."""
         order, end = self._permutation(epoch), row
-        outcomes: list[tuple[list[Example], collections.Counter[str]]] = []
+        outcomes: list[tuple[list[Sample], collections.Counter[str]]] = []
         needed = 1 if self._packing else self._batch_rows * self._ranks
         while end < len(order) and (end == row or sum(len(found) for found, _ in outcomes) < needed):
             outcomes += [self._encode_row(int(index)) for index in order[end : end + self._window_rows]]
             end = min(end + self._window_rows, len(order))
         if self._packing:
             examples = [example for found, _ in outcomes for example in found]
-            bins = best_fit([len(example.ids) for example in examples], self._capacity)
+            bins = best_fit([example.size for example in examples], self._capacity)
             if self._shuffle:
                 bins = [bins[n] for n in self._random(epoch, row + 1).permutation(len(bins))]
             bins = spread(bins, self._ranks)
@@ -274,11 +301,12 @@ class Batches(Iterator[Batch]):
         own = [[examples[n] for n in bin] for bin in bins[self._rank :: self._ranks]]
         return _Window(epoch, row, end, own, counts)
 
-    def _encode_row(self, index: int) -> tuple[list[Example], collections.Counter[str]]:
+    def _encode_row(self, index: int) -> tuple[list[Sample], collections.Counter[str]]:
         """The examples of a row, none or one, or several of a long one, and what is to be counted."""
         counts: collections.Counter[str] = collections.Counter(rows=1)
         try:
             example = self._encoder(self._rows[index])
+            cut = example.cut(self._length)
         except (InputError, TokenizerError) as error:
             if not self._skip_bad:
                 text = f"{self._rows.where(index)}: {error}".removesuffix(".")
@@ -289,21 +317,19 @@ class Batches(Iterator[Batch]):
         if not example.trained:
             counts["untrained"] += 1
             return [], counts
-        found = [example]
-        if (over := len(example.ids) - self._length) > 0:
-            starts = range(0, len(example.ids), self._length) if self._long == "split" else (0,)
-            found = [self._piece(example, start) for start in starts]
-            if self._long == "cut":
-                counts.update(truncated=1, tokens_cut=over)
-            found = [piece for piece in found if piece.trained]
-            if not found:
-                counts["cut_away"] += 1
-        counts.update(tokens=sum(len(e.ids) for e in found), trained=sum(e.trained for e in found))
+        found = self._pieces(example) if self._long == "split" else [cut]
+        if self._long == "cut" and (over := example.size - found[0].size):
+            counts.update(truncated=1, tokens_cut=over)
+        if not (found := [piece for piece in found if piece.trained]):
+            counts["cut_away"] += 1
+        counts.update(tokens=sum(e.size for e in found), trained=sum(e.trained for e in found))
         return found, counts
 
-    def _piece(self, example: Example, start: int) -> Example:
-        part = slice(start, start + self._length)
-        return Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends)
+    def _pieces(self, example: Any) -> list[Sample]:
+        """All of a long text, piece by piece; images, which no cut goes through, belong to the first."""
+        parts = [slice(start, start + self._length) for start in range(0, example.size, self._length)]
+        pieces = [Example(example.ids[part], [IGNORED, *example.labels[part][1:]], example.ends) for part in parts]
+        return [dataclasses.replace(pieces[0], images=example.images), *pieces[1:]]
 
     def _permutation(self, epoch: int) -> Any:
         if self._order[0] != epoch:

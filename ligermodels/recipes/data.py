@@ -1,9 +1,11 @@
 """The data of a run: rows of a file, those held out, and the batches that are made of them."""
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.recipes import masking
 from ligermodels.recipes.batches import Batches
@@ -12,6 +14,9 @@ from ligermodels.recipes.loop import Batch
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.rows import Rows, open_rows
 from ligermodels.text import Tokenizer
+
+_WINDOW_OF_IMAGES = 64
+"""Rows that are encoded ahead: an image of a million pixels takes 24 MB."""
 
 
 class Part(Rows):
@@ -40,17 +45,10 @@ class Data:
         self._eval: Rows | None = None if options.eval_data is None else open_rows(options.eval_data)
         if options.eval_share:
             rows, self._eval = held_out(rows, options.eval_share, options.seed)
-        format = detect(rows)
-        if format.name in ("messages", "sharegpt", "alpaca") and not tokenizer.files.templates:
-            raise InputError(
-                f"{options.model} has no chat template, and rows of {format.name} need one. Likely: a base model. Next "
-                "step: its instruct model, or a chat_template.jinja beside its tokenizer.json, or rows of prompt and "
-                "completion"
-            )
-        self._rows, self._encoder = rows, masking.Encoder(tokenizer, format)
+        self._rows, self._encoder = rows, self._encoder_of(rows, tokenizer)
         self._encoders = {id(rows): self._encoder}
         if self._eval is not None:
-            self._encoders[id(self._eval)] = masking.Encoder(tokenizer, detect(self._eval))
+            self._encoders[id(self._eval)] = self._encoder_of(self._eval, tokenizer)
         self.train = self._batches(rows)
 
     @property
@@ -63,10 +61,26 @@ class Data:
             return ""
         return f"{len(self._eval):,} rows" + (f" of {self._options.eval_data}" if self._options.eval_data else "")
 
+    def _encoder_of(self, rows: Rows, tokenizer: Tokenizer) -> Any:
+        format = detect(rows)
+        if format.name in ("messages", "sharegpt", "alpaca") and not tokenizer.files.templates:
+            raise InputError(
+                f"{self._options.model} has no chat template, and rows of {format.name} need one. Likely: a base "
+                "model. Next step: its instruct model, or a chat_template.jinja beside its tokenizer.json, or rows of prompt "
+                "and completion"
+            )
+        return masking.Encoder(tokenizer, format)
+
+    def _show(self, example: Any, *, colour: bool) -> str:
+        return masking.show(example, self._encoder.tokenizer, colour)
+
     def _batches(self, rows: Rows, **options: Any) -> Batches:
         o, tokenizer = self._options, self._encoder.tokenizer
         assert o.length is not None
         pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        config = tokenizer.files.folder / "config.json"
+        if config.is_file() and "vision_config" in files.read_json(config):
+            options["window"] = _WINDOW_OF_IMAGES
         return Batches(
             rows, self._encoders[id(rows)], length=o.length, tokens_per_batch=o.batch_tokens, packing=o.packing,
             seed=o.seed, multiple=self._multiple, pad_id=pad_id, long="split" if self._split and o.packing else "cut",
@@ -78,6 +92,10 @@ class Data:
         batches = self._batches(self._rows, epochs=1)
         number = sum(1 for _ in batches)
         return {"batches": number, **batches.report()}
+
+    def once(self) -> Iterator[Batch]:
+        """The batches of one pass over all rows, in their order."""
+        return itertools.chain(self._batches(self._rows, epochs=1, shuffle=False), self.evaluation())
 
     def evaluation(self) -> list[Batch]:
         """The batches of one pass over what is evaluated on."""
@@ -91,7 +109,7 @@ class Data:
             except LigermodelsError as error:
                 yield f"{self._rows.where(index)}: {error}"
                 continue
-            yield f"{self._rows.where(index)}:\n{masking.show(example, self._encoder.tokenizer, colour)}"
+            yield f"{self._rows.where(index)}:\n{self._show(example, colour=colour)}"
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:

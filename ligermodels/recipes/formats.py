@@ -5,10 +5,10 @@
 | pairs | chosen, rejected, prompt? (texts or messages) | Pair |
 | unpaired | prompt, completion, label (true or false) | Unpaired |
 | tokens | input_ids, labels?, attention_mask? | Tokens |
-| messages | messages: [{role, content, tool_calls?, train? or weight?}], tools? | Conversation |
-| sharegpt | conversations: [{from, value}], system?, tools? | Conversation |
+| messages | messages: [{role, content, tool_calls?, train? or weight?}], tools?, images? | Conversation |
+| sharegpt | conversations: [{from, value}], system?, tools?, images? | Conversation |
 | prompt-completion | prompt, completion, both texts or both messages | Text or Conversation |
-| alpaca | instruction, output, input?, system?, history? | Conversation |
+| alpaca | instruction, output, input?, system?, history?, images? | Conversation |
 | text | text | Text |
 
 The first line of the table that fits is the format; other keys of a row are ignored. Keys whose value is null count as
@@ -17,11 +17,12 @@ missing, because `datasets` and CSV files give all rows the same keys.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from reprlib import repr as short
 from typing import Any
 
 from ligermodels.errors import InputError
+from ligermodels.recipes import images
 from ligermodels.recipes.rows import Rows
 
 Message = dict[str, Any]
@@ -58,10 +59,14 @@ _REASONING = ("reasoning_content", "reasoning", "thinking")
 
 @dataclass(frozen=True)
 class Conversation:
-    """Messages as the chat template takes them; an assistant's message that is not to be trained has "train": False."""
+    """Messages as the chat template takes them; an assistant's message that is not to be trained has "train": False.
+
+    images: as `vision.load_image` takes them, one for each part {"type": "image"}.
+    """
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None = None
+    images: list[Any] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -138,13 +143,29 @@ def normalise(row: Mapping[str, Any], format: Format) -> Item:
     name = _format_of(row)
     if name != format.name:
         raise InputError(_mixed(name, format))
+    folder = getattr(row, "folder", None)
     row = {key: value for key, value in row.items() if value is not None}
-    for key in ("images", "image", "videos", "audio"):
+    for key in ("videos", "audio", "audios"):
         if row.get(key):
-            raise InputError(f"{key}: the row has more than text; recipes train on text only, for now")
+            raise InputError(f"{key}: recipes train on texts and images only, for now")
+    if row.get("images") and row.get("image"):
+        raise InputError("images, image: give one of the two")
+    given = _json_list(row.get("images") or row.get("image") or None, "images")
     if "chat_template_kwargs" in row:
         raise InputError("chat_template_kwargs: variables of the chat template are given to the recipe, for all rows")
-    return _READERS[name](row)
+    item = _READERS[name](row)
+    if isinstance(item, Conversation):
+        messages, found = images.placed(item.messages, given, folder)
+        return replace(item, messages=messages, images=found)
+    parts = (getattr(item, field, None) for field in ("prompt", "chosen", "rejected", "completion"))
+    if given is not None or any(map(images.has_parts, parts)):
+        raise InputError(f"images: rows of {name} train on text only, for now; rows with messages take images")
+    return item
+
+
+def _json_list(value: Any, field: str) -> Any:
+    """A list that a CSV file holds as JSON; one path stays as it is."""
+    return _json(value, field) if isinstance(value, str) and value.lstrip().startswith("[") else value
 
 
 def _format_of(row: Mapping[str, Any]) -> str:
@@ -398,8 +419,10 @@ def _message(message: Any, field: str) -> Message:
 def _check_parts(parts: list[Any], field: str) -> None:
     for n, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind in ("image", "image_url", "video", "audio", "input_audio"):
-            raise InputError(f"{field}.content[{n}]: it is of the type {kind}; recipes train on text only, for now")
+        if kind in ("image", "image_url"):
+            continue
+        if kind in ("video", "audio", "input_audio"):
+            raise InputError(f"{field}.content[{n}]: it is of the type {kind}; recipes train on texts and images only")
         if kind != "text" or not isinstance(part.get("text"), str):
             raise InputError(f'{field}.content[{n}]: expected {{"type": "text", "text": ...}}, not {short(part)}')
 

@@ -31,8 +31,12 @@ FEW_STEPS = 20
 """Fewer are too few to learn from."""
 Batch = dict[str, Any]
 """Arguments of the model's forward."""
-Loss = Callable[[Any, Batch, Tensor], Tensor]
-"""(model, batch, count of the step): the batch's part of the loss of the step."""
+Count = Callable[[Batch], Tensor]
+"""What a batch adds to the divisors of a step: the number of its labels, or a vector that begins with it."""
+Sums = dict[str, tuple[Tensor, Tensor]]
+"""For the log: by name, a sum over the batch of this rank, and the number of what is summed."""
+Loss = Callable[[Any, Batch, Tensor], Tensor | tuple[Tensor, Sums]]
+"""(model, batch, count of the step): the batch's part of the loss of the step, over all ranks; and sums."""
 
 
 class Batches(Protocol):
@@ -185,8 +189,9 @@ class Feed:
 def on_device(batch: Batch, device: torch.device) -> Batch:
     if device.type == "cpu":
         return batch
-    return {
-        key: x.pin_memory().to(device, non_blocking=True) if isinstance(x, Tensor) else x for key, x in batch.items()
+    return {  # sizes of images are read on the host
+        key: x.pin_memory().to(device, non_blocking=True) if isinstance(x, Tensor) and "_grid_" not in key else x
+        for key, x in batch.items()
     }
 
 
@@ -246,6 +251,32 @@ class Signals:
         self.came = True
 
 
+class _Sums:
+    """What the losses of a step give for the log."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, part: Tensor | tuple[Tensor, Sums]) -> Tensor:
+        """The loss of what a `Loss` returned, of which the sums are kept."""
+        if isinstance(part, Tensor):
+            return part
+        for name, pair in part[1].items():
+            both = torch.stack(pair).double()
+            self._sums[name] = self._sums[name] + both if name in self._sums else both
+        return part[0]
+
+    def means(self, processes: Processes) -> dict[str, float]:
+        """Over all ranks; what there is none of is left out."""
+        numbers = torch.stack([*self._sums.values()]).flatten().tolist() if self._sums else []
+        totals = iter(processes.total(*numbers) if numbers else [])
+        pairs = {name: (next(totals), next(totals)) for name in self._sums}
+        means = {name: total / number for name, (total, number) in pairs.items() if number}
+        if {"reward_chosen", "reward_rejected"} <= means.keys():
+            means["reward_margin"] = means["reward_chosen"] - means["reward_rejected"]
+        return means
+
+
 @dataclass
 class Loop:
     """A run that is ready to go. `finish` writes the model as it is into a folder."""
@@ -261,6 +292,7 @@ class Loop:
     reporter: Reporter
     save: Callable[[Path], None]
     loss: Loss = next_token_loss
+    count: Count = num_labels
 
     def run(self) -> None:
         """Trains to the end of the run, or until evaluations stop getting better.
@@ -308,15 +340,11 @@ class Loop:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         batches = self.feed.take()
-        labels = torch.stack([num_labels(batch) for batch in batches]).sum()
         tokens = sum(batch["input_ids"].numel() for batch in batches)
-        count = labels.float()
-        if self.processes.mesh is not None:
-            dist.all_reduce(count)
-            count /= self.processes.shared
-        loss = torch.zeros((), device=self.processes.device)
+        count = self._count_of(batches)
+        loss, sums = torch.zeros((), device=self.processes.device), _Sums()
         for batch in batches:
-            part = self.loss(self.model, batch, count.clamp(min=1))
+            part = sums.add(self.loss(self.model, batch, count.clamp(min=1)))
             part.backward()
             loss += part.detach()
         self.optimizer.step()
@@ -331,7 +359,7 @@ class Loop:
             self._stop_at(value, norm)
         progress.step += 1
         progress.tokens += round(tokens_of_all)
-        progress.trained += round(count.item())
+        progress.trained += round(count.reshape(-1)[0].item())
         progress.seconds += seconds
         self.reporter.step(
             progress.step,
@@ -342,8 +370,17 @@ class Loop:
             trained_tokens=progress.trained,
             tokens_per_second=tokens_of_all / seconds,
             gib=peak_memory(self.processes.device),
+            **sums.means(self.processes),
         )
         return came > 0
+
+    def _count_of(self, batches: Sequence[Batch]) -> Tensor:
+        """The divisors of these batches of all ranks."""
+        count = torch.stack([self.count(batch) for batch in batches]).sum(0).float().to(self.processes.device)
+        if self.processes.mesh is not None:
+            dist.all_reduce(count)
+            count /= self.processes.shared
+        return count
 
     def _rate(self, step: int) -> float:
         o = self.options
@@ -362,15 +399,13 @@ class Loop:
     @torch.no_grad()
     def _evaluate(self) -> None:
         """The loss over the evaluation's labels of all ranks; keeps the best model."""
-        progress, sums, labels = self.progress, 0.0, 0.0
-        one = torch.ones((), device=self.processes.device)
+        progress, loss, sums = self.progress, 0.0, _Sums()
+        count = self._count_of(self.evaluation).clamp(min=1)
         self.model.eval()
         for batch in self.evaluation:
             placed = on_device(batch, self.processes.device)
-            sums += self.loss(self.model, placed | {"return_logits": False}, one).item()  # over all ranks
-            labels += self.processes.total(num_labels(batch).item())[0]
+            loss += sums.add(self.loss(self.model, placed | {"return_logits": False}, count)).item()  # over all ranks
         self.model.train()
-        loss = sums / max(labels, 1)
         if not math.isfinite(loss):
             raise TrainingError(f"the evaluation after step {progress.step} has loss {loss}; nothing of it was saved")
         progress.evaluated = progress.step
@@ -380,7 +415,7 @@ class Loop:
             progress.best, progress.best_step, progress.waited = loss, progress.step, 0
         else:
             progress.waited += 1
-        self.reporter.evaluation(progress.step, loss, better=better)
+        self.reporter.evaluation(progress.step, loss, better=better, **sums.means(self.processes))
         if better and progress.step > 0:
             self.save(Path(self.options.out) / "best")
 

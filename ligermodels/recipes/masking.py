@@ -20,13 +20,14 @@ from typing import Any, Literal
 
 from ligermodels.errors import InputError, TokenizerError
 from ligermodels.recipes.formats import Conversation, Format, Item, Text, Tokens, normalise
+from ligermodels.recipes.images import Images, add, processor_of, shortened
 from ligermodels.text import Tokenizer, sandbox
 from ligermodels.text.chat import ChatTemplates
 
 IGNORED = -100
 TrainOn = Literal["assistant", "last", "all"]
 _THOUGHT = re.compile(r"\A\s*<think>.*?</think>", re.DOTALL)
-_NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
+NO_THOUGHT = re.compile(r"<think>\s*</think>\s*\Z")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,11 +41,27 @@ class Example:
     ids: list[int]
     labels: list[int]
     ends: bool | None = None
+    images: Images | None = None
+
+    @property
+    def size(self) -> int:
+        return len(self.ids)
 
     @property
     def trained(self) -> int:
         """The number of tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED)
+
+    def cut(self, length: int) -> "Example":
+        """The first tokens. Raises InputError where that would cut an image."""
+        if self.size <= length:
+            return self
+        if self.images is not None and self.images.token in self.ids[length:]:
+            raise InputError(
+                f"the row has {self.size} tokens, and length={length} would cut its images. Next step: a larger "
+                "--length, or a smaller max_pixels in the model's preprocessor_config.json"
+            )
+        return Example(self.ids[:length], self.labels[:length], self.ends, self.images)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,8 +103,14 @@ def encode(
     if train_on not in ("assistant", "last", "all"):
         raise InputError(f"train_on is 'assistant', 'last' or 'all', not {train_on!r}")
     if isinstance(item, Conversation):
+        processor = processor_of(tokenizer.files.folder) if item.images else None
+        if processor is not None and chat_template is None:
+            chat_template = processor.template
         ids, mask = _encode_conversation(item, tokenizer, train_on, chat_template, dict(variables or {}))
-        return _example(ids, mask, tokenizer.chat_stop_ids)
+        found = None
+        if processor is not None:
+            ids, mask, found = add(ids, mask, item.images, processor)
+        return dataclasses.replace(_example(ids, mask, tokenizer.chat_stop_ids), images=found)
     if isinstance(item, Text):
         ids, mask = _encode_text(item, tokenizer)
         return _example(ids, mask, tokenizer.eos_token_ids)
@@ -260,7 +283,7 @@ def _spans(
             raise InputError("messages[0]: the assistant begins, so that nothing says how the turn begins")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
-            prompt = _NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
+            prompt = NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it
         if not text.startswith(prompt):
             raise _rewritten(n)
         if n == len(messages) - 1:
@@ -308,8 +331,11 @@ def show(example: Example, tokenizer: Tokenizer, colour: bool = False) -> str:
         known = len(before) if text.startswith(before) else len(before.rstrip("\ufffd"))
         piece, before = _printable(text[known:]), text
         shown.append(f"{opening}{piece}{closing}" if trained else f"{other}{piece}{closing if other else ''}")
+    text = "".join(shown)
+    if example.images is not None:
+        text = shortened(text, tokenizer.convert_ids_to_tokens(example.images.token))
     counts = f"{example.trained} of {len(example.ids)} tokens are trained"
-    return f"{''.join(shown)}\n({counts})"
+    return f"{text}\n({counts})"
 
 
 def _printable(text: str) -> str:

@@ -63,7 +63,7 @@ class Sizes:
 @dataclass(frozen=True)
 class Setting:
     """What decides the need of a run. gpus: that share the weights. split: that share a row's tokens (cp x tp).
-    quantized: frozen blocks are in 4 bits."""
+    quantized: frozen blocks are in 4 bits. copies: frozen models beside it. sequences: that a sample of data has."""
 
     precision: str
     activations: str
@@ -74,6 +74,8 @@ class Setting:
     tp: int = 1
     on_cpu: bool = False
     quantized: bool = False
+    copies: int = 0
+    sequences: int = 1
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,8 @@ def estimate(sizes: Sizes, setting: Setting) -> Need:
         frozen, (weight, gradient, state) = sizes.parameters, _BYTES["fp32"]
     packed = sizes.block * sizes.blocks if setting.quantized else 0  # nf4: 4.127 bits, in blocks
     frozen_total = frozen_bytes * (frozen - packed) + int(4.127 / 8 * packed)
-    weights = (weight * sizes.trained + frozen_total) // setting.gpus
+    copy = (4 if setting.precision == "fp32" and (setting.on_cpu or setting.gpus > 1) else 2) * sizes.parameters
+    weights = (weight * sizes.trained + frozen_total + setting.copies * copy) // setting.gpus
     gradients, states = (size * sizes.trained // setting.gpus for size in (gradient, state))
     element, tokens = (4 if setting.on_cpu else 2), -(-setting.tokens // setting.split)
     saved = sizes.blocks * tokens * sizes.saved[setting.activations] * element
@@ -170,9 +173,9 @@ def _changes(sizes: Sizes, setting: Setting, adapters: int | None) -> Iterator[t
         if setting.tokens // part >= 128:
             tokens = setting.tokens // part
             changed = dataclasses.replace(small, tokens=tokens)
-            yield "length", f"--length {tokens} --batch-tokens {tokens}", sizes, changed
+            yield "length", f"--length {tokens // setting.sequences} --batch-tokens {tokens}", sizes, changed
     if adapters is not None:
-        yield "lora", "--lora 16", dataclasses.replace(sizes, trained=adapters), small
+        yield "lora", "--lora 16", dataclasses.replace(sizes, trained=adapters), dataclasses.replace(small, copies=0)
     if not setting.on_cpu:
         for gpus in (2, 4, 8, 16, 32, 64):
             if gpus > setting.gpus:

@@ -41,9 +41,14 @@ class TrainOptions:
     """What every recipe has. Values are checked when one is made; raises InputError."""
 
     recipe: typing.ClassVar[str]
-
+    sequences: typing.ClassVar[int] = 1
+    """Of a row, each of which may have `length` tokens."""
     model: str = option("", "what", "repository on the Hub, or folder of a checkpoint")
-    data: str = option("", "what", "the examples: JSONL, JSON, CSV or Parquet; the format is detected")
+    data: str = option(
+        "",
+        "what",
+        "the examples: JSONL, JSON, CSV or Parquet, a folder of them, or OWNER/NAME[:SPLIT] of the Hub",
+    )
     out: str = option("", "what", "a new folder for checkpoints, metrics, the report and the tuned model")
 
     eval_data: str | None = option(None, "data", "examples to evaluate on, as --data")
@@ -104,6 +109,10 @@ class TrainOptions:
     )
     merge: bool = option(False, "memory", "at the end, also write the model with the adapters added to its weights")
 
+    export: str = option(
+        "none", "what", "at the end, also write OUT/model.gguf, for llama.cpp", choices=("none", "gguf")
+    )
+
     dp_replicate: int = option(1, "processes", "copies of the sharded model", least=1)
     cp: int = option(1, "processes", "GPUs that share each row", least=1)
     tp: int = option(1, "processes", "GPUs that share each layer", least=1)
@@ -136,9 +145,10 @@ class TrainOptions:
             raise InputError("eval_data and eval_share both say what to evaluate on; give one")
         if self.patience and not self.evaluates:
             raise InputError("patience needs evaluations: give --eval-data FILE, or --eval-share 0.1")
-        if self.batch_tokens is not None and self.length is not None and self.batch_tokens < self.length:
+        if self.batch_tokens is not None and self.length and self.batch_tokens < self.sequences * self.length:
+            row = f"{self.sequences} sequences" if self.sequences > 1 else "a row"
             raise InputError(
-                f"batch_tokens={self.batch_tokens} is less than a row of length={self.length}; lower --length as well"
+                f"batch_tokens={self.batch_tokens} is less than {row} of length={self.length}; lower --length as well"
             )
         for name in ("lora_targets", "merge"):
             if getattr(self, name) and not self.lora:
@@ -169,6 +179,11 @@ class TrainOptions:
 
     def default_lr(self) -> float:
         return 2e-4 if self.lora else 2e-5
+
+    @property
+    def frozen_copies(self) -> int:
+        """Models in memory beside the one that is trained."""
+        return 0
 
     @classmethod
     def merged(cls, flags: Mapping[str, Any], file: str | Path | None = None) -> Self:
@@ -238,7 +253,131 @@ class PretrainOptions(TrainOptions):
         return 3e-4 if self.scratch else super().default_lr()
 
 
-RECIPES: dict[str, type[TrainOptions]] = {cls.recipe: cls for cls in (SFTOptions, PretrainOptions)}
+@dataclass(kw_only=True)
+class PreferenceOptions(TrainOptions):
+    """What the recipes of preferences share. Defaults of the losses are TRL's."""
+
+    lr: float | None = option(None, "optimizer", "the highest learning rate (default 1e-6, with --lora 1e-5)", least=0)
+    beta: float = option(0.1, "loss", "the scale of the log probabilities, or of their ratios to the reference")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.beta <= 0:
+            raise InputError(f"beta={self.beta:g}: expected more than 0, such as 0.1")
+        if max(self.cp, self.tp) > 1:
+            raise InputError(
+                f"cp={self.cp}, tp={self.tp}: preferences are trained with whole rows on each GPU; leave both out, and "
+                "FSDP shards the model over all processes"
+            )
+
+    def default_lr(self) -> float:
+        return 1e-5 if self.lora else 1e-6
+
+
+@dataclass(kw_only=True)
+class ReferenceOptions(PreferenceOptions):
+    """With a reference: the model as it is before the run."""
+
+    reference: str = option(
+        "auto",
+        "loss",
+        "the model as it was: adapter-off (auto with --lora), precompute: its log probabilities, before the first step "
+        "(auto for dpo), or model: a frozen copy in memory (auto for kto)",
+        choices=("auto", "adapter-off", "precompute", "model"),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference == "adapter-off" and not self.lora:
+            raise InputError("reference=adapter-off needs adapters to switch off: add --lora 16, or leave it out")
+        if self.reference == "model" and self.lora:
+            raise InputError("reference=model: the model without its adapters is the same; leave it out")
+
+    @property
+    def reference_kind(self) -> str:
+        """What "auto" stands for."""
+        chosen = "adapter-off" if self.lora else "model" if self.recipe == "kto" else "precompute"
+        return chosen if self.reference == "auto" else self.reference
+
+    @property
+    def frozen_copies(self) -> int:
+        return int(self.reference_kind == "model")
+
+
+_SMOOTHING = "the share of pairs whose order is taken to be wrong"
+_SFT = "of the cross entropy of the chosen answers, which is added to the loss"
+_PAIRED = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard",
+           "apo_zero", "apo_down", "discopop")  # fmt: skip
+"""Those of `layers.preference.dpo` that are a mean over pairs."""
+
+
+@dataclass(kw_only=True)
+class DPOOptions(ReferenceOptions):
+    """Direct preference optimisation: pairs of a better and a worse answer, against a reference."""
+
+    recipe = "dpo"
+    sequences = 2
+
+    loss: str = option("sigmoid", "loss", "of a pair; sigmoid_norm and ipo are per token", choices=_PAIRED)
+    label_smoothing: float = option(0.0, "loss", _SMOOTHING, least=0, below=0.5)
+    sft_weight: float = option(0.0, "loss", f"{_SFT} (RPO)", least=0)
+
+
+@dataclass(kw_only=True)
+class KTOOptions(ReferenceOptions):
+    """Kahneman-Tversky optimisation: single answers, each good or not, against a reference."""
+
+    recipe = "kto"
+
+    loss: str = option("kto", "loss", "of an answer", choices=("kto", "apo_zero_unpaired"))
+    desirable_weight: float = option(1.0, "loss", "of good answers", least=0)
+    undesirable_weight: float = option(1.0, "loss", "of others", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.reference == "precompute":
+            raise InputError(
+                "reference=precompute: KTO also scores answers under the prompts of others, which are drawn anew in "
+                "each epoch; leave it out, or train adapters (--lora 16), whose reference needs no copy"
+            )
+
+
+@dataclass(kw_only=True)
+class ORPOOptions(PreferenceOptions):
+    """Odds ratio preference optimisation: fine-tuning and pairs at once, without a reference."""
+
+    recipe = "orpo"
+    sequences = 2
+
+
+@dataclass(kw_only=True)
+class CPOOptions(PreferenceOptions):
+    """Contrastive preference optimisation: pairs, without a reference."""
+
+    recipe = "cpo"
+    sequences = 2
+
+    loss: str = option("sigmoid", "loss", "of a pair", choices=("sigmoid", "hinge", "ipo"))
+    label_smoothing: float = option(0.0, "loss", _SMOOTHING, least=0, below=0.5)
+    sft_weight: float = option(1.0, "loss", _SFT, least=0)
+
+
+@dataclass(kw_only=True)
+class SimPOOptions(PreferenceOptions):
+    """SimPO: pairs by their log probabilities per token, without a reference."""
+
+    recipe = "simpo"
+    sequences = 2
+
+    gamma: float = option(0.5, "loss", "how much better the chosen answer is to be", least=0)
+    label_smoothing: float = option(0.0, "loss", _SMOOTHING, least=0, below=0.5)
+    sft_weight: float = option(0.0, "loss", _SFT, least=0)
+
+
+RECIPES: dict[str, type[TrainOptions]] = {
+    cls.recipe: cls
+    for cls in (SFTOptions, PretrainOptions, DPOOptions, KTOOptions, ORPOOptions, CPOOptions, SimPOOptions)
+}
 
 
 # The command line

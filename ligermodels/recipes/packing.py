@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ligermodels.recipes import images
 from ligermodels.recipes.masking import IGNORED, Example
 
 Batch = dict[str, Tensor | int]
@@ -48,7 +49,8 @@ def spread(bins: list[list[int]], ranks: int) -> list[list[int]]:
 def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1) -> Batch:
     """input_ids and labels, int64 [1, T], cu_seqlens, int32 [N + 1], and max_seqlen of N examples.
 
-    Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding.
+    Padding up to a multiple of `multiple` is a sequence of its own. Without examples all is padding. With images, also
+    what `images.batch` adds; raises InputError where they cannot be packed.
     """
     ids = [index for example in examples for index in example.ids]
     labels = [label for example in examples for label in example.labels]
@@ -57,11 +59,13 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
         ids += [pad_id] * padding
         labels += [IGNORED] * padding
         lengths.append(padding)
+    input_ids = torch.tensor([ids])
     return {
-        "input_ids": torch.tensor([ids]),
+        "input_ids": input_ids,
         "labels": torch.tensor([labels]),
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "max_seqlen": max(lengths),
+        **images.batch([example.images for example in examples], input_ids, packed=True),
     }
 
 
@@ -81,4 +85,5 @@ def padded_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
         ids[row, :size] = torch.tensor(example.ids)
         labels[row, :size] = torch.tensor(example.labels)
         mask[row, :size] = 1
-    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+    pixels = images.batch([example.images for example in examples] or [None], ids, packed=False)
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask, **pixels}

@@ -6,6 +6,7 @@ resumed from.
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -58,7 +59,7 @@ class Reporter:
         left = seconds / (step - self._first) * (self.steps - step)
         text = (
             f"loss {values['loss']:.4f}, lr {values['lr']:.2e}, {values['tokens_per_second']:,.0f} tokens/s, "
-            f"{self.gib:.1f} GiB"
+            f"{self.gib:.1f} GiB{_rewards(values)}"
         )
         if self._bar is not None:
             self._bar.set_postfix_str(text, refresh=False)
@@ -67,11 +68,13 @@ class Reporter:
             self._shown = seconds
             say(f"step {step}/{self.steps}: {text}, {clock(left)} left")
 
-    def evaluation(self, step: int, loss: float, *, better: bool) -> None:
-        perplexity = math.exp(min(loss, 700.0))
-        self._write({"step": step, "eval_loss": loss, "perplexity": perplexity})
+    def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None:
+        """values: means beside the loss, which is then no cross entropy, of which the perplexity would be told."""
+        told = {f"eval_{name}": value for name, value in values.items()} or {"perplexity": math.exp(min(loss, 700.0))}
+        self._write({"step": step, "eval_loss": loss, **told})
         best = ", the best so far" if better and step > 0 else ""
-        self.say(f"evaluation after step {step}: loss {loss:.4f}, perplexity {perplexity:,.2f}{best}")
+        more = _rewards(values) if values else f", perplexity {told['perplexity']:,.2f}"
+        self.say(f"evaluation after step {step}: loss {loss:.4f}{more}{best}")
 
     def close(self) -> None:
         if self._bar is not None:
@@ -95,7 +98,7 @@ class Silent(Reporter):
 
     def say(self, text: str) -> None: ...
     def step(self, step: int, **values: float) -> None: ...
-    def evaluation(self, step: int, loss: float, *, better: bool) -> None: ...
+    def evaluation(self, step: int, loss: float, *, better: bool, **values: float) -> None: ...
     def close(self) -> None: ...
 
 
@@ -155,6 +158,12 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def _rewards(values: Mapping[str, float]) -> str:
+    """Those of preferences, where there are any."""
+    names = {"reward_margin": "margin", "reward_accuracy": "accuracy"}
+    return "".join(f", {text} {values[name]:.3f}" for name, text in names.items() if name in values)
+
+
 def clock(seconds: float) -> str:
     """A time as h:mm:ss or m:ss."""
     minutes, rest = divmod(round(seconds), 60)
@@ -174,6 +183,8 @@ def _lines(file: Path) -> list[dict[str, float]]:
 
 
 # At the end
+
+_EVALUATED = {"eval_reward_margin": "margin", "eval_reward_accuracy": "accuracy", "eval_kl": "kl"}
 
 
 def write_plot(out: Path) -> bool:
@@ -205,7 +216,7 @@ def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use
     """report.md: what was run, what came out, and how to use it."""
     lines = _lines(out / "metrics.jsonl")
     losses = [(int(line["step"]), line["loss"]) for line in lines if "loss" in line]
-    evaluations = {int(line["step"]): line["eval_loss"] for line in lines if "eval_loss" in line}
+    evaluations = [line for line in lines if "eval_loss" in line]
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     text = f"# {options.recipe} of {options.model}\n\n| | |\n|---|---|\n{rows}\n\n"
     if losses:
@@ -213,8 +224,12 @@ def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use
         picked = sorted({0, len(losses) - 1, *(len(losses) * part // 10 for part in range(10))})
         text += "\n".join(f"| {losses[i][0]} | {losses[i][1]:.4f} |" for i in picked) + "\n\n"
     if evaluations:
-        text += "| step | evaluation | perplexity |\n|---:|---:|---:|\n"
-        text += "".join(f"| {step} | {x:.4f} | {math.exp(min(x, 700)):,.2f} |\n" for step, x in evaluations.items())
+        names = {"eval_loss": "evaluation", "perplexity": "perplexity", **_EVALUATED}
+        names = {name: title for name, title in names.items() if name in evaluations[-1]}
+        text += f"| step | {' | '.join(names.values())} |\n|{'---:|' * (len(names) + 1)}\n"
+        for line in evaluations:
+            values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
+            text += f"| {int(line['step'])} | {values} |\n"
         text += "\n"
     text += "![The loss by step](loss.png)\n\n" if plot else "For a plot: pip install 'ligermodels[train]'\n\n"
     text += f"{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
@@ -222,13 +237,30 @@ def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use
         (out / "report.md").write_text(text, "utf-8")
 
 
+def is_repository(name: str) -> bool:
+    """Whether a model or data set that a run read has its name on the Hub; else it is a file or folder."""
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not Path(name).exists()
+
+
 def write_card(folder: Path, options: TrainOptions, facts: Mapping[str, str], use: str) -> None:
     """README.md of the tuned model, as the Hub shows it."""
-    is_id = not Path(options.model).expanduser().exists()
-    base = f"base_model: {options.model}\n" if is_id else ""
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    adapter = folder.name == "adapter"
+    head = ""
+    if is_repository(options.model):
+        head += f"base_model: {options.model}\nbase_model_relation: {'adapter' if adapter else 'finetune'}\n"
+    if is_repository(data := options.data.partition(":")[0]):
+        head += f"datasets:\n- {data}\n"
+    sees = (folder / "preprocessor_config.json").is_file()
+    tags = "".join(f"- {tag}\n" for tag in (options.recipe, *["lora"] * bool(options.lora), "ligermodels"))
+    losses = [line for line in _lines(Path(options.out) / "metrics.jsonl") if "loss" in line]
+    results = (
+        {"loss": f"{losses[0]['loss']:.4f} in the first step, {losses[-1]['loss']:.4f} in the last"} if losses else {}
+    )
+    rows = "\n".join(f"| {name} | {value} |" for name, value in {**facts, **results}.items())
     text = (
-        f"---\n{base}library_name: ligermodels\npipeline_tag: text-generation\ntags:\n- {options.recipe}\n---\n\n"
+        f"---\n{head}library_name: {'peft' if adapter else 'transformers'}\n"
+        f"pipeline_tag: {'image-text-to-text' if sees else 'text-generation'}\n"
+        f"tags:\n{tags}---\n\n"
         f"# {folder.resolve().parent.name}\n\nTrained by `ligermodels train {options.recipe}`.\n\n"
         f"| | |\n|---|---|\n{rows}\n\n{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
     )

@@ -12,7 +12,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
@@ -24,6 +24,14 @@ _JSON, _CSV, _PARQUET = (".jsonl", ".ndjson", ".json"), (".csv", ".tsv"), (".par
 _SUFFIXES = (*_JSON, *_CSV, *_PARQUET)
 _PACKED = (".gz", ".zst", ".xz", ".bz2", ".zip")
 _BOM = b"\xef\xbb\xbf"
+
+
+class Row(dict[str, Any]):
+    """A row. folder: what relative paths in it are relative to; None for rows of the Hub."""
+
+    def __init__(self, values: Mapping[str, Any], folder: Path | None):
+        super().__init__(values)
+        self.folder = folder
 
 
 class Rows(ABC):
@@ -44,9 +52,11 @@ class Rows(ABC):
 def open_rows(source: str | Path | Sequence[str | Path], split: str | None = None) -> Rows:
     """The rows of a file, a folder of files, a data set of the Hub, or several of them one after another.
 
-    source: a path, or a repository of the Hub, "owner/name", with ":config" after it where the data set has several.
-    split: which split of a data set of the Hub, or of a folder whose files are named by splits (train.jsonl,
-    test-00000.parquet); default "train" where there are several.
+    source: a path, or a repository of the Hub, "owner/name"; a folder may be what `datasets` has saved (save_to_disk).
+    split: which split of a data set, or of a folder whose files are named by splits (train.jsonl, test-00000.parquet);
+    default "train" where there are several. It may also follow the source: "owner/name:test", "folder:test". Of a data
+    set of the Hub a config may come before it, "owner/name:config:test"; a single word is its config if it has one of
+    that name.
     Raises InputError.
     """
     if not isinstance(source, str | Path):
@@ -55,13 +65,22 @@ def open_rows(source: str | Path | Sequence[str | Path], split: str | None = Non
         parts = [open_rows(part, split) for part in source]
         return parts[0] if len(parts) == 1 else _Joined(parts)
     path = Path(source).expanduser()
+    if not path.exists() and split is None and ":" in str(source):
+        name, _, end = str(source).rpartition(":")
+        if Path(name).expanduser().exists():
+            path, split = Path(name).expanduser(), end
     if path.is_dir():
+        if any((path / name).is_file() for name in ("dataset_dict.json", "state.json")):
+            datasets = _datasets(f"{path}, which `datasets` has saved,")
+            return _Columns(lambda: _split_of(datasets.load_from_disk(str(path)), split), str(path), path)
         return open_rows(_files_of(path, split))
     if path.is_file():
         if split not in (None, "train"):
             raise InputError(f"{path} is one file and has no split {short(split)}; leave the split out")
         return _open_file(path)
-    if isinstance(source, str) and not path.suffix and re.fullmatch(r"[\w.-]+(/[\w.-]+)?(:[\w.-]+)?", source):
+    name = r"[\w-][\w.-]*"
+    is_version = re.fullmatch(r"(\.\d+)?(:.*)?", path.suffix)
+    if isinstance(source, str) and is_version and re.fullmatch(rf"{name}(/{name})?(:{name}){{0,2}}", source):
         return _open_hub(source, split)
     raise InputError(f"there is no file or folder {source}. Next step: compare the path with `ls {path.parent}`")
 
@@ -69,6 +88,8 @@ def open_rows(source: str | Path | Sequence[str | Path], split: str | None = Non
 def _files_of(folder: Path, split: str | None) -> list[Path]:
     """The data files of a folder by name: those of the split if the names tell splits."""
     found = sorted(path for path in folder.iterdir() if path.suffix.lower() in _SUFFIXES and path.is_file())
+    if not found and (folder / "data").is_dir():  # as in repositories of the Hub
+        return _files_of(folder / "data", split)
     if not found:
         raise InputError(f"{folder} has no data files: expected names that end in {', '.join(_SUFFIXES)}")
     split_of = {path: re.split(r"[-.]", path.name.lower())[0] for path in found}
@@ -95,7 +116,8 @@ def _open_file(path: Path) -> Rows:
     if path.stat().st_size == 0:
         raise InputError(f"{path} is empty")
     if suffix in _PARQUET:
-        return _Columns(_datasets(f"{path}").load_dataset, str(path), "parquet", data_files=str(path), split="train")
+        load = _datasets(f"{path}").load_dataset
+        return _Columns(lambda: load("parquet", data_files=str(path), split="train"), str(path), path.parent)
     rows = _Csv(path) if suffix in _CSV else _List(path) if _begins_with(path) == b"[" else _Lines(path)
     if not len(rows):
         raise InputError(f"{path} has no rows")
@@ -163,7 +185,7 @@ class _Lines(Rows):
             file.seek(start)
             # Blank lines may follow the row; readline would read the same, but not notice a file that became shorter.
             data = file.read(self._offsets[index + 1] - start)
-        return _parse(data.rstrip())
+        return Row(_parse(data.rstrip()), self._path.parent)
 
     def where(self, index: int) -> str:
         return f"{self._path}:{index + 1 + bisect.bisect_right(self._blank, index)}"
@@ -195,7 +217,7 @@ class _List(Rows):
         row = self._rows[_within(index, len(self))]
         if not isinstance(row, dict):
             raise InputError(f"a row is a JSON object with keys, not {type(row).__name__} ({short(row)})")
-        return row
+        return Row(row, self._path.parent)
 
     def where(self, index: int) -> str:
         return f"{self._path}: item {index + 1}"
@@ -235,19 +257,21 @@ class _Csv(Rows):
         fields = self._rows[_within(index, len(self))]
         if len(fields) != len(self._headers):
             raise InputError(f"the row has {len(fields)} fields, the line of headers {len(self._headers)}")
-        return dict(zip(self._headers, fields, strict=True))
+        return Row(dict(zip(self._headers, fields, strict=True)), self._path.parent)
 
     def where(self, index: int) -> str:
         return f"{self._path}:{self._lines[index]}"
 
 
 class _Columns(Rows):
-    """What `datasets` loads."""
+    """What `datasets` loads. folder: what relative paths of images are relative to."""
 
-    def __init__(self, load: Any, name: str, *arguments: Any, **options: Any) -> None:
-        self._name = name
+    def __init__(self, load: Callable[[], Any], name: str, folder: Path | None = None) -> None:
+        self._name, self._folder = name, folder
         try:
-            self._data = load(*arguments, **options)
+            self._data = load()
+        except InputError as error:
+            raise InputError(f"{name}: {error}") from None
         except Exception as error:  # many kinds, of pyarrow, the Hub and `datasets`
             raise InputError(f"{name} cannot be read: {type(error).__name__}: {error}") from error
         if not len(self._data):
@@ -257,7 +281,7 @@ class _Columns(Rows):
         return len(self._data)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return _without_nulls(self._data[_within(index, len(self))])
+        return Row(_without_nulls(self._data[_within(index, len(self))]), self._folder)
 
     def where(self, index: int) -> str:
         return f"{self._name}: row {index + 1}"
@@ -282,16 +306,30 @@ def _datasets(what: str) -> Any:
 
 def _open_hub(name: str, split: str | None) -> Rows:
     datasets = _datasets(f"{name}, which is no file here and so a data set of the Hub,")
-    repository, _, config = name.partition(":")
+    repository, *words = name.split(":")
 
     def load() -> Any:
-        splits = datasets.get_dataset_split_names(repository, config or None)
-        chosen = split or ("train" if "train" in splits or len(splits) > 1 else splits[0])
-        if chosen.partition("[")[0] not in splits:
-            raise InputError(f"there is no split {short(chosen)}; there are {splits}")
-        return datasets.load_dataset(repository, config or None, split=chosen)
+        config, chosen = (*words, None, None)[:2]
+        if len(words) == 1 and split is None:
+            try:
+                datasets.load_dataset_builder(repository, config)
+            except ValueError:  # it has no config of this name
+                config, chosen = None, config
+        return _split_of(datasets.load_dataset(repository, config), split or chosen)
 
     return _Columns(load, name)
+
+
+def _split_of(found: Any, split: str | None) -> Any:
+    """A data set, or the split of several. Raises InputError, which names those that there are."""
+    if not isinstance(found, Mapping):
+        if split not in (None, "train"):
+            raise InputError(f"there is no split {short(split)}: it was saved as one; leave the split out")
+        return found
+    chosen = split or ("train" if len(found) > 1 else next(iter(found)))
+    if chosen not in found:
+        raise InputError(f"there is no split {short(chosen)}; there are {', '.join(found)}")
+    return found[chosen]
 
 
 class _Joined(Rows):

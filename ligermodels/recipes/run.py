@@ -4,7 +4,7 @@ DIR/options.yaml       the options, with what was chosen for "auto"
 DIR/checkpoints/       the newest states, from which --resume goes on
 DIR/metrics.jsonl      a line per step and per evaluation; tensorboard/ beside it
 DIR/best/              the model, or the adapters, of the best evaluation
-DIR/model/             the tuned model
+DIR/model/             the tuned model; model.gguf beside it with --export gguf
 DIR/report.md          what was run and what came out; loss.png
 """
 
@@ -32,10 +32,11 @@ from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError
 from ligermodels.parallel import Checkpoints, parallelize
-from ligermodels.recipes import memory, report
+from ligermodels.recipes import export, memory, report
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
     FEW_STEPS,
+    Count,
     Feed,
     Loop,
     Loss,
@@ -43,12 +44,15 @@ from ligermodels.recipes.loop import (
     Progress,
     forwards_per_step,
     next_token_loss,
+    num_labels,
     own_part,
 )
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import say
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, accumulate_in_place
+
+MakeLoss = Callable[[Any, Any, Any, Processes, Callable[[], Any]], Loss]
 
 
 @dataclass(frozen=True)
@@ -58,6 +62,9 @@ class Recipe:
     open_data: Callable[[TrainOptions, Tokenizer, int], Data] = Data
     """Of options, tokenizer, and what the length of a row is a multiple of."""
     loss: Loss = next_token_loss
+    count: Count = num_labels
+    make_loss: MakeLoss | None = None
+    """Of options, model, data, processes, and a function that loads MODEL once more, frozen; in place of `loss`."""
 
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
@@ -83,11 +90,13 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     folder = hub.resolve(options.model, weights=not scratch)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         raise InputError(
-            f"{options.model} holds adapters; give the model that they are for, or one that they are merged into"
+            f"{options.model} holds adapters; give the model that they are for, or one with them merged in"
         )
     tokenizer = Tokenizer.from_hub(folder)
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
+    if options.export != "none":
+        processes.from_main(lambda: export.check(options, folder, sketch))
     options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
     counts = _counted(data, processes) if options.steps is None else None
@@ -102,14 +111,17 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             say(f"\n{text}")
     if options.dry_run:
         return 0
-    feed = Feed(data.train, per_step, processes, sketch.decoder.config.vocab_size)
+    feed = Feed(data.train, per_step, processes, len(sketch.get_input_embeddings().weight))
     feed.make_next()  # what is wrong with the data is found before anything is written
     evaluation = own_part(data.evaluation(), processes)
     processes.from_main(lambda: _check_same(out, options))
 
     model = _load(options, folder, processes)
-    optimizer = _optimizer(options, model, processes)
     processes.from_main(lambda: _write_options(out, options))  # the first that is written
+    loss = recipe.loss
+    if recipe.make_loss is not None:
+        loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
+    optimizer = _optimizer(options, model, processes)
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
     with (
@@ -128,7 +140,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         )
         loop = Loop(
             model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
-            lambda target: _save(options, model, target), recipe.loss,
+            lambda target: _save(options, model, target), loss, recipe.count,
         )  # fmt: skip
         if not resumed:
             torch.manual_seed(options.seed + processes.batch_rank)
@@ -144,7 +156,8 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             reporter.close()
     saved = _save_last(options, model, out)
     if processes.is_main:
-        _finish(options, saved, progress, plan, reporter)
+        exported = None if options.export == "none" else export.write(options, folder)
+        _finish(options, saved, exported, progress, plan, reporter)
         print(saved)
     return 0
 
@@ -199,6 +212,7 @@ def _alone(out: Path, processes: Processes) -> Iterator[None]:
 _SAME = (
     "model", "data", "eval_data", "eval_share", "length", "packing", "skip_bad", "batch_tokens", "accumulation", "seed",
     "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas", "scratch",
+    "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight", "reference",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
@@ -239,7 +253,7 @@ def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> T
     length = options.length or min(4096, context)
     if length > context and processes.is_main:
         say(f"warning: --length {length} is more than the {context} positions that the model was made for")
-    return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length)
+    return dataclasses.replace(options, length=length, batch_tokens=options.batch_tokens or length * options.sequences)
 
 
 def _with_memory(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:
@@ -272,6 +286,8 @@ def _setting(options: TrainOptions, processes: Processes) -> memory.Setting:
         tp=options.tp,
         on_cpu=processes.device.type == "cpu",
         quantized=options.quantize != "none",
+        copies=options.frozen_copies,
+        sequences=options.sequences,
     )
 
 
@@ -363,6 +379,11 @@ def _load(options: TrainOptions, folder: Path, processes: Processes) -> Any:
     return model.train()
 
 
+def _load_frozen(options: TrainOptions, folder: Path, processes: Processes) -> Any:
+    """The model once more, to compare with. Not for a run that trains adapters: they are switched off."""
+    return _load(dataclasses.replace(options, accumulation=1), folder, processes).requires_grad_(False).eval()
+
+
 def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) -> AdamW:
     """AdamW over what is trained; norms and biases are not decayed."""
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -412,6 +433,7 @@ def _save_last(options: TrainOptions, model: Any, out: Path) -> Path:
 def _finish(
     options: TrainOptions,
     model: Path,
+    exported: Path | None,
     progress: Progress,
     plan: str,
     reporter: report.Reporter,
@@ -433,10 +455,12 @@ def _finish(
     use = f"To use it:\n\n    {command}\n\nor `ligermodels.load({str(model)!r})`; it opens in transformers too."
     if model.name == "adapter":
         use = (
-            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n"
-            f"    model = ligermodels.load({options.model!r})\n"
-            f"    ligermodels.training.lora.load_adapter(model, {str(model)!r})"
+            f"The folder holds adapters of {options.model}, as PEFT writes them. To use them:\n\n    {command}\n\nor"
+            f"\n\n    model = ligermodels.load({options.model!r})\n"
+            f"    ligermodels.training.load_adapter(model, {str(model)!r})"
         )
+    if exported is not None:
+        use += f"\n\nllama.cpp runs `{exported}`."
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of fonts
         plot = report.write_plot(out)

@@ -52,7 +52,7 @@ class Processor:
 
     tokenizer: the `Tokenizer`. image_processor: a `Qwen2VLImageProcessor` or `MllamaImageProcessor`.
     video_processor: a `Qwen2VLImageProcessor` with the limits for frames, None in a family without videos.
-    image_token, video_token: the placeholders in a text.
+    image_token, video_token: the placeholders in a text. template: the chat template that wins over the tokenizer's.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Processor:
         self.video_processor = video_processor
         self.image_token = "<|image|>" if isinstance(image_processor, MllamaImageProcessor) else "<|image_pad|>"
         self.video_token = "<|video_pad|>" if video_processor else None
-        self._template = template
+        self.template = template
         self._tokens: dict[str, int] = {}
         for kind, token in (("image", self.image_token), ("video", self.video_token)):
             index = None if token is None else tokenizer.token_to_id(token)
@@ -200,13 +200,13 @@ class Processor:
                 "are ['input_ids']; tokenize=False gives the text."
             )
         is_batch = bool(messages) and not isinstance(messages[0], Mapping)
-        chats = [_split(chat) for chat in (messages if is_batch else [messages])]
+        chats = [split_media(chat) for chat in (messages if is_batch else [messages])]
         texts = [
             self.tokenizer.apply_chat_template(
                 chat,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                template=template or self._template,
+                template=template or self.template,
                 **options,
             )
             for chat, _, _ in chats
@@ -351,7 +351,7 @@ def _is_video(value: Any) -> bool:
     return isinstance(value, list | tuple) and bool(value) and all(map(_is_image, value))
 
 
-def _split(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
+def split_media(chat: Any) -> tuple[list[Any], list[Any], list[Any]]:
     """(the messages without their images and videos, the images, the videos)."""
     if not isinstance(chat, list | tuple) or not all(isinstance(message, Mapping) for message in chat):
         raise InputError(f"messages must be a list of dicts, or a list of such lists, not {str(chat)[:80]!r}.")

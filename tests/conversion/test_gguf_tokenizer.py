@@ -200,3 +200,13 @@ def test_tokenizers_that_llama_cpp_does_not_support(tmp_path, case):
         converted(tmp_path, kind, change)
     assert str(tmp_path / "source") in str(caught.value) or "tokenizer." in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def test_a_tokenizer_without_merges_is_refused(tmp_path):
+    """llama.cpp reads no such file, and the gguf package leaves an empty list out."""
+    folder = small_model(tmp_path / "model", "llama 3")
+    state = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    state["model"] |= {"merges": []}
+    folders.write(folder, "tokenizer.json", state)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json has no merges"):
+        to_gguf(folder, tmp_path / "model.gguf")

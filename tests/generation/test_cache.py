@@ -7,7 +7,10 @@ import torch
 
 import ligermodels
 from ligermodels.errors import InputError
+from ligermodels.kernels.attention import attention
+from ligermodels.kernels.rope import rope_qk_reference
 from ligermodels.layers import cache as cache_file
+from ligermodels.layers.batch import NextToken
 from ligermodels.layers.cache import SLACK, CrossCache, KVCache, LayerCache, as_kv_cache
 
 
@@ -55,6 +58,47 @@ def test_update_is_concatenation(lengths, window, slack, max_length, grad, poiso
     layer = with_window(window, max_length)
     assert_concatenates(layer, lengths, grad=grad)
     assert window is None or layer.keys.shape[1] <= max(max_length, window - 1 + slack)
+
+
+@pytest.mark.parametrize("window", [None, 1, 4, 17])
+@pytest.mark.parametrize("lengths", [[5], [1], [9, 3, 22]], ids=str)
+def test_attend_is_attention_to_what_update_returns(window, lengths, monkeypatch, poison):
+    """After prompts in one call and in several, over many moves, back from crops, and over a copy of its rows."""
+    monkeypatch.setattr(cache_file, "SLACK", 3)
+    starts, attended = torch.tensor([0, 4]), make(sum(lengths), windows=[window, None])
+    expected, order = make(windows=[window, None]), torch.tensor([1, 0])
+    for length in lengths:
+        for mine, layer in zip(attended, expected, strict=True):
+            k, v = tokens(length)
+            mine.update(k, v), layer.update(k, v)
+    copied = make(60, windows=[window, None])
+    copied.take(attended, order)
+    expected.reorder(order)
+    starts, attended = starts[order], copied
+    attended.reserve(80)
+    places = [x.data_ptr() for x in attended.memory() if x.dim() == 4]
+    attended.place(starts)
+    for step in range(40):
+        if step == 20:
+            for cache in (attended, expected):
+                cache.crop(cache.length - 1)
+            attended.place(starts)
+        attended.advance()
+        with attended.step():
+            angles = torch.randn(2, 1, 2)
+            token = NextToken(cos=angles.cos(), sin=angles.sin(), starts=attended.starts, ends=attended.ends)
+            for mine, layer, own in zip(attended, expected, [window, None], strict=True):
+                (k, v), q = tokens(1), torch.randn(2, 1, 6, 4)
+                found = mine.attend(q, k, v, token, window=own, softcap=2.0, scale=0.7)
+                q, k = rope_qk_reference(q, k, token.cos, token.sin)
+                keys, values = layer.update(k, v)
+                positions = layer.length - keys.shape[1] + torch.arange(keys.shape[1])
+                mask = positions >= starts[:, None]
+                if own == 1 or layer.length > 4:  # a row of padding sees itself there, and nothing here
+                    wanted = attention(q, keys, values, window=own, softcap=2.0, scale=0.7, key_mask=mask)
+                    torch.testing.assert_close(found[mask[:, -1]], wanted[mask[:, -1]])
+    assert attended.length == expected.length
+    assert places == [x.data_ptr() for x in attended.memory() if x.dim() == 4], "a graph knows no other place"
 
 
 def test_memory_is_allocated_once_and_then_doubles():

@@ -1,8 +1,10 @@
 """Frozen layers with adapters: outputs and gradients of the formula in fp64, what is saved, and in how many matmuls.
 
-Whole models are compared with modules that compute W x + b + s B (A x) one by one, in which nothing is fused.
+Whole models are compared with modules that compute W x + b + s B (A x) one by one, in which nothing is fused. W is
+dense or of 4 bits, and then dequantised in the formula.
 """
 
+import contextlib
 import copy
 
 import pytest
@@ -11,13 +13,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from ligermodels.arch import ARCHS
-from ligermodels.kernels import gated_mlp, mlp
+from ligermodels.errors import InputError
+from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, nf4, quantize_nf4
 from ligermodels.kernels.linear import lay_together, packed_linear
 from ligermodels.kernels.lora import Adapter, lora_linear
+from ligermodels.kernels.nf4 import NF4Weight
 from ligermodels.kernels.rms_norm import add_rms_norm
-from ligermodels.layers.lora import LoRALinear
-from ligermodels.training import add_lora
+from ligermodels.layers.lora import Adapted
+from ligermodels.layers.nf4 import NF4Linear
+from ligermodels.training import adapters_off, add_lora
 from tests.kernels.seen import Seen, saved_by
+from tests.quantized import quantized
 
 HIDDEN, INNER, OUT, R = 16, 24, 12, 4
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 2e-2}
@@ -34,11 +40,15 @@ def close(found, expected, dtype):
         assert error <= TOLERANCE[dtype], f"{error:.1e}"
 
 
-def make(device, dtype, sizes, which, *, joint=True, ranks=(R, R + 1, R)):
-    """Frozen weights and biases of the sizes (out, in), and fp32 (fp64) adapters for those in `which`."""
+def make(device, dtype, sizes, which, *, laid="joint", ranks=(R, R + 1, R)):
+    """Frozen weights and biases of the sizes (out, in), and fp32 (fp64) adapters for those in `which`. laid: with "nf4"
+    weights are of 4 bits, with "mixed" all but the second; their biases are fp32."""
     weights = [nn.Parameter(torch.randn(n, k, device=device).to(dtype) * k**-0.5, False) for n, k in sizes]
     biases = [nn.Parameter(torch.randn(n, device=device).to(dtype), False) for n, _ in sizes]
-    if joint:
+    for i in () if laid in ("joint", "apart") else range(0, len(sizes), 2 if laid == "mixed" else 1):
+        weights[i] = NF4Weight(*quantize_nf4(weights[i].detach().float(), block=32))
+        biases[i] = nn.Parameter(biases[i].float(), False)
+    if laid == "joint":
         lay_together(weights[:2])
         lay_together(biases[:2])
     master = torch.promote_types(dtype, torch.float32)
@@ -56,8 +66,17 @@ def exact(adapters):
     return double, [None if one is None else Adapter(*one, 0.75) for one in double]
 
 
+def dense(weight, dtype=torch.float64):
+    """The weight, dequantised where it is of 4 bits."""
+    return (
+        dequantize_nf4_reference(weight.packed, weight.state, dtype)
+        if isinstance(weight, NF4Weight)
+        else weight.to(dtype)
+    )
+
+
 def formula(x, weight, bias, adapter):
-    y = x @ weight.double().t() + bias.double()
+    y = x @ dense(weight).t() + bias.double()
     return y if adapter is None else y + adapter.scale * (x @ adapter.a.t() @ adapter.b.t())
 
 
@@ -66,11 +85,11 @@ def leaves(adapters):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
-@pytest.mark.parametrize("joint", [True, False], ids=["joint", "apart"])
+@pytest.mark.parametrize("laid", ["joint", "apart", "nf4", "mixed"])
 @pytest.mark.parametrize("which", WHICH)
-def test_layers_side_by_side(device, poison, dtype, joint, which):
+def test_layers_side_by_side(device, poison, dtype, laid, which):
     sizes = [(OUT, HIDDEN), (OUT // 2, HIDDEN), (OUT, HIDDEN)]
-    weights, biases, adapters = make(device, dtype, sizes, WHICH[which], joint=joint)
+    weights, biases, adapters = make(device, dtype, sizes, WHICH[which], laid=laid)
     x = torch.randn(2, 5, HIDDEN, device=device).to(dtype).requires_grad_()
     y = lora_linear(x, weights, biases, adapters)
     dy = torch.randn_like(y)
@@ -88,9 +107,16 @@ def test_layers_side_by_side(device, poison, dtype, joint, which):
 
 @pytest.mark.parametrize("need_x", [True, False], ids=["", "x frozen"])
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("which", WHICH)
 @pytest.mark.parametrize("gated", [True, False], ids=["gated", "plain"])
-def test_mlp(device, poison, gated, which, mode, need_x):
+@pytest.mark.parametrize(
+    ("laid", "which"),
+    [
+        pytest.param(laid, which, marks=[] if laid == "dense" or (laid, which) == ("nf4", "two") else pytest.mark.slow)
+        for laid in ("dense", "nf4", "mixed")
+        for which in WHICH
+    ],
+)
+def test_mlp(device, poison, laid, gated, which, mode, need_x):
     dtype = torch.float64
     if not gated:
         sizes, chosen = [(INNER, HIDDEN), (OUT, INNER)], WHICH[which][1:]
@@ -98,7 +124,8 @@ def test_mlp(device, poison, gated, which, mode, need_x):
             return
     else:
         sizes, chosen = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)], WHICH[which]
-    weights, biases, adapters = make(device, dtype, sizes, chosen, joint=gated)
+    laid = ("joint" if gated else "apart") if laid == "dense" else laid
+    weights, biases, adapters = make(device, dtype, sizes, chosen, laid=laid)
     x = torch.randn(3, 100, HIDDEN, device=device, dtype=dtype, requires_grad=need_x)
     if gated:
         y = gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
@@ -149,9 +176,11 @@ def test_what_is_saved(device):
         assert [tuple(t.shape) for t in saved if t.dim() > 1] == kept
 
 
-def test_in_how_many_matmuls(device):
+@pytest.mark.parametrize("laid", ["joint", "nf4"])
+def test_in_how_many_matmuls(device, laid):
     """One for all W and one for all A; none of the shape of a weight's gradient."""
-    weights, biases, adapters = make(device, torch.float32, [(OUT, HIDDEN), (OUT, HIDDEN)], (1, 1), ranks=(R, R))
+    sizes = [(OUT, HIDDEN), (OUT, HIDDEN)]
+    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1), laid=laid, ranks=(R, R))
     x = torch.randn(50, HIDDEN, device=device).requires_grad_()
     with Seen() as seen:
         y = lora_linear(x, weights, [None, None], adapters)
@@ -164,7 +193,59 @@ def test_in_how_many_matmuls(device):
         (50, 2 * R, HIDDEN),
     ]
     assert [one for one in seen.matmuls if HIDDEN in one] == [large[0], large[1], large[3], large[2], large[4]]
-    assert y.shape == packed_linear(x, weights).shape and biases
+    assert y.shape == packed_linear(x, [dense(w, x.dtype) for w in weights]).shape
+    with Seen() as seen, torch.no_grad():
+        lora_linear(x, weights, biases, adapters)
+    assert (50, HIDDEN, 2 * OUT) in seen.matmuls  # with the biases of weights of 4 bits too, which lie apart
+
+
+@pytest.mark.parametrize(
+    ("mode", "times"), [("saved", (3, 3)), ("recomputed", (3, 5)), ("tiles", (3, 3))], ids=list(MODES)
+)
+def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, times):
+    """Each once in the forward, and in the backward once for each product, or for all chunks; in one buffer, as large
+    as what is read at a time, which stays. Those who had it in inference mode leave it as they found it."""
+    made, buffers, real = [], set(), nf4.dequantize_nf4
+    monkeypatch.setattr(nf4, "dequantize_nf4", lambda *a, out: made.append(out) or real(*a, out=out))
+    sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
+    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid="nf4")
+    x = torch.randn(300, HIDDEN, device=device, requires_grad=True)
+    nf4.release_buffers()
+    with torch.inference_mode():
+        gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
+    for _ in range(2):
+        made.clear()
+        y = gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
+        forward = len(made)
+        y.sum().backward()
+        assert (forward, len(made) - forward) == times
+        (free,) = nf4._FREE.values()
+        buffers |= {(buffer.data_ptr(), buffer.numel()) for buffer in free}
+    assert [size for _, size in buffers] == [4 * HIDDEN * 2 * INNER + (4 * OUT * INNER if mode == "tiles" else 0)]
+
+
+@pytest.mark.parametrize("mode", [pytest.param(m, marks=[pytest.mark.slow] * (m != "tiles")) for m in MODES])
+def test_four_bits_under_autocast(device, mode):
+    """As the dequantised weights, cast."""
+    sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
+    weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid="nf4")
+    low = [dense(w, torch.float16) for w in weights]
+    results = []
+    for used in (weights, low):
+        x = torch.randn(300, HIDDEN, device=device, generator=torch.Generator(device).manual_seed(3)).requires_grad_()
+        with torch.autocast(device, torch.float16):
+            y = lora_linear(x, used[:2], biases[:2], adapters[:2])
+            z = gated_mlp(x, used[:2], used[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
+        results.append((y, z, *torch.autograd.grad(y.float().sum() + z.float().sum(), [x, *leaves(adapters)])))
+    for one, other in zip(*results, strict=True):
+        assert one.dtype == other.dtype
+        close(one, other, torch.float16)
+
+
+def test_a_bias_beside_four_bits_is_frozen(device):
+    (weight,), (bias,), _ = make(device, torch.float32, [(OUT, HIDDEN)], (), laid="nf4")
+    with pytest.raises(InputError, match="requires a gradient"):
+        lora_linear(torch.randn(3, HIDDEN, device=device), [weight], [bias.requires_grad_()], [None])
 
 
 # ---- Models ----
@@ -191,21 +272,22 @@ class OneByOne(nn.Module):
 
     def forward(self, x):
         one = self.inner
-        return F.linear(x, one.weight, one.bias) + one.scale * F.linear(
+        weight = one.dequantized_weight(x.dtype) if isinstance(one, NF4Linear) else one.weight
+        return F.linear(x, weight, None if one.bias is None else one.bias.to(x.dtype)) + one.scale * F.linear(
             F.linear(x, one.lora_A.weight.to(x.dtype)), one.lora_B.weight.to(x.dtype)
         )
 
 
-def a_model(family, device, dtype, **options):
+def a_model(family, device, dtype, bits=16, **options):
     model = ARCHS[family].from_config({**SIZES, **FAMILIES[family]}, dtype=dtype, device=device, **options)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.normal_(parameter, std=0.2)
     master = torch.promote_types(dtype, torch.float32)
-    add_lora(model, 4, 8, dtype=master)
+    add_lora(quantized(model) if bits == 4 else model, 4, 8, dtype=master)
     torch.manual_seed(1)
     for module in model.modules():
-        if isinstance(module, LoRALinear):
+        if isinstance(module, Adapted):
             nn.init.normal_(module.lora_B.weight, std=0.1)
     return model
 
@@ -220,15 +302,19 @@ def gradients(model, ids):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_models(device, family, dtype):
+@pytest.mark.parametrize(
+    ("family", "bits"),
+    [(family, 16) for family in FAMILIES]
+    + [pytest.param(family, 4, marks=[pytest.mark.slow] * (family != "qwen2")) for family in FAMILIES],
+)
+def test_models(device, family, bits, dtype):
     """Loss and gradients of A and B, under each way to recompute; of the base there are none."""
     torch.manual_seed(0)
-    model = a_model(family, device, dtype)
+    model = a_model(family, device, dtype, bits)
     plain = copy.deepcopy(model).double()
     for module in list(plain.modules()):
         for name, child in list(module.named_children()):
-            if isinstance(child, LoRALinear):
+            if isinstance(child, Adapted):
                 setattr(module, name, OneByOne(child))
     ids = torch.randint(37, (2, 9), device=device)
     loss, expected = gradients(plain, ids)
@@ -260,3 +346,22 @@ def test_a_model_saves_no_more_with_adapters(device, recompute):
         _, tensors = saved_by(lambda model=model: model.model(input_ids=ids), *given)
         saved.append(sum(t.numel() for t in tensors if t.dim() > 1 and t.is_floating_point()))
     assert saved[0] - saved[1] == 2 * 18 * (3 * 4 + 4)
+
+
+@pytest.mark.parametrize("on", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["", "adapters off"])
+@pytest.mark.parametrize("recompute", ["none", "mlp", "block"])
+def test_a_model_of_four_bits_saves_what_one_of_sixteen_saves(device, recompute, on):
+    """Nothing beside it but its packed weights, and no copy of these. The norms are trained too, so that without
+    adapters there is something to save."""
+    ids, saved = torch.randint(37, (2, 9), device=device), []
+    for bits in (4, 16):
+        model = a_model("qwen2", device, torch.float16, bits, activation_checkpointing=recompute)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(parameter.requires_grad or "norm" in name)
+        given = [*model.parameters(), *model.buffers()]
+        with contextlib.nullcontext() if on else adapters_off(model):
+            out, tensors = saved_by(lambda model=model: model.model(input_ids=ids), *given)
+            del out
+        saved.append(sorted((tuple(t.shape), str(t.dtype)) for t in tensors))
+        assert sum(t.nbytes for t in tensors) > 0
+    assert saved[0] == saved[1]

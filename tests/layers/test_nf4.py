@@ -12,8 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ligermodels.errors import InputError
+from ligermodels.kernels import nf4
 from ligermodels.kernels.nf4 import quantize_nf4
-from ligermodels.layers import NF4Linear, nf4
+from ligermodels.layers import GatedMLP, NF4Linear
+from ligermodels.layers.linear import is_fusable
+from ligermodels.layers.lora import Adapted
 
 
 @pytest.fixture(autouse=True)
@@ -173,6 +176,26 @@ def test_compiles_whole(device):
     compiled = torch.compile(layer, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
     found, wanted = (torch.autograd.grad(y.square().sum(), x)[0] for y in (compiled(x), expected(layer, x)))
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("recompute", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_mlp_with_adapters_compiles_whole(recompute):
+    """Module by module, as against one op where it is not compiled."""
+    mlp = GatedMLP(32, 48)
+    mlp.recompute = recompute
+    for name, linear in list(mlp.named_children()):
+        adapted = NF4Linear.from_weight(linear.weight.detach())
+        Adapted.of(adapted, r=4, alpha=8, dropout=0.0, rslora=False, dora=False, dtype=torch.float32)
+        nn.init.normal_(adapted.lora_A.weight, std=0.1)
+        nn.init.normal_(adapted.lora_B.weight, std=0.1)
+        setattr(mlp, name, adapted)
+    assert is_fusable(*mlp.children())
+    x = torch.randn(2, 4, 32, requires_grad=True)
+    wanted = [x, *(p for p in mlp.parameters() if p.requires_grad)]
+    torch.compiler.reset()
+    outputs = torch.compile(mlp, fullgraph=True, backend="aot_eager")(x), mlp(x)
+    for found, expected in zip(*(torch.autograd.grad(y.square().sum(), wanted) for y in outputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("double", [True, False])

@@ -32,7 +32,7 @@ FILES = {  # name, content, what the error says
     "rows under a key": ("a.json", '{"data": [{"text": "a"}]}', "a.json:1: no format has the keys ['data']"),
     "csv with more fields": ("a.csv", "prompt,completion\na,b,c\n", "a.csv:2: the row has 3 fields, the line of head"),
     "csv headers twice": ("a.csv", "text,text\na,b\n", "a.csv:1: the headers must be different names"),
-    "images": ("a.jsonl", json.dumps({**ROW, "images": ["a.png"]}), "a.jsonl:1: images: the row has more than text"),
+    "images": ("a.jsonl", json.dumps({**ROW, "images": ["a.png"]}), "the row has images, and the model takes none"),
     "only masked": ("a.jsonl", '{"input_ids": [1, 2], "labels": [-100, -100]}', "1 of 1 rows have no token to train"),
     "shifted labels": ("a.jsonl", '{"input_ids": [1, 2], "labels": [2, 3]}', "Labels are not shifted; the model does"),
     "foreign ids": ("a.jsonl", '{"input_ids": [1, 999]}', "input_ids: 999 is not an id of the tokenizer, which has 26"),

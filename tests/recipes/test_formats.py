@@ -154,9 +154,9 @@ def chat(*messages, **more):
         (chat({"from": "human", "value": "a"}), r"messages\[0\]\.role: .*keys of sharegpt"),
         (chat(user("a"), {"role": "assistant"}), r"messages\[1\]\.content: it is missing"),
         (chat(user(3)), r"messages\[0\]\.content: expected a text, not int"),
-        (chat(user([{"type": "image_url", "image_url": {}}])), r"content\[0\]: it is of the type image_url; .*for now"),
+        (chat(user([{"type": "video", "video": "a.mp4"}])), r"content\[0\]: it is of the type video; .*images only"),
         (chat(user([{"type": "text"}])), r"content\[0\]: expected"),
-        (chat(user("a"), said("b"), images=["a.png"]), "images: the row has more than text"),
+        (chat(user("a"), said("b"), videos=["a.mp4"]), "videos: recipes train on texts and images only"),
         (chat(user("a") | {"train": True}), r"messages\[0\]\.train: only messages of the assistant .*'user'"),
         (chat(said("a", weight=0.5)), r"messages\[0\]\.weight: expected true or false, not 0.5"),
         (

@@ -2,8 +2,10 @@
 
 import csv
 import json
+import os
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -173,3 +175,76 @@ def test_csv_rows_of_another_width(write):
     assert rows[0] == {"a": "1", "b": "2"}
     with pytest.raises(InputError, match="1 fields, the line of headers 2"):
         rows[1]
+
+
+@pytest.fixture
+def splits():
+    datasets = pytest.importorskip("datasets")
+    made = {name: datasets.Dataset.from_list([{"text": f"{name} {n}"} for n in range(3)]) for name in ("test", "train")}
+    return datasets.DatasetDict(made)
+
+
+def texts(rows):
+    return [rows[n]["text"] for n in (2, 0)]
+
+
+def test_data_sets_saved_to_disk(splits, tmp_path):
+    splits.save_to_disk(tmp_path / "all")
+    splits["test"].save_to_disk(tmp_path / "one")
+    for source, split in ((f"{tmp_path}/all", "train"), (f"{tmp_path}/all:test", "test"), (tmp_path / "one", "test")):
+        rows = open_rows(source)
+        assert texts(rows) == [f"{split} 2", f"{split} 0"] and len(rows) == 3
+    assert open_rows(tmp_path / "all").where(1) == f"{tmp_path}/all: row 2"
+    with pytest.raises(InputError, match="all: there is no split 'valid'; there are test, train"):
+        open_rows(f"{tmp_path}/all:valid")
+    with pytest.raises(InputError, match="one: there is no split 'test': it was saved as one"):
+        open_rows(tmp_path / "one", "test")
+
+
+def test_folders_as_the_hub_has_them(splits, tmp_path):
+    (tmp_path / "set" / "data").mkdir(parents=True)
+    for name, part in splits.items():
+        for n in range(2):
+            part.shard(2, n).to_parquet(tmp_path / "set" / "data" / f"{name}-0000{n}-of-00002.parquet")
+    assert texts(open_rows(tmp_path / "set")) == ["train 2", "train 0"]
+    assert texts(open_rows(f"{tmp_path}/set:test")) == ["test 2", "test 0"]
+    with pytest.raises(InputError, match=r"no files of the split 'dev'; its splits are \['test', 'train'\]"):
+        open_rows(f"{tmp_path}/set:dev")
+    with pytest.raises(InputError, match="one file and has no split 'test'"):
+        open_rows(f"{tmp_path}/set/data/train-00000-of-00002.parquet:test")
+
+
+CONFIGS = """---
+configs:
+- config_name: plain
+  data_files: [{split: train, path: train.jsonl}, {split: test, path: test.jsonl}]
+- config_name: long
+  data_files: [{split: train, path: test.jsonl}]
+---
+"""
+
+
+def test_data_sets_of_the_hub(write, splits, tmp_path, monkeypatch):
+    """`datasets` itself reads a folder for the repository, configs included; there is no network here."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    for name in splits:
+        for folder in ("me/some", "me/v1.5"):
+            write(f"{folder}/{name}.jsonl", splits[name].to_list())
+    write("me/some/README.md", CONFIGS)
+    real = Path.is_dir
+    monkeypatch.setattr(Path, "is_dir", lambda path: not str(path).startswith("me/") and real(path))
+    monkeypatch.setattr(Path, "exists", lambda path, **_: not str(path).startswith("me/") and os.path.exists(path))
+    for source, split in (
+        ("me/v1.5", "train"), ("me/v1.5:test", "test"), ("me/some:plain", "train"), ("me/some:plain:test", "test"),
+        ("me/some:long", "test"),
+    ):  # fmt: skip
+        assert texts(open_rows(source)) == [f"{split} 2", f"{split} 0"], source
+    for source, message in (
+        ("me/v1.5:dev", "me/v1.5:dev: there is no split 'dev'; there are train, test"),
+        ("me/some:long:test", "there is no split 'test'; there are train"),
+        ("me/some", r"cannot be read: ValueError: Config name is missing.*\['plain', 'long'\]"),
+        ("me/nothing", "me/nothing cannot be read: .*(Error|NotFound)"),
+    ):
+        with pytest.raises(InputError, match=rf"(?s){message}"):
+            open_rows(source)

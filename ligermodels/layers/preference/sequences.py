@@ -7,6 +7,7 @@ sums are plain PyTorch in fp32 (fp64 for fp64).
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple, TypedDict, Unpack
 
 import torch
@@ -52,6 +53,25 @@ def mean(x: Tensor) -> Tensor:
     return x.mean() if x.numel() else x.sum()
 
 
+def totals(like: Tensor, cu_seqlens: Tensor | None = None) -> Callable[[Tensor], Tensor]:
+    """A function of values [N, S], or of packed ones [1, T] or [T], that sums them over each of the N sequences.
+
+    like: a tensor on the device, and of the dtype of the sums.
+    """
+    belongs = None
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.to(like.device, non_blocking=True)[:, None]
+        position = torch.arange(like.numel(), device=like.device)
+        belongs = (position >= bounds[:-1]) & (position < bounds[1:])
+
+    def total(values: Tensor) -> Tensor:
+        # A sum over all tokens for each packed sequence: no atomics, and the host need not know the lengths.
+        values = values if belongs is None else torch.where(belongs, values.reshape(-1), 0)
+        return values.sum(-1, dtype=like.dtype)
+
+    return total
+
+
 def sequence_sums(
     x: Tensor, weight: Tensor, labels: Tensor, *, bias: Tensor | None = None, nll_labels: Tensor | None = None,
     cu_seqlens: Tensor | None = None, num_valid: int | None = None, **head: Unpack[HeadOptions],
@@ -89,17 +109,7 @@ def sequence_sums(
     if differ is not None:  # a check would synchronise
         logps = logps.masked_fill(differ.to(x.device, non_blocking=True), math.nan)
 
-    belongs = None
-    if cu_seqlens is not None:
-        bounds = cu_seqlens.to(x.device, non_blocking=True)[:, None]
-        position = torch.arange(labels.numel(), device=x.device)
-        belongs = (position >= bounds[:-1]) & (position < bounds[1:])
-
-    def total(values: Tensor) -> Tensor:
-        # A sum over all tokens for each packed sequence: no atomics, and the host need not know the lengths.
-        values = values if belongs is None else torch.where(belongs, values.reshape(-1), 0)
-        return values.sum(-1, dtype=logps.dtype)
-
+    total = totals(logps, cu_seqlens)
     labelled = labels.to(x.device, non_blocking=True) != ignore_index
     lengths = total(labelled)
     if nll_labels is None:  # logps and logits are 0 where labels are ignored

@@ -1,0 +1,245 @@
+"""Tokens per second of greedy decoding, beside what the bytes allow: ours as a CUDA graph and from the host, and
+transformers.
+
+    python -m benchmarks.decode --out benchmarks/results/decode.json
+    python -m benchmarks.decode --models llama-3.1-8b --cases 1x128+256 --trace    # the kernels of one step
+    python -m benchmarks.decode --baselines captured,hf,hf-static                  # beside transformers, which compiles
+    python -m benchmarks.decode --dry                                              # tiny models, also on a CPU
+
+A case is BATCHxPROMPT+NEW. Weights are random, of the config's sizes, and stay on the GPU. Each row runs twice and the
+second run counts: "first token" is the prompt's time, "tokens/s" that of all tokens after the first, of all rows
+together; every token is read by the host, which looks for a stop id. "of limit" is the share of the tokens/s at which
+the weights, and the keys and values of the mean length, would be read at BANDWIDTH, that of a copy on an H200.
+
+Before any figure the captured ids of a shallow model in fp32, rows padded to different lengths, must be those without a
+graph; else the exit status is 1.
+"""
+
+import argparse
+import contextlib
+import gc
+import re
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+import ligermodels
+from benchmarks.common import environment, heading, table, write_json
+from benchmarks.train_cases import MODELS, changed
+from ligermodels.generation import generate_iter, graph, release_graphs
+
+BANDWIDTH = 4.27e12
+CASES = "1x128+256,8x128+256,64x128+256,1x32768+64"
+COLUMNS = (
+    "model",
+    "case",
+    "baseline",
+    "first call s",
+    "first token ms",
+    "tokens/s",
+    "limit",
+    "of limit",
+    "ids as host",
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="llama-3.2-1b,llama-3.1-8b")
+    parser.add_argument("--cases", default=CASES)
+    parser.add_argument("--baselines", default="captured,host", help="of captured, host, hf, hf-static")
+    parser.add_argument("--trace", action="store_true", help="print the kernels of a captured step of each case")
+    parser.add_argument("--dry", action="store_true", help="tiny models, few tokens, fp32")
+    parser.add_argument("--out", help="a JSON file for the figures")
+    options = parser.parse_args(arguments)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    names, baselines = options.models.split(","), options.baselines.split(",")
+    cases = [tuple(map(int, re.split(r"[x+]", case))) for case in options.cases.split(",")]
+    env = environment(device)
+    print(heading(env))
+    rows: list[dict[str, Any]] = []
+    with on(device):
+        if red := [name for name in names if not same_ids(name, device)]:
+            print(f"RED: with a graph {', '.join(red)} writes other ids")
+            return 1
+        for name in names:
+            rows += measured(name, cases, baselines, device, dry=options.dry, trace=options.trace)
+    print("\n" + table(COLUMNS, [[row.get(column) for column in COLUMNS] for row in rows]))
+    if options.out:
+        write_json(options.out, {"environment": env, "rows": rows})
+    return 0
+
+
+@contextlib.contextmanager
+def on(device: str) -> Iterator[None]:
+    """On a CPU the same steps run, without a graph."""
+    before = set(graph.DEVICES)
+    graph.DEVICES.add(device)
+    try:
+        yield
+    finally:
+        graph.DEVICES.intersection_update(before)
+
+
+def make(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **changes: Any) -> Any:
+    model = MODELS[name]
+    config = changed(model.config, {**(model.tiny if tiny else {}), **changes})
+    torch.manual_seed(0)
+    return ligermodels.ARCHS[config["model_type"]].from_config(config, dtype=dtype, device=device).eval()
+
+
+def same_ids(name: str, device: str) -> bool:
+    """Whether a shallow model in fp32 writes the same with a graph and without, for one row and for several."""
+    model = make(name, device, torch.float32, tiny=device == "cpu", **MODELS[name].shallow)
+    vocabulary = model.config.vocab_size
+    with torch.no_grad():
+        for parameter in model.parameters():  # larger than they are drawn, so that the text varies
+            if parameter.dim() > 1:
+                parameter.mul_(3)
+    same = True
+    for lengths in ([40], [60, 33, 1, 7, 60, 12, 59, 20]):
+        width = max(lengths)
+        ids = torch.randint(3, vocabulary, (len(lengths), width), device=device)
+        mask = torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]
+        found = [
+            model.generate(
+                ids, attention_mask=mask, max_new_tokens=80, do_sample=False, eos_token_id=(), disable_compile=off
+            )
+            for off in (False, True)
+        ]
+        same &= torch.equal(*found)
+    release_graphs(model)
+    return same
+
+
+def measured(
+    name: str, cases: Sequence[tuple[int, ...]], baselines: Sequence[str], device: str, *, dry: bool, trace: bool
+) -> list[dict[str, Any]]:
+    dtype = torch.float32 if dry else torch.bfloat16
+    model = make(name, device, dtype, tiny=dry)
+    config, rows = model.config, []
+    weights = sum(p.nbytes for p in model.parameters())
+    if not config.tie_word_embeddings:
+        weights -= model.decoder.embed_tokens.weight.nbytes  # of which a row is read
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    for batch, prompt, new in cases:
+        if dry:
+            batch, prompt, new = min(batch, 2), min(prompt, 16), min(new, 8)
+        limit = BANDWIDTH * batch / (weights + batch * (prompt + new / 2) * per_token)
+        ids = torch.randint(3, config.vocab_size, (batch, prompt), device=device)
+        written = {}
+        for baseline in baselines:
+            if baseline.startswith("hf"):
+                continue
+            # Twice as many tokens take the host twice as long, and are as fast.
+            steps = new if baseline == "captured" else min(new, 64)
+            runs = [run(model, ids, steps, captured=baseline == "captured") for _ in range(2)]
+            written[baseline] = runs[1][2]
+            speed = runs[1][1]
+            row = {
+                "model": name, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
+                "first call s": runs[0][0] - runs[1][0], "first token ms": runs[1][0] * 1e3, "tokens/s": speed,
+                "limit": limit, "of limit": speed / limit,
+            }  # fmt: skip
+            if baseline == "captured" and trace and device == "cuda":
+                print_kernels(model, ids, new, f"{name} {row['case']}")
+            rows.append(row)
+            print({key: f"{x:.4g}" if isinstance(x, float) else x for key, x in row.items()}, flush=True)
+        if {"captured", "host"} <= written.keys():
+            few = written["host"].shape[1]
+            same = (written["captured"][:, :few] == written["host"]).all(1).float().mean().item()
+            next(row for row in reversed(rows) if row["baseline"] == "captured")["ids as host"] = same
+    release_graphs(model)
+    del model
+    gc.collect()
+    for baseline in baselines:
+        if baseline.startswith("hf"):
+            rows += of_transformers(name, cases, device, static=baseline == "hf-static", dry=dry)
+    return rows
+
+
+def run(model: Any, ids: torch.Tensor, new: int, *, captured: bool) -> tuple[float, float, torch.Tensor]:
+    """Seconds until the first token, tokens per second after it, and the new ids [B, new]."""
+    never = model.config.vocab_size + 7
+    synchronize(ids.device.type)
+    start, times, tokens = time.perf_counter(), [], []
+    for token in generate_iter(
+        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=never,
+        pad_token_id=0, disable_compile=not captured,
+    ):  # fmt: skip
+        times.append(time.perf_counter())
+        tokens.append(token)
+    return times[0] - start, len(ids) * (new - 1) / (times[-1] - times[0]), torch.stack(tokens, 1)
+
+
+def print_kernels(model: Any, ids: torch.Tensor, new: int, what: str, steps: int = 8) -> None:
+    """The kernels of one captured step, and their share of its time."""
+    stream = generate_iter(
+        model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False,
+        eos_token_id=model.config.vocab_size + 7, pad_token_id=0,
+    )  # fmt: skip
+    for _ in range(4):
+        next(stream)
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        start = time.perf_counter()
+        for _ in range(steps):
+            next(stream)
+        torch.cuda.synchronize()
+        wall = (time.perf_counter() - start) / steps * 1e6
+    stream.close()  # type: ignore[attr-defined]
+    found = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in found) / steps
+    print(f"\n{what}: {wall:.0f} us a step on the clock, {total:.0f} us in kernels")
+    columns = ("us a step", "launches", "us each", "kernel")
+    print(table(columns, [
+        [event.self_device_time_total / steps, event.count / steps, event.self_device_time_total / event.count,
+         event.key[:90]] for event in found[:24]
+    ]), flush=True)  # fmt: skip
+
+
+def of_transformers(
+    name: str, cases: Sequence[tuple[int, ...]], device: str, *, static: bool, dry: bool
+) -> list[dict[str, Any]]:
+    """The same by transformers, whose time after the first token is the difference of two calls."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = MODELS[name]
+    config = AutoConfig.for_model(**changed(model.config, model.tiny if dry else {}))
+    dtype = torch.float32 if dry else torch.bfloat16
+    with torch.device(device):
+        theirs = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=model.attention).eval()
+    rows = []
+    for batch, prompt, new in cases:
+        if dry:
+            batch, prompt, new = min(batch, 2), min(prompt, 16), min(new, 8)
+        ids, times = torch.randint(3, config.vocab_size, (batch, prompt), device=device), []
+        options: dict[str, Any] = {"cache_implementation": "static"} if static else {}
+        for steps in (new, new, 1, 1):
+            synchronize(device)
+            start = time.perf_counter()
+            theirs.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, min_new_tokens=steps, do_sample=False,
+                pad_token_id=0, **options,
+            )  # fmt: skip
+            synchronize(device)
+            times.append(time.perf_counter() - start)
+        rows.append({
+            "model": name, "case": f"{batch}x{prompt}+{new}", "baseline": "hf-static" if static else "hf",
+            "first call s": times[0] - times[1], "first token ms": times[3] * 1e3,
+            "tokens/s": batch * (new - 1) / (times[1] - times[3]),
+        })  # fmt: skip
+        print(rows[-1], flush=True)
+    return rows
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""Linear layers of a single row, as in decoding: products that read the weights at the memory's speed.
+
+    one_row_linear:  y = x W^T + b          one_row_glu:  h = act(x Wg^T + bg) * (x Wu^T + bu), in one launch
+
+A program multiplies a few rows of the weights with x, element by element in fp32, and sums at the end: for one row
+tensor cores save nothing, and what decides is how many loads of 16 bytes are in flight. On an H200, in bf16 and a CUDA
+graph, [28672, 4096] takes 55 us (4.26 TB/s; cuBLAS 64), [4096, 4096] 9.5 us (13.6), [2048, 8192] 9.4 us (13.6). Of two
+rows cuBLAS is as fast, of three faster.
+
+On Hopper the launch overlaps the end of the kernel before it, see `overlaps_launches`: 3 % of a chain of products of
+an 8B, 9 % of a 1B's.
+
+Bytes: each weight once; x is read by every program from the cache. Without autograd.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import ACTIVATIONS
+from ligermodels.kernels._math import activation as activation_of
+from ligermodels.kernels._triton import cdiv, overlapping, overlaps_launches, tl, triton, use_triton, wait_for_previous
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def one_row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return F.linear(x, weight, bias)
+
+
+def one_row_glu_reference(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    return ACTIVATIONS[activation](F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
+
+
+@triton.jit
+def _linear_kernel(
+    y_ptr, x_ptr, w_ptr, b_ptr, N, K, w_stride,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN numbers of y [N]. EVEN: BK divides K."""
+    wait_for_previous(OVERLAP)
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    y = _products(x_ptr, w_ptr, tl.minimum(at, N - 1), K, w_stride, BN, BK, EVEN)
+    tl.store(y_ptr + at, _with_bias(y, b_ptr, at, N).to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+@triton.jit
+def _products(x_ptr, w_ptr, rows, K, w_stride, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
+    """Of these rows of w with x: [BN] fp32."""
+    cols = tl.arange(0, BK)
+    w_ptr += rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
+    total = tl.zeros((BN, BK), tl.float32)
+    for k in range(0, K, BK):
+        w = _load(w_ptr + k, (cols < K - k)[None, :], EVEN)
+        total += w * _load(x_ptr + k + cols, cols < K - k, EVEN)[None, :]
+    return tl.sum(total, 1)
+
+
+@triton.jit
+def _glu_kernel(
+    h_ptr, x_ptr, gate_ptr, up_ptr, gate_b_ptr, up_b_ptr, N, K, gate_stride, up_stride,
+    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN numbers of h [N]. Both weights are read in one loop, so that loads of both are in flight."""
+    wait_for_previous(OVERLAP)
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    cols = tl.arange(0, BK)
+    rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
+    gate_ptr += rows * gate_stride + cols[None, :]
+    up_ptr += rows * up_stride + cols[None, :]
+    gate = tl.zeros((BN, BK), tl.float32)
+    up = tl.zeros((BN, BK), tl.float32)
+    for k in range(0, K, BK):
+        mask = (cols < K - k)[None, :]
+        w, v = _load(gate_ptr + k, mask, EVEN), _load(up_ptr + k, mask, EVEN)
+        x = _load(x_ptr + k + cols, cols < K - k, EVEN)[None, :]
+        gate += w * x
+        up += v * x
+    h, _ = activation_of(_with_bias(tl.sum(gate, 1), gate_b_ptr, at, N), NAME, h_ptr.dtype.element_ty == tl.float32)
+    h *= _with_bias(tl.sum(up, 1), up_b_ptr, at, N)
+    tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=at < N)
+
+
+@triton.jit
+def _load(ptr, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr).to(tl.float32)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _with_bias(y, b_ptr, at, N):
+    if b_ptr is not None:
+        y += tl.load(b_ptr + at, mask=at < N, other=0.0).to(tl.float32)
+    return y
+
+
+def takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
+    """True if the kernels here run the linear layers of `weights` [N, K] on x [..., K]: one row, and no gradient."""
+    if x.numel() != x.shape[-1] or not x.numel() or torch.compiler.is_compiling() or not use_triton(x):
+        return False
+    if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type):
+        return False
+    if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
+        return False
+    return all(w.dtype == x.dtype and w.device == x.device and w.stride(-1) == 1 and len(w) for w in weights)
+
+
+def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """F.linear(x, weight, bias): [..., N] of x [..., K] with one row, weight [N, K] and bias [N] or None.
+
+    out: [..., N], contiguous, where the result is written. The caller has asked `takes`: it computes no gradients.
+    """
+    n, k = weight.shape
+    y = x.new_empty(*x.shape[:-1], n) if out is None else out
+    bn, bk, warps = _tile(n, k)
+    overlap = overlaps_launches(x)
+    launch(
+        _linear_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, bias, n, k, weight.stride(0),
+        bn, bk, k % bk == 0, overlap, num_warps=warps, **overlapping(overlap),
+    )  # fmt: skip
+    return y
+
+
+def one_row_glu(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """act(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias): [..., F] of x [..., K] with one row.
+
+    gate, up: [F, K]; biases: [F] or None. Gate and up are not rounded in between. The caller has asked `takes`.
+    """
+    n, k = gate.shape
+    h = x.new_empty(*x.shape[:-1], n)
+    bk, warps = (1024, 4) if k % 1024 == 0 else (512, 2)
+    overlap = overlaps_launches(x)
+    launch(
+        _glu_kernel, (cdiv(n, 2),), h, x.contiguous(), gate, up, gate_bias, up_bias, n, k, gate.stride(0),
+        up.stride(0), 2, bk, k % bk == 0, activation, overlap, num_warps=warps, **overlapping(overlap),
+    )  # fmt: skip
+    return h
+
+
+_AT_ONCE = 528
+"""Programs of four warps and 4 x 2048 weights that an H200 runs at a time."""
+
+
+def _tile(n: int, k: int) -> tuple[int, int, int]:
+    """Numbers of y, columns of the weight at a time, and warps of a program."""
+    rounds = cdiv(n, 4 * _AT_ONCE)
+    if rounds * 4 * _AT_ONCE > 1.25 * n:  # the last round would be half empty: fewer, larger ones
+        return 8, 1024, 8
+    return 4, 2048, 4

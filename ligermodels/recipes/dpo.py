@@ -1,0 +1,34 @@
+"""Direct preference optimisation: pairs of answers, against the model as it was."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ligermodels.layers.preference.dpo import PER_TOKEN, check_options, dpo_loss
+from ligermodels.recipes.data import Data
+from ligermodels.recipes.loop import Processes
+from ligermodels.recipes.options import DPOOptions
+from ligermodels.recipes.preference import PairLoss, PreferenceData, Reference, pair_counts
+from ligermodels.recipes.run import Recipe, run
+
+__all__ = ["RECIPE", "DPOOptions", "train"]
+
+
+def make_loss(options: DPOOptions, model: Any, data: Data, processes: Processes, load: Callable[[], Any]) -> PairLoss:
+    how: dict[str, Any] = dict(beta=options.beta, loss_type=options.loss, label_smoothing=options.label_smoothing)
+    return PairLoss(
+        functools.partial(dpo_loss, **how),
+        options.beta,
+        Reference(options, model, data, processes, load),
+        per_token=options.loss in PER_TOKEN,
+        nll_weight=options.sft_weight,
+    )
+
+
+RECIPE = Recipe(open_data=PreferenceData, count=pair_counts, make_loss=make_loss)
+
+
+def train(options: DPOOptions) -> int:
+    """Tunes a model to prefer the chosen answers to the rejected ones. Returns the exit status."""
+    check_options(options.loss, options.beta, options.label_smoothing, discopop_tau=0.05)
+    return run(options, RECIPE)

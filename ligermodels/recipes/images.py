@@ -1,0 +1,198 @@
+"""Images in conversations: which placeholder stands for which image, their tokens, and their pixels in a batch.
+
+An image is given in its part of a message, {"type": "image", "image": ...}, also under path, url, base64 or image_url;
+or in the row's `images`, in order, for parts without their own. Messages that are plain texts may mark the places by
+<image>, as LLaMA-Factory does; without a mark the images stand before the first question, as in TRL. An image is a
+path, relative to the file of the row, the bytes of a file, {"bytes", "path"} as `datasets` stores it, or a PIL image.
+
+Qwen2-VL has tokens for each image, which are packed like others. Llama-3.2-Vision attends to the images of a row, so
+that its rows cannot be packed.
+"""
+
+import functools
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ligermodels.errors import ConfigError, InputError
+
+if TYPE_CHECKING:
+    from ligermodels.vision import Processor
+
+MARK = "<image>"
+
+
+@dataclass(frozen=True)
+class Images:
+    """What the images of an example add to a batch. token: the id that stands for them.
+
+    tensors: of Qwen2-VL, pixel_values [patches, width] and image_grid_thw [images, 3]; of Llama-3.2-Vision,
+    pixel_values [images, tiles, 3, S, S], aspect_ratio_ids [images] and aspect_ratio_mask [images, tiles].
+    tiles: of the latter, how many each image has; else None.
+    """
+
+    token: int
+    tensors: dict[str, Tensor]
+    tiles: list[int] | None = None
+
+
+# ---- of a row ----
+
+
+def placed(
+    messages: Sequence[Mapping[str, Any]], given: Any, folder: Path | None
+) -> tuple[list[dict[str, Any]], list[Any]]:
+    """The messages with {"type": "image"} for each image, and the images in that order.
+
+    given: `images` of the row. folder: what relative paths are relative to. Raises InputError.
+    """
+    if given is None and not has_parts(messages):
+        return [dict(message) for message in messages], []
+    found: list[dict[str, Any]]
+    found, own, videos = _vision().split_media(messages)
+    if videos:
+        raise InputError("a message has a video; recipes train on texts and images, for now")
+    if given is not None and own:
+        raise InputError("images: they are given, and parts of the messages hold images too. Give them one way")
+    if given is not None:
+        own = list(given) if isinstance(given, list | tuple) else [given]
+        if not any(isinstance(message["content"], list) for message in found):
+            found = _marked(found, len(own))
+    places = [part for message in found for part in _parts(message) if part.get("type") == "image"]
+    if len(places) != len(own):
+        raise InputError(f"images: there are {len(own)}, and the messages have places for {len(places)}")
+    return found, [_source(image, folder) for image in own]
+
+
+def has_parts(messages: Any) -> bool:
+    """Whether a message has a part that is no text."""
+    return isinstance(messages, list) and any(
+        part.get("type") != "text" for message in messages for part in _parts(message)
+    )
+
+
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
+def _marked(messages: list[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Messages of plain text with parts for `number` images: at the marks, or before the first question."""
+    found = []
+    marked = any(MARK in message["content"] for message in messages)
+    for message in messages:
+        pieces = message["content"].split(MARK) if marked else [message["content"]]
+        parts: list[dict[str, Any]] = [{"type": "text", "text": pieces[0]}]
+        for piece in pieces[1:]:
+            parts += [{"type": "image"}, {"type": "text", "text": piece}]
+        if not marked and message["role"] == "user" and number:
+            parts, number = [{"type": "image"}] * number + parts, 0
+        parts = [part for part in parts if part.get("text") != ""]
+        found.append({**message, "content": parts} if {"type": "image"} in parts else message)
+    return found
+
+
+def _source(image: Any, folder: Path | None) -> Any:
+    """What `vision.load_image` takes."""
+    if isinstance(image, Mapping):
+        image = next((image[key] for key in ("bytes", "path", "url") if image.get(key) is not None), image)
+    if isinstance(image, str) and not re.match(r"data:|[a-zA-Z][a-zA-Z0-9+.-]+://", image) and folder is not None:
+        return folder / os.path.expanduser(image)
+    return image
+
+
+# ---- of an example ----
+
+
+def _vision() -> Any:
+    try:
+        from ligermodels.vision import processor
+    except ModuleNotFoundError as error:
+        raise ConfigError(str(error)) from error
+    return processor
+
+
+@functools.cache
+def processor_of(folder: Path) -> "Processor":
+    """The processor of the checkpoint in a folder. Raises InputError for a model without one."""
+    try:
+        return _vision().Processor.from_folder(folder)  # type: ignore[no-any-return]
+    except ConfigError as error:
+        raise InputError(f"the row has images, and the model takes none: {error}") from error
+
+
+def add(
+    ids: list[int], mask: Sequence[int], sources: Sequence[Any], processor: "Processor"
+) -> tuple[list[int], list[int], Images]:
+    """Ids with as many tokens for each image as it has, none of which is trained, the mask likewise, and the images.
+
+    Raises InputError for an image that cannot be read.
+    """
+    token = processor.tokenizer.token_to_id(processor.image_token)
+    assert token is not None
+    if ids.count(token) != len(sources):
+        raise InputError(
+            f"the text has {ids.count(token)} {processor.image_token}, for {len(sources)} images. Likely cause: the "
+            "token is written in the text, or the chat template has no place for images"
+        )
+    prepare: Any = processor.image_processor
+    if processor.image_token == "<|image|>":
+        tensors, (tiles,) = prepare([sources])
+        images = Images(token, {name: tensor[0] for name, tensor in tensors.items()}, tiles)
+        sizes = [1] * len(sources)
+    else:
+        images = Images(token, prepare(sources, [f"image {n + 1}" for n in range(len(sources))]))
+        sizes = [prepare.num_tokens(grid) for grid in images.tensors["image_grid_thw"]]
+    counts = iter(sizes)
+    repeats = [next(counts) if index == token else 1 for index in ids]
+    trained = [0 if index == token else bit for index, bit in zip(ids, mask, strict=True)]
+    return _repeated(ids, repeats), _repeated(trained, repeats), images
+
+
+def _repeated(values: Sequence[int], repeats: Sequence[int]) -> list[int]:
+    return [value for value, times in zip(values, repeats, strict=True) for _ in range(times)]
+
+
+def shortened(text: str, token: str) -> str:
+    """The text with a count in the place of tokens of one image, to look at."""
+    return re.sub(f"(?:{re.escape(token)}){{2,}}", lambda run: f"{token} x {len(run[0]) // len(token)}", text)
+
+
+# ---- of a batch ----
+
+
+def batch(found: Sequence[Images | None], input_ids: Tensor, *, packed: bool) -> dict[str, Tensor]:
+    """What the images of examples, in the order of their tokens, add to a batch with these ids [B, S].
+
+    Raises InputError for packed rows of Llama-3.2-Vision, and for its rows with different numbers of images.
+    """
+    some = [images for images in found if images is not None]
+    if not some:
+        return {}
+    if some[0].tiles is None:
+        return {name: torch.cat([images.tensors[name] for images in some]) for name in some[0].tensors}
+    if packed:
+        raise InputError(
+            "Llama-3.2-Vision attends to the images of a row, so that rows with images cannot be packed. Next step: "
+            "--no-packing"
+        )
+    tiles = [images.tiles or [] if images is not None else [] for images in found]
+    if len(set(map(len, tiles))) > 1:
+        # Tokens before a row's first image attend evenly to all of its images, in transformers' model as in ours: also
+        # to those that only fill the row up.
+        raise InputError(
+            f"rows of one batch have {sorted(set(map(len, tiles)))} images; Llama-3.2-Vision computes a row otherwise "
+            "beside rows with more images. Next step: one row a batch (--batch-tokens as --length), or data of one kind"
+        )
+    from ligermodels.vision.mllama import cross_attention_mask
+
+    joined = {name: torch.stack([images.tensors[name] for images in some]) for name in some[0].tensors}
+    most_tiles = joined["aspect_ratio_mask"].shape[2]
+    joined["cross_attention_mask"] = cross_attention_mask(input_ids, some[0].token, tiles, most_tiles)
+    return joined

@@ -1,0 +1,393 @@
+"""Weights that go through the ring of buffers: the bits of the files, whatever arrives when, and no thread left behind.
+
+On a machine with a GPU the copies are CUDA's. Without one, `Late` stands for it: what it is told to copy it copies when
+somebody waits for it, so that a buffer that is filled again too early shows.
+"""
+
+import errno
+import itertools
+import os
+import random
+import threading
+import time
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import ligermodels
+from ligermodels.checkpoint import transfer, weights
+from ligermodels.checkpoint.reading import SafetensorsReader
+from ligermodels.checkpoint.transfer import Part, Settings
+from ligermodels.checkpoint.weights import FLOATS, same_bits
+from ligermodels.errors import CheckpointError, HubError
+from tests.checkpoint.fixtures import CONFIG, EMBEDDING, make_model
+from tests.checkpoint.test_weights import STACKED, TABLE, on_meta, random_bits, random_tensors, relaid, save
+
+SMALL = Settings(threads=3, buffers=2, buffer_bytes=1000)
+
+
+class Late:
+    """A device whose copies happen as late as it may: when an event after them is waited for, or at the end."""
+
+    def __init__(self, device):
+        self.pending, self.lock, self.buffers = [], threading.Lock(), []
+
+    def buffer(self, nbytes: int) -> Tensor:
+        memory = torch.zeros(nbytes + 4096, dtype=torch.uint8)
+        begin = -memory.data_ptr() % 4096  # as pinned memory is
+        self.buffers.append(memory[begin : begin + nbytes])
+        return self.buffers[-1]
+
+    def copy(self, block, memory):
+        event = Event(self)
+        self.pending.append((block, memory, event))
+        return event
+
+    def wait(self, event):
+        event.synchronize()
+
+    def end(self):
+        while self.pending:
+            self.pending[-1][2].synchronize()
+
+
+class Event:
+    def __init__(self, device: Late):
+        self.device = device
+
+    def synchronize(self):
+        with self.device.lock, torch.no_grad():
+            while any(event is self for _, _, event in self.device.pending):
+                block, memory, _ = self.device.pending.pop(0)
+                block.copy(memory)
+
+
+class Prompt(Late):
+    """Copies at once: for callers that look at what is complete."""
+
+    def copy(self, block, memory):
+        event = super().copy(block, memory)
+        event.synchronize()
+        return event
+
+
+@pytest.fixture
+def through(device, monkeypatch):
+    """Loading on `device` goes through the ring, with buffers so small that tensors take several."""
+    if device == "cpu":
+        monkeypatch.setattr(transfer, "serves", lambda device: True)
+        monkeypatch.setattr(transfer, "Copies", Prompt)
+    monkeypatch.setattr(transfer, "SETTINGS", SMALL)
+    monkeypatch.setattr(transfer, "_ROW", 64)
+    run, runs = transfer.run, []
+    monkeypatch.setattr(transfer, "run", lambda blocks, *given: (runs.append(blocks), run(blocks, *given))[1])
+    yield device
+    assert all(len(blocks) > 3 for blocks in runs) and (runs or device != "cpu")
+
+
+@pytest.fixture
+def late(device, monkeypatch):
+    if device == "cpu":
+        monkeypatch.setattr(transfer, "Copies", Late)
+    return torch.device(device)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind():
+    yield
+    assert not [thread for thread in threading.enumerate() if thread.name == "ligermodels-load"]
+    links = [os.path.join("/proc/self/fd", number) for number in os.listdir("/proc/self/fd")]
+    assert not [link for link in links if os.path.lexists(link) and "safetensors" in os.readlink(link)]
+
+
+# The same bits
+
+
+@pytest.mark.filterwarnings("ignore:.*NaN or infinity")
+@pytest.mark.parametrize("stored, dtype", [*((x, x) for x in FLOATS), *itertools.permutations(FLOATS[1:3])])
+@pytest.mark.parametrize("shards, stacked", [(1, True), (5, False)])
+def test_a_model_has_the_bits_that_safetensors_reads(tmp_path, through, poison, stored, dtype, shards, stacked):
+    tensors = random_tensors(on_meta(stacked=stacked), stored)
+    reader, model = save(tmp_path, tensors, shards), on_meta(stacked=stacked, dtype=dtype)
+    read = {name: tensor for path in tmp_path.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    weights.load(model, TABLE, reader, device=through, progress=False)
+    for name, box in weights.export(model, TABLE):
+        assert same_bits(box.cpu(), read[name].to(dtype)) or stored != dtype, name
+        torch.testing.assert_close(box.cpu(), read[name].to(dtype), rtol=0, atol=0, equal_nan=True)
+        assert box.device.type == torch.device(through).type
+
+
+def test_a_checkpoint_in_another_layout(tmp_path, through, poison):
+    tensors = {name: torch.randn_like(tensor) for name, tensor in random_tensors(on_meta(stacked=True)).items()}
+    reader, model = save(tmp_path, relaid(tensors, STACKED), shards=3), on_meta(stacked=True)
+    weights.load(model, TABLE, reader, device=through, progress=False, also=[STACKED])
+    assert all(same_bits(box.cpu(), tensors[name]) for name, box in weights.export(model, TABLE))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("pad", [0, 1, 2, 4093])
+def test_a_folder_wherever_its_tensors_begin(tmp_path, through, tied, pad):
+    """Headers of any length: in old files the weights are not aligned to their elements."""
+    made = make_model(tie_word_embeddings=tied)
+    folder = made.save_pretrained(tmp_path / "model")
+    file = folder / "model.safetensors"
+    blob = file.read_bytes()
+    length = int.from_bytes(blob[:8], "little")
+    file.write_bytes((length + pad).to_bytes(8, "little") + blob[8 : 8 + length] + b" " * pad + blob[8 + length :])
+    for dtype in (torch.float32, torch.bfloat16):
+        model = ligermodels.load(folder, device=through, dtype=dtype, progress=False)
+        for (name, ours), theirs in zip(model.named_parameters(), made.parameters(), strict=True):
+            assert same_bits(ours.detach().cpu(), theirs.detach().to(dtype)), name
+
+
+def test_nan_is_named_in_the_order_of_the_files(tmp_path, through):
+    tensors = {name: torch.randn_like(tensor) for name, tensor in random_tensors(on_meta()).items()}
+    reader = save(tmp_path, tensors)
+    broken = [name for name in reader.headers if "layers.1" in name][:2]
+    for name in broken:
+        tensors[name].view(-1)[-1] = float("nan")
+    with pytest.warns(UserWarning, match=f"2 of {len(tensors)} tensors hold NaN or infinity: {', '.join(broken)}"):
+        weights.load(on_meta(), TABLE, save(tmp_path, tensors), device=through, progress=False)
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_a_rank_gets_its_rows(tmp_path, through, monkeypatch, family, rank):
+    """As without the ring, which tests/parallel compares with whole models."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if through != "cpu":
+        pytest.skip("has four ranks in one process")
+    config = {**CONFIG, "model_type": family, "hidden_size": 24, "num_key_value_heads": 2}
+    config |= {"num_local_experts": 2} if family == "mixtral" else {}
+    folder = ligermodels.ARCHS[family].from_config(config, dtype=torch.float32).save_pretrained(tmp_path / "model")
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    try:
+        mesh = init_device_mesh(through, (2, 2), mesh_dim_names=("dp_shard", "tp"))
+        found = ligermodels.load(folder, mesh=mesh, progress=False)
+        monkeypatch.setattr(transfer, "serves", lambda device: False)
+        expected = dict(ligermodels.load(folder, mesh=mesh, progress=False).named_parameters())
+    finally:
+        dist.destroy_process_group()
+    for name, parameter in found.named_parameters():
+        assert same_bits(parameter.to_local().detach(), expected[name].to_local().detach()), name
+    assert {placement.dim for x in expected.values() for placement in x.placements if placement.is_shard()} >= {0, 1}
+
+
+def placed(generator: random.Random, device: torch.device) -> tuple[tuple[int, ...], tuple[slice, ...], Tensor]:
+    """A shape on disk, a box in it, and memory for the box, with gaps or without."""
+    shape = tuple(generator.randint(1, 9) for _ in range(generator.randint(0, 4)))
+    ends = [sorted(generator.sample(range(size + 1), 2)) for size in shape]
+    ends = [generator.choice([end, [0, size]]) for end, size in zip(ends, shape, strict=True)]
+    index = tuple(slice(*end) for end in ends)[: generator.randint(0, len(shape))]
+    box = torch.empty(shape)[index].shape
+    sizes = [size + generator.choice([0, 0, 2]) for size in box]
+    large = torch.zeros(sizes, dtype=generator.choice(FLOATS), device=device)
+    return shape, index, large[tuple(slice(size) for size in box)]
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_box_goes_to_any_place(tmp_path, late, monkeypatch, seed):
+    generator = random.Random(seed)
+    monkeypatch.setattr(transfer, "_ROW", generator.choice([1, 60, 2**18]))
+    settings = Settings(generator.randint(1, 4), generator.randint(1, 4), generator.choice([8, 50, 400, 10**5]))
+    cases = {f"x{k}": placed(generator, late) for k in range(20)}
+    tensors = {name: torch.randn(shape, dtype=generator.choice(FLOATS)) for name, (shape, _, _) in cases.items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    targets = {name: target for name, (_, _, target) in cases.items()}
+    with SafetensorsReader(tmp_path) as reader:
+        parts = [Part(name, reader.locate(name), cases[name][1], targets[name]) for name in cases]
+        blocks = transfer.plan(parts, settings)
+    assert all(0 < block.nbytes <= settings.buffer_bytes for block in blocks)
+    steps = list(transfer.run(blocks, late, settings))
+    assert sum(nbytes for nbytes, _ in steps) == sum(block.nbytes for block in blocks)
+    names = [name for _, complete in steps for name in complete]
+    assert sorted(names) == sorted(cases)
+    for name, tensor in tensors.items():
+        assert torch.equal(targets[name].cpu(), tensor[cases[name][1]].to(targets[name].dtype)), name
+
+
+def test_rows_are_read_and_nothing_else(tmp_path):
+    save_file({"a": torch.randn(64, 16), "b": torch.randn(8)}, tmp_path / "model.safetensors")
+    with SafetensorsReader(tmp_path) as reader:
+        parts = [
+            Part("a", reader.locate("a"), (slice(16, 48),), torch.empty(32, 16)),
+            Part("b", reader.locate("b"), (), torch.empty(8)),
+        ]
+        assert sum(block.nbytes for block in transfer.plan(parts, transfer.SETTINGS)) == 4 * (32 * 16 + 8)
+        parts[0] = replace(parts[0], index=(slice(0, 64),), target=torch.empty(64, 16))
+        assert len(transfer.plan(parts, transfer.SETTINGS)) == 1, "neighbours on disk are read together"
+
+
+# The ring
+
+
+@pytest.fixture
+def stored(tmp_path):
+    """(its parts, what they should become) of a file of 40 kB."""
+    tensors = {f"x{k}": random_bits((50, 25), torch.float64) for k in range(4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    reader = SafetensorsReader(tmp_path)
+
+    def parts(device):
+        empty = {name: torch.empty(50, 25, dtype=torch.float64, device=device) for name in tensors}
+        return [Part(name, reader.locate(name), (), empty[name]) for name in tensors]
+
+    return parts, tensors
+
+
+def slow(generator: random.Random, most: float, least_bytes: int = 1):
+    """A preadv that takes its time, and reads less than it was asked for."""
+    real = os.preadv
+
+    def preadv(file, buffers, offset):
+        time.sleep(generator.uniform(0, most))
+        (buffer,) = buffers
+        return real(file, [buffer[: max(least_bytes, generator.randint(1, len(buffer)))]], offset)
+
+    return preadv
+
+
+@pytest.mark.parametrize("settings", [SMALL, Settings(1, 1, 512), Settings(8, 3, 4096), Settings(2, 9, 10**6)])
+def test_a_buffer_is_filled_again_only_when_its_copies_have_ended(stored, late, monkeypatch, settings):
+    monkeypatch.setattr(os, "preadv", slow(random.Random(0), 1e-3, least_bytes=200))
+    made = []
+    monkeypatch.setattr(transfer, "Copies", type("Watched", (transfer.Copies,), {
+        "__init__": lambda self, device: (super(type(self), self).__init__(device), made.append(self))[0],
+        "buffer": lambda self, nbytes: made.append(super(type(self), self).buffer(nbytes)) or made[-1],
+    }))  # fmt: skip
+    parts, tensors = stored[0](late), stored[1]
+    list(transfer.run(transfer.plan(parts, settings), late, settings))
+    assert all(same_bits(part.target.cpu(), tensors[part.name]) for part in parts)
+    places = sorted(buffer.data_ptr() for buffer in made[1:])
+    assert 1 <= len(places) <= settings.buffers
+    assert all(b - a >= settings.buffer_bytes for a, b in itertools.pairwise(places)), "buffers overlap"
+
+
+def test_reads_past_the_page_cache(stored, late):
+    settings = Settings(3, 4, 4 * 4096, direct=True)
+    parts, tensors = stored[0](late), stored[1]
+    try:
+        os.close(os.open(parts[0].stored.file.path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this file system has no direct reads")
+    list(transfer.run(transfer.plan(parts, settings), late, settings))
+    assert all(same_bits(part.target.cpu(), tensors[part.name]) for part in parts)
+
+
+# What goes wrong
+
+
+def cut(path, preadv):
+    """The file loses its second half after the first read."""
+
+    def cutting(file, buffers, offset):
+        count = preadv(file, buffers, offset)
+        os.truncate(path, 20_000)
+        return count
+
+    return cutting
+
+
+def broken(path, preadv):
+    def reading(file, buffers, offset):
+        if offset > 20_000:
+            raise OSError(errno.EIO, "Input/output error")
+        return preadv(file, buffers, offset)
+
+    return reading
+
+
+def touched(path, preadv):
+    """Somebody writes into the file."""
+
+    def reading(file, buffers, offset):
+        count = preadv(file, buffers, offset)
+        os.utime(path, ns=(1, 1))
+        return count
+
+    return reading
+
+
+@pytest.mark.parametrize(
+    "damage, kind, words",
+    [
+        (cut, CheckpointError, "cut short"),
+        (broken, HubError, "cannot be read: Input/output error"),
+        (touched, CheckpointError, "changed or replaced"),
+    ],
+)
+def test_what_happens_to_a_file_while_it_is_read(stored, late, monkeypatch, damage, kind, words):
+    parts = stored[0](late)
+    path = parts[0].stored.file.path
+    monkeypatch.setattr(os, "preadv", damage(path, os.preadv))
+    with pytest.raises(kind, match=words) as caught:
+        list(transfer.run(transfer.plan(parts, SMALL), late, SMALL))
+    assert str(path) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda path: path.unlink(), "was removed"),
+        (lambda path: os.truncate(path, 100), "changed or replaced"),
+        (
+            lambda path: path.replace(path.with_suffix(".old")) and path.write_bytes(b"x" * 40_500),
+            "changed or replaced",
+        ),
+    ],
+    ids=["removed", "cut", "replaced"],
+)
+def test_what_happens_to_a_file_between_its_header_and_its_weights(stored, late, change, words):
+    parts = stored[0](late)
+    change(parts[0].stored.file.path)
+    with pytest.raises(CheckpointError, match=words):
+        list(transfer.run(transfer.plan(parts, SMALL), late, SMALL))
+
+
+def test_an_error_of_the_copies_reaches_the_caller(stored, late, monkeypatch):
+    parts = stored[0](late)
+    blocks = transfer.plan(parts, SMALL)
+    blocks[len(blocks) // 2].pieces[0].target = torch.empty(1, device=late)
+    with pytest.raises(RuntimeError):
+        list(transfer.run(blocks, late, SMALL))
+
+
+def test_leaving_early_ends_the_threads(stored, late, monkeypatch):
+    monkeypatch.setattr(os, "preadv", slow(random.Random(0), 1e-3))
+    steps = transfer.run(transfer.plan(stored[0](late), SMALL), late, SMALL)
+    next(steps)
+    assert any(thread.name == "ligermodels-load" for thread in threading.enumerate())
+    steps.close()
+
+
+def test_ctrl_c_while_the_disk_is_slow(tmp_path, through, monkeypatch):
+    """Of a whole load; the model can be loaded afterwards."""
+    import _thread
+
+    folder = make_model().save_pretrained(tmp_path / "model")
+    real, begun = os.preadv, threading.Event()
+
+    def preadv(file, buffers, offset):
+        if not begun.is_set():
+            begun.set()
+            _thread.interrupt_main()
+        time.sleep(0.05)
+        return real(file, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt):
+        ligermodels.load(folder, device=through, progress=False)
+    assert time.perf_counter() - start < 5
+    monkeypatch.setattr(os, "preadv", real)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = ligermodels.load(folder, device=through, progress=False)
+    assert torch.equal(model.get_parameter(EMBEDDING).cpu(), make_model().get_parameter(EMBEDDING))

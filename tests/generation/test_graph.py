@@ -1,0 +1,350 @@
+"""Decoding with lengths on the device, as a CUDA graph on a GPU and step by step on a CPU: the ids without it."""
+
+import copy
+import gc
+import pickle
+import warnings
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import ligermodels
+from benchmarks.convergence import _TINY, FAMILIES
+from ligermodels.errors import InputError
+from ligermodels.generation import generate, generate_iter, graph, release_graphs
+from ligermodels.layers.cache import as_kv_cache
+from ligermodels.training.lora import add_lora
+from tests.arch import llama_vision, qwen2_vl
+from tests.generation.models import llama, padded, prompt
+
+
+@pytest.fixture(autouse=True)
+def steps(monkeypatch):
+    """Every device decodes by `Decode`; the list has an entry for each of its steps."""
+    seen, call = [], graph.Decode.__call__
+    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr("ligermodels.layers.cache.SLACK", 3)  # windows move every few tokens
+    monkeypatch.setattr(graph.Decode, "__call__", lambda self, *a: (seen.append(self), call(self, *a))[1])
+    return seen
+
+
+def with_large_weights(model):
+    """Text that varies, so that positions, windows and caps decide."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(0.0, 0.3 if "norm" not in name else 0.1)
+            if "norm" in name and not model.config.model_type.startswith("gemma"):
+                parameter.add_(1.0)
+    return model.requires_grad_(False).eval()
+
+
+def family(name, **changes):
+    config = {**_TINY, **FAMILIES[name], "model_type": name, "pad_token_id": 0, "tie_word_embeddings": False, **changes}
+    return with_large_weights(ligermodels.ARCHS[name].from_config(config))
+
+
+def assert_same_ids(model, steps, ids, recomputed=0, **options):
+    """Returns the ids, which decoding without lengths on the device gives as well.
+
+    recomputed: steps that run the whole text, for another set of rotary frequencies.
+    """
+    options = {"max_new_tokens": 30, "eos_token_id": (), **options}
+    expected = generate(model, ids, disable_compile=True, **options)
+    assert not steps
+    found = generate(model, ids, **options)
+    assert torch.equal(found, expected) and len(steps) == found.shape[1] - ids.shape[1] - 1 - recomputed
+    assert found[:, ids.shape[1] :].unique().numel() > 4, "a model that repeats itself proves little"
+    steps.clear()
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_writes_the_same(name, device, steps):
+    model = family(name).to(device)
+    for lengths in ([9], [9, 4, 13]):
+        ids, mask = (x.to(device) for x in padded(lengths))
+        assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=name == "phi3")
+
+
+def test_images_of_qwen2_vl(device, steps):
+    model = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
+    image, video = ("image", (1, 2, 3)), ("video", (2, 1, 2))
+    for rows in ([[3, image, 4]], [[1, image, 6]], [[3, image, 4], [5], [2, video, 1]]):  # the graph has seen others
+        batch = {name: x if "grid" in name else x.to(device) for name, x in qwen2_vl.inputs(rows).items()}
+        assert_same_ids(model, steps, batch.pop("input_ids"), **batch)
+        assert_same_ids(model, steps, prompt(length=7).to(device))
+
+
+def test_images_of_llama_vision(device, steps):
+    config = llama_vision.tiny()
+    model = with_large_weights(ligermodels.LlamaVision.from_config(config)).to(device)
+    for seed in (3, 4):
+        ids, _, inputs = llama_vision.images(config, [[(2, 3)], [(5, 1)]], length=12, seed=seed)
+        inputs = {name: x.to(device) for name, x in inputs.items()}
+        assert_same_ids(model, steps, ids.to(device), **inputs)
+    assert_same_ids(model, steps, prompt(2, 7).to(device))
+
+
+# What generate promises.
+
+
+def test_draws_are_the_same_and_none_is_ahead(device, steps):
+    model, (ids, mask) = family("qwen3").to(device), padded([6, 9])
+    ids, mask = ids.to(device), mask.to(device)
+    options = dict(attention_mask=mask, do_sample=True, temperature=1.2, top_k=20, top_p=0.9, num_return_sequences=3)
+    free = assert_same_ids(model, steps, ids, seed=5, repetition_penalty=1.2, no_repeat_ngram_size=3, **options)
+    eos = free[:, 15].tolist()
+    after = []
+    for off in (True, False):
+        torch.manual_seed(7)
+        found = generate(model, ids, max_new_tokens=30, eos_token_id=eos, disable_compile=off, **options)
+        after.append((found, torch.rand(3, device=device)))
+    assert torch.equal(after[0][0], after[1][0]) and torch.equal(after[0][1], after[1][1])
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_cache_holds_all_but_the_last_token_however_it_ends(name, device, steps):
+    model, ids = family(name).to(device), prompt(2, 7).to(device)
+    free = generate(model, ids, max_new_tokens=40, disable_compile=True, eos_token_id=())
+    rows = [row.tolist() for row in free[:, 7:]]
+    eos = next(token for token in rows[0][3:] if token in rows[1][3:])
+    options = dict(max_new_tokens=40, return_dict_in_generate=True, eos_token_id=eos, pad_token_id=0)
+    expected = generate(model, ids, disable_compile=True, **options)
+    found = generate(model, ids, **options)
+    assert torch.equal(found.sequences, expected.sequences) and found.sequences.shape[1] < 40
+    caches = [found.past_key_values, expected.past_key_values]
+    assert [cache.length for cache in caches] == [found.sequences.shape[1] - 1] * 2
+    longer = torch.cat([found.sequences, prompt(2, 3).to(device)], 1)
+    mask = torch.ones_like(longer)
+    more = [
+        generate(model, longer, attention_mask=mask, past_key_values=cache, max_new_tokens=20, eos_token_id=())
+        for cache in caches
+    ]
+    assert torch.equal(more[0], more[1])
+    full = generate(model, longer, attention_mask=mask, max_new_tokens=20, disable_compile=True, eos_token_id=())
+    assert torch.equal(more[0], full)
+
+    cache = model.new_cache(2, 20)  # too small, and left in the middle
+    stream = generate_iter(model, ids, past_key_values=cache, max_new_tokens=40, eos_token_id=())
+    start = torch.stack([next(stream) for _ in range(25)], 1)
+    stream.close()
+    assert torch.equal(start, free[:, 7:32].cpu()) and cache.length == 31
+
+
+def test_criteria_strings_scores_and_processors_see_what_they_saw(device, steps):
+    model, ids = family("mistral").to(device), prompt(2, 5).to(device)
+    kept = [[], []]
+    outputs = []
+    for i, off in enumerate((True, False)):
+
+        def keep(ids, logits, kept=kept[i]):
+            kept.append(logits)
+            return logits
+
+        def stop(ids, scores):
+            return ids[:, -1] % 7 == 3
+
+        outputs.append(generate(
+            model, ids, max_new_tokens=20, logits_processor=keep, stopping_criteria=stop, disable_compile=off,
+            return_dict_in_generate=True, output_scores=True, output_logits=True, eos_token_id=(), pad_token_id=0,
+        ))  # fmt: skip
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences) and steps
+    for name in ("scores", "logits"):
+        for a, b in zip(outputs[0][name], outputs[1][name], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # fp32 sums in another order
+    for a, b in zip(*kept, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # as above
+
+
+def test_nan_logits_are_an_error(device, steps):
+    model, ids = family("llama").to(device), prompt(length=5).to(device)
+    generate(model, ids, max_new_tokens=3)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    for options in ({"eos_token_id": ()}, {"eos_token_id": 999, "pad_token_id": 0}):
+        with pytest.raises(InputError, match="float16 overflow"):
+            generate(model, ids, max_new_tokens=3, **options)
+
+
+# Reuse.
+
+
+def test_caches_and_graphs_serve_later_calls(device, steps):
+    model = family("llama").to(device)
+    one, three = prompt(1, 5).to(device), prompt(3, 8).to(device)
+    expected = [generate(model, ids, max_new_tokens=9, disable_compile=True) for ids in (one, three)]
+    seen = []
+    for ids, wanted in [(one, 0), (three, 1), (one, 0), (three, 1)]:
+        with torch.inference_mode(len(seen) % 2 == 1):
+            assert torch.equal(generate(model, ids, max_new_tokens=9), expected[wanted])
+        assert len(set(steps)) == 1
+        seen.append((steps[0], steps[0]._graph))
+        steps.clear()
+    assert seen[0] == seen[2] and seen[1] == seen[3] and seen[0] != seen[1]
+    generate(model, one, max_new_tokens=graph.BUCKET)
+    assert steps[0] is not seen[0][0], "another bucket"
+    kept = graph._caches[model]
+    assert len(kept) == 3
+    streams = [generate_iter(model, one, max_new_tokens=9) for _ in range(2)]  # at once: two caches
+    for tokens in zip(*streams, strict=True):
+        assert torch.equal(*tokens)
+    given = generate(model, one, max_new_tokens=9, return_dict_in_generate=True).past_key_values
+    assert all(cache is not given for _, cache in graph._caches[model]), "it is the caller's now"
+    for rows in range(1, 8):
+        generate(model, prompt(rows, 3).to(device), max_new_tokens=2)
+    assert len(graph._caches[model]) == graph.KEPT
+
+
+def test_nothing_stays_alive_or_is_copied(device, steps):
+    model = family("llama").to(device)
+    generate(model, prompt().to(device), max_new_tokens=3)
+    again = copy.deepcopy(model)
+    assert again not in graph._caches and len(pickle.dumps(model)) < 10_000_000
+    (_, cache), *_ = graph._caches[model]
+    held = weakref.ref(cache), weakref.ref(graph._decodes[cache])
+    del cache
+    steps.clear()
+    release_graphs(model)
+    gc.collect()
+    assert [x() for x in held] == [None, None]
+    generate(model, prompt().to(device), max_new_tokens=3)
+    held = weakref.ref(model), weakref.ref(graph._caches[model][0][1])
+    del model
+    gc.collect()
+    assert [x() for x in held] == [None, None]
+
+
+def replace_weight(model):
+    layer = model.decoder.layers[1].mlp.down_proj
+    layer.weight = nn.Parameter(layer.weight.detach().neg(), requires_grad=False)
+
+
+def write_weight(model):
+    with torch.no_grad():
+        model.decoder.layers[1].mlp.down_proj.weight.neg_()
+
+
+def set_adapters(model, on):
+    for module in model.modules():
+        if hasattr(module, "adapter_on"):
+            module.adapter_on = on
+
+
+CHANGES = {
+    "replaced": replace_weight,
+    "adapter off": lambda model: set_adapters(model, False),
+    "softcap": lambda model: setattr(model.decoder.layers[0].self_attn, "softcap", 0.5),
+    "train": lambda model: model.train(),
+    "precision": lambda model: model.double(),
+    "config": lambda model: setattr(model.config, "final_logit_softcapping", 2.0),
+}
+
+
+@pytest.mark.parametrize("what", [*CHANGES, "written"])
+def test_a_change_of_the_model_is_seen(what, device, steps):
+    model, ids = family("llama"), prompt(2, 5).to(device)
+    add_lora(model, r=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.3)
+    model.to(device).eval()
+    before = assert_same_ids(model, steps, ids)
+    (_, cache), *_ = graph._caches[model]
+    decode = graph._decodes[cache]
+    captured = decode._captured
+    CHANGES.get(what, write_weight)(model)
+    after = assert_same_ids(model, steps, ids)
+    assert torch.equal(before, after) == (what in ("train", "precision", "config"))
+    if what != "precision":  # which takes another cache
+        assert (decode._captured == captured) == (what == "written")
+
+
+def test_lora_adapters_are_part_of_the_step(device, steps):
+    model = family("qwen2")
+    ids = prompt(2, 5).to(device)
+    plain = generate(model.to(device), ids, max_new_tokens=12)
+    add_lora(model, r=4)
+    steps.clear()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.3)
+    assert not torch.equal(assert_same_ids(model.eval(), steps, ids, max_new_tokens=12), plain)
+
+
+# Without a graph.
+
+
+class Other(nn.Linear):
+    pass
+
+
+def own_forward(model):
+    attention = model.decoder.layers[0].self_attn
+    attention.forward = attention.forward
+
+
+def own_class(model):
+    model.decoder.layers[0].mlp.down_proj.__class__ = Other
+
+
+OBSTACLES = {
+    r"model.layers.1.mlp has a hook": lambda m: m.decoder.layers[1].mlp.register_forward_hook(lambda *a: None),
+    r"model.layers.0.self_attn has a hook, or a forward that was replaced": own_forward,
+    r"down_proj is a tests.generation.test_graph.Other": own_class,
+    r"is compiled by torch.compile": lambda m: setattr(m.decoder.layers[0], "_compiled_call_impl", lambda *a: None),
+}
+
+
+@pytest.mark.parametrize("reason", OBSTACLES)
+def test_what_the_host_must_run_is_run_by_it_with_one_warning(reason, steps):
+    model, ids = llama(), prompt(2)
+    expected = generate(model, ids, max_new_tokens=6)
+    steps.clear()
+    OBSTACLES[reason](model)
+    if "compile" in reason:
+        assert reason in graph.obstacle_to_capture(model)
+        return
+    with pytest.warns(UserWarning, match=reason):
+        assert torch.equal(generate(model, ids, max_new_tokens=6), expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, ids, max_new_tokens=6)
+    assert not steps
+
+
+def test_gaps_random_numbers_and_foreign_caches_have_no_graph(steps):
+    from transformers import DynamicCache
+
+    model, ids = llama(), prompt(2)
+    mask = torch.ones_like(ids)
+    mask[1, 2] = 0
+    with pytest.warns(UserWarning, match="attention_mask has gaps between tokens"):
+        generate(model, ids, attention_mask=mask, max_new_tokens=6)
+    with pytest.warns(UserWarning, match="a cache of transformers"):
+        generate(model, ids, past_key_values=as_kv_cache(DynamicCache(), 2), max_new_tokens=6)
+    add_lora(model, r=4, dropout=0.5)
+    model.train()
+    with pytest.warns(UserWarning, match=r"draws random numbers in train\(\)"):
+        generate(model, ids, max_new_tokens=6)
+    assert not steps
+
+
+def test_a_step_that_cannot_be_captured_is_run_by_the_host(steps, monkeypatch):
+    model, ids = family("gemma2"), prompt(2, 9)
+    expected = generate(model, ids, max_new_tokens=20)
+    run = graph.Decode._run
+
+    def fail(self, model, cache):
+        if len(steps) == 7:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        run(self, model, cache)
+
+    monkeypatch.setattr(graph.Decode, "_run", fail)
+    steps.clear()
+    with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
+        assert torch.equal(generate(model, ids, max_new_tokens=20), expected)
+    assert len(steps) == 7

@@ -1,0 +1,95 @@
+"""Linear layers of a single row, without gradients."""
+
+import pytest
+import torch
+
+from ligermodels.kernels import one_row
+from ligermodels.kernels.one_row import (
+    one_row_glu,
+    one_row_glu_reference,
+    one_row_linear,
+    one_row_linear_reference,
+    takes,
+)
+
+ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+"""Of the result, once."""
+SUMS = 4e-6
+"""Of the sums in fp32, whose terms are 30 together, relative to the largest result, or to 1."""
+
+
+def operands(device, dtype, n=9, k=96):
+    """x [1, k], two weights [n, k] and two biases [n]."""
+    shapes = (1, k), (n, k), (n, k), (n,), (n,)
+    scales = 1, k**-0.5, k**-0.5, 1, 1
+    return [(torch.randn(shape) * scale).to(device, dtype) for shape, scale in zip(shapes, scales, strict=True)]
+
+
+def assert_close(found, exact, dtype, device):
+    on_cpu = device == "cpu" and dtype != torch.float32  # the interpreter truncates where a GPU rounds
+    allowed = ROUNDING[dtype] * (2 if on_cpu else 1) * exact.abs() + SUMS * exact.abs().max().clamp(min=1)
+    assert found.dtype == dtype and found.shape == exact.shape
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize(("n", "k"), [(9, 96), (2, 1100), (1, 2048)])
+@pytest.mark.parametrize("at_once", [1, 528])
+def test_products_are_those_of_fp64(device, monkeypatch, dtype, n, k, at_once):
+    monkeypatch.setattr(one_row, "_AT_ONCE", at_once)
+    x, gate, up, b1, b2 = operands(device, dtype, n, k)
+    exact = [t.double() for t in (x, gate, up, b1, b2)]
+    assert_close(one_row_linear(x, gate), one_row_linear_reference(*exact[:2]), dtype, device)
+    assert_close(one_row_linear(x, gate, b1), one_row_linear_reference(*exact[:2], exact[3]), dtype, device)
+    for biases, exact_biases, activation in (((), (), "silu"), ((b1, b2), exact[3:], "gelu_tanh")):
+        h = one_row_glu(x, gate, up, *biases, activation=activation)
+        assert_close(h, one_row_glu_reference(*exact[:3], *exact_biases, activation=activation), dtype, device)
+
+
+def test_weights_with_gaps(device):
+    x, gate, up, *_ = operands(device, torch.float32)
+    wide = torch.full((9, 200), float("nan"), device=device)
+    wide[:, :96], wide[:, 100:196] = gate, up
+    strided = wide[:, :96], wide[:, 100:196]
+    assert torch.equal(one_row_linear(x, strided[0]), one_row_linear(x, gate))
+    assert torch.equal(one_row_glu(x, *strided, activation="silu"), one_row_glu(x, gate, up, activation="silu"))
+    assert torch.equal(one_row_linear(x.repeat(1, 2)[:, 1::2], gate), one_row_linear(x.repeat(1, 2)[:, 1::2] + 0, gate))
+    assert one_row_linear(x.view(1, 1, 96), gate).shape == (1, 1, 9)
+
+
+def test_what_it_takes(device):
+    x, weight, *_ = operands(device, torch.bfloat16)
+    assert takes(x, [weight])
+    assert not takes(x.repeat(2, 1), [weight])
+    assert not takes(x[:0], [weight])
+    assert not takes(x.double(), [weight.double()])
+    assert not takes(x, [weight.float()])
+    assert not takes(x, [weight.t().contiguous().t()])
+    weight.requires_grad_()
+    assert not takes(x, [weight])
+    with torch.no_grad():
+        assert takes(x, [weight])
+        with torch.autocast(device, torch.bfloat16):
+            assert not takes(x, [weight])
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_it_is_captured_and_does_not_wait():
+    x, gate, up, *_ = operands("cuda", torch.bfloat16, k=512)
+    back = up.t().contiguous()
+
+    def run():
+        return one_row_linear(one_row_linear(one_row_glu(x, gate, up, activation="silu"), back), gate)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.copy_(x.flip(1))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay()
+        found = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(captured, found) and found.abs().max() > 0

@@ -1,0 +1,108 @@
+"""What `ligermodels train` hands on: a folder that transformers opens, a GGUF file, a model card."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+
+import ligermodels
+from ligermodels.arch import ARCHS
+from ligermodels.recipes import report
+from ligermodels.recipes.options import SFTOptions
+from ligermodels.training import load_adapter
+from tests.conversion.gguf_files import small_model
+from tests.recipes.runs import CHATS, metrics, train
+
+FEW = ("--length", "64", "--accumulation", "1", "--steps", "3", "--lr", "5e-3", "--warmup", "0")
+TEXT = "Say bcd.<|eot|>"
+
+
+def logits(model, tokenizer):
+    with torch.no_grad():
+        return model(torch.tensor([tokenizer.encode(TEXT, add_special_tokens=False)])).logits
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A model that llama.cpp would take, and chats."""
+    folder = tmp_path_factory.mktemp("export")
+    small_model(folder / "model", "llama 3", initializer_range=0.1)
+    (folder / "chats.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in CHATS * 2))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(home):
+    assert train(home, "whole", *FEW, "--export", "gguf", "--eval-share", "0.25") == 0
+    return home / "whole"
+
+
+def test_transformers_opens_the_tuned_model(home, whole):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(whole / "model")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(whole / "model").eval()
+    ours, text = ligermodels.load(whole / "model"), ligermodels.Tokenizer.from_hub(whole / "model")
+    messages = [{"role": "user", "content": "Say efg."}]
+    asked = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert asked == text.apply_chat_template(messages, add_generation_prompt=True)
+    assert tokenizer.encode(TEXT) == text.encode(TEXT)
+    expected = logits(theirs, tokenizer)
+    torch.testing.assert_close(logits(ours, text), expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert (expected - logits(ligermodels.load(home / "model"), text)).abs().max() > 0.1  # it was trained
+
+
+def test_the_gguf_file_is_the_tuned_model(whole):
+    tuned, read = ligermodels.load(whole / "model"), ligermodels.load(whole / "model.gguf")
+    text, again = (ligermodels.Tokenizer.from_hub(whole / name) for name in ("model", "model.gguf"))
+    assert again.encode(TEXT) == text.encode(TEXT)
+    assert again.chat_template == text.chat_template
+    assert torch.equal(logits(read, again), logits(tuned, text))
+
+
+@pytest.mark.parametrize("more", [(), ("--merge",), ("--quantize", "nf4")])
+def test_the_gguf_file_holds_the_adapters(home, more):
+    out = f"lora{''.join(more)}"
+    assert train(home, out, *FEW, "--lora", "4", "--lora-alpha", "64", "--export", "gguf", *more) == 0
+    model = load_adapter(ligermodels.load(home / "model"), home / out / "adapter").eval()
+    text = ligermodels.Tokenizer.from_hub(home / "model")
+    expected = logits(model, text)
+    found = logits(ligermodels.load(home / out / "model.gguf"), text)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
+    assert (found - logits(ligermodels.load(home / "model"), text)).abs().max() > 0.05
+
+
+def test_what_cannot_be_exported_is_said_before_training(home, capsys, tmp_path, monkeypatch):
+    shutil.copytree(home / "model", tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text((home / "chats.jsonl").read_text())
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ARCHS["llama"].from_config(config, device="cpu").save_pretrained(tmp_path / "model")
+    assert train(tmp_path, "biased", *FEW, "--export", "gguf") == 3
+    assert (
+        "llama.cpp does not compute rope_type dynamic" in capsys.readouterr().err and not (tmp_path / "biased").exists()
+    )
+    monkeypatch.setitem(__import__("sys").modules, "gguf", None)
+    assert train(home, "missing", *FEW, "--export", "gguf") == 3
+    assert "pip install 'ligermodels[gguf]'" in capsys.readouterr().err and not (home / "missing").exists()
+    assert train(home, "scratch", *FEW, "--export", "gguf", "--scratch", recipe="pretrain", data="texts.jsonl") == 3
+    assert "pip install 'ligermodels[gguf]'" in capsys.readouterr().err and not (home / "scratch").exists()
+
+
+def test_the_card_says_of_what_data_how_and_with_which_results(whole, tmp_path, monkeypatch):
+    import yaml
+
+    card = (whole / "model" / "README.md").read_text()
+    losses, evaluated = metrics(whole), metrics(whole, "eval_loss")
+    assert f"| loss | {losses[1]:.4f} in the first step, {losses[3]:.4f} in the last |" in card
+    assert f"{evaluated[3]:.4f}, after step 3" in card and "12 rows of messages" in card and "lr: 0.005" in card
+    assert "model.gguf" in card
+    monkeypatch.chdir(tmp_path)
+    options = SFTOptions(model="someone/base", data="someone/chats:clean", out="out", lora=8)
+    (tmp_path / "out" / "adapter").mkdir(parents=True)
+    report.write_card(tmp_path / "out" / "adapter", options, {}, "")
+    head = yaml.safe_load((tmp_path / "out" / "adapter" / "README.md").read_text().split("---\n")[1])
+    assert head == {
+        "base_model": "someone/base", "base_model_relation": "adapter", "datasets": ["someone/chats"],
+        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["sft", "lora", "ligermodels"],
+    }  # fmt: skip

@@ -1,0 +1,294 @@
+"""Images in training rows: ids, labels and pixels against transformers' processors, batches against its models."""
+
+import base64
+import io
+import json
+
+import pytest
+import torch
+import transformers
+from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.recipes.batches import Batches
+from ligermodels.recipes.formats import detect
+from ligermodels.recipes.masking import IGNORED, Encoder, show
+from ligermodels.recipes.packing import packed_batch, padded_batch
+from ligermodels.recipes.rows import open_rows
+from ligermodels.text import Tokenizer
+from tests.arch.suite import auto_class
+from tests.recipes.runs import metrics, train
+from tests.vision import folders, test_use
+from tests.vision.test_processor import TheirQwen, TheirVideos
+
+FAMILIES = {"qwen2_vl": folders.QWEN_TEMPLATE, "mllama": folders.MLLAMA_TEMPLATE}
+NAMES = ("red.png", "wide.png", "deep/tall.png")
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def home(request, tmp_path_factory):
+    """model, a tiny checkpoint that transformers wrote, and images of three sizes beside it."""
+    home = tmp_path_factory.mktemp(request.param)
+    config = transformers.AutoConfig.for_model(**getattr(test_use, request.param)(home / "model"))
+    torch.manual_seed(0)
+    model = auto_class(config).from_config(config, dtype=torch.float32)
+    for name, gate in model.named_parameters():
+        if "gate" in name and gate.numel() == 1:
+            torch.nn.init.constant_(gate, 0.7)
+    model.save_pretrained(home / "model")
+    (home / "deep").mkdir()
+    for number, (name, size) in enumerate(zip(NAMES, [(60, 60), (40, 100), (90, 50)], strict=True)):
+        folders.draw(*size, seed=number).save(home / name)
+    return home
+
+
+@pytest.fixture
+def theirs(home):
+    """transformers' processor."""
+    folder = home / "model"
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    if home.name.startswith("mllama"):
+        template = (folder / "chat_template.jinja").read_text()
+        return transformers.MllamaProcessor(
+            MllamaImageProcessorPil.from_pretrained(folder), tokenizer, chat_template=template
+        )
+    images = Qwen2VLImageProcessorPil.from_pretrained(folder)
+    return TheirQwen(images, tokenizer, TheirVideos(images), chat_template=folders.QWEN_TEMPLATE)
+
+
+def said(text):
+    return {"role": "assistant", "content": text}
+
+
+def asked(*parts):
+    parts = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"role": "user", "content": parts}
+
+
+def image(**source):
+    return {"type": "image", **source}
+
+
+HERE = image()
+TWO = [asked("is", HERE, "like", HERE), said("a cat"), asked("why"), said("the cat sat")]
+"""Of which `images` are red.png and deep/tall.png."""
+
+
+def rows_of(home, *rows, name="data.jsonl"):
+    (home / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return open_rows(home / name)
+
+
+def encoder_of(home, rows):
+    return Encoder(Tokenizer.from_folder(home / "model"), detect(rows))
+
+
+def data_uri(path):
+    return f"data:image/png;base64,{base64.b64encode(path.read_bytes()).decode()}"
+
+
+def forms(home):
+    """The same row as people write it."""
+    red, tall = home / NAMES[0], home / NAMES[2]
+    given = [NAMES[0], NAMES[2]]
+    yield {"messages": TWO, "images": given}
+    yield {"messages": TWO, "images": [str(red), {"path": NAMES[2]}]}
+    for first, second in (
+        (image(image=NAMES[0]), image(path=NAMES[2])),
+        (image(url=f"file://{red}"), {"type": "image_url", "image_url": {"url": data_uri(tall)}}),
+        (image(base64=base64.b64encode(red.read_bytes()).decode()), image(image=NAMES[2], path=None)),
+    ):
+        yield {"messages": [asked("is", first, "like", second), *TWO[1:]]}
+    turns = [("human", "is<image>like<image>"), ("gpt", "a cat"), ("human", "why"), ("gpt", "the cat sat")]
+    yield {"conversations": [{"from": who, "value": text} for who, text in turns], "images": given}
+    history = [["is<image>like<image>", "a cat"]]
+    yield {"instruction": "why", "output": "the cat sat", "history": history, "images": json.dumps(given)}
+    yield {"prompt": TWO[:3], "completion": TWO[3:], "images": given}
+
+
+def test_every_form_of_a_row_is_what_transformers_processor_makes(home, theirs):
+    whole = theirs(
+        text=theirs.apply_chat_template(TWO, tokenize=False), add_special_tokens=False, return_tensors="pt",
+        images=[transformers.image_utils.load_image(str(home / NAMES[n])) for n in (0, 2)],
+    )  # fmt: skip
+    text = theirs.tokenizer.decode(whole["input_ids"][0])
+    end = "<|im_end|>" if "im_end" in text else "<|eot_id|>"
+    for number, row in enumerate(forms(home)):
+        rows = rows_of(home, row)
+        example = encoder_of(home, rows)(rows[0])
+        batch = padded_batch([example])
+        assert example.ids == whole["input_ids"][0].tolist(), row
+        trained = [index if label != IGNORED else -1 for index, label in zip(example.ids, example.labels, strict=True)]
+        text = "".join("#" if index < 0 else theirs.tokenizer.decode([index]) for index in trained)
+        runs = [run.strip() for run in text.split("#") if run]
+        assert runs == ([f"a cat{end}"] if number != 7 else []) + [f"the cat sat{end}"]
+        for name in set(whole) - {"input_ids", "attention_mask", "mm_token_type_ids"}:
+            torch.testing.assert_close(batch[name], whole[name], rtol=0, atol=1e-6, msg=name)
+
+
+def test_without_a_mark_images_stand_before_the_first_question(home, theirs):
+    """As TRL places them."""
+    messages = [{"role": "user", "content": "why"}, said("the cat")]
+    rows = rows_of(home, {"messages": messages, "images": NAMES[:2]})
+    example = encoder_of(home, rows)(rows[0])
+    expected = theirs(
+        text=theirs.apply_chat_template([asked(HERE, HERE, "why"), said("the cat")], tokenize=False),
+        images=[transformers.image_utils.load_image(str(home / name)) for name in NAMES[:2]],
+        add_special_tokens=False,
+    )  # fmt: skip
+    assert example.ids == list(expected["input_ids"][0])
+
+
+def mixed(home):
+    """Rows with two images, with none, with one in the answer, and with one."""
+    answer = {"role": "assistant", "content": [image(image=NAMES[0]), {"type": "text", "text": "dog"}]}
+    return rows_of(
+        home,
+        {"messages": TWO, "images": [NAMES[0], NAMES[2]]},
+        {"messages": [{"role": "user", "content": "why"}, said("the cat")]},
+        {"messages": [asked("draw", image(image=NAMES[1])), answer]},
+        {"messages": [asked(image(image=NAMES[1]), "why"), said("a dog")]},
+    )
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_a_batch_has_the_losses_of_transformers_row_by_row(home, packed):
+    rows = mixed(home)
+    examples = [encoder_of(home, rows)(row) for row in (rows[0], rows[1], rows[2], rows[3])]
+    token = examples[0].images.token
+    assert all(label == IGNORED for e in examples for i, label in zip(e.ids, e.labels, strict=True) if i == token)
+    if packed and home.name.startswith("mllama"):
+        with pytest.raises(InputError, match=r"cannot be packed.* --no-packing"):
+            packed_batch(examples)
+        return
+    if home.name.startswith("mllama"):
+        with pytest.raises(InputError, match=r"rows of one batch have \[0, 1, 2\] images"):
+            padded_batch(examples)
+        del examples[1::2]  # two with two images each
+    batch = (packed_batch if packed else padded_batch)(examples)
+    loss = ligermodels.load(home / "model", progress=False)(**batch, num_items_in_batch=torch.tensor(1.0)).loss
+    config = transformers.AutoConfig.from_pretrained(home / "model")
+    theirs = auto_class(config).from_pretrained(home / "model", attn_implementation="eager").eval()
+    expected = 0.0
+    for example in examples:
+        one = {key: value for key, value in padded_batch([example]).items() if key != "labels"}
+        if "image_grid_thw" in one:
+            one["mm_token_type_ids"] = (one["input_ids"] == token).int()
+        logits = theirs(**one).logits[0, :-1].float()
+        labels = torch.tensor(example.labels[1:])
+        expected += torch.nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum").item()
+    assert loss.item() == pytest.approx(expected, rel=2e-5)
+
+
+def broken(home, source, name="data.jsonl"):
+    return rows_of(home, {"messages": [asked(HERE, "why"), said("a cat")], "images": [source]}, name=name)
+
+
+def test_what_is_wrong_with_an_image_is_said_with_file_and_line(home):
+    good = (home / NAMES[0]).read_bytes()
+    (home / "cut.png").write_bytes(good[: len(good) // 2])
+    (home / "page.png").write_text("<!doctype html><p>not found")
+    ok = {"messages": [asked(HERE, "why"), said("a cat")], "images": [NAMES[0]]}
+    question = ok["messages"]
+    for wrong, message in (
+        (ok | {"images": ["gone.png"]}, r"gone.png is not there"),
+        (ok | {"images": ["cut.png"]}, "cut.png is damaged"),
+        (ok | {"images": ["page.png"]}, "page.png is not an image that can be read: it is an HTML page"),
+        (ok | {"images": ["http://somewhere/a.png"]}, "is a URL, and nothing is fetched"),
+        (ok | {"images": NAMES[:2]}, "there are 2, and the messages have places for 1"),
+        ({"messages": question}, "there are 0, and the messages have places for 1"),
+        ({"messages": [asked(image(image=NAMES[0])), said("x")], "images": [NAMES[0]]}, "Give them one way"),
+        (ok | {"image": NAMES[0]}, "images, image: give one of the two"),
+        ({"messages": [asked(HERE, "<|image_pad|><|image|>"), said("x")], "images": [NAMES[0]]}, "the text has 2"),
+        ({"messages": [asked(image(video="x")), said("x")]}, "a part of the messages|places"),
+    ):
+        rows = rows_of(home, ok, wrong)
+        options = dict(length=400, packing=False, shuffle=False, prefetch=False, epochs=1)
+        with pytest.raises(InputError, match=rf"data.jsonl:2: .*{message}"):
+            list(Batches(rows, encoder_of(home, rows), **options))
+        batches = Batches(rows, encoder_of(home, rows), **options, skip_bad=True)
+        assert sum(len(batch["input_ids"]) for batch in batches) == 1 and batches.report()["bad"] == 1
+
+
+def test_a_cut_goes_through_no_image(home):
+    rows = rows_of(home, {"messages": [asked("a cat " * 20, image(image=NAMES[1]), "why"), said("x")]})
+    with pytest.raises(InputError, match=r"data.jsonl:1: .* would cut its images.* a larger --length"):
+        next(Batches(rows, encoder_of(home, rows), length=24, packing=False))
+    rows = rows_of(home, {"messages": [asked(image(image=NAMES[0]), "why"), said("a cat " * 30)]})
+    whole = encoder_of(home, rows)(rows[0])
+    batch = next(Batches(rows, encoder_of(home, rows), length=len(whole.ids) - 9, packing=False))
+    assert batch["input_ids"].tolist() == [whole.ids[:-9]] and "pixel_values" in batch
+
+
+def test_rows_with_images_need_a_model_with_eyes(home, tmp_path):
+    (tmp_path / "text").mkdir()
+    for path in (home / "model").glob("tokenizer*"):
+        (tmp_path / "text" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "text" / "chat_template.jinja").write_text(folders.QWEN_TEMPLATE)
+    rows = mixed(home)
+    with pytest.raises(InputError, match="the row has images, and the model takes none"):
+        Encoder(Tokenizer.from_folder(tmp_path / "text"), detect(rows))(rows[0])
+    pairs = rows_of(home, {"chosen": TWO[:2], "rejected": [TWO[0], said("x")], "images": list(NAMES[:2])})
+    with pytest.raises(InputError, match="images: rows of pairs train on text only"):
+        encoder_of(home, pairs)(pairs[0])
+
+
+def test_show_counts_the_tokens_of_an_image(home):
+    rows = mixed(home)
+    tokenizer, example = Tokenizer.from_folder(home / "model"), encoder_of(home, rows)(rows[0])
+    text = show(example, tokenizer)
+    assert len(text) < 900 and "[a cat<|" in text.replace("[ ", "[")
+    if home.name.startswith("qwen"):
+        sizes = example.images.tensors["image_grid_thw"].prod(1) // 4
+        assert [f"<|image_pad|> x {size}" in text for size in sizes.tolist()] == [True, True]
+
+
+@pytest.mark.parametrize("home", ["qwen2_vl", pytest.param("mllama", marks=pytest.mark.slow)], indirect=True)
+def test_sft_learns_what_is_on_an_image(home, capsys):
+    answers = dict(zip(NAMES, ("the cat sat", "a dog", "cat"), strict=True))
+    rows = [{"messages": [asked(image(image=name), "What?"), said(answer)]} for name, answer in answers.items()]
+    rows_of(home, *rows, name="images.jsonl")
+    flags = [
+        "--length",
+        "120",
+        "--accumulation",
+        "1",
+        "--epochs",
+        "40",
+        "--lr",
+        "4e-3",
+        "--eval-data",
+        home / "images.jsonl",
+    ]
+    flags += ["--no-packing", "--batch-tokens", "360"] if home.name.startswith("mllama") else []
+    assert train(home, "tuned", *flags, data="images.jsonl") == 0
+    losses = metrics(home / "tuned")
+    assert losses[1] > 3 and losses[max(losses)] < 0.1
+    model = ligermodels.load(home / "tuned" / "model", progress=False)
+    processor = ligermodels.Processor.from_folder(home / "tuned" / "model")
+    for row, answer in zip(rows, answers.values(), strict=True):
+        question = [asked(image(image=home / row["messages"][0]["content"][0]["image"]), "What?")]
+        inputs = processor.apply_chat_template(question, add_generation_prompt=True)
+        out = model.generate(**inputs, max_new_tokens=8, eos_token_id=list(processor.tokenizer.chat_stop_ids))
+        assert processor.decode(out[0, inputs["input_ids"].shape[1] :]).strip() == answer
+
+
+def test_images_of_a_data_set_are_pil_images_or_bytes(home, tmp_path):
+    datasets = pytest.importorskip("datasets")
+    values = {"messages": [[{"role": "user", "content": "why"}, said("a cat")]], "images": [[str(home / NAMES[0])]]}
+    rows = rows_of(home, {"messages": values["messages"][0], "images": [NAMES[0]]})
+    expected = encoder_of(home, rows)(rows[0])
+    features = datasets.Features({
+        "messages": [{"role": datasets.Value("string"), "content": datasets.Value("string")}],
+        "images": datasets.List(datasets.Image()),
+    })  # fmt: skip
+    datasets.Dataset.from_dict(values, features=features).to_parquet(tmp_path / "rows.parquet")
+    found = open_rows(tmp_path / "rows.parquet")
+    example = encoder_of(home, found)(found[0])
+    assert example.ids == expected.ids
+    assert torch.equal(example.images.tensors["pixel_values"], expected.images.tensors["pixel_values"])
+    stored = io.BytesIO((home / NAMES[0]).read_bytes()).getvalue()
+    raw = encoder_of(home, rows)({"messages": values["messages"][0], "images": [{"bytes": stored, "path": None}]})
+    assert torch.equal(raw.images.tensors["pixel_values"], expected.images.tensors["pixel_values"])

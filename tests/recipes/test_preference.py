@@ -1,0 +1,411 @@
+"""Recipes of preferences: what is trained, batches, losses against plain formulas, references, runs and refusals."""
+
+import dataclasses
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import ligermodels
+from ligermodels import InputError
+from ligermodels.cli import main
+from ligermodels.layers.preference import dpo
+from ligermodels.recipes import cpo, kto, orpo, simpo
+from ligermodels.recipes import dpo as dpo_recipe
+from ligermodels.recipes.batches import Batches
+from ligermodels.recipes.formats import Pair, Unpaired
+from ligermodels.recipes.loop import Processes, own_part
+from ligermodels.recipes.options import _PAIRED, RECIPES
+from ligermodels.recipes.preference import PreferenceData, collated, encode
+from tests.parallel.ranks import on_ranks
+from tests.recipes.runs import WORDS, metrics, train
+from tests.recipes.test_train_command import check_answers, check_same
+
+PAIRS = [
+    {
+        "prompt": [{"role": "user", "content": f"Say {word}."}],
+        "chosen": [{"role": "assistant", "content": word}],
+        "rejected": [{"role": "assistant", "content": "no, " + word * (1 + n % 3)}],
+    }
+    for n, word in enumerate(WORDS)
+]
+SINGLE = [
+    {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"}
+    for row in PAIRS
+    for key in ("chosen", "rejected")
+]
+MODULES = {"dpo": dpo_recipe, "kto": kto, "orpo": orpo, "cpo": cpo, "simpo": simpo}
+FEW = (
+    "--length",
+    "48",
+    "--batch-tokens",
+    "192",
+    "--accumulation",
+    "2",
+    "--steps",
+    "4",
+    "--lr",
+    "3e-3",
+    "--warmup",
+    "0",
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def files(home):
+    for name, rows in {"pairs.jsonl": PAIRS, "single.jsonl": SINGLE}.items():
+        (home / name).write_text("\n".join(map(json.dumps, rows)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(home, files):
+    return ligermodels.Tokenizer.from_hub(home / "model")
+
+
+def prefer(home, out, *flags, recipe="dpo"):
+    """The exit status of a run."""
+    return train(home, out, *flags, recipe=recipe, data="single.jsonl" if recipe == "kto" else "pairs.jsonl")
+
+
+def trained(tokenizer, sequence):
+    return tokenizer.decode([label for label in sequence.labels if label != -100])
+
+
+# ---- rows ----
+
+
+def test_what_is_trained_of_messages(tokenizer):
+    item = Pair(PAIRS[1]["prompt"], PAIRS[1]["chosen"], PAIRS[1]["rejected"])
+    found = encode(item, tokenizer)
+    chosen, rejected = found.sequences
+    asked = tokenizer.apply_chat_template(item.prompt, add_generation_prompt=True)
+    assert chosen.ids == tokenizer.apply_chat_template(item.prompt + item.chosen)
+    assert chosen.ids[: found.prompt] == rejected.ids[: found.prompt] == asked
+    assert trained(tokenizer, chosen) == "bcd<|im_end|>\n" and chosen.ends
+    assert trained(tokenizer, rejected) == "no, bcdbcd<|im_end|>\n"
+    assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
+
+
+def test_what_is_trained_of_texts(tokenizer):
+    found = encode(Unpaired("one two", " three", True), tokenizer)
+    (sequence,) = found.sequences
+    assert tokenizer.decode(sequence.ids) == "one two three<|im_end|>" and found.label is True
+    assert trained(tokenizer, sequence) == " three<|im_end|>" and found.prompt == 7
+    ended = encode(Unpaired("one two", " three<|im_end|>", True), tokenizer)
+    assert ended.sequences[0].ids == sequence.ids  # the end is not there twice
+
+
+def test_answers_that_cannot_be_compared(tokenizer):
+    def messages(*roles):
+        return [{"role": role, "content": role[:n]} for n, role in enumerate(roles, 1)]
+
+    with pytest.raises(InputError, match="chosen: message 2 after the prompt is of 'user'"):
+        encode(Pair(messages("user"), messages("assistant", "user"), messages("assistant")), tokenizer)
+    unwanted = [{"role": "assistant", "content": "a", "train": False}]
+    with pytest.raises(InputError, match="rejected: message 1 after the prompt is not to be trained"):
+        encode(Pair(messages("user"), messages("assistant"), unwanted), tokenizer)
+    rewrites = "{{ messages | length }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    with pytest.raises(InputError, match="the chat template writes it otherwise once there is an answer"):
+        encode(Pair(messages("user"), messages("assistant"), PAIRS[0]["chosen"]), tokenizer, chat_template=rewrites)
+
+
+class Listed(list):
+    def where(self, index):
+        return f"row {index}"
+
+
+def batches(rows, tokenizer, *, packing=True, **options):
+    """Batches of items, in their order."""
+    how = dict(length=64, packing=packing, shuffle=False, prefetch=False, **options)
+    collate = collated(packing, mismatched=isinstance(rows[0], Unpaired), length=how["length"])
+    return Batches(Listed(rows), lambda item: encode(item, tokenizer), collate=collate, **how)
+
+
+def text_of(batch, tokenizer, prefix=""):
+    bounds = batch[prefix + "cu_seqlens"].tolist()
+    ids = batch[prefix + "input_ids"][0].tolist()
+    return [tokenizer.decode(ids[start:end]) for start, end in itertools.pairwise(bounds)]
+
+
+def test_chosen_sequences_come_before_rejected_ones(tokenizer):
+    rows = [Pair("ab", f" {n}", f" not {n}") for n in range(3)]
+    packed = next(batches(rows, tokenizer, sequences=2, tokens_per_batch=128))
+    order = [text.split()[-1][0] for text in text_of(packed, tokenizer)]
+    assert order[:3] == order[3:] and sorted(order[:3]) == ["0", "1", "2"]
+    assert ["not" in text for text in text_of(packed, tokenizer)] == [False] * 3 + [True] * 3
+    padded = next(batches(rows, tokenizer, packing=False, sequences=2, rows_per_batch=3))
+    assert padded["input_ids"].shape[0] == 6 and padded["digests"][1] != padded["digests"][4]
+    whole = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
+             zip(padded["input_ids"], padded["attention_mask"], strict=True)]  # fmt: skip
+    assert sorted(whole) == sorted(text_of(packed, tokenizer))
+
+
+def test_long_answers_are_cut_and_long_prompts_left_out(tokenizer):
+    rows = [Pair("p" * 40, " a" * 30, " b"), Pair("q" * 64, " c", " d"), Pair("r", " e", " f")]
+    found = batches(rows, tokenizer, sequences=2, tokens_per_batch=128, epochs=1, max_untrained=0.5)
+    texts = [text for batch in found for text in text_of(batch, tokenizer)]
+    assert sorted(texts) == sorted(["p" * 40 + " a" * 12, "p" * 40 + " b<|im_end|>", "r e<|im_end|>", "r f<|im_end|>"])
+    report = found.report()
+    assert report["truncated"] == 2 and report["cut_away"] == 1 and report["tokens_cut"] == 61 - 24 + 3 + 3
+    with pytest.raises(InputError, match=r"holds no example of 2 x length=64"):
+        batches(rows, tokenizer, sequences=2, tokens_per_batch=64)
+
+
+def test_answers_under_the_prompts_of_others(tokenizer):
+    rows = [Unpaired(f"prompt {n}:", f" answer {n}", n % 2 == 0) for n in range(3)]
+    batch = next(batches(rows, tokenizer, packing=False, rows_per_batch=3))
+    shown = [tokenizer.decode(row[mask.bool()].tolist()) for row, mask in
+             zip(batch["kl_input_ids"], batch["kl_attention_mask"], strict=True)]  # fmt: skip
+    assert shown == [f"prompt {n}: answer {(n - 1) % 3}<|im_end|>" for n in range(3)]
+    assert batch["desirable"].tolist() == [True, False, True]
+    assert (batch["kl_labels"] != -100).sum() == 3 * 10
+
+
+# ---- losses ----
+
+
+def plain(model, sequence):
+    """(log probability of the answer, its tokens, that of all tokens, these), from the logits of the sequence alone."""
+    ids, labels = torch.tensor([sequence.ids]), torch.tensor(sequence.labels[1:])
+    logs = model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+    return logs[labels != -100].sum(), int((labels != -100).sum()), logs.sum(), len(logs)
+
+
+def expected(options, model, before, rows):
+    """The loss of a step over the rows, in the words of the papers. before: the same of the model as it was."""
+    s, log_s = torch.sigmoid, F.logsigmoid
+    beta, losses = options.beta, []
+    own = [[plain(model, one) for one in row.sequences] for row in rows]
+    ref = [[plain(before, one) for one in row.sequences] for row in rows]
+    if options.recipe == "kto":
+        kls = []
+        for n, row in enumerate(rows):
+            other = rows[n - 1]
+            ids = row.sequences[0].ids[: row.prompt] + other.sequences[0].ids[other.prompt :]
+            labels = [-100] * row.prompt + ids[row.prompt :]
+            kls.append(plain(model, type(row.sequences[0])(ids, labels))[0])
+            kls[-1] -= plain(before, type(row.sequences[0])(ids, labels))[0]
+        kl = torch.stack(kls).mean().clamp(min=0).detach() if options.loss == "kto" else 0
+        for row, ((a, *_),), ((b, *_),) in zip(rows, own, ref, strict=True):
+            ratio = a - b - kl
+            weight = options.desirable_weight if row.label else options.undesirable_weight
+            losses.append(weight * (1 - s(beta * (ratio if row.label else -ratio))))
+        return torch.stack(losses).mean()
+    for (w, nw, _, _), (l, nl, _, _), (rw, *_), (rl, *_) in [(*o, *r) for o, r in zip(own, ref, strict=True)]:  # noqa: E741
+        d = beta * ((w - rw) - (l - rl))
+        per_token = (w - rw) / nw - (l - rl) / nl
+        if options.recipe == "dpo":
+            e = options.label_smoothing
+            kinds = {
+                "sigmoid": -(1 - e) * log_s(d) - e * log_s(-d),
+                "sigmoid_norm": -log_s(beta * per_token),
+                "hinge": (1 - d).clamp(min=0),
+                "ipo": (per_token - 1 / (2 * beta)) ** 2,
+                "apo_zero": 1 - s(beta * (w - rw)) + s(beta * (l - rl)),
+            }
+            losses.append(kinds[options.loss])
+        elif options.recipe == "cpo":
+            losses.append(-log_s(beta * (w - l)))
+        elif options.recipe == "simpo":
+            losses.append(-log_s(beta * (w / nw - l / nl) - options.gamma))
+        else:
+            odds = (w / nw - torch.log1p(-(w / nw).exp())) - (l / nl - torch.log1p(-(l / nl).exp()))
+            losses.append(-beta * log_s(odds))
+    loss, orpo = torch.stack(losses).mean(), options.recipe == "orpo"
+    weight = 1.0 if orpo else options.sft_weight
+    chosen = [row[0] for row in own]
+    nll = -sum(one[2 if orpo else 0] for one in chosen) / sum(one[3 if orpo else 1] for one in chosen)
+    return loss + weight * nll if weight else loss
+
+
+CASES = [
+    ("dpo", {}), ("dpo", {"loss": "sigmoid_norm"}), ("dpo", {"loss": "hinge"}), ("dpo", {"loss": "ipo"}),
+    ("dpo", {"loss": "apo_zero", "beta": 0.3}), ("dpo", {"label_smoothing": 0.1, "sft_weight": 0.7}),
+    ("kto", {}), ("kto", {"desirable_weight": 1.5, "undesirable_weight": 0.5}), ("kto", {"loss": "apo_zero_unpaired"}),
+    ("orpo", {}), ("cpo", {}), ("simpo", {"beta": 2.0, "gamma": 1.0}), ("simpo", {"sft_weight": 0.5}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "given"), CASES, ids=str)
+@pytest.mark.parametrize("packing", [True, False])
+def test_a_step_is_that_of_the_papers_in_fp64(home, tokenizer, tmp_path, recipe, given, packing):
+    """Loss and gradient of a step of two batches, packed and padded."""
+    data = home / ("single.jsonl" if recipe == "kto" else "pairs.jsonl")
+    how = dict(
+        model=str(home / "model"), data=str(data), out=str(tmp_path), length=64, batch_tokens=256, packing=packing
+    )
+    options = RECIPES[recipe](**how, **({"reference": "model"} if recipe in ("dpo", "kto") else {}))
+    module, cpu = MODULES[recipe], Processes(torch.device("cpu"))
+    found = PreferenceData(options, tokenizer)
+    first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in first.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.01)
+    steps = [next(found.train) for _ in range(2)]
+    loss = module.RECIPE.make_loss(options, first.train(), found, cpu, lambda: before)
+    surplus = own_part([steps[0]], Processes(torch.device("cpu"), 1, 2))  # counts nothing
+    count = sum(module.RECIPE.count(batch) for batch in (*steps, *surplus)).float()
+    total = sum(loss(first, batch, count)[0] for batch in (*steps, *surplus))
+    (own,) = torch.autograd.grad(total, first.lm_head.weight)
+
+    encoder, bounds = found._encoder, []
+    known = {tuple(sequence.ids): row for row in map(encoder, map(json.loads, data.read_text().splitlines()))
+             for sequence in row.sequences}  # fmt: skip
+    for batch in steps:
+        if packing:
+            ends = batch["cu_seqlens"].tolist()
+            ids = [tuple(batch["input_ids"][0, a:b].tolist()) for a, b in itertools.pairwise(ends)]
+        else:
+            ids = [tuple(row[mask.bool()].tolist()) for row, mask in
+                   zip(batch["input_ids"], batch["attention_mask"], strict=True)]  # fmt: skip
+        bounds.append([known[one] for one in ids[: len(ids) // options.sequences]])
+    if recipe == "kto":  # the point of comparison is that of a batch
+        sizes = [len(rows) for rows in bounds]
+        parts = [expected(options, first, before, rows) for rows in bounds]
+        reference = sum(part * size for part, size in zip(parts, sizes, strict=True)) / sum(sizes)
+    else:
+        reference = expected(options, first, before, [row for rows in bounds for row in rows])
+    (theirs,) = torch.autograd.grad(reference, first.lm_head.weight)
+    torch.testing.assert_close(total, reference, rtol=1e-6, atol=1e-9)  # divisors are fp32
+    torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-9)
+
+
+def test_a_row_that_is_alone_in_a_forward_is_compared_with_nothing(home, tokenizer, tmp_path):
+    options = RECIPES["kto"](model=str(home / "model"), data=str(home / "single.jsonl"), out=str(tmp_path), length=64)
+    first, before = (ligermodels.load(home / "model", device="cpu", dtype=torch.float64) for _ in range(2))
+    with torch.no_grad():
+        first.model.norm.weight.mul_(0.5)  # so that its answer is more likely than before
+    found = PreferenceData(dataclasses.replace(options, batch_tokens=64), tokenizer)
+    batch = next(batch for batch in found.train if len(batch["desirable"]) == 1)
+    loss = kto.RECIPE.make_loss(options, first, found, Processes(torch.device("cpu")), lambda: before)
+    value, told = loss(first, batch, kto.RECIPE.count(batch).float())
+    ratio = (told["reward_chosen"][0] + told["reward_rejected"][0]) / options.beta
+    assert told["kl"][0] == 0 and ratio > 1
+    assert value.item() == pytest.approx(torch.sigmoid(options.beta * ratio * (1 - 2 * batch["desirable"][0].double())))
+
+
+def test_the_losses_of_the_command_are_those_of_the_layers():
+    """All that are a mean over pairs: the others sort a batch, and would depend on how it is packed."""
+    assert set(_PAIRED) == set(dpo.LOSS_TYPES) - {"aot", "aot_unpaired"}
+
+
+# ---- runs ----
+
+
+@pytest.mark.slow
+def test_dpo_learns_and_tells_rewards(home, capsys):
+    flags = ("--length", "48", "--accumulation", "1", "--epochs", "20", "--lr", "2e-3", "--eval-data")
+    assert prefer(home, "dpo", *flags, home / "pairs.jsonl", "--sft-weight", "1", "--show", "1") == 0
+    said, folder = capsys.readouterr().err, home / "dpo"
+    assert "chosen: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[a<|im_end|>\n]" in said
+    assert "rejected: <|im_start|>user\nSay a.<|im_end|>\n<|im_start|>assistant\n[no, a<|im_end|>\n]" in said
+    assert ", margin " in said and "8 rows of pairs" in said
+    losses, margins = metrics(folder), metrics(folder, "reward_margin")
+    assert losses[1] > math.log(2) and losses[max(losses)] < 0.1 and margins[max(margins)] > 3
+    assert metrics(folder, "eval_reward_accuracy")[max(losses)] == 1.0
+    check_answers(folder / "model", ligermodels.load(folder / "model"))
+    report = (folder / "report.md").read_text()
+    assert "| step | evaluation | margin | accuracy |" in report and "perplexity" not in report
+    assert "perplexity" not in (folder / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("recipe", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))])
+def test_two_processes_compute_what_one_does(home, tmp_path, recipe):
+    flags = (*FEW, "--eval-share", "0.3", "--eval-every", "2")
+    assert prefer(home, f"{recipe}-1", *flags, recipe=recipe) == 0
+
+    def work():
+        torch.set_num_threads(1)
+        assert prefer(home, f"{recipe}-2", *flags, recipe=recipe) == 0
+
+    on_ranks(tmp_path, work)
+    check_same(home / f"{recipe}-2", home / f"{recipe}-1")
+    for key in ("reward_chosen", "reward_margin", "eval_reward_margin"):
+        ours, theirs = (metrics(home / f"{recipe}-{n}", key) for n in (2, 1))
+        assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5) and ours
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["dpo", "kto"])
+def test_the_reference_is_the_same_however_it_is_held(home, tmp_path, recipe):
+    """Adapters that are switched off, log probabilities from before the run, a frozen copy."""
+    runs = {
+        "dpo": {"full": [(), ("--reference", "model")], "lora": [(), ("--reference", "precompute")]},
+        "kto": {"full": [()], "lora": [()]},
+    }
+    for name, references in runs[recipe].items():
+        flags = (*FEW, "--lora", "4") if name == "lora" else FEW
+        found = []
+        for n, reference in enumerate(references):
+            out = tmp_path / f"{name}-{n}"
+            assert prefer(home, out, *flags, *reference, recipe=recipe) == 0
+            found.append((metrics(out), metrics(out, "reward_chosen")))
+            assert (out / "reference.json").is_file() == (recipe == "dpo" and n == ("full", "lora").index(name))
+        start = math.log(2) if recipe == "dpo" else 0.5
+        assert found[0][0][1] == pytest.approx(start, abs=1e-5) and abs(found[0][0][4] - start) > 1e-3
+        for other in found[1:]:
+            for ours, theirs in zip(found[0], other, strict=True):
+                assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_that_is_resumed_keeps_its_reference(home, tmp_path, capsys):
+    flags = (*FEW, "--save-every", "2", "--schedule", "constant", "--eval-data", home / "pairs.jsonl")
+    assert prefer(home, tmp_path / "whole", *flags) == 0
+    evaluated = metrics(tmp_path / "whole", "eval_loss")
+    assert evaluated[0] == pytest.approx(math.log(2), abs=1e-5)  # of several batches
+    assert prefer(home, tmp_path / "parts", *flags, "--steps", "2") == 0
+    capsys.readouterr()
+    assert prefer(home, tmp_path / "parts", *flags, "--resume") == 0
+    said = capsys.readouterr().err
+    assert "resumed after step 2" in said and "computing the reference" not in said
+    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
+    assert prefer(home, tmp_path / "parts", *flags, "--resume", "--beta", "0.2") == 3
+    assert "had beta=0.1, and this has beta=0.2" in capsys.readouterr().err
+
+
+def test_what_is_refused(home, tmp_path, capsys, monkeypatch):
+    def lines(name, *rows):
+        (tmp_path / name).write_text("\n".join(map(json.dumps, rows)))
+        return tmp_path / name
+
+    pairs, single, chats = home / "pairs.jsonl", home / "single.jsonl", home / "chats.jsonl"
+    wrong = [
+        ("dpo", chats, (), "chats.jsonl:1: the row is in the format 'messages', and dpo takes pairs"),
+        ("dpo", single, (), "train with kto"),
+        ("kto", pairs, (), "train with dpo, orpo, cpo or simpo"),
+        ("orpo", lines("same.jsonl", {"prompt": "a", "chosen": "b", "rejected": "b"}), (), "both are the same"),
+        ("dpo", lines("empty.jsonl", {"prompt": "a", "chosen": "b", "rejected": ""}), (), "nothing is left of it"),
+        ("kto", lines("void.jsonl", {"prompt": "a", "completion": "", "label": True}), (), "completion: it is empty"),
+        ("dpo", pairs, ("--beta", "0"), "expected more than 0"),
+        ("dpo", pairs, ("--loss", "aot"), "expected one of sigmoid"),
+        ("dpo", pairs, ("--loss", "hinge", "--label-smoothing", "0.1"), "not defined for loss_type='hinge'"),
+        ("dpo", pairs, ("--reference", "adapter-off"), "needs adapters to switch off"),
+        ("dpo", pairs, ("--reference", "model", "--lora", "4"), "without its adapters is the same"),
+        ("kto", single, ("--reference", "precompute"), "drawn anew in each epoch"),
+        ("dpo", pairs, ("--length", "64", "--batch-tokens", "100"), "less than 2 sequences of length=64"),
+        ("dpo", pairs, ("--length", "8", "--batch-tokens", "64"), "rows have no token to train"),
+    ]  # fmt: skip
+    for recipe, data, flags, words in wrong:
+        assert train(home, tmp_path / "out", *flags, recipe=recipe, data=data) == 3, words
+        said = capsys.readouterr().err
+        assert words in said and said.count("error: ") == 1, said
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match="whole rows on each GPU"):
+        RECIPES["simpo"](model="m", data="d", out="o", cp=2)
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_the_plan_counts_a_frozen_copy(home, capsys):
+    argv = ["train", "kto", str(home / "model"), "--data", str(home / "single.jsonl"), "--out", str(home / "plan")]
+    needs = {}
+    for flags in ((), ("--lora", "4")):
+        assert main([*argv, "--dry-run", "--length", "48", *flags]) == 0
+        plan = capsys.readouterr().out
+        needs[flags] = float(plan.partition("weights ")[2].split()[0])
+    assert needs[()] == pytest.approx(2 * 107_584 * 4 / 2**20, abs=0.05) and needs["--lora", "4"] < 0.6
+    assert "warning: a forward has 1.0 rows" in plan
