@@ -63,7 +63,7 @@ def killed_while(home, out, flags, file):
     while not list(out.glob(file)):
         assert time.monotonic() < end, f"{file} did not come"
     child.signal(signal.SIGKILL)
-    assert child.wait() == -signal.SIGKILL
+    assert child.wait() in (-signal.SIGKILL, 0)  # 0 where the file is the last
 
 
 @pytest.mark.slow
