@@ -66,8 +66,8 @@ class Data:
         if format.name in ("messages", "sharegpt", "alpaca") and not tokenizer.files.templates:
             raise InputError(
                 f"{self._options.model} has no chat template, and rows of {format.name} need one. Likely: a base "
-                "model. Next: its instruct model, or a chat_template.jinja beside its tokenizer.json, or rows of prompt "
-                "and completion"
+                "model. Next: its instruct model, or a chat_template.jinja beside its tokenizer.json, or rows of "
+                "prompt and completion"
             )
         return masking.Encoder(tokenizer, format)
 
