@@ -18,6 +18,18 @@ from ligermodels.kernels.linear_cross_entropy import linear_cross_entropy
 from ligermodels.kernels.linear_jsd import LinearJSDOutput, linear_jsd
 
 
+def num_labels(labels: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+    """How many of the labels [B, S] count: all but -100, and but the first of each row, or of each packed sequence.
+
+    That one nothing predicts. cu_seqlens: of packed rows, where sequences begin and end.
+    """
+    counts = labels != -100
+    if cu_seqlens is None:
+        return counts[:, 1:].sum()
+    first = cu_seqlens[:-1].long()
+    return counts.flatten().index_fill(0, first[first < counts.numel()], False).sum()
+
+
 def check_count(num_items_in_batch: Tensor | int) -> None:
     """Raises InputError unless num_items_in_batch is one number, 0 or more. A tensor is read on the CPU only."""
     count: Any = num_items_in_batch

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ligermodels.errors import InputError
+from ligermodels.layers.losses import num_labels
 from ligermodels.layers.parallel import Ranks
 
 DIMS = ("dp_replicate", "dp_shard", "cp", "tp")
@@ -98,20 +99,24 @@ class Parallel:
         """The length of a sequence must be a multiple of this."""
         return (1 if self.context is None else self.context.size) * (1 if self.tp is None else self.tp.size)
 
-    def count(self, labels: Iterable[Tensor] | Tensor) -> Tensor:
-        """The number of labels that count in these micro-batches of all ranks: `num_items_in_batch` of a step.
+    def count(
+        self, labels: Iterable[Tensor] | Tensor, cu_seqlens: Sequence[Tensor | None] | Tensor | None = None
+    ) -> Tensor:
+        """The number of labels that count in these micro-batches of all ranks, fp32: `num_items_in_batch` of a step.
 
-        labels: [B, S] each, as they go into the model. The first label of a row predicts nothing; with packed
-        sequences set the first of each to -100 before.
+        labels: [B, S] each, as they go into the model. cu_seqlens: those of each that is packed.
         """
         labels = [labels] if isinstance(labels, Tensor) else list(labels)
-        return self.total(*(one[:, 1:] for one in labels), repeated=1 if self.context is None else self.context.size)
-
-    def total(self, *targets: Tensor, repeated: int = 1) -> Tensor:
-        """The number of targets other than -100 on all ranks, fp32; `repeated` ranks have the same ones."""
-        count = torch.stack([(one != -100).sum() for one in targets]).sum().float()
+        ends = cu_seqlens if isinstance(cu_seqlens, Sequence) else [cu_seqlens] * len(labels)
+        count = torch.stack([num_labels(one, end) for one, end in zip(labels, ends, strict=True)]).sum().float()
         dist.all_reduce(count, group=self.data.group)
-        return count / repeated
+        return count / (1 if self.context is None else self.context.size)
+
+    def total(self, targets: Tensor) -> Tensor:
+        """The number of targets other than -100 on all ranks, each of which has its own, fp32."""
+        count = (targets != -100).sum().float()
+        dist.all_reduce(count, group=self.data.group)
+        return count
 
     def check_length(self, length: int) -> None:
         """Raises InputError where so many tokens cannot be split over the ranks."""

@@ -200,8 +200,8 @@ class Batches(Iterator[Batch]):
         if left_out > self._max_untrained * (counts["rows"] - counts["bad"]):
             raise InputError(
                 f"{left_out} of {counts['rows']} rows have no token to train: in {counts['untrained']} there is none, "
-                f"in {counts['cut_away']} none before length={self._length}, where they are cut. Next step: look at "
-                "--show 3 for what is trained, raise the length, or allow more by max_untrained"
+                f"in {counts['cut_away']} none before length={self._length}, where they are cut. Next step: "
+                "--dry-run --show 3 shows what is trained; raise --length, or mend the rows"
             )
         if counts["asked"] and not counts["ends"]:
             raise InputError(
@@ -211,7 +211,10 @@ class Batches(Iterator[Batch]):
             )
         self._idle_rows = 0 if window.batches else self._idle_rows + window.next_row - window.row
         if self._idle_rows >= len(self._rows):
-            raise InputError(f"none of the {len(self._rows)} rows can be trained: {self.report()}")
+            raise InputError(
+                f"none of the {len(self._rows)} rows can be trained: {counts['bad']} cannot be read, {left_out} have "
+                "no token to train. Next step: without --skip-bad the first of them is named"
+            )
 
     # ---- state ----
 
@@ -243,7 +246,9 @@ class Batches(Iterator[Batch]):
             raise InputError(f"this is no state of Batches: it lacks {missing}")
         if differ := [name for name in own if name != "ranks" and own[name] != state[name]]:
             changes = ", ".join(f"{name} was {state[name]}, now it is {own[name]}" for name in differ)
-            raise InputError(f"the data cannot go on where the checkpoint left off: {changes}. Next step: as before")
+            raise InputError(
+                f"the data cannot go on where the checkpoint left off: {changes}. Next step: as before, or a new run"
+            )
         batch = int(state["batch"])
         if batch and state["ranks"] != self._ranks:
             warnings.warn(

@@ -62,7 +62,14 @@ class Data:
         return f"{len(self._eval):,} rows" + (f" of {self._options.eval_data}" if self._options.eval_data else "")
 
     def _encoder_of(self, rows: Rows, tokenizer: Tokenizer) -> Any:
-        return masking.Encoder(tokenizer, detect(rows))
+        format = detect(rows)
+        if format.name in ("messages", "sharegpt", "alpaca") and not tokenizer.files.templates:
+            raise InputError(
+                f"{self._options.model} has no chat template, and rows of {format.name} need one. Likely: a base "
+                "model. Next: its instruct model, or a chat_template.jinja beside its tokenizer.json, or rows of "
+                "prompt and completion"
+            )
+        return masking.Encoder(tokenizer, format)
 
     def _show(self, example: Any, *, colour: bool) -> str:
         return masking.show(example, self._encoder.tokenizer, colour)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
+from ligermodels.layers import losses
 from ligermodels.parallel import Checkpoints
 from ligermodels.recipes.options import TrainOptions
 from ligermodels.recipes.report import Reporter
@@ -206,17 +207,22 @@ def checked(batch: Batch, vocab_size: int) -> Batch:
 
 def num_labels(batch: Batch) -> Tensor:
     """How many labels count: all but -100, and but the first of each sequence, which nothing predicts."""
-    counts = batch["labels"] != -100
-    if "cu_seqlens" in batch:
-        first = batch["cu_seqlens"][:-1].long()
-        counts = counts.flatten().index_fill(0, first[first < counts.numel()], False)
-        return counts.sum()
-    return counts[:, 1:].sum()
+    return losses.num_labels(batch["labels"], batch.get("cu_seqlens"))
 
 
 def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
-    """The cross entropy over the labels of the batch, divided by the count of the step."""
-    return model(**batch, num_items_in_batch=count).loss
+    """The cross entropy over the labels of the batch, divided by the count of the step.
+
+    The balancing loss of a mixture of experts, all of which the model adds to each forward, gets the weight of the
+    batch's labels among those of the step.
+    """
+    output = model(**batch, num_items_in_batch=count)
+    if output.aux_loss is None:
+        return output.loss
+    own = num_labels(batch)
+    if model.parallel is not None:
+        own = model.parallel.count(batch["labels"], batch.get("cu_seqlens"))
+    return output.loss - (1 - own / count) * model.config.router_aux_loss_coef * output.aux_loss
 
 
 class Signals:

@@ -83,7 +83,7 @@ class TrainOptions:
     weight_decay: float = option(0.0, "optimizer", "of matrices; norms and biases have none", least=0)
     betas: tuple[float, float] = option((0.9, 0.999), "optimizer", "of AdamW", least=0, below=1)
     clip: float = option(1.0, "optimizer", "the largest norm of the gradient; 0: no limit", least=0)
-    seed: int = option(0, "optimizer", "of the order of the data and of all that is drawn", least=0)
+    seed: int = option(0, "optimizer", "of the order of the data and of all that is drawn", least=0, below=2**63)
 
     precision: str = option(
         "auto",
@@ -137,6 +137,8 @@ class TrainOptions:
                 raise InputError(f"{name} is missing: give {_flag(name)} on the command line, or `{name}:` in a file")
         if self.steps is not None and self.epochs is not None:
             raise InputError(f"steps={self.steps} and epochs={self.epochs:g} both say how long to train; give one")
+        if self.lr == 0:
+            raise InputError("lr=0 would train nothing; give more, or leave --lr out")
         if self.epochs == 0:
             raise InputError("epochs=0 would train nothing; give more, or --steps")
         if self.eval_data is not None and self.eval_share:

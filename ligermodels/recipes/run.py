@@ -8,12 +8,16 @@ DIR/model/             the tuned model; model.gguf beside it with --export gguf
 DIR/report.md          what was run and what came out; loss.png
 """
 
+import contextlib
 import dataclasses
 import math
+import os
 import shlex
+import shutil
 import sys
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +94,10 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         processes.from_main(lambda: _check_folder(out, resume=options.resume))
     scratch = getattr(options, "scratch", False)
     folder = hub.resolve(options.model, weights=not scratch)
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise InputError(
+            f"{options.model} holds adapters; give the model that they are for, or one with them merged in"
+        )
     tokenizer = Tokenizer.from_hub(folder)
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
@@ -97,7 +105,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         processes.from_main(lambda: export.check(options, folder, sketch))
     options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
-    counts = data.count() if options.steps is None else None  # by each rank: waiting for one could time out
+    counts = _counted(data, processes) if options.steps is None else None
     forwards = None if counts is None else counts["batches"] * (options.epochs or 1)
     per_step = forwards_per_step(options.accumulation, processes.batch_ranks, forwards)
     sizes = recipe.sizes(options, _sizes(options, sketch), sketch)
@@ -113,9 +121,10 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     feed = Feed(data.train, per_step, processes, len(sketch.get_input_embeddings().weight))
     feed.make_next()  # what is wrong with the data is found before anything is written
     evaluation = own_part(data.evaluation(), processes)
-    processes.from_main(lambda: _write_options(out, options))
+    processes.from_main(lambda: _check_same(out, options))
 
     model = _load(options, folder, processes, recipe.extend)
+    processes.from_main(lambda: _write_options(out, options))  # the first that is written
     loss = recipe.loss
     if recipe.make_loss is not None:
         loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
@@ -123,7 +132,10 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     progress = Progress(steps)
     others: dict[str, Any] = dict(data=feed, progress=progress)
     frozen = all(parameter.requires_grad for parameter in model.parameters())
-    with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, frozen=frozen, **others) as checkpoints:
+    with (
+        _alone(out, processes),
+        Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, frozen=frozen, **others) as checkpoints,
+    ):
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
@@ -163,10 +175,44 @@ def _check_folder(out: Path, *, resume: bool) -> None:
     """Raises InputError where a run is in the way."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--out {out} is a file; give a folder")
-    if out.is_dir() and any(out.iterdir()) and not resume:
-        if (out / "options.yaml").is_file():
+    if out.is_dir() and any(out.iterdir()):
+        if not (out / "options.yaml").is_file():
+            what = "holds no run to resume" if resume else "is not empty"
+            raise InputError(f"--out {out} {what}; give a folder that is new")
+        if not resume:
             raise InputError(f"--out {out} has a run already; pass --resume to go on with it, or give another folder")
-        raise InputError(f"--out {out} is not empty; give a folder that is new")
+    above = next(path for path in (out, *out.absolute().parents) if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK):
+        raise InputError(f"--out {out} cannot be written, since {above} cannot; give another folder")
+
+
+@contextlib.contextmanager
+def _alone(out: Path, processes: Processes) -> Iterator[None]:
+    """Holds the folder for this run. Raises InputError, on all ranks, where another is writing there."""
+    held: int | None = None
+
+    def hold() -> None:
+        nonlocal held
+        try:
+            import fcntl
+        except ImportError:  # Windows
+            return
+        held = os.open(out, os.O_RDONLY)  # the system lets go of it when the process ends, however it ends
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"another process is training in --out {out}; wait until it ends, or end it") from None
+        except OSError:  # a file system without locks
+            return
+        for left in out.glob(".*.saving-*"):  # models that a killed run had not finished writing
+            shutil.rmtree(left, ignore_errors=True)
+
+    try:
+        processes.from_main(hold)
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 _SAME = (
@@ -178,8 +224,8 @@ _SAME = (
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
 
-def _write_options(out: Path, options: TrainOptions) -> None:
-    """options.yaml; raises InputError where a run that is resumed had others."""
+def _check_same(out: Path, options: TrainOptions) -> None:
+    """Raises InputError where a run that is resumed had other options."""
     file = out / "options.yaml"
     if options.resume and file.is_file():
         before = type(options).load(file)
@@ -189,9 +235,23 @@ def _write_options(out: Path, options: TrainOptions) -> None:
                     f"the run in {out} had {name}={before[name]}, and this has {name}={getattr(options, name)}; resume "
                     f"with --config {file}, or give another folder"
                 )
+
+
+def _write_options(out: Path, options: TrainOptions) -> None:
     with write_errors(out):
         out.mkdir(parents=True, exist_ok=True)
-        file.write_text(options.dump(), "utf-8")
+        (out / "options.yaml").write_text(options.dump(), "utf-8")
+
+
+def _counted(data: Data, processes: Processes) -> Mapping[str, int]:
+    """What a pass over the data has. Each rank counts: waiting for one could time out."""
+    note = threading.Timer(5.0, say, [f"counting the tokens of {data.summary}, which --steps N goes without"])
+    if processes.is_main:
+        note.start()
+    try:
+        return data.count()
+    finally:
+        note.cancel()
 
 
 def _with_lengths(options: TrainOptions, sketch: Any, processes: Processes) -> TrainOptions:

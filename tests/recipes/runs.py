@@ -1,7 +1,9 @@
 """Runs of the command on the tiny model and data of conftest.py."""
 
 import json
+import os
 import sys
+import time
 from pathlib import Path
 
 from ligermodels.cli import main
@@ -23,3 +25,11 @@ def metrics(folder, key="loss"):
     """The values of metrics.jsonl by step."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line[key] for line in lines if key in line}
+
+
+def reached(folder, step, child):
+    """Waits until a run has taken so many steps."""
+    file, end = folder / "metrics.jsonl", time.monotonic() + 60
+    while not file.is_file() or file.read_text().count('"loss"') < step:
+        assert time.monotonic() < end and not os.waitpid(child.pid, os.WNOHANG)[0], "the run has ended, or hangs"
+        time.sleep(0.002)

@@ -5,18 +5,26 @@ import random
 import re
 import resource
 import signal
-import time
 
 import pytest
 import torch
 
-from ligermodels import InputError, Llama
+from ligermodels import InputError, Llama, Mixtral
 from ligermodels.recipes import memory
-from ligermodels.recipes.loop import Feed, Processes, Progress, forwards_per_step, num_labels, own_part, rate
+from ligermodels.recipes.loop import (
+    Feed,
+    Processes,
+    Progress,
+    forwards_per_step,
+    next_token_loss,
+    num_labels,
+    own_part,
+    rate,
+)
 from ligermodels.recipes.options import RECIPES
 from ligermodels.recipes.run import _SAME
 from tests.processes import Child
-from tests.recipes.runs import metrics, train
+from tests.recipes.runs import metrics, reached, train
 
 STEPS = ("--length", "64", "--accumulation", "2", "--steps", "12", "--lr", "3e-3", "--warmup", "2")
 
@@ -100,16 +108,30 @@ def test_labels_that_count():
     assert num_labels({"labels": ids.where(ids > 3, -100), "cu_seqlens": torch.tensor([0, 3, 6])}) == 2
 
 
+def test_the_balancing_loss_has_the_weight_of_a_forwards_labels():
+    config = dict(
+        model_type="mixtral", vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+        router_aux_loss_coef=0.5,
+    )  # fmt: skip
+    model = Mixtral.from_config(config, seed=0, device="cpu", dtype=torch.float32).train()
+    ids = torch.randint(64, (2, 24), generator=torch.Generator().manual_seed(0))
+    labels = ids.index_fill(1, torch.arange(8), -100)
+    batches = [dict(input_ids=ids, labels=ids), dict(input_ids=ids, labels=labels)]
+    alone = [model(**batch) for batch in batches]
+    count = sum(map(num_labels, batches)).float()
+    assert count == 2 * (23 + 16)
+    step = sum(next_token_loss(model, batch, count) for batch in batches)
+    wanted = (46 * alone[0].loss + 32 * alone[1].loss) / 78
+    torch.testing.assert_close(step, wanted, rtol=1e-6, atol=0)
+    assert alone[0].aux_loss > 1.9  # half of it is added, and a step that added it twice would be another
+    model.eval()
+    evaluated = sum(next_token_loss(model, batch, torch.ones(())) for batch in batches) / count
+    torch.testing.assert_close(evaluated, wanted, rtol=1e-6, atol=0)
+
+
 def weights(folder):
     return (folder / "model" / "model.safetensors").read_bytes()
-
-
-def reached(folder, step, child):
-    """Waits until a run has taken so many steps."""
-    file, end = folder / "metrics.jsonl", time.monotonic() + 60
-    while not file.is_file() or file.read_text().count('"loss"') < step:
-        assert time.monotonic() < end and not os.waitpid(child.pid, os.WNOHANG)[0], "the run has ended, or hangs"
-        time.sleep(0.002)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,94 @@
+"""`ligermodels train` killed at random moments: a run that is resumed ends with the bits of one that was left alone."""
+
+import random
+import signal
+import time
+
+import pytest
+
+from tests.processes import Child
+from tests.recipes.runs import metrics, reached, train
+
+KILLS = 20
+STEPS = ("--length", "64", "--accumulation", "2", "--steps", "20", "--lr", "3e-3", "--warmup", "2", "--resume")
+RUNS = {
+    "full": ("--eval-share", "0.2", "--save-every", "2", "--eval-every", "3"),
+    "adapters": ("--lora", "4", "--merge", "--eval-share", "0.2", "--save-every", "5", "--eval-every", "2"),
+}
+RESULTS = ("model/model.safetensors", "best/model.safetensors", "adapter/adapter_model.safetensors",
+    "best/adapter_model.safetensors")  # fmt: skip
+
+
+def contents(folder):
+    return {name: (folder / name).read_bytes() for name in RESULTS if (folder / name).is_file()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_runs_killed_at_random_moments_end_with_the_same_bits(home, name, capsys):
+    """Twenty kills, over as many runs as they take, at moments from the first line of Python to the last."""
+    flags, seed = (*STEPS, *RUNS[name]), random.SystemRandom().randrange(2**32)
+    print(f"seed {seed}")  # pytest shows it where the test fails
+    rng, undisturbed = random.Random(seed), home / f"{name}, undisturbed"
+    Child(lambda: train(home, home / "warm", *flags)).wait()  # what is imported late, and the files that are read
+    start = time.monotonic()
+    assert train(home, undisturbed, *flags) == 0
+    whole = time.monotonic() - start
+    kills, runs = [], 0
+    while len(kills) < KILLS:
+        runs += 1
+        out, ended = home / f"{name} {runs}", False
+        while not ended:
+            child, after = Child(lambda out=out: train(home, out, *flags)), rng.uniform(0, 0.7 * whole)
+            time.sleep(after)
+            child.signal(signal.SIGKILL)
+            status = child.wait()
+            ended = status == 0
+            assert ended or status == -signal.SIGKILL
+            kills += [] if ended else [(runs, max(metrics(out), default=0) if (out / "metrics.jsonl").is_file() else 0)]
+            if len(kills) == KILLS:
+                break
+        assert train(home, out, *flags) == 0
+        assert contents(out) == contents(undisturbed) and contents(out)
+        for key in ("loss", "eval_loss", "trained_tokens"):
+            assert metrics(out, key) == metrics(undisturbed, key)
+        found, wanted = (sorted(path.name for path in folder.iterdir()) for folder in (out, undisturbed))
+        assert found == wanted  # nothing half-written is left
+    print(f"{name}: {len(kills)} kills in {runs} runs, after (run, step) {kills}")
+
+
+def killed_while(home, out, flags, file):
+    """Starts a run and kills it once `file` is there."""
+    child, end = Child(lambda: train(home, out, *flags)), time.monotonic() + 60
+    while not list(out.glob(file)):
+        assert time.monotonic() < end, f"{file} did not come"
+    child.signal(signal.SIGKILL)
+    assert child.wait() in (-signal.SIGKILL, 0)  # 0 where the file is the last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("file", ["checkpoints/*.partial", ".best*", ".model*", "report.md"])
+def test_runs_killed_while_they_write_end_with_the_same_bits(home, file):
+    flags = (*STEPS, "--eval-share", "0.2", "--save-every", "1", "--eval-every", "2")
+    undisturbed, out = home / "left alone", home / f"while {file.replace('/', ' ')}"
+    if not undisturbed.exists():
+        assert train(home, undisturbed, *flags) == 0
+    killed_while(home, out, flags, file)
+    assert train(home, out, *flags) == 0
+    assert contents(out) == contents(undisturbed) and len(contents(out)) == 2
+    assert sorted(path.name for path in out.iterdir()) == sorted(path.name for path in undisturbed.iterdir())
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_run_in_the_same_folder_is_refused(home, resume, capfd):
+    flags = (*STEPS, "--steps", "1000", "--save-every", "0")
+    out = home / f"twice-{resume}"
+    child = Child(lambda: train(home, out, *flags))
+    reached(out, 2, child)
+    assert train(home, out, *(flags if resume else [flag for flag in flags if flag != "--resume"])) == 3
+    said = capfd.readouterr().err
+    assert ("another process is training in --out" if resume else "has a run already; pass --resume") in said
+    child.signal(signal.SIGINT)
+    assert child.wait() == 0  # of the fork; the run itself ended by the signal, and saved
+    assert "which is saved" in capfd.readouterr().err
+    assert train(home, out, *flags, "--steps", str(max(metrics(out)))) == 0
