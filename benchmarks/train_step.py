@@ -63,7 +63,7 @@ class Settings(Case):
     case: str = ""
     dry: bool = False
     longest: float | None = None
-    least: int = 1024
+    least: int = 0
 
     @property
     def device(self) -> str:
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recompute", choices=("none", "block"), help="of all who do not name their own")
     parser.add_argument("--steps", type=int, help="timed steps, of which the median counts")
     parser.add_argument("--longest", type=float, metavar="GIB", help="the longest sequence that trains in so many GiB")
-    parser.add_argument("--least", type=int, default=1024, help="tokens that --longest tries first")
+    parser.add_argument("--least", type=int, default=0, help="tokens that --longest tries first")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a baseline may take")
     parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm")
     parser.add_argument("--out", type=Path, help="folder for a JSON file for each case")
