@@ -60,20 +60,24 @@ class Decode:
         """starts: [B], the columns of the rows' first tokens; None: 0. length: of the cache, the most that comes."""
         self.cache = weakref.ref(cache)
         cache.reserve(length)
-        cache.place(starts)
-        self._positions.fill_(cache.length - 1)
-        if starts is not None:
-            self._positions.sub_(starts[:, None])
+        self.place(cache, starts)
         state = _state_of_capture(model, cache)
         if state != self._captured:
             self._graph, self._captured = None, state
 
-    def __call__(self, model: Any, ids: Tensor) -> Tensor:
+    def place(self, cache: KVCache, starts: Tensor | None) -> None:
+        """Tells the device where the rows begin and end; in place of `begin` where nothing else has changed."""
+        cache.place(starts)
+        self._positions.fill_(cache.length - 1)
+        if starts is not None:
+            self._positions.sub_(starts[:, None])
+
+    def __call__(self, model: Any, ids: Tensor, *, captured: bool = True) -> Tensor:
         cache: Any = self.cache()
         self._ids.copy_(ids[:, None])
         cache.advance()
         try:
-            if self._ids.device.type != "cuda":
+            if not captured or self._ids.device.type != "cuda":
                 self._run(model, cache)
             else:
                 with torch.cuda.device(self._ids.device):
