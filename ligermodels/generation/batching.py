@@ -129,7 +129,7 @@ def generate_many_iter(
     always_long = rotary.rope_type == "longrope" and shortest > rotary.original_length
     if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:
         warn_once(
-            "generate_many: one by one",
+            f"generate_many: one by one, {rotary.rope_type}",
             f"generate_many runs the prompts one by one: rope_type={rotary.rope_type!r} chooses its frequencies by the "
             f"longest row of a batch, and {most} tokens go beyond its original length, {rotary.original_length}; "
             "shorten prompts or max_new_tokens to have batches",
