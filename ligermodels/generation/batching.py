@@ -45,6 +45,8 @@ _REFUSED = {
     "generation_config": "pass its options as keywords",
     "input_ids": "the prompts are the first argument",
     "inputs": "the prompts are the first argument",
+    "medusa": "guesses are for one row; use `generate`",
+    "prompt_lookup_num_tokens": "guesses are for one row; use `generate`",
     "logits_processor": "rows begin in different columns; use `generate`",
     "past_key_values": "the batch has a cache of its own",
     "stopping_criteria": "rows begin in different columns; use `generate`",
@@ -226,12 +228,10 @@ class _Batch:
         self.left = len(order) * copies  # continuations that have no row yet
         self.ready: _Ready | None = None
         self.rows: list[_Row | None] = [None] * rows
-        self.captured = not self.options.disable_compile
-        if self.captured and self.device.type in graph.DEVICES:
-            reason = graph.obstacle_to_capture(self.model)
-            if reason is not None:
-                graph.warn_uncaptured(reason)
-                self.captured = False
+        self.captures = not self.options.disable_compile and self.device.type in graph.DEVICES
+        if self.captures and (reason := graph.obstacle_to_capture(self.model)) is not None:
+            graph.warn_uncaptured(reason)
+            self.captures = False
 
     @torch.no_grad()
     def run(self) -> Iterator[tuple[int, Tensor]]:
@@ -293,12 +293,12 @@ class _Batch:
         """The logits after `token` [B]."""
         assert self.decode is not None, "rows were placed"
         try:
-            self.raw = self.decode(self.model, token, captured=self.captured)
+            self.raw = self.decode(self.model, token)
         except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) or not self.captured or self.device.type not in graph.DEVICES:
+            if isinstance(error, torch.OutOfMemoryError) or not self.captures:
                 raise
             graph.warn_uncaptured(f"its step cannot be captured, {graph.first_cause(error)}")
-            self.captured = False
+            self.captures, self.decode = False, None
             self._place()
             self._step(token)
 
@@ -308,7 +308,7 @@ class _Batch:
         starts = self._to_device([column if row is None else row.start for row in self.rows], torch.int32)
         if self.decode is None:
             self.decode = graph.Decode.of(self.cache)
-            self.decode.begin(self.model, self.cache, starts, self.end)
+            self.decode.begin(self.model, self.cache, starts, self.end, by_host=not self.captures)
         else:
             self.decode.place(self.cache, starts)
 

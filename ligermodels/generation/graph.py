@@ -56,9 +56,12 @@ class Decode:
             found = _decodes[cache] = Decode(cache.batch_size, cache.device)
         return found
 
-    def begin(self, model: Any, cache: KVCache, starts: Tensor | None, length: int) -> None:
-        """starts: [B], the columns of the rows' first tokens; None: 0. length: of the cache, the most that comes."""
-        self.cache = weakref.ref(cache)
+    def begin(self, model: Any, cache: KVCache, starts: Tensor | None, length: int, *, by_host: bool = False) -> None:
+        """starts: [B], the columns of the rows' first tokens; None: 0. length: of the cache, the most that comes.
+
+        by_host: every kernel of a step is launched by the host, without a graph.
+        """
+        self.cache, self._by_host = weakref.ref(cache), by_host
         cache.reserve(length)
         self.place(cache, starts)
         state = _state_of_capture(model, cache)
@@ -72,12 +75,12 @@ class Decode:
         if starts is not None:
             self._positions.sub_(starts[:, None])
 
-    def __call__(self, model: Any, ids: Tensor, *, captured: bool = True) -> Tensor:
+    def __call__(self, model: Any, ids: Tensor) -> Tensor:
         cache: Any = self.cache()
         self._ids.copy_(ids[:, None])
         cache.advance()
         try:
-            if not captured or self._ids.device.type != "cuda":
+            if self._by_host or self._ids.device.type != "cuda":
                 self._run(model, cache)
             else:
                 with torch.cuda.device(self._ids.device):
