@@ -293,7 +293,7 @@ class _Batch:
         """The logits after `token` [B]."""
         assert self.decode is not None, "rows were placed"
         try:
-            self.raw = self.decode(self.model, token)
+            self.raw = self.decode(self.model, token).float()
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) or not self.captures:
                 raise

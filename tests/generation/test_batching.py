@@ -77,6 +77,14 @@ def test_every_family_writes_what_it_writes_alone(name, device, counted):
         counted.clear()
 
 
+def test_bfloat16(device):
+    model, texts = models.llama().to(device).bfloat16(), prompts([7, 3])
+    options = dict(max_new_tokens=2, eos_token_id=())
+    found = generate_many(model, texts, batch_size=1, **options)
+    assert [ids[:1].tolist() for ids in found] == [ids[:1].tolist() for ids in alone(model, texts, **options)]
+    assert [len(ids) for ids in found] == [2, 2]
+
+
 def test_text_alone_in_models_that_read_images(device):
     qwen = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
     vision = with_large_weights(ligermodels.LlamaVision.from_config(llama_vision.tiny())).to(device)
