@@ -16,7 +16,7 @@ import warnings
 from pathlib import Path
 
 from ligermodels import __version__
-from ligermodels.cli import chat, checkpoints, doctor, train
+from ligermodels.cli import bench, chat, checkpoints, doctor, train
 from ligermodels.cli.output import say
 from ligermodels.errors import InputError, LigermodelsError
 
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
 
     chat.add(commands)
     train.add(commands)
+    bench.add(commands)
     checkpoints.add(commands)
     doctor.add(commands)
     return parser

@@ -22,7 +22,7 @@ def dtype(text: str) -> str:
 
 def check_model(args: argparse.Namespace) -> None:
     """Raises InputError for options of sampling that cannot be, CheckpointError for a folder without weights."""
-    Options(**{name: getattr(args, name) for name in _SAMPLING})
+    Options(**{name: getattr(args, name, None) for name in _SAMPLING})  # `bench` has none
     folder = Path(os.path.expanduser(args.model))
     if (folder / "config.json").is_file() and not any(folder.glob("*.gguf")):
         files.weights_in(folder, allow_pickle=args.allow_pickle)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ligermodels.vision import Processor
 
 
-def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the two commands to the parser."""
+def model_options() -> argparse.ArgumentParser:
+    """A parent parser: which model, and how it is loaded. `load_model` reads what it makes."""
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "model",
@@ -35,6 +35,16 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument(
         "--allow-pickle", action="store_true", help="read pytorch_model.bin where there is no safetensors file"
     )
+    shared.add_argument(
+        "--dtype", type=dtype, default="auto", help="such as float32 or bf16; auto, the default: as config.json says"
+    )
+    shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
+    return shared
+
+
+def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the two commands to the parser."""
+    shared = argparse.ArgumentParser(add_help=False, parents=[model_options()])
     shared.add_argument("--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token")
     shared.add_argument("--top-k", type=int, help="draw among the TOP_K likeliest tokens")
     shared.add_argument("--top-p", type=float, help="draw among the likeliest tokens that make up TOP_P")
@@ -42,10 +52,6 @@ def add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None
     shared.add_argument("--repetition-penalty", type=float, default=1.0, help="above 1: repeat less")
     shared.add_argument("--seed", type=int, help="makes draws repeatable")
     shared.add_argument("--stop", action="append", metavar="TEXT", default=[], help="end before TEXT; repeatable")
-    shared.add_argument(
-        "--dtype", type=dtype, default="auto", help="such as float32 or bf16; auto, the default: as config.json says"
-    )
-    shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
 
     generate = commands.add_parser("generate", parents=[shared], help="continue a text")
     generate.add_argument("--prompt", help="the text (default: stdin)")
@@ -67,19 +73,19 @@ def _generate(args: argparse.Namespace) -> int:
     if not args.prompt:
         say("error: nothing to continue: give --prompt TEXT, or pipe a text into stdin")
         return 2
-    _take_base(args)
+    take_base(args)
     tokenizer = _load_tokenizer(args)
     ids = tokenizer.encode(args.prompt)
-    Writer(_load_model(args), tokenizer, args).write(ids, tokenizer.eos_token_ids, after=ids)
+    Writer(load_model(args), tokenizer, args).write(ids, tokenizer.eos_token_ids, after=ids)
     return 0
 
 
 def _chat(args: argparse.Namespace) -> int:
-    _take_base(args)
+    take_base(args)
     processor = _load_processor(args) if args.image else _load_tokenizer(args)
     start, lead = _opening(processor, args)
     images = _images(args.image)
-    writer, messages = Writer(_load_model(args), _tokenizer(processor), args), list(start)
+    writer, messages = Writer(load_model(args), _tokenizer(processor), args), list(start)
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if at_terminal:
         with contextlib.suppress(ImportError):  # Windows does without
@@ -186,7 +192,7 @@ def _answer(writer: Writer, processor: Any, messages: list[dict[str, Any]]) -> s
     return writer.write(ids, tokenizer.chat_stop_ids, images=images, inputs=inputs, interruptible=True)
 
 
-def _take_base(args: argparse.Namespace) -> None:
+def take_base(args: argparse.Namespace) -> None:
     """Where MODEL is an adapter, makes it --adapter, and MODEL the base that its config names.
 
     Raises InputError, CheckpointError for an adapter that is not computed here, HubError where its base is not there.
@@ -250,7 +256,8 @@ def _load_processor(args: argparse.Namespace) -> "Processor":
         return Processor.from_hub(source, revision=args.revision, local_files_only=args.local_files_only)
 
 
-def _load_model(args: argparse.Namespace) -> "CausalLM":
+def load_model(args: argparse.Namespace) -> "CausalLM":
+    """The model that `model_options` names, with its adapter, after `take_base`. Raises the errors of loading."""
     check_model(args)
     import torch
 

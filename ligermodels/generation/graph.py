@@ -56,24 +56,31 @@ class Decode:
             found = _decodes[cache] = Decode(cache.batch_size, cache.device)
         return found
 
-    def begin(self, model: Any, cache: KVCache, starts: Tensor | None, length: int) -> None:
-        """starts: [B], the columns of the rows' first tokens; None: 0. length: of the cache, the most that comes."""
-        self.cache = weakref.ref(cache)
+    def begin(self, model: Any, cache: KVCache, starts: Tensor | None, length: int, *, by_host: bool = False) -> None:
+        """starts: [B], the columns of the rows' first tokens; None: 0. length: of the cache, the most that comes.
+
+        by_host: every kernel of a step is launched by the host, without a graph.
+        """
+        self.cache, self._by_host = weakref.ref(cache), by_host
         cache.reserve(length)
+        self.place(cache, starts)
+        state = _state_of_capture(model, cache)
+        if state != self._captured:
+            self._graph, self._captured = None, state
+
+    def place(self, cache: KVCache, starts: Tensor | None) -> None:
+        """Tells the device where the rows begin and end; in place of `begin` where nothing else has changed."""
         cache.place(starts)
         self._positions.fill_(cache.length - 1)
         if starts is not None:
             self._positions.sub_(starts[:, None])
-        state = _state_of_capture(model, cache)
-        if state != self._captured:
-            self._graph, self._captured = None, state
 
     def __call__(self, model: Any, ids: Tensor) -> Tensor:
         cache: Any = self.cache()
         self._ids.copy_(ids[:, None])
         cache.advance()
         try:
-            if self._ids.device.type != "cuda":
+            if self._by_host or self._ids.device.type != "cuda":
                 self._run(model, cache)
             else:
                 with torch.cuda.device(self._ids.device):

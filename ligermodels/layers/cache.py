@@ -124,6 +124,21 @@ class LayerCache:
         self.values[:, :past] = other.values[:, held].index_select(0, rows)
         self.length, self._end = other.length, past
 
+    def put(self, other: "LayerCache", rows: Tensor, into: Tensor) -> None:
+        """Row into[i] holds the tokens of row rows[i] of `other`, which is not longer, as its last ones."""
+        past = other._past
+        self._follow(other.keys.device, other.keys.dtype)
+        held, place = slice(other._end - past, other._end), slice(self._end - past, self._end)
+        self.keys[into, place] = other.keys[rows, held]
+        self.values[into, place] = other.values[rows, held]
+
+    def shift(self, length: int) -> None:
+        """Moves the tokens so that there are `length` columns, the last where the last was."""
+        past, end, self.length = self._past, self._end, length
+        kept, self._end = min(past, self._past), self._past
+        for x in (self.keys, self.values):
+            x[:, self._end - kept : self._end] = x[:, end - kept : end].clone()  # the two ranges may overlap
+
     def reset(self) -> None:
         """Forgets the tokens and keeps the memory."""
         self.length = self._end = 0
@@ -328,6 +343,19 @@ class KVCache:
             name: value.index_select(0, rows) if isinstance(value, Tensor) else value
             for name, value in other.state.items()
         }
+
+    def put(self, other: "KVCache", rows: Tensor, into: Tensor) -> None:
+        """Row into[i] becomes row rows[i] of `other`, whose last token is then this cache's last; text alone.
+
+        rows, into: int64 [N]. `other` has the windows of this cache and is not longer.
+        """
+        for mine, layer in zip(self._texts, other._texts, strict=True):
+            mine.put(layer, rows, into)
+
+    def shift(self, length: int) -> None:
+        """Makes `length` the number of columns: first ones go, or come and hold nothing yet. See `reserve`."""
+        for layer in self._texts:
+            layer.shift(length)
 
     # Decoding with lengths on the device, so that a CUDA graph can be replayed: reserve, place, and for each token of
     # every row advance and step.

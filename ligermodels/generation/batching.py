@@ -1,0 +1,396 @@
+"""`generate_many`: many prompts of unequal length through one batch whose rows come and go.
+
+All rows share one count of columns, as in `generate`: a prompt ends in the last column, and its row begins as many
+columns before as it has tokens. So a row that has finished makes room at any time: the next prompt runs on a cache of
+its own and its keys and values are copied into the row, to the columns before the present one; kernels and CUDA graph
+read from the device where each row begins. When the columns are used up, all rows move to the left.
+
+The host is a step behind, as in `generate`: it reads a token while the model computes the next logits. A row that has
+ended computes one token too many, which nobody sees.
+"""
+
+import dataclasses
+import math
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError, warn_once
+from ligermodels.generation import graph
+from ligermodels.generation.loop import _nan_logits, _Reading, generate
+from ligermodels.generation.options import Options
+from ligermodels.generation.processors import draw, make_processors
+from ligermodels.generation.request import Request, _checked_prompt, is_adapted
+from ligermodels.generation.stopping import StopText
+from ligermodels.kernels._triton import cdiv
+from ligermodels.layers.cache import KVCache
+
+SLACK = 256
+"""Columns beyond the longest row. Moving all rows reads and writes the cache once in at least so many steps."""
+ROOM = 8
+"""Prompts come in where one in ROOM rows is free: a prompt costs the time of several steps, whether one comes or more,
+and an empty row that of its share of a step."""
+PREFILL_TOKENS = 16384
+"""Prompts run together up to so many tokens, padding included."""
+
+_NOTHING = 2**40
+"""The id in columns before a row begins: no token, so that penalties do not count it."""
+_REFUSED = {
+    "attention_mask": "every id of a prompt is a token",
+    "generation_config": "pass its options as keywords",
+    "input_ids": "the prompts are the first argument",
+    "inputs": "the prompts are the first argument",
+    "medusa": "guesses are for one row; use `generate`",
+    "prompt_lookup_num_tokens": "guesses are for one row; use `generate`",
+    "logits_processor": "rows begin in different columns; use `generate`",
+    "past_key_values": "the batch has a cache of its own",
+    "stopping_criteria": "rows begin in different columns; use `generate`",
+    "streamer": "use `generate_many_iter`",
+}
+
+
+def generate_many(
+    model: nn.Module,
+    prompts: Sequence[Tensor | Sequence[int]],
+    *,
+    batch_size: int = 32,
+    num_return_sequences: int = 1,
+    prefill_chunk_size: int | None = None,
+    **options: Any,
+) -> list[Tensor]:
+    """Continues each prompt: the new ids, int64 on the CPU, stop id included, in the order of the prompts.
+
+    In greedy decoding they are those of `generate` for each prompt alone, to within rounding. Draws differ from
+    `generate`'s and have its distribution; the same call with the same `seed` gives the same ids.
+
+    Args:
+        prompts: ids of each, a list or a tensor [S] on any device. All of them are tokens: nothing is padding.
+        batch_size: rows that decode at once. A CUDA graph is made for each size, and kept for the next call.
+        num_return_sequences: continuations of each prompt, which follow each other in the result; above 1 needs
+            sampling. The prompt runs once for all of them.
+        prefill_chunk_size: prompts run through the model by so many tokens at a time, which bounds the memory that
+            long ones need; None: whole.
+        options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, stop_strings with
+            tokenizer. max_length and min_length count a prompt's own tokens. Not: scores, logits and the cache
+            (return_dict_in_generate), processors and criteria of the caller, and images.
+
+    Rotary positions that depend on the longest row of a batch ("longrope", "dynamic") are exact within their original
+    length; where prompts and new tokens go beyond it, prompts run one by one, with a warning.
+
+    Raises:
+        InputError: arguments out of range or not supported, ids outside the vocabulary, NaN logits.
+    """
+    found = dict(
+        generate_many_iter(
+            model, prompts, batch_size=batch_size, num_return_sequences=num_return_sequences,
+            prefill_chunk_size=prefill_chunk_size, **options,
+        )
+    )  # fmt: skip
+    return [found[i] for i in range(len(found))]
+
+
+def generate_many_iter(
+    model: nn.Module,
+    prompts: Sequence[Tensor | Sequence[int]],
+    *,
+    batch_size: int = 32,
+    num_return_sequences: int = 1,
+    prefill_chunk_size: int | None = None,
+    **options: Any,
+) -> Iterator[tuple[int, Tensor]]:
+    """`generate_many` as an iterator: (index in its result, new ids) of each continuation as it ends.
+
+    The longest prompts come first. Arguments are checked by the call, before the first step. Leaving the loop early is
+    the way to stop.
+    """
+    texts = [_as_ids(i, prompt) for i, prompt in enumerate(prompts)]
+    for name, value in {"batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            raise InputError(f"{name}={value!r:.80} must be an integer of at least 1")
+    if not hasattr(type(model), "new_cache"):
+        raise InputError(
+            f"generate_many wants a model of ligermodels, not a {type(model).__name__} around one: pass the model "
+            "inside (`.module`, or PEFT's `get_base_model()`, whose layers keep their LoRA)"
+        )
+    if is_adapted(model):
+        raise InputError("generate_many cannot run under an adapter that prepares the inputs of each step")
+    for name, way in _REFUSED.items():
+        if options.pop(name, None) is not None:
+            raise InputError(f"generate_many does not take {name}: {way}")
+    options["num_return_sequences"] = num_return_sequences
+    if not texts:
+        return iter(())
+    call = _checked(model, texts, options)
+    rotary, longest, shortest = call.model.decoder.rotary_emb, max(map(len, texts)), min(map(len, texts))
+    most = max(len(text) + limit for text, limit in zip(texts, call.limits, strict=True))
+    always_long = rotary.rope_type == "longrope" and shortest > rotary.original_length
+    if rotary.rope_type in ("dynamic", "longrope") and most > rotary.original_length and not always_long:
+        warn_once(
+            f"generate_many: one by one, {rotary.rope_type}",
+            f"generate_many runs the prompts one by one: rope_type={rotary.rope_type!r} chooses its frequencies by the "
+            f"longest row of a batch, and {most} tokens go beyond its original length, {rotary.original_length}; "
+            "shorten prompts or max_new_tokens to have batches",
+        )
+        return _one_by_one(call, options)
+    rows = min(batch_size, len(texts) * call.request.copies)
+    return _Batch(call, rows, longest, cdiv(most + SLACK, graph.BUCKET) * graph.BUCKET, prefill_chunk_size).run()
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Call:
+    model: Any
+    prompts: list[Tensor]  # on the CPU
+    limits: list[int]  # the most new tokens of each
+    request: Request  # of the longest prompt
+
+
+def _as_ids(index: int, prompt: Any) -> Tensor:
+    try:
+        ids = torch.as_tensor(prompt).cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise InputError(f"prompt {index} is a {type(prompt).__name__}; it must be a list of token ids") from error
+    if ids.dim() != 1 or not len(ids) or ids.dtype not in (torch.int64, torch.int32):
+        raise InputError(
+            f"prompt {index} is {list(ids.shape)} of {ids.dtype}; it must be a list of token ids or a tensor [S] of "
+            "torch.int64, and hold at least one token (the bos token, say)"
+        )
+    return ids.long()
+
+
+def _checked(model: Any, prompts: list[Tensor], options: dict[str, Any]) -> _Call:
+    every = torch.cat(prompts)[None].to(model.device)
+    _checked_prompt(model, every, None, None)
+    longest = max(prompts, key=len)[None].to(model.device)
+    # A row that has finished is not filled up: no pad id is needed.
+    request = Request.checked(
+        model, longest, attention_mask=torch.ones_like(longest), **{"pad_token_id": 0, **options}
+    )  # fmt: skip
+    chosen = request.options
+    for name in ("return_dict_in_generate", "output_scores", "output_logits"):
+        if getattr(chosen, name):
+            raise InputError(f"generate_many returns ids alone: leave {name} out, or use `generate`")
+    if chosen.use_cache is False:
+        raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
+    if request.inputs:
+        raise InputError(f"generate_many reads text alone: leave {', '.join(sorted(request.inputs))} out")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there was one for the longest
+        positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        limits = [chosen.longest(len(prompt), positions, set()) for prompt in prompts]
+    return _Call(model=model, prompts=prompts, limits=limits, request=request)
+
+
+def _one_by_one(call: _Call, options: dict[str, Any]) -> Iterator[tuple[int, Tensor]]:
+    seed, copies = call.request.options.seed, call.request.copies
+    for index in range(len(call.prompts) * copies):
+        prompt = call.prompts[index // copies][None].to(call.model.device)
+        own = {**options, "num_return_sequences": 1, "seed": None if seed is None else (seed + index) % 2**63}
+        ids = generate(call.model, prompt, attention_mask=torch.ones_like(prompt), **own)
+        yield index, ids[0, prompt.shape[1] :].cpu()  # type: ignore[index]
+
+
+@dataclass
+class _Row:
+    """A continuation in the making."""
+
+    index: int  # in the result
+    start: int  # the column of its prompt's first token
+    limit: int  # of new tokens
+    least: int  # new tokens before a stop id may come
+    text: StopText | None
+    ids: list[int] = field(default_factory=list)  # the new ones, as the host has read them
+
+
+@dataclass
+class _Ready:
+    """Prompts that have run, and their continuations that have no row yet."""
+
+    prompts: Tensor  # [N, S], _NOTHING before the shorter ones
+    logits: Tensor  # [N, V] fp32, after the last token
+    cache: KVCache
+    waiting: deque[tuple[int, int]]  # row of the above, index in the result
+
+
+class _Batch:
+    def __init__(self, call: _Call, rows: int, longest: int, end: int, chunk: int | None):
+        self.call, self.model, self.request, self.end, self.chunk = call, call.model, call.request, end, chunk
+        self.options: Options = self.request.options
+        self.device = self.model.device
+        self.longest = longest
+        copies = self.request.copies
+        order = sorted(range(len(call.prompts)), key=lambda i: -len(call.prompts[i]))  # alike ones run together
+        self.waiting = deque(order)
+        self.left = len(order) * copies  # continuations that have no row yet
+        self.ready: _Ready | None = None
+        self.rows: list[_Row | None] = [None] * rows
+        self.captures = not self.options.disable_compile and self.device.type in graph.DEVICES
+        if self.captures and (reason := graph.obstacle_to_capture(self.model)) is not None:
+            graph.warn_uncaptured(reason)
+            self.captures = False
+
+    @torch.no_grad()
+    def run(self) -> Iterator[tuple[int, Tensor]]:
+        options, request, rows = self.options, self.request, self.rows
+        vocab_size = self.model.config.get_text_config().vocab_size
+        self.stop_ids = [i for i in request.eos_ids if i < vocab_size]
+        plain = dataclasses.replace(options, min_new_tokens=None, min_length=None, begin_suppress_tokens=None)
+        processors = make_processors(plain, (), prompt_length=0, mask=None, stop_ids=(), device=self.device)
+        generator = None
+        if options.seed is not None:
+            generator = torch.Generator(self.device).manual_seed(int(options.seed))
+        self.cache, kept = graph.take_cache(self.model, len(rows), self.end)
+        self.decode: graph.Decode | None = None
+        try:
+            self.cache.shift(self.longest)
+            self.ids = torch.full((len(rows), self.end), _NOTHING, device=self.device)
+            self.raw = torch.zeros(len(rows), vocab_size, device=self.device)  # logits of the next token
+            while self.left or any(rows):
+                if self.cache.length == self.end:
+                    self._make_columns()
+                free = [b for b, row in enumerate(rows) if row is None]
+                if self.left and len(free) >= min(max(1, len(rows) // ROOM), self.left):
+                    self._fill(free)
+                column = self.cache.length
+                processed = self._without_banned(self.raw)
+                for process in processors:
+                    processed = process(self.ids[:, :column], processed)
+                best, token = processed.max(-1)
+                if options.do_sample:
+                    token = draw(processed, generator)
+                self.ids[:, column] = token
+                reading = _Reading(torch.where(best > -math.inf, token, -1))
+                if any(row is not None and len(row.ids) + 1 < row.limit for row in rows):
+                    self._step(token)
+                yield from self._read(reading.result().tolist())
+        finally:
+            self.cache.reset()
+            graph.keep_cache(self.model, self.cache, kept)
+
+    def _read(self, values: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """Takes up the last token of each row, and yields what has ended."""
+        ended = []
+        for b, (row, value) in enumerate(zip(self.rows, values, strict=True)):
+            if row is None:
+                continue
+            if value < 0:
+                raise _nan_logits()
+            row.ids.append(value)
+            stopped = row.text is not None and row.text.ends_with(value)
+            if stopped or value in self.request.eos_ids or len(row.ids) == row.limit:
+                ended.append(row)
+                self.rows[b] = None
+        if ended:
+            self._place()
+        for row in ended:
+            yield row.index, torch.tensor(row.ids)
+
+    def _step(self, token: Tensor) -> None:
+        """The logits after `token` [B]."""
+        assert self.decode is not None, "rows were placed"
+        try:
+            self.raw = self.decode(self.model, token).float()
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) or not self.captures:
+                raise
+            graph.warn_uncaptured(f"its step cannot be captured, {graph.first_cause(error)}")
+            self.captures, self.decode = False, None
+            self._place()
+            self._step(token)
+
+    def _place(self) -> None:
+        """Tells the device where rows begin; one without a text sees only itself, at the first position."""
+        column = self.cache.length
+        starts = self._to_device([column if row is None else row.start for row in self.rows], torch.int32)
+        if self.decode is None:
+            self.decode = graph.Decode.of(self.cache)
+            self.decode.begin(self.model, self.cache, starts, self.end, by_host=not self.captures)
+        else:
+            self.decode.place(self.cache, starts)
+
+    def _make_columns(self) -> None:
+        """Moves all rows to the left, as far as the longest of them and of the prompts to come allows."""
+        column = self.cache.length
+        held = [column - row.start for row in self.rows if row is not None]
+        coming = [len(self.call.prompts[i]) for i in list(self.waiting)[:1]]
+        coming += [self.ready.cache.length] if self.ready is not None else []
+        length = max(held + coming)
+        self.cache.shift(length)
+        self.ids[:, :length] = self.ids[:, column - length : column].clone()  # the two ranges may overlap
+        for row in self.rows:
+            if row is not None:
+                row.start -= column - length
+        self._place()
+
+    def _fill(self, free: list[int]) -> None:
+        """Puts prompts into the rows `free`, running more of them where none is ready."""
+        column, copies = self.cache.length, self.request.copies
+        while free and self.left:
+            if self.ready is None:
+                self.ready = self._prefill(cdiv(len(free), copies))
+            ready, sources, into = self.ready, [], []
+            while free and ready.waiting:
+                source, index = ready.waiting.popleft()
+                prompt, b = self.call.prompts[index // copies], free.pop(0)
+                strings, text = self.request.stop_strings, None
+                if strings:
+                    text = StopText(self.request.tokenizer, strings, prompt[-8:].tolist())
+                least = self.options.shortest(len(prompt)) - len(prompt)
+                limit = self.call.limits[index // copies]
+                self.rows[b] = _Row(index, column - len(prompt), limit, least, text)
+                sources.append(source)
+                into.append(b)
+            self.left -= len(into)
+            taken, rows, width = self._to_device(sources), self._to_device(into), ready.prompts.shape[1]
+            self.cache.put(ready.cache, taken, rows)
+            self.ids[rows, : column - width] = _NOTHING
+            self.ids[rows, column - width : column] = ready.prompts[taken]
+            self.raw = self.raw.index_put((rows,), ready.logits[taken])
+            if not ready.waiting:
+                self.ready = None
+        self._place()
+
+    def _prefill(self, count: int) -> _Ready:
+        """Runs the next `count` prompts, or as many as PREFILL_TOKENS allow."""
+        width, copies = len(self.call.prompts[self.waiting[0]]), self.request.copies
+        count = min(count, len(self.waiting), max(1, PREFILL_TOKENS // width))
+        chosen = [self.waiting.popleft() for _ in range(count)]
+        prompts = torch.full((count, width), _NOTHING)
+        for row, i in zip(prompts, chosen, strict=True):
+            row[width - len(self.call.prompts[i]) :] = self.call.prompts[i]
+        is_padded = bool((prompts == _NOTHING).any())
+        prompts = prompts.to(self.device)
+        cache, mask, positions = self.model.new_cache(count, width), None, None
+        if is_padded:
+            mask = prompts != _NOTHING
+            positions = (mask.cumsum(1) - 1).clamp_(min=0)
+        for begin in range(0, width, self.chunk or width):
+            part = slice(begin, begin + (self.chunk or width))
+            output = self.model(
+                input_ids=prompts[:, part].where(prompts[:, part] != _NOTHING, 0),
+                attention_mask=None if mask is None else mask[:, : part.stop],
+                position_ids=None if positions is None else positions[:, part],
+                past_key_values=cache, use_cache=True, logits_to_keep=1,
+            )  # fmt: skip
+        waiting = deque((row, i * copies + copy) for row, i in enumerate(chosen) for copy in range(copies))
+        return _Ready(prompts, output.logits[:, -1].float(), cache, waiting)
+
+    def _without_banned(self, logits: Tensor) -> Tensor:
+        """`logits` without the ids that rows may not choose yet."""
+        live = [(b, row) for b, row in enumerate(self.rows) if row is not None]
+        for banned, young in (
+            (self.stop_ids, [b for b, row in live if len(row.ids) < row.least]),
+            (self.options.begin_suppress_tokens, [b for b, row in live if not row.ids]),
+        ):
+            if banned and young:
+                rows, ids = self._to_device(young), self._to_device(list(banned))
+                logits = logits.index_put((rows[:, None], ids), logits.new_tensor(-math.inf))
+        return logits
+
+    def _to_device(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
+        on_host = torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")
+        return on_host.to(self.device, non_blocking=True)

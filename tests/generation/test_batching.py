@@ -1,0 +1,298 @@
+"""`generate_many`: the ids of `generate` for each prompt alone, in a batch that stays full."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import ligermodels
+from benchmarks.convergence import FAMILIES
+from ligermodels.errors import InputError
+from ligermodels.generation import batching, generate, generate_many, generate_many_iter, graph
+from ligermodels.training.lora import add_lora
+from tests.arch import llama_vision, qwen2_vl
+from tests.generation import models
+from tests.generation.test_graph import family, own_forward, with_large_weights
+
+LENGTHS = [9, 4, 13, 1, 6, 22, 3, 8, 2, 17, 5]
+
+
+@pytest.fixture(autouse=True)
+def counted(monkeypatch):
+    """Columns are few, so that rows move often. The list has the rows of each decode step."""
+    seen, call = [], graph.Decode.__call__
+    monkeypatch.setattr(batching, "SLACK", 2)
+    monkeypatch.setattr(batching, "ROOM", 4)
+    monkeypatch.setattr(graph, "BUCKET", 1)
+    monkeypatch.setattr("ligermodels.layers.cache.SLACK", 3)  # windows move every few tokens
+    monkeypatch.setattr(
+        graph.Decode, "__call__", lambda self, model, ids: (seen.append(len(ids)), call(self, model, ids))[1]
+    )
+    return seen
+
+
+def prompts(lengths=LENGTHS):
+    return [models.prompt(1, length)[0] for length in lengths]
+
+
+def alone(model, texts, **options):
+    """Each prompt by `generate`, without lengths on the device."""
+    found = []
+    for text in texts:
+        ids = text[None].to(model.device)
+        ids = generate(model, ids, attention_mask=torch.ones_like(ids), disable_compile=True, **options)
+        found.append(ids[0, len(text) :].cpu())
+    return found
+
+
+def stop_ids(model, texts, new=30, share=0.15):
+    """The stop ids that end about half of the texts early, each at another length."""
+    every = torch.cat(alone(model, texts, max_new_tokens=new, eos_token_id=()))
+    counts = every.bincount()
+    order, total, chosen = counts.argsort(descending=True).tolist(), 0, []
+    for token in reversed([i for i in order if counts[i]]):
+        if total < share * len(every) / 2:
+            chosen.append(token)
+            total += int(counts[token])
+    return chosen
+
+
+def assert_equal(found, expected):
+    assert [x.tolist() for x in found] == [x.tolist() for x in expected]
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ("gemma2", "phi3") else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
+def test_every_family_writes_what_it_writes_alone(name, device, counted):
+    model, texts = family(name).to(device), prompts()
+    new = 20 if name != "phi3" else 10
+    options = dict(max_new_tokens=new, eos_token_id=stop_ids(model, texts, new))
+    expected = alone(model, texts, **options)
+    assert len({len(x) for x in expected}) > 3, "rows must end at different times"
+    for size in (3, 64):
+        assert_equal(generate_many(model, texts, batch_size=size, **options), expected)
+        assert {min(size, len(texts))} == set(counted)
+        counted.clear()
+
+
+def test_bfloat16(device):
+    model, texts = models.llama().to(device).bfloat16(), prompts([7, 3])
+    options = dict(max_new_tokens=2, eos_token_id=())
+    found = generate_many(model, texts, batch_size=1, **options)
+    assert [ids[:1].tolist() for ids in found] == [ids[:1].tolist() for ids in alone(model, texts, **options)]
+    assert [len(ids) for ids in found] == [2, 2]
+
+
+def test_text_alone_in_models_that_read_images(device):
+    qwen = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
+    vision = with_large_weights(ligermodels.LlamaVision.from_config(llama_vision.tiny())).to(device)
+    for model in (qwen, vision):
+        texts = prompts(LENGTHS[:6])
+        options = dict(max_new_tokens=12, eos_token_id=stop_ids(model, texts, 12))
+        assert_equal(generate_many(model, texts, batch_size=2, **options), alone(model, texts, **options))
+        with pytest.raises(InputError, match="reads text alone: leave pixel_values out"):
+            generate_many(model, texts, max_new_tokens=3, pixel_values=torch.zeros(1, 3))
+
+
+# Its purpose.
+
+
+def test_the_batch_stays_full(device, counted):
+    model, texts = models.llama().to(device), prompts([3, 9, 5, 2, 7, 4, 8, 6] * 5)
+    free = torch.cat(generate_many(model, texts, batch_size=8, max_new_tokens=48, eos_token_id=()))
+    often = free.bincount(minlength=models.VOCAB)
+    order = often.argsort()
+    options = dict(max_new_tokens=48, eos_token_id=order[often[order].cumsum(0) < 0.08 * len(free)].tolist())
+    counted.clear()
+    counts = [len(ids) for ids in generate_many(model, texts, batch_size=8, **options)]
+    padded = sum(max(counts[i : i + 8]) for i in range(0, 40, 8))  # batches that end with their longest row
+    assert max(counts) > 40 and sorted(counts)[20] < 24, "lengths must be unequal"
+    # A row waits until a second is free, and computes one token too many; at the end no prompt is left.
+    assert len(counted) * 7 <= sum(counts) + 40 + 8 * max(counts)
+    assert len(counted) < 0.7 * padded
+
+
+def test_a_prompt_runs_once_for_all_its_continuations(device, monkeypatch):
+    model, texts = family("qwen3").to(device), prompts([7, 3, 5])
+    ran, prefill = [], batching._Batch._prefill
+    monkeypatch.setattr(batching._Batch, "_prefill", lambda self, n: (ran.append(found := prefill(self, n)), found)[1])
+    options = dict(max_new_tokens=9, do_sample=True, num_return_sequences=5, seed=3, eos_token_id=())
+    found = generate_many(model, texts, batch_size=4, **options)
+    assert len(found) == 15 and sum(len(x.prompts) for x in ran) == 3
+    greedy = generate_many(model, texts, batch_size=4, **{**options, "top_k": 1})
+    assert_equal(greedy, [ids for ids in alone(model, texts, max_new_tokens=9, eos_token_id=()) for _ in range(5)])
+
+
+def test_draws_have_the_distribution_and_the_seed_repeats_them(device):
+    model, texts = models.llama().to(device), prompts([4, 2, 6])
+    options = dict(max_new_tokens=2, do_sample=True, top_k=4, temperature=3.0, eos_token_id=())
+    many = dict(options, num_return_sequences=2000, batch_size=600)
+    found = generate_many(model, texts, seed=1, **many)
+    assert_equal(generate_many(model, texts, seed=1, **many), found)
+    other = generate_many(model, texts, seed=2, **many)
+    for i, text in enumerate(texts):
+        ids = text[None].to(device)
+        expected = generate(model, ids, seed=5, num_return_sequences=2000, **options)[:, len(text) :].cpu()
+        expected, *counts = (
+            (x[:, 0] * models.VOCAB + x[:, 1]).bincount(minlength=models.VOCAB**2)
+            for x in (expected, torch.stack(found[i * 2000 : i * 2000 + 2000]), torch.stack(other[2000 * i :][:2000]))
+        )
+        assert not torch.equal(*counts)
+        for count in counts:  # the distance of two samples of 2,000 among 16 pairs
+            assert (count - expected).abs().sum() / 4000 < 0.08
+
+
+# Options of `generate`.
+
+
+@pytest.mark.parametrize("chunk", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.slow), "gemma2"])
+def test_prompts_in_chunks(name, chunk, device):
+    model, texts = family(name).to(device), prompts()
+    options = dict(max_new_tokens=8, eos_token_id=())
+    found = generate_many(model, texts, batch_size=4, prefill_chunk_size=chunk, **options)
+    assert_equal(found, alone(model, texts, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(repetition_penalty=1.6, suppress_tokens=[5, 9]),
+        dict(min_new_tokens=7, eos_token_id=list(range(3, 30))),
+        dict(no_repeat_ngram_size=1, max_new_tokens=12),
+        dict(no_repeat_ngram_size=3),
+        dict(min_length=12, max_new_tokens=None, max_length=24, eos_token_id=list(range(3, 80))),
+        dict(begin_suppress_tokens=list(range(3, 60))),
+        dict(max_new_tokens=1),
+        dict(stop_strings=["7", "31"], tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))),
+    ],
+    ids=lambda options: next(iter(options)),
+)  # fmt: skip
+def test_options_count_each_rows_own_tokens(options, device):
+    model, texts = models.llama((None, 5)).to(device), prompts()
+    options = {"max_new_tokens": 24, "eos_token_id": stop_ids(model, texts, 12), **options}
+    expected = alone(model, texts, **options)
+    assert_equal(generate_many(model, [text.tolist() for text in texts], batch_size=3, **options), expected)
+    assert len({len(ids) for ids in expected}) > (options["max_new_tokens"] != 1)
+
+
+def test_continuations_come_as_they_end_and_the_cache_serves_the_next_call(device):
+    model, texts = models.llama().to(device), prompts()
+    options = dict(max_new_tokens=20, eos_token_id=stop_ids(model, texts, 20))
+    expected = alone(model, texts, **options)
+    stream = generate_many_iter(model, texts, batch_size=3, **options)
+    first = [next(stream) for _ in range(4)]
+    stream.close()
+    assert all(ids.tolist() == expected[i].tolist() for i, ids in first)
+    (_, cache), *_ = graph._caches[model]
+    for _ in range(2):
+        found = list(generate_many_iter(model, texts, batch_size=3, **options))
+        assert [i for i, _ in found] != sorted(i for i, _ in found)
+        assert_equal([ids for _, ids in sorted(found, key=lambda pair: pair[0])], expected)
+    assert len(graph._caches[model]) == 1 and graph._caches[model][0][1] is cache
+    with torch.inference_mode():
+        assert_equal(generate_many(model, texts, batch_size=3, **options), expected)
+    assert_equal(generate_many(model, texts, batch_size=3, **options), expected)
+
+
+# Where batches cannot be, or not as a graph.
+
+
+@pytest.mark.parametrize("rope", ["longrope", "dynamic"])
+def test_rotary_positions_that_depend_on_the_batch(rope, device, counted, monkeypatch):
+    monkeypatch.setattr(batching, "SLACK", 60)  # columns go far beyond what any row holds
+    model = models.llama(rope=rope, positions=512 if rope == "longrope" else 24).to(device)
+    original = model.decoder.rotary_emb.original_length
+    short, long = prompts([3, 9, 6, 2, 5, 8]), prompts([29, 19, 17, 23, 18])
+
+    def check(texts, new, **options):
+        stops = stop_ids(model, texts, new)
+        found = generate_many(model, texts, batch_size=3, max_new_tokens=new, eos_token_id=stops, **options)
+        assert_equal(found, alone(model, texts, max_new_tokens=new, eos_token_id=stops))
+
+    check(short, original - 9)
+    assert counted
+    if rope == "longrope":
+        check(long, 9)  # with the long frequencies, all of them
+    counted.clear()
+    model.config.max_position_embeddings = 512  # beyond it there is another warning
+    with pytest.warns(UserWarning, match=f"one by one: rope_type='{rope}'"):
+        check(short, original, seed=2**63)
+    check(short[:1] + long[:1], 9)
+    assert not counted
+
+
+def test_hooks_and_adapters_are_run(device, monkeypatch):
+    model, texts = family("qwen2").to(device), prompts(LENGTHS[:5])
+    options = dict(max_new_tokens=9, eos_token_id=())
+    before = alone(model, texts, **options)
+    add_lora(model, r=4)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0.0, 0.3)
+    model.eval()
+    expected = alone(model, texts, **options)
+    assert_equal(generate_many(model, texts, batch_size=2, **options), expected)
+    assert [x.tolist() for x in expected] != [x.tolist() for x in before]
+    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"})
+    own_forward(model)
+    with pytest.warns(UserWarning, match="has a hook, or a forward that was replaced"):
+        assert_equal(generate_many(model, texts, batch_size=2, **options), expected)
+
+
+def test_a_step_that_cannot_be_captured_is_run_by_the_host(counted, monkeypatch):
+    model, texts = family("gemma2"), prompts(LENGTHS[:5])
+    expected = alone(model, texts, max_new_tokens=9)
+    run = graph.Decode._run
+
+    def fail(self, model, cache):
+        if len(counted) == 7:
+            self._positions.add_(1)
+            raise RuntimeError("operation not permitted when stream is capturing")
+        run(self, model, cache)
+
+    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"})
+    monkeypatch.setattr(graph.Decode, "_run", fail)
+    with pytest.warns(UserWarning, match="cannot be captured, operation not permitted when"):
+        assert_equal(generate_many(model, texts, batch_size=2, max_new_tokens=9), expected)
+
+
+def test_what_it_does_not_take_raises_at_the_call():
+    model, texts = models.llama(), prompts([3, 5])
+    wrong = {
+        "batch_size=0 must be": dict(batch_size=0),
+        "prefill_chunk_size=0 must be": dict(prefill_chunk_size=0),
+        "num_return_sequences=2 needs do_sample=True": dict(num_return_sequences=2),
+        "does not take streamer: use `generate_many_iter`": dict(streamer=object()),
+        "does not take stopping_criteria": dict(stopping_criteria=lambda ids, scores: False),
+        "leave output_scores out": dict(output_scores=True),
+        "needs its cache": dict(use_cache=False),
+        "neither an option of generate nor an input of Llama": dict(pixel_values=1),
+        "num_beams=2 is not supported": dict(num_beams=2),
+    }
+    for match, options in wrong.items():
+        with pytest.raises(InputError, match=match):
+            generate_many_iter(model, texts, **{"max_new_tokens": 3, **options})
+    for match, bad in {
+        r"prompt 1 is \[0\]": [[3], []],
+        r"prompt 0 is \[1, 2\]": [[[3, 4]], [5]],
+        "prompt 0 is a str": ["text"],
+        "reach from 3 to 97, the vocabulary from 0 to 96": [[3], [97, 4]],
+    }.items():
+        with pytest.raises(InputError, match=match):
+            generate_many_iter(model, bad, max_new_tokens=3)
+    with pytest.raises(InputError, match="not a DataParallel around one"):
+        generate_many_iter(torch.nn.DataParallel(model), texts, max_new_tokens=3)
+    assert generate_many(model, [], max_new_tokens=3) == []
+
+
+def test_nan_logits_are_an_error_of_rows_that_have_a_text(device):
+    model, texts = models.llama().to(device), prompts([3, 5, 2])
+    assert math.isfinite(sum(map(len, generate_many(model, texts, batch_size=2, max_new_tokens=3))))
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(InputError, match="float16 overflow"):
+        generate_many(model, texts, batch_size=2, max_new_tokens=3)
