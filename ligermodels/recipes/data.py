@@ -8,7 +8,7 @@ from typing import Any
 from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.recipes import masking
-from ligermodels.recipes.batches import Batches
+from ligermodels.recipes.batches import Batches, workers_for
 from ligermodels.recipes.formats import detect
 from ligermodels.recipes.loop import Batch
 from ligermodels.recipes.options import TrainOptions
@@ -90,7 +90,7 @@ class Data:
     def count(self) -> dict[str, int]:
         """What a pass over the data has: `Batches.report`, and the number of batches."""
         batches = self._batches(self._rows, epochs=1)
-        number = sum(1 for _ in batches)
+        number = batches.count(workers_for(len(self._rows)))
         return {"batches": number, **batches.report()}
 
     def once(self) -> Iterator[Batch]:
