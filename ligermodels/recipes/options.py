@@ -121,7 +121,7 @@ class TrainOptions:
     keep: int = option(2, "checkpoints and logs", "so many of the newest checkpoints stay", least=1)
     eval_every: int = option(100, "checkpoints and logs", "steps between evaluations; 0: only at the end", least=0)
     resume: bool = option(False, "checkpoints and logs", "go on with the run in --out")
-    log: str = option(
+    logger: str = option(
         "auto",
         "checkpoints and logs",
         "beside metrics.jsonl; auto: tensorboard where it is installed",
@@ -525,6 +525,9 @@ _ELSEWHERE = {
     "dataset": "data",
     "batch_size": "batch_tokens",
     "model_name_or_path": "model",
+    "log": "logger",
+    "report_to": "logger",
+    "resume_from_checkpoint": "resume",
 }
 """What other tools call an option."""
 

@@ -75,7 +75,7 @@ class Recipe:
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
     """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
-    report.check_log(options.log)
+    report.check_logger(options.logger)
     joined = dist.is_initialized()
     processes = Processes.start(options)
     try:

@@ -71,7 +71,7 @@ YAML = {
 
 def refused(capsys, out, words, *argv):
     """Runs the command, whose error must say `words` and which must write nothing."""
-    status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--log", "none")])
+    status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--logger", "none")])
     text = capsys.readouterr().err
     assert status == 3 and words in text, text
     assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
@@ -150,7 +150,7 @@ def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
     edited(tmp_path / "model" / "tokenizer_config.json", pad_token=None)
     data = write("a.jsonl", b"\xef\xbb\xbf" + text)
     argv = ("train", "sft", tmp_path / "model", "--data", data, "--eval-data", evaluation, "--no-packing")
-    flags = ("--out", tmp_path / "out", "--steps", "1", "--show", "0", "--log", "none", "--length", "32")
+    flags = ("--out", tmp_path / "out", "--steps", "1", "--show", "0", "--logger", "none", "--length", "32")
     assert main([str(argument) for argument in (*argv, *flags)]) == 0
     assert "8 rows of messages" in capsys.readouterr().err
 

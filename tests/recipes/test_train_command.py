@@ -186,7 +186,7 @@ def test_what_is_refused(home, tmp_path, capsys):
         ((home / "model", "--data", good, "--eval-share", "0.01"), "leaves none to evaluate on"),
         ((home / "model", "--data", good, "--config", tmp_path / "recipe.yaml"), "no option warm_up; did you mean war"),
         ((home / "model", "--data", good, "--config", tmp_path / "none.yaml"), "cannot be read: No such file"),
-        ((home / "model", "--data", good, "--log", "wandb"), "not installed: pip install 'wandb'"),
+        ((home / "model", "--data", good, "--logger", "wandb"), "not installed: pip install 'wandb'"),
         ((home / "model", "--data", good, "--tp", "2"), "torchrun --nproc-per-node"),
         ((home / "model", "--data", good, "--lora", "4", "--lora-targets", "qproj"), "qproj"),
         ((home / "model", "--data", good, "--quantize", "nf4"), "add --lora 16"),
