@@ -91,6 +91,7 @@ class Batches(Iterator[Batch]):
     skip_bad: rows that cannot be read or encoded are counted, not an error. max_untrained: the share of rows without a
     trained token above which InputError is raised.
     prefetch: encodes the next window in a thread meanwhile. The batches are the same.
+    digest: of what the rows are read from; with another one, a state does not load.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Batches(Iterator[Batch]):
         prefetch: bool = True,
         sequences: int = 1,
         collate: Collate | None = None,
+        digest: int = 0,
     ) -> None:
         if tokens_per_batch is not None and rows_per_batch is not None:
             raise InputError("tokens_per_batch and rows_per_batch are two ways to say the same; give one")
@@ -140,7 +142,7 @@ class Batches(Iterator[Batch]):
         if length % multiple or self._capacity % multiple:
             raise InputError(f"length={length} and tokens_per_batch must be multiples of {multiple} (cp x tp)")
         self._rows, self._encoder, self._length, self._packing = rows, encoder, length, packing
-        self._seed, self._rank, self._ranks, self._window_rows = seed, rank, ranks, window
+        self._seed, self._rank, self._ranks, self._window_rows, self._digest = seed, rank, ranks, window, digest
         self._multiple, self._pad_id, self._epochs, self._shuffle = multiple, pad_id, epochs, shuffle
         self._long, self._skip_bad, self._max_untrained = long, skip_bad, max_untrained
         self._collate: Collate = collate or (packed_batch if packing else padded_batch)
@@ -239,7 +241,8 @@ class Batches(Iterator[Batch]):
             raise InputError(
                 f"none of {counts['asked']} rows trains a token that stops the model, which would never stop. Likely "
                 "cause: the chat template's {% generation %} ends before the end of the turn, or the template ends "
-                "turns with a token that is none of the model's eos tokens. Next step: a chat_template that has it"
+                "turns with a token that is none of the model's eos tokens. Next step: --chat-template FILE, one "
+                "that has it"
             )
         self._idle_rows = 0 if window.batches else self._idle_rows + window.next_row - window.row
         if self._idle_rows >= len(self._rows):
@@ -265,6 +268,7 @@ class Batches(Iterator[Batch]):
             "window": self._window_rows,
             "shuffle": int(self._shuffle),
             "split": int(self._long == "split"),
+            "digest": self._digest,
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -277,7 +281,8 @@ class Batches(Iterator[Batch]):
         if missing := sorted({"epoch", "row", "batch", *own} - state.keys()):
             raise InputError(f"this is no state of Batches: it lacks {missing}")
         if differ := [name for name in own if name != "ranks" and own[name] != state[name]]:
-            changes = ", ".join(f"{name} was {state[name]}, now it is {own[name]}" for name in differ)
+            told = (f"{name} was {state[name]}, now it is {own[name]}" for name in differ if name != "digest")
+            changes = ", ".join(told) or "the contents of its files have changed"
             raise InputError(
                 f"the data cannot go on where the checkpoint left off: {changes}. Next step: as before, or a new run"
             )

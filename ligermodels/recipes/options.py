@@ -56,6 +56,11 @@ class TrainOptions:
     length: int | None = option(
         None, "data", "the most tokens of a row (default 4096, or the model's context where that is less)", least=2
     )
+    chat_template: str | None = option(
+        None,
+        "data",
+        "a file, or the name of one of the model's templates, in place of its own; saved with what is tuned",
+    )
     packing: bool = option(True, "data", "several examples in a row, none of which sees another")
     skip_bad: bool = option(False, "data", "leave out rows that cannot be read, and count them, instead of stopping")
     show: int = option(1, "data", "print so many examples first, coloured by what is trained", least=0)
@@ -540,7 +545,7 @@ def _flag(name: str) -> str:
 
 
 def _metavar(name: str, hint: Any) -> str:
-    if name in ("data", "eval_data"):
+    if name in ("data", "eval_data", "chat_template"):
         return "FILE"
     return "DIR" if name == "out" else {int: "N", float: "X", str: "NAME"}.get(_kind(hint)[0], "A,B")
 
