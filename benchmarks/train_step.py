@@ -57,11 +57,13 @@ RANK, ALPHA, ADAPTER_B = 16, 32, 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Settings(Case):
-    """A case as it runs: with the options of the command line. longest: GiB, for the longest sequence in them."""
+    """A case as it runs: with the options of the command line. longest: GiB, for the longest sequence in them, of which
+    `least` tokens are tried first."""
 
     case: str = ""
     dry: bool = False
     longest: float | None = None
+    least: int = 0
 
     @property
     def device(self) -> str:
@@ -90,6 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--recompute", choices=("none", "block"), help="of all who do not name their own")
     parser.add_argument("--steps", type=int, help="timed steps, of which the median counts")
     parser.add_argument("--longest", type=float, metavar="GIB", help="the longest sequence that trains in so many GiB")
+    parser.add_argument("--least", type=int, default=0, help="tokens that --longest tries first")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a baseline may take")
     parser.add_argument("--scratch", help="where checkpoints are written for the run, e.g. /dev/shm")
     parser.add_argument("--out", type=Path, help="folder for a JSON file for each case")
@@ -142,7 +145,7 @@ def _settings(name: str, options: argparse.Namespace) -> Settings:
         if MODELS[case.model].drawn_in_nf4 and not (named.ours and named.adapters == "nf4"):
             raise ValueError(f"{baseline}: {case.model} has no checkpoint and is drawn in 4 bits: ligermodels+nf4")
     chosen = {**dataclasses.asdict(case), "baselines": baselines}
-    return Settings(**chosen, case=name, dry=options.dry, longest=options.longest)
+    return Settings(**chosen, case=name, dry=options.dry, longest=options.longest, least=options.least)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -668,13 +671,14 @@ def longest(
         return True
 
     grain, most = (1024, 2**21) if cuda else (32, 96)
-    search(fits, grain, most)
+    search(fits, grain, most, settings.least)
     return found or {"note": f"not even {grain} tokens fit"}
 
 
-def search(fits: Callable[[int], bool], grain: int, most: int) -> int:
-    """The longest length that fits, to within a grain or a 32nd, at most `most`: doubling, then bisection."""
-    low, high = 0, grain
+def search(fits: Callable[[int], bool], grain: int, most: int, least: int = 0) -> int:
+    """The longest length that fits, to within a grain or a 32nd, at most `most`: doubling from
+    `least`, then bisection."""
+    low, high = 0, max(grain, least)
     while high <= most and fits(high):
         low, high = high, 2 * high
     high = min(high, most + grain)
