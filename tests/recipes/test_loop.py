@@ -254,6 +254,7 @@ MEASURED = [
     ("8B", "lora", "block", 2048, 1, 16.5),
     ("8B", "nf4", "none", 2048, 1, 12.4),
     ("8B", "nf4", "block", 2048, 1, 7.10),
+    ("70B", "nf4", "block", 4096, 1, 46.1),
     ("8B", "bf16", "block", 16384, 1, 60.7),
     ("1B", "bf16", "none", 16384, 1, 21.2),
     ("1B", "bf16", "none", 1024, 1, 9.77),
@@ -264,6 +265,8 @@ MEASURED = [
 ]
 MODELS = {
     "8B": LLAMA_8B,
+    "70B": {**LLAMA_8B, "hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+            "num_attention_heads": 64},
     "1B": {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
            "tie_word_embeddings": True},
     "1.5B": dict(
