@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from ligermodels.errors import InputError, TokenizerError
+from ligermodels.errors import InputError, LigermodelsError, TokenizerError
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch, spread
 
@@ -344,7 +344,7 @@ class Batches(Iterator[Batch]):
             return self._encode_row(int(order[place]))
         self._measured_from += 1
         found = next(self._measured)
-        if isinstance(found, InputError):
+        if isinstance(found, LigermodelsError):
             raise found
         return found  # type: ignore[no-any-return]
 
@@ -397,13 +397,13 @@ _CHUNK = 50
 
 def workers_for(rows: int) -> int:
     """Processes to count so many rows with: the cores of this one; 0 where starting them takes longer, or cannot be."""
-    if sys.platform != "linux" or rows < 2000:  # elsewhere, a fork is not safe
+    if sys.platform != "linux" or rows < 500:  # elsewhere, a fork is not safe
         return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return min(16, cores) if cores > 1 else 0
 
 
-def _measured(batches: Batches, order: Any, workers: int) -> Iterator[_Outcome | InputError]:
+def _measured(batches: Batches, order: Any, workers: int) -> Iterator[_Outcome | LigermodelsError]:
     """What the rows give, in order, each sample as its size; an error in place of a row that raises it."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # where nothing is said, tokenizers warns of the fork
     chunks = [order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK)]
@@ -422,12 +422,12 @@ class _Chunks(Dataset[Any]):
     def __init__(self, batches: Batches) -> None:
         self._batches = batches
 
-    def __getitem__(self, indices: Any) -> list[_Outcome | InputError]:
+    def __getitem__(self, indices: Any) -> list[_Outcome | LigermodelsError]:
         return [self._measure(int(index)) for index in indices]
 
-    def _measure(self, index: int) -> _Outcome | InputError:
+    def _measure(self, index: int) -> _Outcome | LigermodelsError:
         try:
             found, counts = self._batches._encode_row(index)
-        except InputError as error:
+        except LigermodelsError as error:
             return error
         return [_Measured(sample.size) for sample in found], counts

@@ -278,7 +278,7 @@ MODELS = {
 
 @pytest.mark.parametrize(("model", "weights", "activations", "tokens", "gpus", "measured"), MEASURED)
 def test_the_estimate_is_what_was_measured(model, weights, activations, tokens, gpus, measured):
-    """At most 4 % too low, half of what the margin leaves, and 8 % too high."""
+    """Within 3 %; the plan leaves 8 % of the memory free (MARGIN)."""
     sketch = (Qwen2 if model == "1.5B" else Llama).from_config(MODELS[model], device="meta")
     adapters = memory.adapter_parameters(sketch, 16) if weights in ("lora", "nf4") else None
     precision = "bf16-masters" if adapters else weights
@@ -286,7 +286,7 @@ def test_the_estimate_is_what_was_measured(model, weights, activations, tokens, 
         precision, activations, tokens=tokens, accumulates=False, gpus=gpus, quantized=weights == "nf4"
     )
     found = memory.estimate(memory.Sizes.of(sketch, trained=adapters), setting).total / memory.GIB
-    assert 0.96 * measured < found < 1.08 * measured
+    assert 0.97 * measured < found < 1.03 * measured
 
 
 def test_what_fits_is_chosen_and_advised():
