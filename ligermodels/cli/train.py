@@ -22,7 +22,7 @@ def add(commands: "argparse._SubParsersAction[Any]") -> None:
         doc = (kind.__doc__ or "").rstrip(".")
         parser = recipes.add_parser(
             name,
-            help=doc[0].lower() + doc[1:],
+            help=doc,
             description=kind.__doc__,
             epilog=_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,14 +8,18 @@ window once more. All ranks encode all rows: none needs to ask another how many 
 
 import collections
 import dataclasses
+import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
+import torch
+from torch.utils.data import DataLoader, Dataset
 
-from ligermodels.errors import InputError, TokenizerError
+from ligermodels.errors import InputError, LigermodelsError, TokenizerError
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch, spread
 
@@ -48,8 +52,16 @@ class Sample(Protocol):
         """With at most so many tokens in a sequence; raises InputError where that cannot be."""
 
 
+_Outcome = tuple[list[Any], collections.Counter[str]]
+"""Of a row: the samples, and what is to be counted."""
 Collate = Callable[[Sequence[Any], int, int], Batch]
 """(samples, pad id, what T is a multiple of): their batch; of none, a batch without a label."""
+
+
+class _Measured(NamedTuple):
+    """In place of a sample whose tokens nobody needs."""
+
+    size: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +71,7 @@ class _Window:
     epoch: int
     row: int
     next_row: int
-    batches: list[list[Sample]]
+    batches: list[list[Any]]
     counts: Mapping[str, int]
 
 
@@ -79,6 +91,7 @@ class Batches(Iterator[Batch]):
     skip_bad: rows that cannot be read or encoded are counted, not an error. max_untrained: the share of rows without a
     trained token above which InputError is raised.
     prefetch: encodes the next window in a thread meanwhile. The batches are the same.
+    digest: of what the rows are read from; with another one, a state does not load.
     """
 
     def __init__(
@@ -104,6 +117,7 @@ class Batches(Iterator[Batch]):
         prefetch: bool = True,
         sequences: int = 1,
         collate: Collate | None = None,
+        digest: int = 0,
     ) -> None:
         if tokens_per_batch is not None and rows_per_batch is not None:
             raise InputError("tokens_per_batch and rows_per_batch are two ways to say the same; give one")
@@ -128,7 +142,7 @@ class Batches(Iterator[Batch]):
         if length % multiple or self._capacity % multiple:
             raise InputError(f"length={length} and tokens_per_batch must be multiples of {multiple} (cp x tp)")
         self._rows, self._encoder, self._length, self._packing = rows, encoder, length, packing
-        self._seed, self._rank, self._ranks, self._window_rows = seed, rank, ranks, window
+        self._seed, self._rank, self._ranks, self._window_rows, self._digest = seed, rank, ranks, window, digest
         self._multiple, self._pad_id, self._epochs, self._shuffle = multiple, pad_id, epochs, shuffle
         self._long, self._skip_bad, self._max_untrained = long, skip_bad, max_untrained
         self._collate: Collate = collate or (packed_batch if packing else padded_batch)
@@ -137,6 +151,8 @@ class Batches(Iterator[Batch]):
         self._order: tuple[int, Any] = (-1, None)
         self._counts: collections.Counter[str] = collections.Counter()
         self._idle_rows = 0  # rows since the last window that had a batch
+        self._measured: Iterator[Any] | None = None  # what rows give, from the one at this place of the order on
+        self._measured_from = 0
         self._go_to(0, 0, 0)
 
     # ---- iteration ----
@@ -167,6 +183,24 @@ class Batches(Iterator[Batch]):
         names = ("rows", "tokens", "trained", "truncated", "tokens_cut", "untrained", "cut_away", "bad")
         return {name: self._counts[name] for name in names}
 
+    def count(self, workers: int = 0) -> int:
+        """The number of this rank's batches of the first epoch, of which none is made; `report` tells of its rows.
+
+        workers: processes in which rows are encoded; they are forked. The number does not depend on them.
+        """
+        number, position = 0, (0, 0)
+        if workers:
+            self._measured, self._measured_from = _measured(self, self._permutation(0), workers), 0
+        try:
+            while position[0] == 0:
+                window = self._encode_window(*position)
+                self._check(window)
+                number += len(window.batches)
+                position = self._after(window)
+        finally:
+            self._measured = None
+        return number
+
     def _after(self, window: _Window) -> tuple[int, int]:
         """(epoch, row) of the window after this one."""
         ends = window.next_row >= len(self._rows)
@@ -186,7 +220,6 @@ class Batches(Iterator[Batch]):
         else:
             window = self._encode_window(*key)
         self._window = window
-        self._counts.update(window.counts)
         self._check(window)
         following = self._after(window)
         self._ahead = None
@@ -194,8 +227,9 @@ class Batches(Iterator[Batch]):
             self._ahead = following, self._executor.submit(self._encode_window, *following)
 
     def _check(self, window: _Window) -> None:
-        """Raises InputError if too few rows are trained, or no stop token."""
+        """Adds to the counts. Raises InputError if too few rows are trained, or no stop token."""
         counts = self._counts
+        counts.update(window.counts)
         left_out = counts["untrained"] + counts["cut_away"]
         if left_out > self._max_untrained * (counts["rows"] - counts["bad"]):
             raise InputError(
@@ -207,7 +241,8 @@ class Batches(Iterator[Batch]):
             raise InputError(
                 f"none of {counts['asked']} rows trains a token that stops the model, which would never stop. Likely "
                 "cause: the chat template's {% generation %} ends before the end of the turn, or the template ends "
-                "turns with a token that is none of the model's eos tokens. Next step: a chat_template that has it"
+                "turns with a token that is none of the model's eos tokens. Next step: --chat-template FILE, one "
+                "that has it"
             )
         self._idle_rows = 0 if window.batches else self._idle_rows + window.next_row - window.row
         if self._idle_rows >= len(self._rows):
@@ -233,6 +268,7 @@ class Batches(Iterator[Batch]):
             "window": self._window_rows,
             "shuffle": int(self._shuffle),
             "split": int(self._long == "split"),
+            "digest": self._digest,
         }
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
@@ -245,7 +281,8 @@ class Batches(Iterator[Batch]):
         if missing := sorted({"epoch", "row", "batch", *own} - state.keys()):
             raise InputError(f"this is no state of Batches: it lacks {missing}")
         if differ := [name for name in own if name != "ranks" and own[name] != state[name]]:
-            changes = ", ".join(f"{name} was {state[name]}, now it is {own[name]}" for name in differ)
+            told = (f"{name} was {state[name]}, now it is {own[name]}" for name in differ if name != "digest")
+            changes = ", ".join(told) or "the contents of its files have changed"
             raise InputError(
                 f"the data cannot go on where the checkpoint left off: {changes}. Next step: as before, or a new run"
             )
@@ -274,11 +311,11 @@ class Batches(Iterator[Batch]):
     def _encode_window(self, epoch: int, row: int) -> _Window:
         """The window that begins at `row` of the epoch. Changes nothing but a memo: it runs in the thread."""
         order, end = self._permutation(epoch), row
-        outcomes: list[tuple[list[Sample], collections.Counter[str]]] = []
+        outcomes: list[_Outcome] = []
         needed = 1 if self._packing else self._batch_rows * self._ranks
         while end < len(order) and (end == row or sum(len(found) for found, _ in outcomes) < needed):
-            outcomes += [self._encode_row(int(index)) for index in order[end : end + self._window_rows]]
-            end = min(end + self._window_rows, len(order))
+            begin, end = end, min(end + self._window_rows, len(order))
+            outcomes += [self._outcome(order, place) for place in range(begin, end)]
         if self._packing:
             examples = [example for found, _ in outcomes for example in found]
             bins = best_fit([example.size for example in examples], self._capacity)
@@ -301,7 +338,17 @@ class Batches(Iterator[Batch]):
         own = [[examples[n] for n in bin] for bin in bins[self._rank :: self._ranks]]
         return _Window(epoch, row, end, own, counts)
 
-    def _encode_row(self, index: int) -> tuple[list[Sample], collections.Counter[str]]:
+    def _outcome(self, order: Any, place: int) -> _Outcome:
+        """What the row at this place gives; from the processes that measure rows, where they have not told it yet."""
+        if self._measured is None or place < self._measured_from:
+            return self._encode_row(int(order[place]))
+        self._measured_from += 1
+        found = next(self._measured)
+        if isinstance(found, LigermodelsError):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+    def _encode_row(self, index: int) -> _Outcome:
         """The examples of a row, none or one, or several of a long one, and what is to be counted."""
         counts: collections.Counter[str] = collections.Counter(rows=1)
         try:
@@ -340,3 +387,47 @@ class Batches(Iterator[Batch]):
     def _random(self, epoch: int, part: int) -> np.random.RandomState:
         """RandomState, because its streams never change with numpy's version: a run may go on after an update."""
         return np.random.RandomState([self._seed % 2**32, epoch, part])
+
+
+# ---- measuring ----
+
+_CHUNK = 50
+"""Rows that a process measures at a time."""
+
+
+def workers_for(rows: int) -> int:
+    """Processes to count so many rows with: the cores of this one; 0 where starting them takes longer, or cannot be."""
+    if sys.platform != "linux" or rows < 500:  # elsewhere, a fork is not safe
+        return 0
+    cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return min(16, cores) if cores > 1 else 0
+
+
+def _measured(batches: Batches, order: Any, workers: int) -> Iterator[_Outcome | LigermodelsError]:
+    """What the rows give, in order, each sample as its size; an error in place of a row that raises it."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # where nothing is said, tokenizers warns of the fork
+    chunks = [order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK)]
+    generator = torch.Generator()  # of its own: a run's random numbers stay what they are
+    loader: DataLoader[Any] = DataLoader(
+        _Chunks(batches), batch_size=None, sampler=chunks, num_workers=workers, multiprocessing_context="fork",
+        collate_fn=list, generator=generator,
+    )  # fmt: skip
+    for outcomes in loader:
+        yield from outcomes
+
+
+class _Chunks(Dataset[Any]):
+    """What `_measured` tells of rows, by their indices."""
+
+    def __init__(self, batches: Batches) -> None:
+        self._batches = batches
+
+    def __getitem__(self, indices: Any) -> list[_Outcome | LigermodelsError]:
+        return [self._measure(int(index)) for index in indices]
+
+    def _measure(self, index: int) -> _Outcome | LigermodelsError:
+        try:
+            found, counts = self._batches._encode_row(index)
+        except LigermodelsError as error:
+            return error
+        return [_Measured(sample.size) for sample in found], counts

@@ -1,14 +1,16 @@
 """The data of a run: rows of a file, those held out, and the batches that are made of them."""
 
+import hashlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from ligermodels.checkpoint import files
 from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.recipes import masking
-from ligermodels.recipes.batches import Batches
+from ligermodels.recipes.batches import Batches, workers_for
 from ligermodels.recipes.formats import detect
 from ligermodels.recipes.loop import Batch
 from ligermodels.recipes.options import TrainOptions
@@ -23,7 +25,7 @@ class Part(Rows):
     """Some of the rows."""
 
     def __init__(self, rows: Rows, indices: Sequence[int]):
-        self._rows, self._indices = rows, indices
+        self._rows, self._indices, self.files = rows, indices, rows.files
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -45,6 +47,7 @@ class Data:
         self._eval: Rows | None = None if options.eval_data is None else open_rows(options.eval_data)
         if options.eval_share:
             rows, self._eval = held_out(rows, options.eval_share, options.seed)
+        self._digest = digest((*rows.files, *(() if self._eval is None else self._eval.files)))
         self._rows, self._encoder = rows, self._encoder_of(rows, tokenizer)
         self._encoders = {id(rows): self._encoder}
         if self._eval is not None:
@@ -66,8 +69,7 @@ class Data:
         if format.name in ("messages", "sharegpt", "alpaca") and not tokenizer.files.templates:
             raise InputError(
                 f"{self._options.model} has no chat template, and rows of {format.name} need one. Likely: a base "
-                "model. Next: its instruct model, or a chat_template.jinja beside its tokenizer.json, or rows of "
-                "prompt and completion"
+                "model. Next: its instruct model, or --chat-template FILE, or rows of prompt and completion"
             )
         return masking.Encoder(tokenizer, format)
 
@@ -84,13 +86,13 @@ class Data:
         return Batches(
             rows, self._encoders[id(rows)], length=o.length, tokens_per_batch=o.batch_tokens, packing=o.packing,
             seed=o.seed, multiple=self._multiple, pad_id=pad_id, long="split" if self._split and o.packing else "cut",
-            skip_bad=o.skip_bad, **options,
+            skip_bad=o.skip_bad, digest=self._digest, **options,
         )  # fmt: skip
 
     def count(self) -> dict[str, int]:
         """What a pass over the data has: `Batches.report`, and the number of batches."""
         batches = self._batches(self._rows, epochs=1)
-        number = sum(1 for _ in batches)
+        number = batches.count(workers_for(len(self._rows)))
         return {"batches": number, **batches.report()}
 
     def once(self) -> Iterator[Batch]:
@@ -110,6 +112,15 @@ class Data:
                 yield f"{self._rows.where(index)}: {error}"
                 continue
             yield f"{self._rows.where(index)}:\n{self._show(example, colour=colour)}"
+
+
+def digest(paths: Sequence[Path]) -> int:
+    """Of the contents of files; 0 without any."""
+    found = hashlib.blake2b(digest_size=7)
+    for number, path in enumerate(dict.fromkeys(paths)):
+        with path.open("rb") as file:
+            found.update(b"%d" % number + hashlib.file_digest(file, "blake2b").digest())
+    return int.from_bytes(found.digest()) if paths else 0
 
 
 def held_out(rows: Rows, share: float, seed: int) -> tuple[Rows, Rows]:

@@ -262,8 +262,8 @@ def _only(mask: list[int], said: list[int], trained: list[int]) -> list[int]:
     if sum(value for value, _ in runs) != len(said):
         raise InputError(
             f"the chat template marks {sum(value for value, _ in runs)} stretches as the assistant's, but it has "
-            f"{len(said)} messages: which of them are trained is not known. Next step: train_on='assistant', without "
-            "train or weight in the messages"
+            f"{len(said)} messages: which of them are trained is not known. Next step: leave train and weight out of "
+            "the messages"
         )
     owners = iter(said)
     return [bit for value, size in runs for bit in [int(value and next(owners) in trained)] * size]
@@ -312,8 +312,8 @@ def _rewritten(n: int) -> InputError:
     return InputError(
         f"the chat template writes the conversation up to messages[{n}] otherwise once there are messages after it, so "
         "that the tokens to train are not known. Likely cause: a system prompt or tools, which some templates write "
-        "beside the last message only. Next step: put the system prompt into the first message, train_on='last', or a "
-        "chat_template that marks the assistant's text by {% generation %} ... {% endgeneration %}"
+        "beside the last message only. Next step: put the system prompt into the first message, or give a template "
+        "that marks the assistant's text by {% generation %} ... {% endgeneration %} (--chat-template FILE)"
     )
 
 

@@ -2,13 +2,15 @@
 
 The peak is the larger of two moments (docs/distributed.md):
 
-    end of the forward:   (s - g) P / N + 8 h + L t a + r     without micro-batches; with them, s P / N + ...
-    end of the backward:   s P / N + 10 b
+    end of the forward:   (s - g) P / N + 8 h + L t a + r + w     without micro-batches; with them, s P / N + ...
+    end of the backward:   s P / N + 10 b + e
 
 s, g: bytes per trained parameter and those of its gradient. P, N: parameters, GPUs that share them. h, b: parameters
 of the head and of a block, divided by tp; one GPU gathers none, and of 8 h holds 4, a gradient of the head in fp32.
 L: blocks. t: tokens of a forward. a: bytes that a block saves per token (training/recompute.py). r: under "block", what
-one block saves while it is run again. Frozen parameters count with their weights alone.
+one block saves while it is run again. w: a chunk of logits (kernels/linear_cross_entropy.py). e: where embedding and
+head are one parameter, the gradient of the first until it is added to the other's. Frozen parameters count with their
+weights alone; those in 4 bits also with what the MLP of a block takes in 16.
 """
 
 import dataclasses
@@ -32,8 +34,9 @@ _ONE_GPU_FP32 = (2, 2, 10)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of a model: counts of parameters, and elements that a block saves per token. beside: parameters of another model,
-    frozen and in 16 bits (on the CPU in 32). heads: trained beside the model's own, in the dtype of its weights."""
+    """Of a model: counts of parameters, and elements that a block saves per token. mlp: parameters of a block's. tied:
+    whether head and embedding are one parameter. beside: parameters of another model, frozen and in 16 bits (on the CPU
+    in 32). heads: trained beside the model's own, in the dtype of its weights."""
 
     parameters: int
     trained: int
@@ -41,6 +44,9 @@ class Sizes:
     block: int
     blocks: int
     saved: dict[str, int]
+    vocab: int = 0
+    mlp: int = 0
+    tied: bool = False
     beside: int = 0
     heads: int = 0
 
@@ -59,6 +65,9 @@ class Sizes:
             head=config.vocab_size * config.hidden_size,
             block=max(sum(p.numel() for p in block.parameters()) for block in model.decoder.layers),
             blocks=config.num_hidden_layers,
+            vocab=config.vocab_size,
+            mlp=3 * config.intermediate_size * config.hidden_size,
+            tied=bool(config.tie_word_embeddings),
             saved={"none": outside + 2 * inner, "mlp": outside, "block": config.hidden_size},
         )
 
@@ -97,7 +106,7 @@ class Need:
             "weights": self.weights,
             "gradients": self.gradients,
             "optimizer": self.states,
-            "activations": self.activations,
+            "activations and logits": self.activations,
             "gathered blocks and head": self.gathered,
         }
         return f"{_gib(self.total)}: " + ", ".join(f"{name} {_gib(size)}" for name, size in parts.items() if size)
@@ -125,9 +134,12 @@ def estimate(sizes: Sizes, setting: Setting) -> Need:
     if setting.activations == "block":
         saved += tokens * sizes.saved["none"] * element
     head, block = sizes.head // setting.tp, sizes.block // setting.tp
+    saved += min(tokens, max(2048, 2**29 // (element * sizes.vocab or 1))) * sizes.vocab * element // setting.tp
+    saved += 2 * sizes.mlp * setting.quantized
     gathered = (2 if adapters else 8) * head * (1 + sizes.heads) if setting.gpus > 1 else (0 if adapters else 4) * head
     forward = weights + states + saved + gathered + (gradients if setting.accumulates else 0)
     backward = weights + states + gradients + ((2 if frozen else 10) * block if setting.gpus > 1 else 0)
+    backward += weight * head * (sizes.tied and not frozen and setting.gpus == 1)
     if forward < backward:
         gathered, saved = backward - weights - states - gradients, 0
     shown = gradients if setting.accumulates or forward < backward else 0

@@ -56,6 +56,11 @@ class TrainOptions:
     length: int | None = option(
         None, "data", "the most tokens of a row (default 4096, or the model's context where that is less)", least=2
     )
+    chat_template: str | None = option(
+        None,
+        "data",
+        "a file, or the name of one of the model's templates, in place of its own; saved with what is tuned",
+    )
     packing: bool = option(True, "data", "several examples in a row, none of which sees another")
     skip_bad: bool = option(False, "data", "leave out rows that cannot be read, and count them, instead of stopping")
     show: int = option(1, "data", "print so many examples first, coloured by what is trained", least=0)
@@ -121,7 +126,7 @@ class TrainOptions:
     keep: int = option(2, "checkpoints and logs", "so many of the newest checkpoints stay", least=1)
     eval_every: int = option(100, "checkpoints and logs", "steps between evaluations; 0: only at the end", least=0)
     resume: bool = option(False, "checkpoints and logs", "go on with the run in --out")
-    log: str = option(
+    logger: str = option(
         "auto",
         "checkpoints and logs",
         "beside metrics.jsonl; auto: tensorboard where it is installed",
@@ -525,6 +530,9 @@ _ELSEWHERE = {
     "dataset": "data",
     "batch_size": "batch_tokens",
     "model_name_or_path": "model",
+    "log": "logger",
+    "report_to": "logger",
+    "resume_from_checkpoint": "resume",
 }
 """What other tools call an option."""
 
@@ -537,7 +545,7 @@ def _flag(name: str) -> str:
 
 
 def _metavar(name: str, hint: Any) -> str:
-    if name in ("data", "eval_data"):
+    if name in ("data", "eval_data", "chat_template"):
         return "FILE"
     return "DIR" if name == "out" else {int: "N", float: "X", str: "NAME"}.get(_kind(hint)[0], "A,B")
 

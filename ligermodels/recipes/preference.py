@@ -128,7 +128,7 @@ def _chat_ids(
     if not all(text.startswith(begin) for text in texts):
         raise InputError(
             "prompt: the chat template writes it otherwise once there is an answer, so that the tokens to train are "
-            "not known. Next step: a chat_template that only adds to what it wrote before"
+            "not known. Next step: --chat-template FILE, one that only adds to what it wrote before"
         )
     ids = [tokenizer.encode(text, add_special_tokens=False) for text in (asked, *texts)]
     return ids[0], ids[1:], tokenizer.chat_stop_ids

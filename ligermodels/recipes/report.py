@@ -131,22 +131,22 @@ class _WandB:
         self._run.finish()
 
 
-def check_log(log: str) -> None:
+def check_logger(logger: str) -> None:
     """Raises InputError where the asked logger is not installed."""
     packages = {"tensorboard": "tensorboard", "wandb": "wandb"}
-    if log in packages:
+    if logger in packages:
         try:
-            __import__(packages[log])
+            __import__(packages[logger])
         except ImportError:
-            how = "ligermodels[train]" if log == "tensorboard" else log
-            raise InputError(f"--log {log} needs a package that is not installed: pip install '{how}'") from None
+            how = "ligermodels[train]" if logger == "tensorboard" else logger
+            raise InputError(f"--logger {logger} needs a package that is not installed: pip install '{how}'") from None
 
 
 def _loggers(options: TrainOptions, resumed: int) -> list[Any]:
-    check_log(options.log)
-    if options.log == "wandb":
+    check_logger(options.logger)
+    if options.logger == "wandb":
         return [_WandB(options)]
-    if options.log == "none":
+    if options.logger == "none":
         return []
     try:
         return [_TensorBoard(Path(options.out) / "tensorboard", resumed)]

@@ -17,6 +17,7 @@ from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
+from ligermodels.checkpoint.files import file_kind
 from ligermodels.errors import InputError
 
 SPLITS = ("train", "training", "valid", "validation", "val", "dev", "eval", "evaluation", "test")
@@ -35,7 +36,12 @@ class Row(dict[str, Any]):
 
 
 class Rows(ABC):
-    """Random access to rows: `len(rows)`, `rows[n]`, and `rows.where(n)`, which names row n for messages."""
+    """Random access to rows: `len(rows)`, `rows[n]`, and `rows.where(n)`, which names row n for messages.
+
+    files: that they are read from; none of the Hub's.
+    """
+
+    files: Sequence[Path] = ()
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -115,10 +121,22 @@ def _open_file(path: Path) -> Rows:
         raise InputError(f"{path} is of an unknown kind: expected a name that ends in {', '.join(_SUFFIXES)}")
     if path.stat().st_size == 0:
         raise InputError(f"{path} is empty")
+    with path.open("rb") as file:
+        head = file.read(2**10)
+    if not head.startswith(b"PK") and (kind := file_kind(head)):
+        raise InputError(f"{path} has no rows: {kind.removesuffix('.')}")
     if suffix in _PARQUET:
         load = _datasets(f"{path}").load_dataset
-        return _Columns(lambda: load("parquet", data_files=str(path), split="train"), str(path), path.parent)
-    rows = _Csv(path) if suffix in _CSV else _List(path) if _begins_with(path) == b"[" else _Lines(path)
+        return _Columns(lambda: load("parquet", data_files=str(path), split="train"), str(path), path.parent, (path,))
+    if suffix in _JSON and re.match(rb"(\xef\xbb\xbf)?\s*\{[ \t\r]*\n", head):
+        raise InputError(
+            f"{path} has its first object over several lines, and each line is to hold a whole one. Likely cause: JSON "
+            f"that was written to be read. Next step: `jq -c . {path}` writes an object into a line"
+        )
+    if suffix in _CSV:
+        rows: Rows = _Csv(path)
+    else:
+        rows = _List(path) if _begins_with(path) == b"[" else _Lines(path)
     if not len(rows):
         raise InputError(f"{path} has no rows")
     return rows
@@ -162,7 +180,7 @@ class _Lines(Rows):
     """A file of JSON lines. Blank lines are no rows."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.files = path, (path,)
         self._offsets = array("q")  # where row n begins; the last one is the end of the file
         self._blank = array("q")  # for each blank line, the number of rows before it
         with path.open("rb") as file:
@@ -195,7 +213,7 @@ class _List(Rows):
     """A file with one JSON list."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.files = path, (path,)
         try:
             text = _decode(path.read_bytes().removeprefix(_BOM))
         except InputError as error:
@@ -227,7 +245,7 @@ class _Csv(Rows):
     """A file of comma- or tab-separated values with a line of headers; it is held in memory."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self.files = path, (path,)
         self._rows: list[list[str]] = []
         self._lines = array("q")
         limit = csv.field_size_limit(2**31 - 1)
@@ -266,8 +284,10 @@ class _Csv(Rows):
 class _Columns(Rows):
     """What `datasets` loads. folder: what relative paths of images are relative to."""
 
-    def __init__(self, load: Callable[[], Any], name: str, folder: Path | None = None) -> None:
-        self._name, self._folder = name, folder
+    def __init__(
+        self, load: Callable[[], Any], name: str, folder: Path | None = None, files: Sequence[Path] = ()
+    ) -> None:
+        self._name, self._folder, self.files = name, folder, files
         try:
             self._data = load()
         except InputError as error:
@@ -337,6 +357,7 @@ class _Joined(Rows):
 
     def __init__(self, parts: Sequence[Rows]) -> None:
         self._parts = parts
+        self.files = [file for part in parts for file in part.files]
         self._ends = list(itertools.accumulate(map(len, parts)))
 
     def __len__(self) -> int:

@@ -75,11 +75,12 @@ class Recipe:
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
     """Trains; returns the exit status. Raises the errors of ligermodels, and KeyboardInterrupt once all is saved."""
-    report.check_log(options.log)
+    report.check_logger(options.logger)
     joined = dist.is_initialized()
     processes = Processes.start(options)
     try:
-        return _run(options, recipe, processes)
+        with contextlib.ExitStack() as held:
+            return _run(options, recipe, processes, held)
     except KeyboardInterrupt as stop:
         stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
         raise
@@ -88,7 +89,8 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
             dist.destroy_process_group()
 
 
-def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
+def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: contextlib.ExitStack) -> int:
+    """held: until it is left, no other run writes into the folder."""
     out = Path(options.out)
     if not options.dry_run:
         processes.from_main(lambda: _check_folder(out, resume=options.resume))
@@ -101,6 +103,8 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     tokenizer = Tokenizer.from_hub(folder)
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
+    if options.chat_template is not None:
+        tokenizer.chat_template = _template(options.chat_template, tokenizer, sketch)
     if options.export != "none":
         processes.from_main(lambda: export.check(options, folder, sketch))
     options = _with_lengths(options, sketch, processes)
@@ -124,18 +128,21 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
     processes.from_main(lambda: _check_same(out, options))
 
     model = _load(options, folder, processes, recipe.extend)
-    processes.from_main(lambda: _write_options(out, options))  # the first that is written
+    held.enter_context(_alone(out, options, processes))  # before anything is written
+    processes.from_main(lambda: _write_options(out, options))
     loss = recipe.loss
     if recipe.make_loss is not None:
         loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
     optimizer = _optimizer(options, model, processes)
     progress = Progress(steps)
+
+    def save(options: TrainOptions, model: Any, target: Path) -> None:
+        (recipe.save or _save)(options, model, target)
+        processes.from_main(lambda: _save_template(options, tokenizer, target))
+
     others: dict[str, Any] = dict(data=feed, progress=progress)
     frozen = all(parameter.requires_grad for parameter in model.parameters())
-    with (
-        _alone(out, processes),
-        Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, frozen=frozen, **others) as checkpoints,
-    ):
+    with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, frozen=frozen, **others) as checkpoints:
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
@@ -146,7 +153,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         )
         loop = Loop(
             model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
-            lambda target: (recipe.save or _save)(options, model, target), loss, recipe.count,
+            lambda target: save(options, model, target), loss, recipe.count,
         )  # fmt: skip
         if not resumed:
             torch.manual_seed(options.seed + processes.batch_rank)
@@ -161,6 +168,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         finally:
             reporter.close()
     saved = _save_last(options, model, out, recipe.save)
+    processes.from_main(lambda: _save_template(options, tokenizer, out / "adapter", out / "model"))
     if processes.is_main:
         exported = None if options.export == "none" else export.write(options, folder)
         _finish(options, saved, exported, progress, plan, reporter)
@@ -187,12 +195,15 @@ def _check_folder(out: Path, *, resume: bool) -> None:
 
 
 @contextlib.contextmanager
-def _alone(out: Path, processes: Processes) -> Iterator[None]:
-    """Holds the folder for this run. Raises InputError, on all ranks, where another is writing there."""
+def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[None]:
+    """Makes and holds the folder for this run. Raises InputError, on all ranks, where another is writing there, or has
+    written since the options were checked."""
     held: int | None = None
 
     def hold() -> None:
         nonlocal held
+        with write_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
         try:
             import fcntl
         except ImportError:  # Windows
@@ -204,6 +215,7 @@ def _alone(out: Path, processes: Processes) -> Iterator[None]:
             raise InputError(f"another process is training in --out {out}; wait until it ends, or end it") from None
         except OSError:  # a file system without locks
             return
+        _check_folder(out, resume=options.resume)
         for left in out.glob(".*.saving-*"):  # models that a killed run had not finished writing
             shutil.rmtree(left, ignore_errors=True)
 
@@ -216,10 +228,11 @@ def _alone(out: Path, processes: Processes) -> Iterator[None]:
 
 
 _SAME = (
-    "model", "data", "eval_data", "eval_share", "length", "packing", "skip_bad", "batch_tokens", "accumulation", "seed",
-    "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas", "scratch",
-    "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight", "reference",
-    "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight", "train_base",
+    "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "skip_bad", "batch_tokens",
+    "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas",
+    "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight",
+    "reference", "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight",
+    "train_base",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
@@ -239,8 +252,20 @@ def _check_same(out: Path, options: TrainOptions) -> None:
 
 def _write_options(out: Path, options: TrainOptions) -> None:
     with write_errors(out):
-        out.mkdir(parents=True, exist_ok=True)
         (out / "options.yaml").write_text(options.dump(), "utf-8")
+
+
+def _template(given: str, tokenizer: Tokenizer, sketch: Any) -> str:
+    """The text of a template, given by the file or by its name in the checkpoint. Raises InputError."""
+    if hasattr(sketch.config, "vision_config"):
+        raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
+    if given in (templates := tokenizer.files.templates):
+        return templates[given]
+    try:
+        return Path(given).expanduser().read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        names = f", nor a template of the model, which has {', '.join(templates)}" if templates else ""
+        raise InputError(f"chat_template={given} is no file that can be read{names} ({error})") from None
 
 
 def _counted(data: Data, processes: Processes) -> Mapping[str, int]:
@@ -424,6 +449,13 @@ def _save(options: TrainOptions, model: Any, folder: Path) -> None:
         save_adapter(model, folder)
     else:
         model.save_pretrained(folder)
+
+
+def _save_template(options: TrainOptions, tokenizer: Tokenizer, *folders: Path) -> None:
+    """Puts the tokenizer with the template of --chat-template beside what was tuned: with it, the model is used."""
+    for folder in folders:
+        if options.chat_template is not None and folder.is_dir():
+            tokenizer.save_pretrained(folder)
 
 
 def _save_last(

@@ -25,6 +25,7 @@ from ligermodels.text import sandbox
 _MARK = "\ue000continue here\ue000"
 # The mark of a message to continue; if the template trims messages, the space at its end is gone.
 _CONTINUE = f"{_MARK} "
+_PASS = "pass chat_template=... (`ligermodels train`: --chat-template)"
 # The keys of a message's reasoning, the standard one first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
@@ -47,13 +48,11 @@ class ChatTemplates:
         if not self.templates:
             raise TokenizerError(
                 f"{self._folder} has no chat template. Likely cause: a base model, not an instruct model. "
-                "Next step: pass chat_template=..., or encode a prompt of your own."
+                f"Next step: {_PASS}, or encode a prompt of your own."
             )
         name = template or ("tool_use" if has_tools and "tool_use" in self.templates else "default")
         if name not in self.templates:
-            raise TokenizerError(
-                f"{self._folder} has no default chat template. Next step: pass chat_template= one of {names}."
-            )
+            raise TokenizerError(f"{self._folder} has no default chat template. Next step: {_PASS}, one of {names}.")
         where = f"the chat template {short(name)} of {self._folder}"
         return ChatTemplate(self.templates[name], where, self._variables)
 
@@ -117,8 +116,8 @@ class ChatTemplate:
         if not self._compiled().has_generation:
             raise TokenizerError(
                 f"{self.where} does not mark the assistant's text: it has no {{% generation %}} ... "
-                "{% endgeneration %}. Next step: put them around the assistant's text, in a template passed as "
-                "chat_template=...; TRL has such variants of the usual templates."
+                "{% endgeneration %}. Next step: put them around the assistant's text, and "
+                f"{_PASS}; TRL has such variants of the usual templates."
             )
         marked, spans = _spans(self._run(seen, with_marks=True))
         if marked != text:
@@ -172,7 +171,7 @@ def _template_errors(where: str) -> Iterator[None]:
         kind = "syntax error" if isinstance(error, jinja2.TemplateSyntaxError) else type(error).__name__
         raise TokenizerError(
             f"{where}{_line(error)}: {kind}: {getattr(error, 'message', error)}. Next step: compare the messages and "
-            "variables with the template at this line, or pass another template as chat_template=..."
+            f"variables with the template at this line, or {_PASS}."
         ) from error
 
 

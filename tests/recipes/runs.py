@@ -17,7 +17,19 @@ CHATS = [[{"role": "user", "content": f"Say {word}."}, {"role": "assistant", "co
 
 def train(home, out, *flags, recipe="sft", data="chats.jsonl") -> int:
     """The exit status of a run into home/out."""
-    argv = ["train", recipe, home / "model", "--data", home / data, "--out", home / out, "--show", "0", "--log", "none"]
+    argv = [
+        "train",
+        recipe,
+        home / "model",
+        "--data",
+        home / data,
+        "--out",
+        home / out,
+        "--show",
+        "0",
+        "--logger",
+        "none",
+    ]
     return main([str(argument) for argument in (*argv, *flags)])
 
 

@@ -27,6 +27,9 @@ FILES = {  # name, content, what the error says
     "parquet of 0 bytes": ("a.parquet", "", "a.parquet is empty"),
     "parquet that is none": ("a.parquet", "PAR1", "a.parquet cannot be read"),
     "blank lines": ("a.jsonl", "\n \n\r\n", "a.jsonl has no rows"),
+    "git-lfs": ("a.parquet", "version https://git-lfs.github.com/spec/v1\noid 0", "it is a git-lfs pointer; run"),
+    "a page": ("a.jsonl", "<!DOCTYPE html>\n<title>404", "a.jsonl has no rows: it is an HTML page, saved in place of"),
+    "json to read": ("a.jsonl", json.dumps(ROW, indent=2), "a.jsonl has its first object over several lines"),
     "nan": ("a.jsonl", '{"text": NaN}', "a.jsonl:1: text: expected a text, not float"),
     "a list of texts": ("a.json", '["a", "b"]', "a.json: item 1: a row is a JSON object with keys, not str ('a')"),
     "rows under a key": ("a.json", '{"data": [{"text": "a"}]}', "a.json:1: no format has the keys ['data']"),
@@ -52,6 +55,7 @@ FLAGS = {
     "one beta": (("--betas", "0.9"), "betas='0.9': expected 2 values, such as 0.9,0.999"),
     "seed beyond 64 bits": (("--seed", "9" * 20), f"seed={'9' * 20}: expected less than"),
     "patience alone": (("--patience", "2"), "patience needs evaluations: give --eval-data FILE, or --eval-share 0.1"),
+    "template that is nowhere": (("--chat-template", "odd"), "chat_template=odd is no file that can be read, nor a"),
     "all held out": (("--eval-share", "1"), "eval_share=1: expected less than 1"),
     "evaluation missing": (("--eval-data", "nowhere.jsonl"), "there is no file or folder nowhere.jsonl"),
     "merge alone": (("--merge",), "merge is given, but no rank of adapters: add --lora 16"),
@@ -71,7 +75,7 @@ YAML = {
 
 def refused(capsys, out, words, *argv):
     """Runs the command, whose error must say `words` and which must write nothing."""
-    status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--log", "none")])
+    status = main([str(argument) for argument in ("train", "sft", *argv, "--show", "0", "--logger", "none")])
     text = capsys.readouterr().err
     assert status == 3 and words in text, text
     assert sum(line.startswith("error: ") for line in text.splitlines()) == 1 and "Traceback" not in text
@@ -150,7 +154,7 @@ def test_what_only_looks_wrong_trains(home, write, tmp_path, capsys):
     edited(tmp_path / "model" / "tokenizer_config.json", pad_token=None)
     data = write("a.jsonl", b"\xef\xbb\xbf" + text)
     argv = ("train", "sft", tmp_path / "model", "--data", data, "--eval-data", evaluation, "--no-packing")
-    flags = ("--out", tmp_path / "out", "--steps", "1", "--show", "0", "--log", "none", "--length", "32")
+    flags = ("--out", tmp_path / "out", "--steps", "1", "--show", "0", "--logger", "none", "--length", "32")
     assert main([str(argument) for argument in (*argv, *flags)]) == 0
     assert "8 rows of messages" in capsys.readouterr().err
 
@@ -176,6 +180,10 @@ def test_what_cannot_be_resumed(home, capsys):
     longer = (*flags, "--steps", "6", "--resume")
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
     assert "rows was 16, now it is 17. Next step: as before, or a new run" in capsys.readouterr().err
+    other = (home / "chats.jsonl").read_text().replace("Say a.", "Ask a.")
+    (home / "growing.jsonl").write_text(other)
+    assert train(home, "resumed", *longer, data="growing.jsonl") == 3
+    assert "left off: the contents of its files have changed. Next step: as before, or a" in capsys.readouterr().err
     shutil.copy(home / "chats.jsonl", home / "growing.jsonl")
     newest = max((home / "resumed" / "checkpoints").glob("step-*/*.distcp"))
     whole = newest.read_bytes()

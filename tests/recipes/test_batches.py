@@ -288,3 +288,23 @@ def test_wrong_options(options, message):
 def test_no_rows():
     with pytest.raises(InputError, match="no rows"):
         Batches(Lengths([]), encode, length=8)
+
+
+@pytest.mark.parametrize("options", [{}, {"packing": False, "rows_per_batch": 3}, {"long": "split"}])
+def test_counting_in_processes_tells_what_the_batches_are(options):
+    rows, random_numbers = Lengths(lengths(230, low=0, high=30)), torch.get_rng_state()
+    options = dict(length=16, epochs=1, skip_bad=True, window=40, seed=3) | options
+    made = Batches(rows, encode, **options)
+    number = sum(1 for _ in made)
+    for workers in (0, 2):
+        counted = Batches(rows, encode, **options)
+        assert counted.count(workers) == number and counted.report() == made.report()
+    assert torch.equal(torch.get_rng_state(), random_numbers)
+
+
+def test_counting_in_processes_names_the_row_that_is_bad():
+    rows = Lengths([*[5] * 120, 0, *[5] * 120])
+    with pytest.raises(InputError, match="lengths:121: length: it is 0"):
+        Batches(rows, encode, length=8, shuffle=False).count(2)
+    with pytest.raises(InputError, match=r"240 of 240 rows have no token to train"):
+        Batches(Lengths([1] * 240), encode, length=8).count(2)

@@ -59,8 +59,8 @@ def settings(home, out, recipe, data, length=64, **options):
     kind = RECIPES[recipe]
     return kind(
         model=str(home / "model"), data=str(home / f"{data}.jsonl"), out=str(out), length=length, packing=False,
-        batch_tokens=kind.sequences * ROWS * length, accumulation=1, lr=1e-3, schedule="constant", warmup=0, log="none",
-        show=0, **{"steps": STEPS, **options},
+        batch_tokens=kind.sequences * ROWS * length, accumulation=1, lr=1e-3, schedule="constant", warmup=0,
+        logger="none", show=0, **{"steps": STEPS, **options},
     )  # fmt: skip
 
 

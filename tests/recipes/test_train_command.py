@@ -1,12 +1,16 @@
 """`ligermodels train` as a user types it: what it learns, writes and says, on one process and on two."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
 
 import ligermodels
+from ligermodels import Tokenizer
 from ligermodels.cli import main
+from ligermodels.recipes import run as recipe_run
 from ligermodels.recipes.options import SFTOptions
 from tests.parallel.ranks import on_ranks
 from tests.recipes.runs import CHATS, metrics, train
@@ -186,7 +190,7 @@ def test_what_is_refused(home, tmp_path, capsys):
         ((home / "model", "--data", good, "--eval-share", "0.01"), "leaves none to evaluate on"),
         ((home / "model", "--data", good, "--config", tmp_path / "recipe.yaml"), "no option warm_up; did you mean war"),
         ((home / "model", "--data", good, "--config", tmp_path / "none.yaml"), "cannot be read: No such file"),
-        ((home / "model", "--data", good, "--log", "wandb"), "not installed: pip install 'wandb'"),
+        ((home / "model", "--data", good, "--logger", "wandb"), "not installed: pip install 'wandb'"),
         ((home / "model", "--data", good, "--tp", "2"), "torchrun --nproc-per-node"),
         ((home / "model", "--data", good, "--lora", "4", "--lora-targets", "qproj"), "qproj"),
         ((home / "model", "--data", good, "--quantize", "nf4"), "add --lora 16"),
@@ -220,3 +224,57 @@ def test_bad_rows_are_left_out_when_asked(home, tmp_path, capsys):
     flags = [flag for flag in FEW if flag not in ("--steps", "5")]
     assert train(home, tmp_path / "b", *flags, "--skip-bad", data=tmp_path / "some.jsonl") == 0
     assert "1 rows skipped that cannot be read" in capsys.readouterr().err
+
+
+def test_a_template_of_the_command_line(home, tmp_path):
+    """It trains as the same one in the model's files does, and is beside all that is saved."""
+    text = "{% for m in messages %}[{{ m.role }}] {{ m.content }}{{ eos_token }}{% endfor %}"
+    text += "{% if add_generation_prompt %}[assistant] {% endif %}"
+    (tmp_path / "template.jinja").write_text(text)
+    shutil.copytree(home / "model", home / "templated")
+    tokenizer = Tokenizer.from_folder(home / "templated")
+    assert tokenizer.chat_template not in (None, text)
+    tokenizer.chat_template = text
+    tokenizer.save_pretrained(home / "templated")
+    flags = ("--steps", "3", "--length", "128", "--eval-share", "0.2", "--lora", "2", "--merge")
+    data, out = ("--data", str(home / "chats.jsonl")), home / "with template"
+    rest = (*flags, "--show", "0", "--logger", "none")
+    assert main(["train", "sft", str(home / "templated"), *data, "--out", str(home / "its own"), *rest]) == 0
+    given = ("--chat-template", str(tmp_path / "template.jinja"))
+    assert main(["train", "sft", str(home / "model"), *data, "--out", str(out), *rest, *given]) == 0
+    assert metrics(out) == metrics(home / "its own")
+    for name in ("model", "adapter", "best"):
+        assert Tokenizer.from_folder(out / name).chat_template == text
+    assert Tokenizer.from_folder(home / "model").chat_template != text
+
+
+def test_the_folder_is_held_from_the_first_file_to_the_last(home, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    pairs = [{"prompt": "a b", "chosen": word, "rejected": f"not {word}"} for word in ("c", "d", "e", "f")]
+    (home / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    flags, save_last, held = ("--steps", "1", "--length", "32"), recipe_run._save_last, []
+
+    def is_held(out):
+        folder = os.open(out, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(folder)
+        return False
+
+    def save(options, model, out, *rest):
+        held.append(is_held(out))
+        return save_last(options, model, out, *rest)
+
+    monkeypatch.setattr(recipe_run, "_save_last", save)
+    assert train(home, "held", *flags, recipe="dpo", data="pairs.jsonl") == 0
+    assert held == [True] and not is_held(home / "held")
+    (home / "taken").mkdir()
+    shutil.copy(home / "held" / "options.yaml", home / "taken")
+    folder = os.open(home / "taken", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    assert train(home, "taken", *flags, "--resume", recipe="dpo", data="pairs.jsonl") == 3
+    os.close(folder)
+    assert [path.name for path in (home / "taken").iterdir()] == ["options.yaml"]

@@ -64,7 +64,18 @@ def home(tmp_path_factory):
 
 def train_ours(home, name, options):
     argv = ["train", "sft", home / "model", "--data", home / "chats.jsonl", "--out", home / name, "--show", "0"]
-    argv += ["--log", "none", "--length", LENGTH, "--steps", STEPS, "--accumulation", ACCUMULATION, "--eval-every", 0]
+    argv += [
+        "--logger",
+        "none",
+        "--length",
+        LENGTH,
+        "--steps",
+        STEPS,
+        "--accumulation",
+        ACCUMULATION,
+        "--eval-every",
+        0,
+    ]
     for key, value in options.items():
         argv += [f"--{key.replace('_', '-')}", value]
     assert main([str(argument) for argument in argv]) == 0
