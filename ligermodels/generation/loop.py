@@ -10,8 +10,9 @@ asked for before it is known whether a row goes on, and if none does, the cache 
 drawn ahead.
 """
 
+import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -156,8 +157,13 @@ def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tens
     Arguments and errors are those of `generate`, without `streamer`; they are checked by the call, before the first
     step. Leaving the loop early is the way to stop.
     """
-    request = Request.checked(model, *args, **options)
-    return (step.new for step in _decode(request, to_host=True) if step.new is not None)
+    return _tokens(Request.checked(model, *args, **options))
+
+
+def _tokens(request: Request) -> Iterator[Tensor]:
+    with contextlib.closing(_decode(request, to_host=True)) as steps:  # settles the cache when the caller closes this
+        for step in steps:
+            yield step.new  # type: ignore[misc]
 
 
 class _Step(NamedTuple):
@@ -169,7 +175,7 @@ class _Step(NamedTuple):
 
 
 @torch.no_grad()
-def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
+def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     """Yields after each token. Reads the device in each step where `to_host`, else only after the last one."""
     options, prompt, copies = request.options, request.input_ids, request.copies
     rows, start = len(prompt) * copies, prompt.shape[1]

@@ -72,6 +72,18 @@ def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.co
     return first, end, tl.maximum(share, BLOCK_N)
 
 
+@triton.jit
+def _in_parts(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
+    """q k^T in fp32, of 16 dims at a time: the rounding of one sum of D products after the other would dominate."""
+    s = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+    for first in tl.static_range(0, D, 16):
+        dims = first + tl.arange(0, 16)[None, :]
+        q = tl.load(q_ptr + dims, mask=of_group[:, None] & (dims < D), other=0.0)
+        k = tl.load(k_ptr + dims, mask=inside[:, None] & (dims < D), other=0.0)
+        s += tl.dot(q, tl.trans(k), input_precision="ieee")
+    return s
+
+
 @triton.jit(do_not_specialize=["window"])
 def _split_kernel(
     out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, offset_ptr, window,
@@ -99,7 +111,8 @@ def _split_kernel(
     heads = kv_head * GROUP + members
     of_group = (members < GROUP)[:, None] & (dims < D)[None, :]
     b = b.to(tl.int64)
-    q = tl.load(q_ptr + b * q_b + heads[:, None] * q_h + dims[None, :], mask=of_group, other=0.0)
+    q_ptr += b * q_b + heads[:, None] * q_h
+    q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
     k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
     v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -109,9 +122,12 @@ def _split_kernel(
         positions = n + tl.arange(0, BLOCK_N)
         slots = (positions - offset).to(tl.int64)[:, None]
         inside = (positions < end)[:, None] & (dims < D)[None, :]
-        k = tl.load(k_ptr + slots * k_s + dims[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + slots * v_s + dims[None, :], mask=inside, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if dtype == tl.float32:
+            s = _in_parts(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
+        else:
+            k = tl.load(k_ptr + slots * k_s + dims[None, :], mask=inside, other=0.0)
+            s = tl.dot(q, tl.trans(k))
         if CAP is not None:
             s, _ = _capped(s, SCALE, CAP, dtype)
         s = tl.where((positions < end)[None, :], s, float("-inf"))
