@@ -94,7 +94,10 @@ class LayerCache:
         self._end += 1
 
     def place(self) -> None:
-        """Tells the device where the buffers begin: `offset`, int32, is the position of their first token."""
+        """Tells the device where the buffers begin: `offset`, int32, is the position of their first token.
+
+        And makes `counters`, which `decode_attention` needs.
+        """
         heads = self.keys.shape[0] * self.keys.shape[2]
         if self.counters is None or (self.counters.device, len(self.counters)) != (self.keys.device, heads):
             with torch.inference_mode(False):  # they outlive the call

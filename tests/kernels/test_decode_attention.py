@@ -81,6 +81,26 @@ def test_the_bits_do_not_depend_on_the_capacity(device):
         assert torch.equal(found, decode_attention(q, *(x[:, :capacity].contiguous() for x in held[:2]), *held[2:]))
 
 
+def test_counters_serve_calls_of_other_lengths(device, monkeypatch):
+    monkeypatch.setattr(module, "num_sms", lambda index: 132)
+    q, counters = torch.randn(3, 1, 4, 64, device=device), torch.zeros(6, dtype=torch.int32, device=device)
+    for ends in ([300, 1, 0], [20, 300, 299], [0, 0, 0], [299, 300, 300]):
+        held = cache(3, 300, 2, 64, [0, 0, 0], ends, None, torch.float32, device)
+        assert torch.equal(decode_attention(q, *held, counters=counters), decode_attention(q, *held))
+        assert not counters.any()
+
+
+@pytest.mark.gpu
+def test_the_last_program_sees_what_all_others_wrote(device):
+    q = torch.randn(4, 1, 16, 128, device=device).bfloat16()
+    counters = torch.zeros(16, dtype=torch.int32, device=device)
+    held = cache(4, 20_000, 4, 128, [0] * 4, [20_000, 3000, 257, 130], None, torch.bfloat16, device)
+    expected = decode_attention(q, *held)
+    torch.testing.assert_close(expected, by_rows(q, *held), rtol=2e-2, atol=2e-3)
+    found = torch.stack([decode_attention(q, *held, counters=counters) for _ in range(3000)])
+    assert (found == expected).all() and not counters.any()
+
+
 def test_large_scores_and_nan(device):
     held = cache(1, 200, 2, 32, [0], [150], None, torch.float32, device)
     q = 1000 * torch.randn(1, 1, 4, 32, device=device)
