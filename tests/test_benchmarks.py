@@ -231,7 +231,7 @@ def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
     written = json.loads(out.read_text())
     rows, (ids,) = written["rows"], written["ids"]
     assert [row["baseline"] for row in rows] == ["captured", "host", "hf"]
-    assert ids["the host's"] + ids["ties"] == 5 * 32 and ids["wrong"] == 0 and ids["ulp apart"] <= decode.TIE
+    assert ids["the host's"] + ids["ties"] == 5 * 32 and ids["wrong"] == 0 and ids["apart"] <= decode.TIE
     assert all(row["tokens/s"] > 0 for row in rows) and set(graph.DEVICES) == {"cuda"}
     run = graph.Decode._run
     monkeypatch.setattr(graph.Decode, "_run", lambda self, *inputs: (run(self, *inputs), self._logits.neg_()))

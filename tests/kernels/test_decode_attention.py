@@ -61,6 +61,7 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads):
     for i, (dtype, size) in enumerate(itertools.product(DTYPES, SIZES if ON_GPU else [16, 24])):
         if ON_GPU or i % 2 == (capacity + heads[0]) % 2:
             monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
+            monkeypatch.setattr(module, "_AT_ONCE", (8192, 64)[i // 2 % 2])
             options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
             q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
             held = cache(3, capacity, heads[1], size, starts, ends, offset, dtype, device)
