@@ -228,9 +228,13 @@ def test_convergence_is_measured_and_written(tmp_path, capsys):
 def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
     out, few = tmp_path / "decode.json", ["--dry", "--models", "llama-3.2-1b", "--cases", "2x16+8"]
     assert decode.main([*few, "--baselines", "captured,host,hf", "--out", str(out)]) == 0
-    rows = json.loads(out.read_text())["rows"]
-    assert [row["baseline"] for row in rows] == ["captured", "host", "hf"] and rows[0]["ids as host"] == 1
+    written = json.loads(out.read_text())
+    rows, (ids,) = written["rows"], written["ids"]
+    assert [row["baseline"] for row in rows] == ["captured", "host", "hf"]
+    assert ids["the host's"] + ids["ties"] == 5 * 32 and ids["wrong"] == 0 and ids["apart"] <= decode.TIE
     assert all(row["tokens/s"] > 0 for row in rows) and set(graph.DEVICES) == {"cuda"}
     run = graph.Decode._run
     monkeypatch.setattr(graph.Decode, "_run", lambda self, *inputs: (run(self, *inputs), self._logits.neg_()))
     assert decode.main(few) == 1 and "RED" in capsys.readouterr().out
+    monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)
+    assert decode.main([*few, "--baselines", "host"]) == 1 and "the host finds less likely" in capsys.readouterr().out

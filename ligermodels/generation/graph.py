@@ -35,7 +35,7 @@ _caches: weakref.WeakKeyDictionary[nn.Module, list[tuple[tuple, KVCache]]] = wea
 
 
 class Decode:
-    """decode(model, ids [B]) -> the logits [B, V] fp32 of the next token, over one KVCache that holds all before `ids`.
+    """decode(model, ids [B]) -> the logits [B, V] of the next token, over one KVCache that holds all before `ids`.
 
     The logits are in memory that the next call overwrites. `begin` comes before the first call, and after everything
     else that has changed the cache.
@@ -100,7 +100,7 @@ class Decode:
                 input_ids=self._ids, position_ids=self._positions, past_key_values=cache, use_cache=True,
                 logits_to_keep=1,
             )  # fmt: skip
-        self._logits = output.logits[:, -1].float()
+        self._logits = output.logits[:, -1]
         torch.clear_autocast_cache()
 
     def _capture(self, model: Any, cache: KVCache) -> torch.cuda.CUDAGraph:

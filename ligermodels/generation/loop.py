@@ -10,8 +10,8 @@ asked for before it is known whether a row goes on, and if none does, the cache 
 drawn ahead.
 """
 
-import math
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Generator, Iterator
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from ligermodels.generation import graph
 from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import Request, is_adapted
 from ligermodels.generation.stopping import StopText, ask_criteria
+from ligermodels.kernels.pick import pick
 from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 
 
@@ -156,8 +157,13 @@ def generate_iter(model: nn.Module, *args: Any, **options: Any) -> Iterator[Tens
     Arguments and errors are those of `generate`, without `streamer`; they are checked by the call, before the first
     step. Leaving the loop early is the way to stop.
     """
-    request = Request.checked(model, *args, **options)
-    return (step.new for step in _decode(request, to_host=True) if step.new is not None)
+    return _tokens(Request.checked(model, *args, **options))
+
+
+def _tokens(request: Request) -> Iterator[Tensor]:
+    with contextlib.closing(_decode(request, to_host=True)) as steps:  # settles the cache when the caller closes this
+        for step in steps:
+            yield step.new  # type: ignore[misc]
 
 
 class _Step(NamedTuple):
@@ -169,7 +175,7 @@ class _Step(NamedTuple):
 
 
 @torch.no_grad()
-def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
+def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     """Yields after each token. Reads the device in each step where `to_host`, else only after the last one."""
     options, prompt, copies = request.options, request.input_ids, request.copies
     rows, start = len(prompt) * copies, prompt.shape[1]
@@ -195,7 +201,7 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
         texts = [StopText(request.tokenizer, request.stop_strings, after) for after in recent]
     scores: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_scores else None
     logits: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_logits else None
-    lowest = torch.zeros(rows, device=device)  # of the likeliest tokens' scores; NaN if one was NaN
+    broken = ids.new_zeros(rows)  # 1 where no token could be chosen
     done = [False] * rows
     finished: Tensor | None = None  # `done` on the device
     last = 0  # columns that count: the cache may hold one more
@@ -206,8 +212,9 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
     try:
         raw = compute(start)
         for length in range(start, end):
-            if logits is not None or scores is not None or request.processors:  # which may keep them
-                raw = raw.clone()
+            kept = logits is not None or scores is not None or bool(request.processors)  # which may keep them
+            if kept or processors or options.do_sample:
+                raw = raw.to(torch.float32, copy=kept)
             if logits is not None:
                 logits.append(raw)
             processed = raw
@@ -215,25 +222,26 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
                 processed = process(ids[:, :length], processed)
             if scores is not None:
                 scores.append(processed)
-            best, token = processed.max(-1)
+            chosen = pick(processed)  # [2, B]: the tokens, and where there are none
+            token = chosen[0]
             if not to_host:
-                torch.minimum(lowest, best, out=lowest)
+                torch.maximum(broken, chosen[1], out=broken)
             if options.do_sample:
-                token = draw(processed, generator)
+                token.copy_(draw(processed, generator))
             if finished is not None:
-                token = torch.where(finished, request.pad_id, token)
+                token.masked_fill_(finished, request.pad_id)
             ids[:, length] = token
             last = length
 
-            read = _Reading(torch.where(best > -math.inf, token, -1)) if to_host else None
+            read = _Reading(chosen) if to_host else None
             ahead = forward.is_captured and length + 1 < end
             if ahead:
                 raw = compute(length + 1)
             new = None
             if read is not None:
-                new = read.result()
+                new, is_broken = read.result()
                 values = new.tolist()
-                if min(values) < 0:
+                if any(is_broken.tolist()):
                     raise _nan_logits()
                 asked = [False] * rows
                 if request.criteria:
@@ -260,7 +268,7 @@ def _decode(request: Request, *, to_host: bool) -> Iterator[_Step]:
     finally:
         forward.settle(last)
         forward.give_back()
-    if not to_host and not (lowest > -math.inf).all():
+    if not to_host and broken.any():
         raise _nan_logits()
 
 
@@ -313,7 +321,7 @@ class _Forward:
         self.positions: Tensor | None = None  # of the last call, where rows are padded
 
     def __call__(self, ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Logits [B, V] fp32 after the last of the ids [B, S] so far, in memory that the next call may overwrite.
+        """Logits [B, V] after the last of the ids [B, S] so far, in memory that the next call may overwrite.
 
         mask: [B, S], True at tokens.
         """
@@ -348,7 +356,7 @@ class _Forward:
             **(request.inputs if length == start or self.past == 0 else {}),
         )
         output = self.model(**inputs)
-        logits = output.logits[:, -1].float()
+        logits = output.logits[:, -1]
         if self.use_cache and self.cache is None:
             self.cache = as_kv_cache(output.past_key_values, self.model.config.get_text_config().num_hidden_layers)
             self.virtual = self.cache.length - length

@@ -7,10 +7,10 @@ where p counts a row's columns, padding included, and first is starts[b], or wit
 - The keys of a row are split among programs, as many as fill the GPU at this batch, each with a share of what the row
   holds: the grid is fixed, the shares are read from the device, and a program without keys ends at once.
 - One program serves all query heads of a key head, so a key is read once.
-- A second kernel adds up the shares in a fixed order. Shares depend on lengths, batch and GPU, not on the memory that
-  the cache has, so neither do the bits of the result.
+- Whichever program ends last adds up the shares, in a fixed order. Shares depend on lengths, batch and GPU, not on the
+  memory that the cache has, so neither do the bits of the result.
 
-Bytes: keys and values once; beside them 4 D + 4 per query head and share, written and read.
+Bytes: keys and values once; beside them 4 D + 8 per query head and share, written and read.
 
 Source: Dao et al. 2023, "Flash-Decoding", https://crfm.stanford.edu/2023/10/12/flashdecoding.html.
 """
@@ -38,8 +38,8 @@ from ligermodels.kernels.flash_attention import _capped
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MOST_SPLITS = 256
-_CHUNK = 16
-"""Shares that the second kernel adds at once."""
+_AT_ONCE = 8192
+"""Elements of shares that are added at once."""
 
 
 def decode_attention_reference(
@@ -62,25 +62,28 @@ def decode_attention_reference(
 
 
 @triton.jit
-def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The first position that row b sees, the one past the last, and how many each of SPLITS programs takes."""
-    first = tl.load(starts_ptr + b)
-    end = tl.load(ends_ptr + b)
-    if WINDOW:
-        first = tl.maximum(first, end - window)
-    share = tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK_N) * BLOCK_N
-    return first, end, tl.maximum(share, BLOCK_N)
+def _in_parts(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr):
+    """q k^T in fp32, of 16 dims at a time: the rounding of one sum of D products after the other would dominate."""
+    s = tl.zeros([BLOCK_G, BLOCK_N], tl.float32)
+    for first in tl.static_range(0, D, 16):
+        dims = first + tl.arange(0, 16)[None, :]
+        q = tl.load(q_ptr + dims, mask=of_group[:, None] & (dims < D), other=0.0)
+        k = tl.load(k_ptr + dims, mask=inside[:, None] & (dims < D), other=0.0)
+        # Without its last option the compiler would make one long sum of it again.
+        s += tl.dot(q, tl.trans(k), input_precision="ieee", max_num_imprecise_acc=16)
+    return s
 
 
 @triton.jit(do_not_specialize=["window"])
-def _split_kernel(
-    out_ptr, lse_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, offset_ptr, window,
+def _kernel(
+    o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, offset_ptr, window,
     q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, OFFSET: tl.constexpr, SPLITS: tl.constexpr,
     HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GROUP_2: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """All query heads of one key head of one row, over one share of its keys."""
+    """All query heads of one key head of one row, over one share of its keys; the last to end adds up the shares."""
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = HQ // HK
@@ -88,18 +91,24 @@ def _split_kernel(
     b = tl.program_id(0) // HK
     kv_head = tl.program_id(0) % HK
     split = tl.program_id(1)
-    first, end, share = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
+    first = tl.load(starts_ptr + b)
+    end = tl.load(ends_ptr + b)
+    if WINDOW:
+        first = tl.maximum(first, end - window)
+    share = tl.maximum(tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK_N) * BLOCK_N, BLOCK_N)
+    used = tl.maximum(tl.cdiv(end - first, share), 1)  # of a row without keys one program writes 0
+    if split >= used:
+        return
     begin = first + split * share
     if SPLITS > 1:
-        if begin >= end:
-            return
         end = tl.minimum(end, begin + share)
     offset = tl.load(offset_ptr) if OFFSET else 0
     members, dims = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    heads = kv_head * GROUP + members
     of_group = (members < GROUP)[:, None] & (dims < D)[None, :]
     b = b.to(tl.int64)
-    q = tl.load(q_ptr + b * q_b + heads[:, None] * q_h + dims[None, :], mask=of_group, other=0.0)
+    head = b * HQ + kv_head * GROUP  # the first of the group
+    q_ptr += b * q_b + (kv_head * GROUP + members)[:, None] * q_h
+    q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
     k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
     v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
     acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
@@ -109,9 +118,12 @@ def _split_kernel(
         positions = n + tl.arange(0, BLOCK_N)
         slots = (positions - offset).to(tl.int64)[:, None]
         inside = (positions < end)[:, None] & (dims < D)[None, :]
-        k = tl.load(k_ptr + slots * k_s + dims[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + slots * v_s + dims[None, :], mask=inside, other=0.0)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if dtype == tl.float32:
+            s = _in_parts(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
+        else:
+            k = tl.load(k_ptr + slots * k_s + dims[None, :], mask=inside, other=0.0)
+            s = tl.dot(q, tl.trans(k))
         if CAP is not None:
             s, _ = _capped(s, SCALE, CAP, dtype)
         s = tl.where((positions < end)[None, :], s, float("-inf"))
@@ -122,45 +134,58 @@ def _split_kernel(
         total = total * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v, input_precision="ieee")
         highest = higher
-    if SPLITS > 1:
-        slot = (b * HQ + heads) * tl.num_programs(1) + split
-        tl.store(lse_ptr + slot, highest * FACTOR + tl.log2(total), mask=members < GROUP)
-        tl.store(out_ptr + slot[:, None] * D + dims[None, :], acc / total[:, None], mask=of_group)
-    else:
+    if SPLITS == 1:
         total = tl.where(total == 0.0, 1.0, total)  # a row without keys
-        slot = b * HQ + heads
-        tl.store(out_ptr + slot[:, None] * D + dims[None, :], (acc / total[:, None]).to(dtype), mask=of_group)
+        o_ptr += (head + members)[:, None] * D + dims[None, :]
+        tl.store(o_ptr, (acc / total[:, None]).to(dtype), mask=of_group)
+    else:
+        slot = (head + members) * tl.num_programs(1) + split
+        tl.store(stats_ptr + 2 * slot, highest, mask=members < GROUP)
+        tl.store(stats_ptr + 2 * slot + 1, total, mask=members < GROUP)
+        tl.store(part_ptr + slot[:, None] * D + dims[None, :], acc, mask=of_group)
+        # What all threads wrote comes before the barrier, and so before the count, which releases it. The last to count
+        # acquires what all others have released.
+        tl.debug_barrier()
+        count_ptr += tl.program_id(0)
+        if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+            tl.debug_barrier()
+            tl.store(count_ptr, 0)  # for the next launch
+            _add_up(o_ptr, part_ptr, stats_ptr, head, used, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
 
 
-@triton.jit(do_not_specialize=["window", "parts"])
-def _combine_kernel(
-    o_ptr, part_ptr, lse_ptr, starts_ptr, ends_ptr, window, parts,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, HQ: tl.constexpr, D: tl.constexpr,
-    BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+@triton.jit
+def _add_up(
+    o_ptr, part_ptr, stats_ptr, head, used,
+    FACTOR: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
+    GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """One query head's output from those of its shares, `parts` of which have room in memory."""
-    wait_for_previous(OVERLAP)
-    pid = tl.program_id(0).to(tl.int64)
-    first, end, share = _shares(starts_ptr, ends_ptr, pid // HQ, window, WINDOW, SPLITS, BLOCK_N)
-    used = tl.cdiv(end - first, share)
-    every, dims = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    all_lse = tl.load(lse_ptr + pid * parts + every, mask=every < used, other=float("-inf"))
-    highest = tl.max(all_lse, 0)
-    total = tl.sum(tl.where(every < used, tl.exp2(all_lse - highest), 0.0), 0)
-    acc = tl.zeros([BLOCK_D], tl.float32)
-    for s in range(0, used, CHUNK):
-        some = s + tl.arange(0, CHUNK)
-        lse = tl.load(lse_ptr + pid * parts + some, mask=some < used, other=float("-inf"))
-        inside = (some < used)[:, None] & (dims < D)[None, :]
-        part = tl.load(part_ptr + (pid * parts + some)[:, None] * D + dims[None, :], mask=inside, other=0.0)
-        acc += tl.sum(part * tl.exp2(lse - highest)[:, None], 0)
-    total = tl.where(total == 0.0, 1.0, total)
-    tl.store(o_ptr + pid * D + dims, (acc / total).to(o_ptr.dtype.element_ty), mask=dims < D)
+    """GROUP query heads from the `used` shares of each; a share has its highest score, and sums relative to it."""
+    members, dims = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
+    acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
+    total = tl.zeros([GROUP_2], tl.float32)
+    highest = tl.full([GROUP_2], float("-inf"), tl.float32)
+    for i in range(0, used, CHUNK):
+        some = i + tl.arange(0, CHUNK)[:, None]
+        slots = (head + members)[None, :] * tl.num_programs(1) + some
+        held = (some < used) & (members < GROUP)[None, :]
+        its_highest = tl.load(stats_ptr + 2 * slots, mask=held, other=float("-inf"))
+        its_total = tl.load(stats_ptr + 2 * slots + 1, mask=held, other=0.0)
+        inside = held[:, :, None] & (dims < D)[None, None, :]
+        part = tl.load(part_ptr + slots[:, :, None] * D + dims[None, None, :], mask=inside, other=0.0)
+        higher = tl.maximum(highest, tl.max(its_highest, 0))
+        weight = tl.where(its_total == 0.0, 0.0, tl.exp2((its_highest - higher[None, :]) * FACTOR))
+        shrink = tl.where(total == 0.0, 0.0, tl.exp2((highest - higher) * FACTOR))
+        total = total * shrink + tl.sum(its_total * weight, 0)
+        acc = acc * shrink[:, None] + tl.sum(part * weight[:, :, None], 0)
+        highest = higher
+    total = tl.where(total == 0.0, 1.0, total)  # a row without keys
+    o_ptr += (head + members)[:, None] * D + dims[None, :]
+    tl.store(o_ptr, (acc / total[:, None]).to(o_ptr.dtype.element_ty), mask=(members < GROUP)[:, None] & (dims < D))
 
 
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, offset: Tensor | None = None, *,
-    window: int | None = None, softcap: float | None = None, scale: float | None = None,
+    window: int | None = None, softcap: float | None = None, scale: float | None = None, counters: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Each row's mean of the values it sees, weighted by softmax(scale * q k^T): [B, 1, HQ, D].
 
@@ -168,7 +193,8 @@ def decode_attention(
     reads key head h // (HQ / HK). starts, ends: int32 [B], a row's first position and the one past its last, within the
     buffers; their values are not checked, and a row without a position becomes 0. offset: int32, 0-dim; None is 0.
     window: tokens that are seen, the last ones. softcap: scores become softcap * tanh(scores / softcap). scale: default
-    D ** -0.5. There is no gradient.
+    D ** -0.5. counters: int32 [B * HK], zero, and zero again afterwards, which one call at a time may use; None makes
+    some, in one more launch. There is no gradient.
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
     of_q, of_k = q.shape, keys.shape
@@ -194,25 +220,23 @@ def decode_attention(
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
     splits = min(_MOST_SPLITS, cdiv(2 * num_sms(q.device.index), rows * num_kv_heads))
     parts = min(splits, cdiv(capacity, block_n))  # no more than that have a key
+    block_g = next_power_of_2(num_heads // num_kv_heads)
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
-    overlap = overlaps_launches(q)
-    shares, lse = out, out
+    shares = stats = out
     if splits > 1:
         shares = torch.empty(rows, num_heads, parts, size, dtype=torch.float32, device=q.device)
-        lse = torch.empty(rows, num_heads, parts, dtype=torch.float32, device=q.device)
+        stats = torch.empty(rows, num_heads, parts, 2, dtype=torch.float32, device=q.device)
+        if counters is None:
+            counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=q.device)
+    overlap = overlaps_launches(q)
     launch(
-        _split_kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
-        shares, lse, q, keys, values, starts, ends, ends if offset is None else offset, window or 0,
+        _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
+        out, shares, stats, ends if counters is None else counters, q, keys, values, starts, ends,
+        ends if offset is None else offset, window or 0,
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
         size**-0.5 if scale is None else scale, softcap, window is not None, offset is not None, splits,
-        num_heads, num_kv_heads, size, max(16, next_power_of_2(num_heads // num_kv_heads)), block_d, block_n,
-        3, overlap, num_warps=4, **overlapping(overlap),
+        num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
+        block_g, max(1, min(_AT_ONCE // (block_g * block_d), next_power_of_2(splits))),
+        overlap, num_warps=4, **overlapping(overlap),
     )  # fmt: skip
-    if splits > 1:
-        launch(
-            _combine_kernel, (rows * num_heads,),
-            out, shares, lse, starts, ends, window or 0, parts,
-            window is not None, splits, num_heads, size, next_power_of_2(splits), block_d, block_n, _CHUNK,
-            overlap, num_warps=4, **overlapping(overlap),
-        )  # fmt: skip
     return out

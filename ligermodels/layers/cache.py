@@ -42,7 +42,9 @@ class LayerCache:
         shape = (batch_size, self._limited(max_length), num_kv_heads, head_dim)
         self.keys = torch.empty(shape, dtype=dtype, device=device)
         self.values = torch.empty(shape, dtype=dtype, device=device)
-        self.offset: Tensor | None = None  # with a window, and once `KVCache.place` was called: see `attend`
+        # Once `place` was called, for `attend`.
+        self.offset: Tensor | None = None  # with a window
+        self.counters: Tensor | None = None
 
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Appends k, v [B, S, HK, D] and returns, in order, all keys and values that these S tokens may see.
@@ -92,7 +94,14 @@ class LayerCache:
         self._end += 1
 
     def place(self) -> None:
-        """Tells the device where the buffers begin: `offset`, int32, is the position of their first token."""
+        """Tells the device where the buffers begin: `offset`, int32, is the position of their first token.
+
+        And makes `counters`, which `decode_attention` needs.
+        """
+        heads = self.keys.shape[0] * self.keys.shape[2]
+        if self.counters is None or (self.counters.device, len(self.counters)) != (self.keys.device, heads):
+            with torch.inference_mode(False):  # they outlive the call
+                self.counters = torch.zeros(heads, dtype=torch.int32, device=self.keys.device)
         if self.window is not None:
             if self.offset is None or self.offset.device != self.keys.device:
                 with torch.inference_mode(False):  # it outlives the call
@@ -112,8 +121,9 @@ class LayerCache:
         place = self.keys, self.values
         q = rope_to_cache(q, k, v, token.cos, token.sin, *place, token.ends, self.offset)
         return decode_attention(
-            q, *place, token.starts, token.ends, self.offset, window=window, softcap=softcap, scale=scale
-        )
+            q, *place, token.starts, token.ends, self.offset, window=window, softcap=softcap, scale=scale,
+            counters=self.counters,
+        )  # fmt: skip
 
     def take(self, other: "LayerCache", rows: Tensor) -> None:
         """Holds what `other` does, row i its row rows[i], in memory of its own."""
@@ -396,7 +406,7 @@ class KVCache:
 
     def memory(self) -> list[Tensor]:
         """All tensors that a step reads or writes."""
-        held: list[Any] = [x for layer in self._texts for x in (layer.keys, layer.values, layer.offset)]
+        held: list[Any] = [x for layer in self._texts for x in (layer.keys, layer.values, layer.offset, layer.counters)]
         held += [x for layer in self._layers if isinstance(layer, CrossCache) for x in (layer.keys, layer.values)]
         return [x for x in (*held, self.starts, self.ends, *self.state.values()) if isinstance(x, Tensor)]
 

@@ -61,6 +61,7 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads):
     for i, (dtype, size) in enumerate(itertools.product(DTYPES, SIZES if ON_GPU else [16, 24])):
         if ON_GPU or i % 2 == (capacity + heads[0]) % 2:
             monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
+            monkeypatch.setattr(module, "_AT_ONCE", (8192, 64)[i // 2 % 2])
             options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
             q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
             held = cache(3, capacity, heads[1], size, starts, ends, offset, dtype, device)
@@ -79,6 +80,26 @@ def test_the_bits_do_not_depend_on_the_capacity(device):
     found = decode_attention(q, *held)
     for capacity in (420, 600):
         assert torch.equal(found, decode_attention(q, *(x[:, :capacity].contiguous() for x in held[:2]), *held[2:]))
+
+
+def test_counters_serve_calls_of_other_lengths(device, monkeypatch):
+    monkeypatch.setattr(module, "num_sms", lambda index: 132)
+    q, counters = torch.randn(3, 1, 4, 64, device=device), torch.zeros(6, dtype=torch.int32, device=device)
+    for ends in ([300, 1, 0], [20, 300, 299], [0, 0, 0], [299, 300, 300]):
+        held = cache(3, 300, 2, 64, [0, 0, 0], ends, None, torch.float32, device)
+        assert torch.equal(decode_attention(q, *held, counters=counters), decode_attention(q, *held))
+        assert not counters.any()
+
+
+@pytest.mark.gpu
+def test_the_last_program_sees_what_all_others_wrote(device):
+    q = torch.randn(4, 1, 16, 128, device=device).bfloat16()
+    counters = torch.zeros(16, dtype=torch.int32, device=device)
+    held = cache(4, 20_000, 4, 128, [0] * 4, [20_000, 3000, 257, 130], None, torch.bfloat16, device)
+    expected = decode_attention(q, *held)
+    torch.testing.assert_close(expected, by_rows(q, *held), rtol=2e-2, atol=2e-3)
+    found = torch.stack([decode_attention(q, *held, counters=counters) for _ in range(3000)])
+    assert (found == expected).all() and not counters.any()
 
 
 def test_large_scores_and_nan(device):
