@@ -23,7 +23,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation import graph
 from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import Request, is_adapted
-from ligermodels.generation.speculation import Speculation, Verification
+from ligermodels.generation.speculation import Verification
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 
@@ -311,7 +311,7 @@ class _Forward:
         self.cache = request.cache
         self.speculation = request.speculation()
         self.is_captured = self._can_capture()
-        self.decode: graph.Decode | None = None  # in the midst of steps of the graph
+        self.decode: Any = None  # a Decode or a Verification, in the midst of steps of the graph
         self.kept: tuple | None = None  # of a cache that may serve the next call
         self.prompt_cache: KVCache | None = None  # of one row for all its copies
         rows = len(request.input_ids)
@@ -372,9 +372,9 @@ class _Forward:
             logits_to_keep=1 + ids.shape[1] - length,
             **(request.inputs if length == start or self.past == 0 else {}),
         )
-        if speculation is not None:
+        if self.speculation is not None:
             self.past = ids.shape[1]
-            return speculation.run(self.model, **inputs)
+            return self.speculation.run(self.model, **inputs)
         output = self.model(**inputs)
         logits = output.logits[:, -1].float()
         if self.use_cache and self.cache is None:
@@ -407,7 +407,7 @@ class _Forward:
             if speculation is None:
                 logits = self.decode(self.model, ids[:, -1])
             else:
-                logits = speculation.keep(*self.decode.verify(self.model, speculation.tokens))  # type: ignore[attr-defined]
+                logits = speculation.keep(*self.decode.verify(self.model, speculation.tokens))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
@@ -435,7 +435,7 @@ class _Forward:
             reason = "past_key_values is a cache of transformers; model.new_cache makes one of ours"
         elif not request.pads_left:
             reason = "attention_mask has gaps between tokens"
-        elif self.speculation is not None and getattr(self.model.decoder.config, "cross_attention_layers", ()):
+        elif self.speculation is not None and bool(getattr(self.model.decoder.config, "cross_attention_layers", ())):
             reason = "speculation does not capture cross-attention"
         else:
             reason = graph.obstacle_to_capture(self.model)

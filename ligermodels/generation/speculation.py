@@ -9,7 +9,7 @@ Who guesses: `PromptLookup`, from the text so far, or Medusa heads, from the hid
 """
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,8 +57,8 @@ class Speculation:
     def __init__(self, lookup: PromptLookup | None, heads: Any):
         self.lookup, self.heads = lookup, heads
         self.count = len(heads) if lookup is None else lookup.count  # the most guesses of a step
-        self.tokens: list[int] = []  # that the last step read: the one before its first logits, and the guesses
         self.last = -1  # the last token taken
+        self.tokens = [self.last]  # that the last step read and gave logits after: the last one then, and the guesses
         self._logits = self._hidden = torch.empty(0)  # [N, V] and [N, H], N >= 1 + guesses
         self._row = 0  # of the logits that the last token was chosen from
 
@@ -80,7 +80,7 @@ class Speculation:
         guesses: list[int] = []
         if self.lookup is not None:
             guesses = self.lookup.guess()
-        elif len(self._hidden):
+        else:
             guesses = torch.stack([y.argmax(-1) for y in self.heads(self._hidden[self._row : self._row + 1])])[
                 :, 0
             ].tolist()
@@ -88,7 +88,7 @@ class Speculation:
         return self.tokens
 
     def run(self, model: Any, **inputs: Any) -> Tensor:
-        """The logits [1, V] after the first of the tokens, which a step of the uncaptured model reads."""
+        """The logits [1, V] after the first of the tokens, which an uncaptured step reads. The prompt counts as one."""
         return self.keep(*logits_and_hidden(model, len(self.tokens), self.heads is not None, **inputs))
 
     def keep(self, logits: Tensor, hidden: Tensor) -> Tensor:
