@@ -1,8 +1,8 @@
 """Prefill and decode: `generate` returns whole rows, `generate_iter` a stream. The arguments are those of transformers.
 
 options.py merges the options of a call; request.py checks it; processors.py goes from logits to the next token;
-stopping.py has stop strings and criteria; graph.py the decode step as a CUDA graph; loop.py the loop. All but the
-options are imported on first use, with torch.
+stopping.py has stop strings and criteria; graph.py the decode step as a CUDA graph; speculation.py who guesses ahead;
+loop.py the loop. All but the options are imported on first use, with torch.
 """
 
 import importlib
