@@ -79,8 +79,8 @@ def copying(name: str, counts: Sequence[int], device: str) -> list[dict[str, Any
     tokenizer = ligermodels.Tokenizer.from_hub(name)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": TASK}], add_generation_prompt=True)
     ids = torch.tensor([chat], device=device)
-    rows = measured(model, name.rpartition("/")[2], ids, 160, counts, ("lookup",))
-    print(tokenizer.decode(model.generate(ids, max_new_tokens=160, do_sample=False)[0, ids.shape[1] :]))
+    rows = measured(model, name.rpartition("/")[2], ids, 64, counts, ("lookup",))
+
     return rows
 
 
