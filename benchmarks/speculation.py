@@ -79,9 +79,7 @@ def copying(name: str, counts: Sequence[int], device: str) -> list[dict[str, Any
     tokenizer = ligermodels.Tokenizer.from_hub(name)
     chat = tokenizer.apply_chat_template([{"role": "user", "content": TASK}], add_generation_prompt=True)
     ids = torch.tensor([chat], device=device)
-    rows = measured(model, name.rpartition("/")[2], ids, 64, counts, ("lookup",))
-
-    return rows
+    return measured(model, name.rpartition("/")[2], ids, 64, counts, ("lookup",))
 
 
 def measured(
