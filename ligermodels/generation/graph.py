@@ -70,7 +70,7 @@ class Decode:
 
     def place(self, cache: KVCache, starts: Tensor | None) -> None:
         """Tells the device where the rows begin and end; in place of `begin` where nothing else has changed."""
-        cache.place(starts)
+        cache.place(starts, len(self._ids))
         self._positions.fill_(cache.length - 1)
         if starts is not None:
             self._positions.sub_(starts[:, None])
@@ -79,6 +79,11 @@ class Decode:
         cache: Any = self.cache()
         self._ids.copy_(ids[:, None])
         cache.advance()
+        self.replay(model, cache, 1)
+        return self._logits
+
+    def replay(self, model: Any, cache: Any, tokens: int) -> None:
+        """Runs the step that writes `tokens` of each row, which the cache counts already; not if it raises."""
         try:
             if self._by_host or self._ids.device.type != "cuda":
                 self._run(model, cache)
@@ -88,20 +93,21 @@ class Decode:
                         self._graph = self._capture(model, cache)
                     self._graph.replay()
         except BaseException:
-            cache.crop(cache.length - 1)
+            cache.crop(cache.length - tokens)
             raise
-        return self._logits
 
     def _run(self, model: Any, cache: KVCache) -> None:
         torch.clear_autocast_cache()  # weights cast before a graph, or within it, are of no use outside
         self._positions.add_(1)
         with cache.step():
-            output = model(
-                input_ids=self._ids, position_ids=self._positions, past_key_values=cache, use_cache=True,
-                logits_to_keep=1,
-            )  # fmt: skip
-        self._logits = output.logits[:, -1]
+            self._forward(model, cache)
         torch.clear_autocast_cache()
+
+    def _forward(self, model: Any, cache: Any) -> None:
+        output = model(
+            input_ids=self._ids, position_ids=self._positions, past_key_values=cache, use_cache=True, logits_to_keep=1
+        )
+        self._logits = output.logits[:, -1]
 
     def _capture(self, model: Any, cache: KVCache) -> torch.cuda.CUDAGraph:
         state, stream, graph = dict(cache.state), torch.cuda.Stream(), torch.cuda.CUDAGraph()

@@ -8,6 +8,8 @@ otherwise.
 On CUDA a step is a graph (graph.py), and the host reads a token while the model computes the next logits: they are
 asked for before it is known whether a row goes on, and if none does, the cache forgets that token again. Nothing is
 drawn ahead.
+
+With speculation (speculation.py) the logits of a step may be there before the token is: the loop stays the same.
 """
 
 import contextlib
@@ -21,6 +23,7 @@ from ligermodels.errors import InputError
 from ligermodels.generation import graph
 from ligermodels.generation.processors import draw, make_processors
 from ligermodels.generation.request import Request, is_adapted
+from ligermodels.generation.speculation import Verification
 from ligermodels.generation.stopping import StopText, ask_criteria
 from ligermodels.kernels.pick import pick
 from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
@@ -115,6 +118,12 @@ def generate(
         use_cache: False computes the whole text at each step.
         disable_compile: True decodes without a CUDA graph, which on CUDA each step is by default. Its memory, the
             KV cache's above all, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
+        prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, taken from where the last
+            max_matching_ngram_size tokens (default 2), or fewer of them, came first. For text that copies, such as
+            edited code. One row, use_cache, a KVCache or none. The ids are those without it, drawn ones of a seed too,
+            up to ties: a forward pass of several tokens rounds otherwise than one of a single token, which in bf16
+            decides between tokens that are about equally likely. Each guess reads the cache once more.
+        medusa: heads, such as `training.load_medusa(model, folder)`, that guess in the same way, one token each.
         return_dict_in_generate, output_scores, output_logits: see `GenerateOutput`.
         Other options of transformers (beam search, contrastive search, assisted decoding, ...) raise. Other keywords
         are inputs of the model's forward for the prompt, such as pixel_values.
@@ -195,6 +204,8 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     )  # fmt: skip
     generator = None if options.seed is None else torch.Generator(device).manual_seed(int(options.seed))
     forward = _Forward(request, end)
+    speculation = forward.speculation
+    to_host = to_host or speculation is not None
     texts = []
     if request.stop_strings:
         recent = ids[:, max(0, start - 8) : start].tolist()
@@ -234,7 +245,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
             last = length
 
             read = _Reading(chosen) if to_host else None
-            ahead = forward.is_captured and length + 1 < end
+            ahead = forward.is_captured and speculation is None and length + 1 < end
             if ahead:
                 raw = compute(length + 1)
             new = None
@@ -243,6 +254,8 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                 values = new.tolist()
                 if any(is_broken.tolist()):
                     raise _nan_logits()
+                if speculation is not None:
+                    speculation.take(values[0])
                 asked = [False] * rows
                 if request.criteria:
                     seen = None if scores is None else tuple(scores)
@@ -304,14 +317,15 @@ class _Forward:
         # PEFT's prompt learning puts its own method here. It makes the cache, with virtual tokens before the prompt.
         self.prepare, self.is_adapted = self.model.prepare_inputs_for_generation, is_adapted(self.model)
         self.cache = request.cache
+        self.speculation = request.speculation()
         self.is_captured = self._can_capture()
-        self.decode: graph.Decode | None = None  # in the midst of steps of the graph
+        self.decode: Any = None  # a Decode or a Verification, in the midst of steps of the graph
         self.kept: tuple | None = None  # of a cache that may serve the next call
         self.prompt_cache: KVCache | None = None  # of one row for all its copies
         rows = len(request.input_ids)
         if self.use_cache and self.cache is None and not self.is_adapted:
             if self.is_captured:
-                self.cache, self.kept = graph.take_cache(self.model, rows * request.copies, end)
+                self.cache, self.kept = graph.take_cache(self.model, rows * request.copies, self._room)
                 if request.copies > 1:
                     self.prompt_cache = self.model.new_cache(rows, request.input_ids.shape[1])
             else:
@@ -328,17 +342,28 @@ class _Forward:
         request, length = self.request, ids.shape[1]
         start = request.input_ids.shape[1]
         longest = request.longest + length - start + self.virtual  # tokens of the longest row
-        if self.past and self.model.decoder.rotary_emb.needs_recompute(longest - (length - self.past), longest):
+        speculation = self.speculation if length > start else None
+        if speculation is not None:
+            if (known := speculation.found()) is not None:
+                return known
+            self.settle(length - 1)
+        rotary = self.model.decoder.rotary_emb
+        if self.past and rotary.needs_recompute(longest - (length - self.past), longest):
             self.past = 0
             if self.cache is not None and not self.is_adapted:
                 self.cache.reset()
             else:
                 self.cache = None
+        if speculation is not None:
+            most = min(self.end - length - 1, rotary.room(longest)) if self.past else 0
+            speculation.begin(most)
         if self.is_captured and self.past == length - 1 and length > start:
             found = self._captured(ids, mask)
             if found is not None:
                 return found
         self.decode = None
+        if speculation is not None:
+            ids = torch.cat([ids, ids.new_tensor([speculation.tokens[1:]])], 1)
         copies = request.copies if self.use_cache and length == start else 1
         if mask is not None:
             if self.positions is not None and self.past == length - 1:
@@ -352,9 +377,12 @@ class _Forward:
             position_ids=self.positions,
             past_key_values=cache,
             use_cache=self.use_cache,
-            logits_to_keep=1,
+            logits_to_keep=1 + ids.shape[1] - length,
             **(request.inputs if length == start or self.past == 0 else {}),
         )
+        if self.speculation is not None:
+            self.past = ids.shape[1]
+            return self.speculation.run(self.model, **inputs)
         output = self.model(**inputs)
         logits = output.logits[:, -1]
         if self.use_cache and self.cache is None:
@@ -375,20 +403,32 @@ class _Forward:
     def _captured(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """The step as a graph; None, with a warning, where it turns out that it cannot be one."""
         cache: Any = self.cache
+        speculation = self.speculation
         try:
             if self.decode is None:
-                self.decode = graph.Decode.of(cache)
                 starts = None if mask is None else mask.int().argmax(1)
-                self.decode.begin(self.model, cache, starts, self.end)
-            logits = self.decode(self.model, ids[:, -1])
+                if speculation is None:
+                    self.decode = graph.Decode.of(cache)
+                else:
+                    self.decode = Verification.of_tokens(cache, 1 + speculation.count, speculation.heads is not None)
+                self.decode.begin(self.model, cache, starts, self._room)
+            if speculation is None:
+                logits = self.decode(self.model, ids[:, -1])
+            else:
+                logits = speculation.keep(*self.decode.verify(self.model, speculation.tokens))
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError):
                 raise
             graph.warn_uncaptured(f"its step cannot be captured, {graph.first_cause(error)}")
             self.is_captured, self.positions = False, None
             return None
-        self.past = ids.shape[1]
+        self.past = cache.length
         return logits
+
+    @property
+    def _room(self) -> int:
+        """Tokens that the cache has to hold at some time. A captured step writes all of its guesses."""
+        return self.end + (0 if self.speculation is None else self.speculation.count)
 
     def _can_capture(self) -> bool:
         request = self.request
@@ -403,6 +443,8 @@ class _Forward:
             reason = "past_key_values is a cache of transformers; model.new_cache makes one of ours"
         elif not request.pads_left:
             reason = "attention_mask has gaps between tokens"
+        elif self.speculation is not None and bool(getattr(self.model.decoder.config, "cross_attention_layers", ())):
+            reason = "speculation does not capture cross-attention"
         else:
             reason = graph.obstacle_to_capture(self.model)
         if reason is not None:
@@ -411,9 +453,11 @@ class _Forward:
 
     def settle(self, length: int) -> None:
         """Forgets what was computed ahead: the cache then holds the first `length` columns."""
-        if self.decode is not None and self.past > length:
+        if self.past > length and (self.decode is not None or self.speculation is not None):
             self.cache.crop(length)  # type: ignore[union-attr]
-            self.past, self.decode = length, None
+            self.past = self.cache.length  # type: ignore[union-attr]
+            if self.speculation is None:
+                self.decode = None
 
     def give_back(self) -> None:
         """Keeps the cache for the next call, unless the caller gets it."""

@@ -11,6 +11,8 @@ from typing import Any, Self
 from ligermodels.errors import InputError
 
 DEFAULT_NEW_TOKENS = 20
+MOST_GUESSES = 128
+"""Tokens that speculation verifies at once, at most: fewer than a layer with a window has room for beyond it."""
 
 _TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _SAMPLING_ONLY = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,)}
@@ -33,6 +35,8 @@ _RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "repetition_penalty": (
         Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty",
     ),
+    "prompt_lookup_num_tokens": (Integral, lambda x: 1 <= x <= MOST_GUESSES, f"an integer from 1 to {MOST_GUESSES}"),
+    "max_matching_ngram_size": (Integral, lambda x: x >= 1, "an integer of at least 1"),
     "seed": (Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"),
 }  # fmt: skip
 """Option -> (type, test, what the value must be). None is always allowed."""
@@ -46,7 +50,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (), "guidance_scale": (1,), "inputs_embeds": (), "max_time": (),
     "negative_prompt_attention_mask": (), "negative_prompt_ids": (), "num_beam_groups": (1,), "num_beams": (1,),
     "output_attentions": (False,), "output_hidden_states": (False,), "penalty_alpha": (0,), "prefill_chunk_size": (),
-    "prefix_allowed_tokens_fn": (), "prompt_lookup_num_tokens": (), "remove_invalid_values": (False,),
+    "prefix_allowed_tokens_fn": (), "remove_invalid_values": (False,),
     "sequence_bias": (), "speculation_type": (), "synced_gpus": (False,), "token_healing": (False,), "top_h": (),
     "typical_p": (1,), "use_mtp": (False,), "watermarking_config": (),
 }  # fmt: skip
@@ -55,8 +59,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 WITHOUT_EFFECT = frozenset({
     "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "assistant_tokenizer",
     "continuous_batching_config", "decoder_start_token_id", "early_stopping", "is_assistant",
-    "length_penalty", "low_memory", "max_cache_len", "max_matching_ngram_size", "num_assistant_tokens",
-    "num_assistant_tokens_schedule", "target_lookbehind", "trust_remote_code",
+    "length_penalty", "low_memory", "max_cache_len", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "target_lookbehind", "trust_remote_code",
 })  # fmt: skip
 """Options that are accepted and ignored: they matter only with those above."""
 
@@ -90,6 +94,9 @@ class Options:
     stop_strings: Any = None
     seed: int | None = None
     disable_compile: bool | None = None
+    prompt_lookup_num_tokens: int | None = None
+    max_matching_ngram_size: int | None = None
+    medusa: Any = None
 
     @classmethod
     def merged(cls, keywords: Mapping[str, Any], config: Any, model: Any) -> tuple[Self, set[str]]:

@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.generation.options import KNOWN_NAMES, Options
+from ligermodels.generation.options import KNOWN_NAMES, MOST_GUESSES, Options
 from ligermodels.generation.processors import LogitsProcessor
+from ligermodels.generation.speculation import PromptLookup, Speculation
 from ligermodels.generation.stopping import StoppingCriterion
-from ligermodels.layers.cache import KVCache, as_kv_cache
+from ligermodels.layers.cache import BorrowedCache, KVCache, as_kv_cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,6 +41,15 @@ class Request:
     def can_stop(self) -> bool:
         """Whether a row may end before max_new_tokens."""
         return bool(self.eos_ids or self.stop_strings or self.criteria)
+
+    def speculation(self) -> Speculation | None:
+        """A new one, of the prompt; None where none is asked for."""
+        options = self.options
+        if options.prompt_lookup_num_tokens is not None:
+            size = int(options.max_matching_ngram_size or 2)
+            tokens = self.input_ids[0].tolist()
+            return Speculation(PromptLookup(tokens, int(options.prompt_lookup_num_tokens), size), None)
+        return None if options.medusa is None else Speculation(None, options.medusa)
 
     @classmethod
     def checked(
@@ -130,11 +140,13 @@ class Request:
                 "a row that stops before the others must be filled up, and this checkpoint names no pad id "
                 "within its vocabulary: pass pad_token_id"
             )
+        cache = _checked_cache(model, past_key_values, rows, length, options)
+        _check_speculation(model, options, rows * copies, mask, cache)
         return cls(
             model=model, options=options, input_ids=prompt, mask=mask, longest=longest, pads_left=pads_left,
             copies=copies, max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings,
-            tokenizer=tokenizer, processors=_as_list(logits_processor), criteria=criteria,
-            cache=_checked_cache(model, past_key_values, rows, length, options), inputs=model_inputs,
+            tokenizer=tokenizer, processors=_as_list(logits_processor), criteria=criteria, cache=cache,
+            inputs=model_inputs,
         )  # fmt: skip
 
 
@@ -154,6 +166,41 @@ def _token_ids(value: Any) -> list[int]:
         return torch.as_tensor([] if value is None else value).flatten().tolist()
     except (TypeError, ValueError) as error:
         raise InputError(f"eos, bos and pad ids must be integers or lists of them, not {value!r:.200}") from error
+
+
+def _check_speculation(model: Any, options: Options, rows: int, mask: Tensor | None, cache: KVCache | None) -> None:
+    """Raises InputError where tokens are to be guessed ahead and cannot be."""
+    medusa, name = options.medusa, "medusa" if options.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
+    if medusa is None and name == "medusa":
+        return
+    problem = None
+    if medusa is not None and name != "medusa":
+        problem = "contradicts medusa: one of them guesses"
+    elif rows > 1:
+        problem = f"guesses for one row, and there are {rows}: call generate for each"
+    elif mask is not None:
+        problem = "takes a prompt without padding: cut it off"
+    elif options.use_cache is False:
+        problem = "needs the KV cache: leave use_cache=False out"
+    elif isinstance(cache, BorrowedCache):
+        problem = "needs a cache that can forget tokens: pass one of model.new_cache"
+    elif is_adapted(model):
+        problem = "does not work where another object, such as a PEFT model, prepares the inputs of each step"
+    elif medusa is not None:
+        config = model.config.get_text_config()
+        hidden, vocabulary = config.hidden_size, config.vocab_size
+        sizes = [p.shape for p in medusa.parameters() if p.dim() == 2] if isinstance(medusa, nn.ModuleList) else []
+        if not sizes or any(size[1] != hidden or size[0] not in (hidden, vocabulary) for size in sizes):
+            problem = (
+                f"is a {type(medusa).__name__} and must be the heads of a model with {hidden} hidden states and "
+                f"{vocabulary} tokens: pass training.load_medusa(model, folder), or model.medusa"
+            )
+        elif any(p.device != model.device for p in medusa.parameters()):
+            problem = f"has parameters that are not on {model.device}, where the model is: use .to(model.device)"
+        elif len(medusa) > MOST_GUESSES:
+            problem = f"has {len(medusa)} heads, and at most {MOST_GUESSES} tokens are guessed"
+    if problem is not None:
+        raise InputError(f"{name} {problem}")
 
 
 def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Options) -> KVCache | None:

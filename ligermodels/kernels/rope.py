@@ -355,6 +355,8 @@ def rope_to_cache_reference(
 ) -> Tensor:  # fmt: skip
     q, k = rope_qk_reference(q, k, cos, sin)
     rows, slots = torch.arange(len(q), device=q.device), (ends - (1 if offset is None else 1 + offset)).long()
+    if keys.stride(0) == values.stride(0) == 0:  # torch does not write to expanded memory
+        rows, keys, values = torch.zeros_like(rows), keys[:1], values[:1]
     keys[rows, slots], values[rows, slots] = k[:, 0], v[:, 0]
     return q
 
@@ -367,7 +369,8 @@ def rope_to_cache(
 
     q [B, 1, HQ, D], k, v [B, 1, HK, D], of any strides; q is overwritten where its heads follow each other. cos, sin as
     in `rope`. keys, values: [B, C, HK, D], heads following each other; row b's token goes to ends[b] - 1 - offset,
-    where it must have room. ends: int32 [B]; offset: int32, 0-dim; None is 0.
+    where it must have room. Rows may share memory (stride 0), and then have different ends. ends: int32 [B]; offset:
+    int32, 0-dim; None is 0.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     heads, size = k.shape[2], operator.index(k.shape[3])

@@ -85,26 +85,27 @@ class LayerCache:
         if self._limited(length) > self.keys.shape[1]:
             self._make_room(self._past, length - self._past)
 
-    def advance(self) -> None:
-        """Counts a token that `attend` writes, and makes room for it."""
-        if self._end == self.keys.shape[1]:
-            self._make_room(self._past, 1)
-            self.place()
-        self.length += 1
-        self._end += 1
+    def advance(self, tokens: int = 1) -> None:
+        """Counts tokens that `attend` writes, at most SLACK of them, and makes room for them."""
+        if self._end + tokens > self.keys.shape[1]:
+            self._make_room(self._past, tokens)
+            self._place_buffers()
+        self.length += tokens
+        self._end += tokens
 
-    def place(self) -> None:
-        """Tells the device where the buffers begin: `offset`, int32, is the position of their first token.
-
-        And makes `counters`, which `decode_attention` needs.
-        """
-        heads = self.keys.shape[0] * self.keys.shape[2]
-        if self.counters is None or (self.counters.device, len(self.counters)) != (self.keys.device, heads):
+    def place(self, rows: int) -> None:
+        """Tells the device where the buffers begin, and makes what a forward pass of so many rows needs there."""
+        heads = rows * self.keys.shape[2]
+        if self.counters is None or self.counters.device != self.keys.device or len(self.counters) < heads:
             with torch.inference_mode(False):  # they outlive the call
                 self.counters = torch.zeros(heads, dtype=torch.int32, device=self.keys.device)
+        self._place_buffers()
+
+    def _place_buffers(self) -> None:
+        """`offset`, int32, is the position of their first token."""
         if self.window is not None:
             if self.offset is None or self.offset.device != self.keys.device:
-                with torch.inference_mode(False):  # it outlives the call
+                with torch.inference_mode(False):
                     self.offset = torch.empty((), dtype=torch.int32, device=self.keys.device)
             self.offset.fill_(self.length - self._end)
 
@@ -115,10 +116,13 @@ class LayerCache:
         """Rotates and writes one new token a row, and returns its attention [B, 1, HQ, D] to what its row holds.
 
         q [B, 1, HQ, D], which is overwritten, k, v [B, 1, HK, D]. Where, and up to where, is read from the device, so
-        that a CUDA graph of this can be replayed; `advance` counts the token.
+        that a CUDA graph of this can be replayed; `advance` counts the token. In a cache of one row the B tokens may
+        follow each other: each sees those before it.
         """
-        _check_fits(self.keys, k)
         place = self.keys, self.values
+        if len(self.keys) == 1:
+            place = self.keys.expand(len(k), -1, -1, -1), self.values.expand(len(k), -1, -1, -1)
+        _check_fits(place[0], k)
         q = rope_to_cache(q, k, v, token.cos, token.sin, *place, token.ends, self.offset)
         return decode_attention(
             q, *place, token.starts, token.ends, self.offset, window=window, softcap=softcap, scale=scale,
@@ -294,6 +298,7 @@ class KVCache:
         self._texts = [layer for layer in self._layers if isinstance(layer, LayerCache)]
         self._text = self._texts[0]
         self.state: dict[str, Any] = {}
+        self._places: dict[tuple[torch.device, int], tuple[Tensor, ...]] = {}
 
     def __getitem__(self, layer: int) -> LayerCache | CrossCache:
         return self._layers[layer]
@@ -375,24 +380,28 @@ class KVCache:
         for layer in self._texts:
             layer.reserve(length)
 
-    def place(self, starts: Tensor | None) -> None:
-        """Tells the device the lengths, and the columns `starts` [B] of the rows' first tokens (None: all 0)."""
-        device, rows = self.device, self.batch_size
-        if self.ends is None or (self.ends.device, len(self.ends)) != (device, rows):
+    def place(self, starts: Tensor | None, rows: int | None = None) -> None:
+        """Tells the device the lengths, and the columns `starts` [B] of the rows' first tokens (None: all 0).
+
+        rows: of a forward pass, where that is not the batch size: in a cache of one row, tokens that follow each other.
+        """
+        where = self.device, self.batch_size if rows is None else rows
+        if where not in self._places:  # each in memory of its own, which a CUDA graph may read
             with torch.inference_mode(False):  # they outlive the call
-                self.starts, self.ends = torch.empty(2, rows, dtype=torch.int32, device=device).unbind()
+                self._places[where] = torch.empty(2, where[1], dtype=torch.int32, device=where[0]).unbind()
+        self.starts, self.ends = self._places[where]
         if starts is None:
             self.starts.zero_()
         else:
             self.starts.copy_(starts)
         self.ends.fill_(self.length)
         for layer in self._texts:
-            layer.place()
+            layer.place(where[1])
 
-    def advance(self) -> None:
-        """Counts the token that the next `step` writes. For the host."""
+    def advance(self, tokens: int = 1) -> None:
+        """Counts the tokens of a row that the next `step` writes. For the host."""
         for layer in self._texts:
-            layer.advance()
+            layer.advance(tokens)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:

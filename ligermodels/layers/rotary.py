@@ -161,6 +161,11 @@ class RotaryEmbedding(nn.Module):
         """
         return self.rope_type == "longrope" and 0 < past <= self.original_length < length
 
+    def room(self, length: int) -> float:
+        """How many tokens a call that reaches `length` can have more of, with the same frequencies."""
+        left = self.original_length - length if self.rope_type in ("dynamic", "longrope") else math.inf
+        return math.inf if left < 0 and self.rope_type == "longrope" else max(0, left)
+
     def extra_repr(self) -> str:
         sections = "" if self.sections is None else f", sections={self.sections}"
         return f"dim={self.dim}, theta={self.theta}, rope_type={self.rope_type!r}{sections}"

@@ -1,0 +1,294 @@
+"""Speculation: the text is that without it, whoever guesses and however much of it is right."""
+
+import collections
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from transformers import DynamicCache
+from transformers.generation.candidate_generator import PromptLookupCandidateGenerator
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.generation import generate, generate_iter, graph
+from ligermodels.generation.speculation import PromptLookup, Speculation, Verification
+from ligermodels.layers.batch import NextToken
+from ligermodels.layers.cache import LayerCache
+from ligermodels.training import add_medusa
+from tests.arch import llama_vision, qwen2_vl
+from tests.generation.models import VOCAB, llama, padded, prompt
+from tests.generation.test_graph import family, with_large_weights
+
+K = 2
+DRAWN = dict(do_sample=True, seed=3, temperature=0.9, top_k=20, top_p=0.95, repetition_penalty=1.2)
+DRAWN |= dict(no_repeat_ngram_size=4, min_new_tokens=3, suppress_tokens=[5])
+
+
+@pytest.fixture(autouse=True, params=["captured", "uncaptured"])
+def steps(request, monkeypatch):
+    """The tokens that each step reads. Captured: with lengths on the device, and as a CUDA graph on a GPU."""
+    seen, begin, verify = [], Speculation.begin, Verification.verify
+    captured = request.param == "captured"
+    monkeypatch.setattr(graph, "DEVICES", {"cpu", "cuda"} if captured else set())
+    monkeypatch.setattr("ligermodels.layers.cache.SLACK", K + 1)  # windows move at every step
+    monkeypatch.setattr(Speculation, "begin", lambda *a: (seen.append(list(begin(*a))), seen[-1])[1])
+    seen_captured = []
+    monkeypatch.setattr(Verification, "verify", lambda *a: (seen_captured.append(a[2]), verify(*a))[1])
+    seen_all = collections.namedtuple("Steps", "all captured")(seen, seen_captured)
+    yield seen_all
+    assert captured or not seen_captured
+
+
+@pytest.fixture
+def guess(monkeypatch):
+    """guess(ids, rate): each guess is the token of `ids` with this probability, else another one."""
+
+    def know(ids, rate=1.0):
+        text = ids[0].tolist()
+
+        def foresee(self):
+            draw = random.Random(len(self.tokens))
+            ahead = text[len(self.tokens) :][: self.count]
+            return [token if draw.random() < rate else (token + 1) % VOCAB for token in ahead]
+
+        monkeypatch.setattr(PromptLookup, "guess", foresee)
+
+    return know
+
+
+def assert_same_ids(model, steps, guess, ids, rates=(0.6, 1.0), **options):
+    """Returns the ids. Of perfect guesses, each step but the last makes K + 1 tokens."""
+    options = {"max_new_tokens": 32, "eos_token_id": (), **options}
+    expected = generate(model, ids, **options)
+    new = expected.shape[1] - ids.shape[1]
+    assert expected[:, ids.shape[1] :].unique().numel() > 4, "a model that repeats itself proves little"
+    for rate in rates:
+        guess(expected, rate)
+        for seen in steps:
+            seen.clear()
+        assert torch.equal(generate(model, ids, prompt_lookup_num_tokens=K, **options), expected)
+        fewest = math.ceil((new - 1) / (K + 1))
+        assert len(steps.all) == fewest if rate == 1 else fewest < len(steps.all) < new - 1
+    return expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "mixtral", "qwen3"])
+def test_every_family_writes_the_same(name, device, steps, guess):
+    model, ids = family(name).to(device), prompt(1, 9).to(device)
+    assert_same_ids(model, steps, guess, ids)
+    assert_same_ids(model, steps, guess, ids, **DRAWN)
+    assert not steps.captured or steps.captured == steps.all
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope"])
+def test_frequencies_that_change_with_the_length_end_the_guesses(rope, device, steps, guess):
+    model, ids = llama(rope=rope, positions=24).to(device), prompt(1, 9).to(device)
+    expected = generate(model, ids, max_new_tokens=32)
+    guess(expected)
+    assert torch.equal(generate(model, ids, max_new_tokens=32, prompt_lookup_num_tokens=K), expected)
+    guesses = [len(step) - 1 for step in steps.all]
+    assert guesses[0] == K and 0 in guesses and guesses[-2] == (0 if rope == "dynamic" else K)
+
+
+def test_images(device, steps, guess):
+    model = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
+    batch = {k: v if "grid" in k else v.to(device) for k, v in qwen2_vl.inputs([[3, ("image", (1, 2, 3)), 4]]).items()}
+    batch.pop("attention_mask", None)
+    assert_same_ids(model, steps, guess, batch.pop("input_ids"), **batch)
+    assert_same_ids(model, steps, guess, prompt(1, 7).to(device))
+    config = llama_vision.tiny()
+    model = with_large_weights(ligermodels.LlamaVision.from_config(config)).to(device)
+    ids, _, inputs = llama_vision.images(config, [[(2, 3)]], length=12)
+    inputs = {name: x.to(device) for name, x in inputs.items()}
+    assert_same_ids(model, steps, guess, ids.to(device), **inputs, disable_compile=True)
+
+
+def fit(heads, model, text):
+    """Makes heads that guess this text, by least squares."""
+    hidden = model(text, return_logits=False).last_hidden_state[0]
+    for k, head in enumerate(heads):
+        x, y = hidden[: -k - 2], nn.functional.one_hot(text[0, k + 2 :], VOCAB).float()
+        head[-1].weight.data.copy_(torch.linalg.lstsq(x.cpu(), y.cpu()).solution.T)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_medusa_heads_guess_from_the_hidden_state_of_the_last_token(name, device, steps):
+    model = family(name, vocab_size=VOCAB).to(device)
+    heads, ids = add_medusa(model, K), prompt(1, 4).to(device)
+    for options in ({}, DRAWN):
+        options = {"max_new_tokens": 40, "eos_token_id": (), **options}
+        expected = generate(model, ids, **options)
+        fit(heads, model, expected[:, :-4])
+        steps.all.clear()
+        assert torch.equal(generate(model, ids, medusa=heads, **options), expected)
+        assert len(steps.all) < 25, "most guesses are right"
+        hidden = model(expected, return_logits=False).last_hidden_state
+        right = torch.stack([y[0].argmax(-1) for y in heads(hidden)], 1).tolist()
+        last, text = ids.shape[1], expected[0].tolist()  # the place of the last token, which the one before it gave
+        for step in steps.all:
+            assert step == [text[last], *right[last - 1][: max(0, len(text) - last - 2)]]
+            wrong = (i for i, guessed in enumerate(step[1:], 1) if guessed != text[last + i])
+            last += next(wrong, len(step))
+
+
+def test_prompt_lookup_guesses_what_that_of_transformers_does():
+    draw = random.Random(0)
+    for size, count in itertools.product((1, 2, 3), (1, 4)):
+        theirs = PromptLookupCandidateGenerator(None, count, size, max_length=10**6)
+        tokens = [draw.randrange(6) for _ in range(3)]
+        ours = PromptLookup(tokens, count, size)
+        for _ in range(60):
+            expected, _ = theirs.get_candidates(torch.tensor([ours.tokens]))
+            assert ours.guess() == expected[0, len(ours.tokens) :].tolist()
+            ours.add(draw.randrange(6))
+
+
+def test_text_that_repeats_takes_fewer_steps(steps):
+    model, ids = llama(), prompt(1, 6)
+    free = generate(model, ids, max_new_tokens=300)
+    found = generate(model, ids, max_new_tokens=300, prompt_lookup_num_tokens=K, max_matching_ngram_size=3)
+    assert torch.equal(found, free) and len(steps.all) < 290
+
+
+# What generate promises.
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_it_ends_where_it_would_and_the_cache_holds_all_but_the_last_token(window, device, steps, guess):
+    model, ids = llama((None, window) if window else (None, None)), prompt(1, 5)
+    if device == "cuda":
+        model, ids = llama().to(device), ids.to(device)
+    free = generate(model, ids, max_new_tokens=40)
+    guess(free)
+    text = free[0, 5:].tolist()
+    words = ligermodels_words(text)
+    for new in range(1, 12):
+        eos = text[new - 1]
+        if eos in text[: new - 1]:
+            continue
+        for end in (
+            dict(max_new_tokens=new),
+            dict(eos_token_id=eos, max_new_tokens=40),
+            dict(stopping_criteria=lambda ids, scores, new=new: ids.shape[1] >= 5 + new, max_new_tokens=40),
+            dict(stop_strings=words.decode([eos]), tokenizer=words, max_new_tokens=40),
+        ):
+            found = generate(model, ids, prompt_lookup_num_tokens=K, return_dict_in_generate=True, **end)
+            assert torch.equal(found.sequences, free[:, : 5 + new])
+            assert found.past_key_values.length == 5 + new - 1
+            more = dict(past_key_values=found.past_key_values, max_new_tokens=12)
+            assert torch.equal(generate(model, found.sequences, **more), free[:, : 17 + new])
+    cache = model.new_cache(1, 8)
+    stream = generate_iter(model, ids, past_key_values=cache, max_new_tokens=40, prompt_lookup_num_tokens=K)
+    assert [next(stream).item() for _ in range(10)] == text[:10]
+    stream.close()
+    assert cache.length == 14
+    assert list(map(int, generate_iter(model, ids, max_new_tokens=40, prompt_lookup_num_tokens=K))) == text
+
+
+def ligermodels_words(ids):
+    """A tokenizer of words."""
+
+    class Words:
+        def decode(self, ids, **options):
+            return "".join(f"<{i}>" for i in ids)
+
+    return Words()
+
+
+def test_scores_logits_and_processors_see_what_they_saw(device, steps, guess):
+    model, ids = family("mistral").to(device), prompt(1, 5).to(device)
+    seen, outputs = [[], []], []
+    for i, options in enumerate(({}, dict(prompt_lookup_num_tokens=K))):
+
+        def keep(ids, logits, seen=seen[i]):
+            seen.append((ids.clone(), logits))
+            return logits
+
+        outputs.append(generate(
+            model, ids, max_new_tokens=20, logits_processor=keep, return_dict_in_generate=True, output_scores=True,
+            output_logits=True, eos_token_id=(), repetition_penalty=1.3, **options,
+        ))  # fmt: skip
+        guess(outputs[0].sequences, 0.8)
+    assert torch.equal(outputs[0].sequences, outputs[1].sequences) and 6 < len(steps.all) < 19
+    for name in ("scores", "logits"):
+        for a, b in zip(outputs[0][name], outputs[1][name], strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # fp32 sums in another order
+    for (ids, a), (same, b) in zip(*seen, strict=True):
+        assert torch.equal(ids, same)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # as above
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["lookup", "medusa"])
+def test_draws_have_the_probabilities_of_the_model(kind, steps):
+    """Three tokens of five beside their exact probabilities, by chi-square."""
+    model = family("llama", vocab_size=5, pad_token_id=None)
+    ids, draws = torch.tensor([[1, 2, 3, 1, 2, 4, 3, 1]]), 1000
+    options = {"medusa": add_medusa(model, K)} if kind == "medusa" else {"prompt_lookup_num_tokens": K}
+    cuts = dict(temperature=1.5, top_k=4)
+    texts = torch.tensor(list(itertools.product(range(5), repeat=3)))
+    logits = model(torch.cat([ids.expand(len(texts), -1), texts], 1)).logits[:, 7:10].double()
+    logits = logits.masked_fill(logits < logits.topk(4, -1).values[..., -1:], -math.inf)
+    chances = (logits / 1.5).softmax(-1).gather(-1, texts[..., None])[..., 0].prod(1)
+    torch.manual_seed(11)
+    counts = torch.zeros(5, 5, 5)
+    for _ in range(draws):
+        a, b, c = generate(model, ids, max_new_tokens=3, do_sample=True, eos_token_id=(), **cuts, **options)[0, 8:]
+        counts[a, b, c] += 1
+    assert len(steps.all) < 2 * draws - 100, "some guesses are right"
+    expected, counts = chances * draws, counts.flatten()
+    common = expected >= 5
+    expected, counts = (torch.cat([x[common], x[~common].sum()[None]]) for x in (expected, counts.double()))
+    assert len(expected) > 8
+    statistic, freedom = ((counts - expected) ** 2 / expected).sum(), len(expected) - 1
+    assert torch.special.gammaincc(torch.tensor(freedom / 2.0), statistic.float() / 2) > 0.01
+
+
+def test_a_call_that_cannot_work_says_so(steps):
+    model, ids = llama(), prompt(1, 5)
+    heads, lookup = add_medusa(model, 2), dict(prompt_lookup_num_tokens=K)
+    two, (_, mask) = prompt(2, 5), padded([4], extra=1)
+    for given, options, message in [
+        (two, lookup, "one row, and there are 2"),
+        (ids, lookup | dict(do_sample=True, num_return_sequences=3), "one row, and there are 3"),
+        (ids, lookup | dict(attention_mask=mask), "without padding"),
+        (ids, lookup | dict(use_cache=False), "needs the KV cache"),
+        (ids, lookup | dict(past_key_values=DynamicCache()), "model.new_cache"),
+        (ids, lookup | dict(medusa=heads), "contradicts medusa"),
+        (ids, dict(prompt_lookup_num_tokens=0), "from 1 to 128"),
+        (ids, lookup | dict(max_matching_ngram_size=0), "at least 1"),
+        (ids, dict(medusa=True), "medusa is a bool and must be the heads of a model with 32 hidden"),
+        (ids, dict(medusa=add_medusa(family("llama"), 2)), "must be the heads of a model with 32 hidden"),
+        (ids, dict(medusa=add_medusa(llama(), 2).to("meta")), "not on cpu"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            generate(model, given, max_new_tokens=3, **options)
+    assert not steps.all
+
+
+def test_tokens_of_one_row_attend_as_they_would_in_turn(device):
+    """The kernels that decode, over a cache of one row that several tokens share."""
+    for window in (None, 6):
+        caches = [LayerCache(1, 20, 2, 16, window=window, dtype=torch.float32, device=device) for _ in range(2)]
+        k, v, new_k, new_v = torch.randn(4, 1, 11, 2, 16, device=device)
+        q, angles = torch.randn(1, 3, 4, 16, device=device), torch.rand(1, 3, 8, device=device)
+        out = [[], []]
+        for cache, sizes, found in zip(caches, ((1, 1, 1), (3,)), out, strict=True):
+            cache.update(k, v)
+            begin = 0
+            for size in sizes:
+                cache.advance(size)
+                cache.place()
+                part = slice(begin, begin + size)
+                ends = torch.arange(12 + begin, 12 + begin + size, dtype=torch.int32, device=device)
+                cos, sin = (f(angles[:, part]).transpose(0, 1).contiguous() for f in (torch.cos, torch.sin))
+                token = NextToken(cos=cos, sin=sin, starts=torch.zeros_like(ends), ends=ends)
+                rows = [x[0, part, None].clone() for x in (q, new_k, new_v)]
+                found.append(cache.attend(*rows, token, window=window, softcap=None, scale=None))
+                begin += size
+        torch.testing.assert_close(torch.cat(out[0]), out[1][0], rtol=1e-5, atol=1e-6)  # shares of another size
+        end = caches[0]._end
+        assert torch.equal(caches[0].keys[:, :end], caches[1].keys[:, caches[1]._end - end : caches[1]._end])
