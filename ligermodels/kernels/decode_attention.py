@@ -193,8 +193,8 @@ def decode_attention(
     reads key head h // (HQ / HK). starts, ends: int32 [B], a row's first position and the one past its last, within the
     buffers; their values are not checked, and a row without a position becomes 0. offset: int32, 0-dim; None is 0.
     window: tokens that are seen, the last ones. softcap: scores become softcap * tanh(scores / softcap). scale: default
-    D ** -0.5. counters: int32, B * HK or more, zero, and zero again afterwards, which one call at a time may use; None makes
-    some, in one more launch. There is no gradient.
+    D ** -0.5. counters: int32, B * HK or more, zero, and zero again afterwards, which one call at a time may use; None
+    makes some, in one more launch. There is no gradient.
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
     of_q, of_k = q.shape, keys.shape

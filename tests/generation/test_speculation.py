@@ -281,7 +281,7 @@ def test_tokens_of_one_row_attend_as_they_would_in_turn(device):
             begin = 0
             for size in sizes:
                 cache.advance(size)
-                cache.place()
+                cache.place(size)
                 part = slice(begin, begin + size)
                 ends = torch.arange(12 + begin, 12 + begin + size, dtype=torch.int32, device=device)
                 cos, sin = (f(angles[:, part]).transpose(0, 1).contiguous() for f in (torch.cos, torch.sin))
