@@ -159,8 +159,8 @@ def say(text: str) -> None:
 
 
 def _rewards(values: Mapping[str, float]) -> str:
-    """Those of preferences, where there are any."""
-    names = {"reward_margin": "margin", "reward_accuracy": "accuracy"}
+    """Where there are any."""
+    names = {"reward": "reward", "reward_margin": "margin", "reward_accuracy": "accuracy"}
     return "".join(f", {text} {values[name]:.3f}" for name, text in names.items() if name in values)
 
 
@@ -184,7 +184,7 @@ def _lines(file: Path) -> list[dict[str, float]]:
 
 # At the end
 
-_EVALUATED = {"eval_reward_margin": "margin", "eval_reward_accuracy": "accuracy", "eval_kl": "kl"}
+_EVALUATED = {"eval_reward": "reward", "eval_completion_length": "tokens", "eval_reward_margin": "margin", "eval_reward_accuracy": "accuracy", "eval_kl": "kl"}
 
 
 def write_plot(out: Path) -> bool:

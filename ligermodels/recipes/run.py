@@ -42,6 +42,7 @@ from ligermodels.recipes.loop import (
     Loss,
     Processes,
     Progress,
+    Source,
     forwards_per_step,
     next_token_loss,
     num_labels,
@@ -71,6 +72,8 @@ class Recipe:
     """(options, model, folder): writes what was trained, in place of the model. Called by every rank."""
     make_loss: MakeLoss | None = None
     """Of options, model, data, processes, and a function that loads MODEL once more, frozen; in place of `loss`."""
+    make_feed: Callable[[Feed, Any, Loss], Source] | None = None
+    """Of the feed of the data, the model and the loss: what makes the batches of the steps, in place of the feed."""
 
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
@@ -130,7 +133,8 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
         loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
     optimizer = _optimizer(options, model, processes)
     progress = Progress(steps)
-    others: dict[str, Any] = dict(data=feed, progress=progress)
+    source = feed if recipe.make_feed is None else recipe.make_feed(feed, model, loss)
+    others: dict[str, Any] = dict(data=source, progress=progress)
     frozen = all(parameter.requires_grad for parameter in model.parameters())
     with (
         _alone(out, processes),
@@ -145,7 +149,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes) -> int:
             report.Reporter(options, steps, resumed, progress.evaluated) if processes.is_main else report.Silent()
         )
         loop = Loop(
-            model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
+            model, optimizer, source, evaluation, options, processes, progress, checkpoints, reporter,
             lambda target: (recipe.save or _save)(options, model, target), loss, recipe.count,
         )  # fmt: skip
         if not resumed:
@@ -219,7 +223,8 @@ _SAME = (
     "model", "data", "eval_data", "eval_share", "length", "packing", "skip_bad", "batch_tokens", "accumulation", "seed",
     "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas", "scratch",
     "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight", "reference",
-    "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight", "train_base",
+    "reward", "reward_weights", "group", "max_new_tokens", "scale_rewards", "clip_low", "clip_high", "iterations",
+    "drop_truncated", "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight", "train_base",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
@@ -330,6 +335,8 @@ def _plan(
         "memory": str(need)
         + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
     }
+    for name, text in data.plan(counts).items():
+        lines[name] = f"{steps:,}; {text}" if name == "steps" else text
     text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
     if free and need.total > memory.MARGIN * free:
         adapters = None if options.lora or sizes.heads else memory.adapter_parameters(sketch, 16)
