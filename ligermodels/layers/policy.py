@@ -12,9 +12,9 @@
 | cispo | -sg(min(r, high)) A logp | as dapo | arXiv:2506.13585 |
 | gspo | clipped, r = exp(mean of the sequence's log ratios) | as grpo | arXiv:2507.18071 |
 
-logp, old_logp, ref_logp [B, T] and mask [B, T] bool are of B completions, padded anywhere; advantages are [B] or [B, T].
-Where the mask is False, values are ignored. All in the dtype of logp.
-Checked against: trl/trainer/grpo_trainer.py of TRL 1.16, of which "loss_type" and "importance_sampling_level" are these.
+logp, old_logp, ref_logp [B, T] and mask [B, T] bool are of B completions, padded anywhere; advantages are [B] or
+[B, T]. Where the mask is False, values are ignored. All in the dtype of logp.
+Checked against: trl/trainer/grpo_trainer.py of TRL 1.16: its loss_type, and for gspo importance_sampling_level.
 """
 
 from typing import NamedTuple
@@ -102,11 +102,11 @@ def reduced(kind: str, losses: Tensor, mask: Tensor, counts: Counts, longest: in
 def head_logprobs(
     x: Tensor, weight: Tensor, labels: Tensor, *, temperature: float, bias: Tensor | None, softcap: float | None,
     workspace_bytes: int | None, num_valid: int | None,
-) -> LogprobsOutput:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Log probabilities and entropies of the labels at a temperature, from what a head gives its `loss_function`."""
     found = linear_logprobs(
         x, weight, labels, temperature=temperature, bias=bias, softcap=softcap, workspace_bytes=workspace_bytes,
         num_valid=num_valid, return_entropy=True,
     )  # fmt: skip
-    assert isinstance(found, LogprobsOutput), "the entropy was asked for"
-    return found
+    assert isinstance(found, LogprobsOutput) and found.entropy is not None, "the entropy was asked for"
+    return found.logprobs, found.entropy

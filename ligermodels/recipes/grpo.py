@@ -43,7 +43,7 @@ class PolicyLoss:
 
         def loss(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
             found = policy.head_logprobs(x, weight, labels, temperature=o.temperature, **head)
-            logp, entropy = (values.reshape(-1)[places] for values in (found.logprobs, found.entropy.detach()))
+            logp, entropy = (values.reshape(-1)[places] for values in found)
             # The first step of a rollout: what was sampled from is what is trained.
             old_logp = batch.setdefault("old_logprobs", logp.detach())
             ratio = policy.ratios(o.loss, logp, old_logp, mask)
@@ -55,7 +55,7 @@ class PolicyLoss:
                 sums["kl"] = torch.where(mask, kl.detach(), 0).sum(), tokens
             is_clipped = policy.clipped(o.loss, ratio.detach(), advantages, **clip) & mask
             sums["clipped"] = is_clipped.sum(), tokens
-            sums["entropy"] = torch.where(mask, entropy, 0).sum(), tokens
+            sums["entropy"] = torch.where(mask, entropy.detach(), 0).sum(), tokens
             return policy.reduced(o.loss, losses, mask, counts, o.max_new_tokens)
 
         total = next_token_loss(model, _inputs(batch) | {"loss_function": loss}, counts.tokens)
@@ -68,7 +68,7 @@ class PolicyLoss:
         found: list[Tensor] = []
 
         def keep(x: Tensor, weight: Tensor, labels: Tensor, *, num_items_in_batch: Any, **head: Any) -> Tensor:
-            logprobs = policy.head_logprobs(x, weight, labels, temperature=self.options.temperature, **head).logprobs
+            logprobs, _ = policy.head_logprobs(x, weight, labels, temperature=self.options.temperature, **head)
             found.append(logprobs.reshape(-1)[batch["places"]])
             return logprobs.new_zeros(())
 

@@ -447,14 +447,16 @@ class GRPOOptions(TrainOptions):
 
     recipe = "grpo"
 
-    data: str = option("", "what", "the prompts: rows with `prompt`, a text or messages; other columns go to the rewards")
+    data: str = option(
+        "", "what", "the prompts: rows with `prompt`, a text or messages; other columns go to the rewards"
+    )
     reward: tuple[str, ...] = option(
         (), "reward", "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers"
     )
     reward_weights: tuple[float, ...] = option((), "reward", "of each reward in their sum (default 1)")
     scale_rewards: str = option(
-        "auto", "reward", "what advantages are divided by: the standard deviation of rewards of the same prompt, of all "
-        "of a step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", "group", "batch", "none"),
+        "auto", "reward", "what advantages are divided by: the standard deviation of rewards of the same prompt, of "
+        "all of a step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", "group", "batch", "none"),
     )  # fmt: skip
     prompts: int = option(8, "rollout", "so many a step, of all GPUs together", least=1)
     group: int = option(8, "rollout", "completions of each prompt, which are compared with each other", least=2)
@@ -468,7 +470,9 @@ class GRPOOptions(TrainOptions):
     loss: str = option(
         "dapo", "loss", "see docs/training.md", choices=("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo")
     )
-    beta: float = option(0.0, "loss", "of the KL divergence to the model as it was, which is added to the loss", least=0)
+    beta: float = option(
+        0.0, "loss", "of the KL divergence to the model as it was, which is added to the loss", least=0
+    )
     clip_low: float | None = option(None, "loss", "ratios below 1 less this are clipped (0.2; gspo 3e-4)", least=0)
     clip_high: float | None = option(
         None, "loss", "ratios above 1 and this are clipped (0.2; dapo 0.28, gspo 4e-4); of cispo those above this (5)",
@@ -489,17 +493,19 @@ class GRPOOptions(TrainOptions):
                 f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward)} rewards; give one each"
             )
         if self.temperature <= 0:
-            raise InputError(f"temperature={self.temperature:g}: expected more than 0; greedy completions are all equal")
+            raise InputError(
+                f"temperature={self.temperature:g}: expected more than 0; greedy completions are all equal"
+            )
         if self.length is not None and self.max_new_tokens >= self.length:
             raise InputError(
-                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; raise --length"
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; raise it"
             )
         if self.rollout_rows is not None and self.rollout_rows < self.group:
             raise InputError(f"rollout_rows={self.rollout_rows} is less than the group={self.group} of a prompt")
         if max(self.cp, self.tp) > 1:
             raise InputError(
-                f"cp={self.cp}, tp={self.tp}: a model that is split so does not sample; leave both out, and FSDP shards "
-                "the model over all processes"
+                f"cp={self.cp}, tp={self.tp}: a model that is split so does not sample; leave both out, and FSDP "
+                "shards the model over all processes"
             )
         if self.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
             raise InputError(f"prompts={self.prompts} cannot be split over {size} processes; give a multiple of {size}")

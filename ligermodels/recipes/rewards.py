@@ -63,7 +63,7 @@ class Rewards:
     def _ask(self, name: str, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> list[float | None]:
         function = self.functions[name]
         try:
-            found = list(_call(function, given))
+            found: list[Any] = list(_call(function, given))
         except Exception as error:
             place = self._place(function, given, where)
             raise InputError(f"the reward {name} failed{place}: {type(error).__name__}: {error}") from error

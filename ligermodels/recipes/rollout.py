@@ -155,9 +155,8 @@ class PromptData(Data):
             "tokens": "" if counts is None else f"{counts['tokens']:,} of prompts a pass",
             "samples": f"{o.group} of each prompt, of at most {o.max_new_tokens:,} tokens, at temperature "
             f"{o.temperature:g}",
-            "steps": f"each rollout of {o.accumulation} prompts is trained on {o.iterations} time"
-            + "s" * (o.iterations > 1)
-            + f", in forwards of at most {o.batch_tokens:,} tokens",
+            "steps": f"{o.iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
+            f"{o.batch_tokens:,} tokens",
         }
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:

@@ -224,7 +224,8 @@ _SAME = (
     "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas", "scratch",
     "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight", "reference",
     "reward", "reward_weights", "group", "max_new_tokens", "scale_rewards", "clip_low", "clip_high", "iterations",
-    "drop_truncated", "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight", "train_base",
+    "drop_truncated", "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight",
+    "train_base",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
@@ -364,9 +365,14 @@ def _left_out(counts: Mapping[str, int]) -> str:
 
 
 def _load(
-    options: TrainOptions, folder: Path, processes: Processes, extend: Callable[[Any, Any], None] | None = None
+    options: TrainOptions,
+    folder: Path,
+    processes: Processes,
+    extend: Callable[[Any, Any], None] | None = None,
+    *,
+    trained: bool = True,
 ) -> Any:
-    """The model, ready to train. extend: that of `Recipe`."""
+    """The model, ready to train unless it is not `trained`. extend: that of `Recipe`."""
     gpu = processes.device.type == "cuda"
     low = options.precision != "fp32" or (gpu and processes.mesh is None)
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora) else None
@@ -394,14 +400,14 @@ def _load(
         extend(options, model)
     if whole and processes.mesh is not None:
         parallelize(model, processes.mesh, param_dtype=mixed)
-    if not options.lora and gpu and processes.mesh is None and options.accumulation != 1:
+    if trained and not options.lora and gpu and processes.mesh is None and options.accumulation != 1:
         accumulate_in_place(model)
     return model.train()
 
 
 def _load_frozen(options: TrainOptions, folder: Path, processes: Processes) -> Any:
     """The model once more, to compare with. Not for a run that trains adapters: they are switched off."""
-    return _load(dataclasses.replace(options, accumulation=1), folder, processes).requires_grad_(False).eval()
+    return _load(options, folder, processes, trained=False).requires_grad_(False).eval()
 
 
 def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) -> AdamW:
