@@ -197,8 +197,9 @@ class Completion:
     truncated: bool
     rewards: dict[str, float | None] = dataclasses.field(default_factory=dict)
     reward: float = 0.0
-    spread: float = 0.0  # standard deviation in its group
     advantage: float = 0.0
+    is_tied: bool = False  # all of its group have the same reward, and teach nothing
+    deviation: float = 0.0  # standard deviation of all rewards of the rollout
 
 
 def sample(
@@ -274,15 +275,15 @@ class Sampler:
     def __call__(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """A group of each prompt; rollout None: one of each, greedily. Raises the errors of rewards on all ranks."""
         o, p = self.options, self.processes
-        copies = 1 if rollout is None else o.group
+        copies, stops = 1 if rollout is None else o.group, self.encoder.stop_ids
         found = sample(
             model, [prompt.ids for prompt in prompts], copies, max_new_tokens=o.max_new_tokens,
-            temperature=0.0 if rollout is None else o.temperature, stop_ids=self.encoder.stop_ids,
+            temperature=0.0 if rollout is None else o.temperature, stop_ids=stops,
             seeds=_seeds(o.seed, rollout or 0, p.batch_rank), rows=o.rollout_rows, together=p.mesh is not None,
         )  # fmt: skip
         decode = self.encoder.tokenizer.decode
         completions = [
-            Completion(prompts[n // copies], ids, decode(ids, skip_special_tokens=True), ids[-1] not in self._stop_ids)
+            Completion(prompts[n // copies], ids, decode(ids, skip_special_tokens=True), ids[-1] not in stops)
             for n, ids in enumerate(found)
         ]
         given: list[dict[str, float | None]] = []
@@ -296,22 +297,22 @@ class Sampler:
         for _, other in everyone:
             if other is not None:
                 raise other
+        judged = [
+            dataclasses.replace(one, rewards=values, reward=total)
+            for one, values, total in zip(completions, given, totals, strict=True)
+        ]
+        if rollout is None:
+            return judged
         rewards = torch.tensor([reward for part, _ in everyone for reward in part]).reshape(-1, copies)
-        spreads = rewards.std(1) if copies > 1 else torch.zeros(len(rewards))
-        advantages = group_advantages(rewards, o.scale).flatten().tolist()
-        start = p.batch_rank * len(completions) if rollout is not None else 0
+        advantages, tied = group_advantages(rewards, o.scale), (rewards == rewards[:, :1]).all(1)
+        first, deviation = p.batch_rank * len(prompts), float(rewards.std())
         return [
             dataclasses.replace(
-                one, rewards=values, reward=total,
-                spread=float(spreads[(start + n) // copies]) if rollout is not None else 0.0,
-                advantage=advantages[start + n] if rollout is not None else 0.0,
+                one, advantage=float(advantages[first + n // copies, n % copies]),
+                is_tied=bool(tied[first + n // copies]), deviation=deviation,
             )
-            for n, (one, values, total) in enumerate(zip(completions, given, totals, strict=True))
+            for n, one in enumerate(judged)
         ]  # fmt: skip
-
-    @property
-    def _stop_ids(self) -> tuple[int, ...]:
-        return self.encoder.stop_ids
 
     def _rewards(self, completions: Sequence[Completion]) -> list[dict[str, float | None]]:
         prompts = [one.prompt for one in completions]
@@ -347,7 +348,7 @@ def _seeds(*numbers: int) -> Iterator[int]:
 def told_names(rewards: Rewards) -> list[str]:
     """The names of the rows of "told" in a batch."""
     return [
-        "reward", "reward_std", "completion_length", "truncated", "rollout_seconds",
+        "reward", "reward_std", "tied", "completion_length", "truncated", "rollout_seconds",
         *(f"reward_{name}" for name in rewards.functions if len(rewards.functions) > 1),
     ]  # fmt: skip
 
@@ -384,7 +385,8 @@ def policy_batch(
     number = len(completions)
     rows = [
         (sum(one.reward for one in completions), number),
-        (sum(one.spread for one in completions), number),
+        (sum(one.deviation for one in completions), number),
+        (sum(one.is_tied for one in completions), number),
         (sum(len(one.ids) for one in completions), number),
         (sum(one.truncated for one in completions), number),
         (seconds or 0.0, seconds is not None),
