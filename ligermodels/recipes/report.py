@@ -185,7 +185,8 @@ def _lines(file: Path) -> list[dict[str, float]]:
 # At the end
 
 _STEPS = {
-    "loss": "loss", "reward": "reward", "reward_std": "its deviation", "tied": "tied groups", "completion_length": "tokens",
+    "loss": "loss", "reward": "reward", "reward_std": "its deviation", "tied": "tied groups",
+    "completion_length": "tokens",
     "truncated": "truncated", "kl": "kl", "clipped": "clipped", "entropy": "entropy",
 }  # fmt: skip
 """Columns of report.md, where there are such values."""
