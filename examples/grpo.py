@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     grpo.train(
         GRPOOptions(
             model=str(out / "sft" / "model"), data=str(out / "sums.jsonl"), out=str(out / "grpo"),
-            reward=(f"{__file__}:reward",), length=64, batch_tokens=4096, prompts=25, group=16, max_new_tokens=3, schedule="constant",
-            steps=options.steps, lr=1e-3, **common,
+            reward=(f"{__file__}:reward",), length=64, batch_tokens=4096, prompts=25, group=16, max_new_tokens=3,
+            steps=options.steps, lr=1e-3, schedule="constant", **common,
         )
     )  # fmt: skip
     lines = [json.loads(line) for line in (out / "grpo" / "metrics.jsonl").read_text("utf-8").splitlines()]

@@ -284,7 +284,9 @@ def test_two_processes_sample_together(asked, tmp_path, capfd):
     one, two = (metrics(tmp_path / name, "eval_reward") for name in ("one", "two"))
     assert one[0] == two[0]  # greedy
     assert len(lines(tmp_path / "two")) == 4 * 8  # rank 0's
-    (asked / "wrong.py").write_text("def reward(completions, letter):\n    assert 'k' not in letter\n    return [1.0] * 8")
+    (asked / "wrong.py").write_text(
+        "def reward(completions, letter):\n    assert 'k' not in letter\n    return [1.0] * 8"
+    )
 
     def fails():
         assert train(asked, tmp_path / "wrong", reward="wrong.py") == 3
@@ -331,4 +333,3 @@ def test_defaults_of_each_loss():
         (0.2, 5.0, "group"),
     ]  # fmt: skip
     assert options_of(accumulation=8).accumulation == 8 and options_of(prompts=4).accumulation == 4
-
