@@ -10,16 +10,20 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.layers import policy
+from ligermodels.parallel import make_mesh, parallelize
 from ligermodels.recipes import rollout
 from ligermodels.recipes.grpo import PolicyLoss, policy_counts
+from ligermodels.recipes.loop import Processes
 from ligermodels.recipes.options import GRPOOptions
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import Completion, Prompt, policy_batch, sample
+from ligermodels.recipes.rollout import Completion, Prompt, PromptEncoder, Sampler, policy_batch, sample
 from tests.parallel.ranks import on_ranks
 from tests.recipes import losses
 from tests.recipes.runs import metrics
 from tests.recipes.runs import train as train_recipe
 from tests.recipes.test_train_command import on_two
+
+CPU = torch.device("cpu")
 
 # ---- losses ----
 
@@ -86,7 +90,7 @@ def test_loss_and_gradients_are_those_of_the_formula(loss, family, packing):
         model, completions, options, lambda n, logp: logp + shifts[n], lambda n, _: references[n], 0.8, completions[2:3]
     )
     gradients = losses.gradients(model, expected)
-    sampler = rollout.Sampler(options, None, rewards, None)
+    sampler = Sampler(options, None, rewards, None)
     of = PolicyLoss(options, sampler, reference.eval())
     with torch.no_grad():  # what the first step keeps
         first = dict(batch)
@@ -105,7 +109,7 @@ def test_a_step_in_several_forwards_is_one():
     for loss in set(policy.LOSSES) - {"bnpo"}:
         options = options_of(loss=loss)
         model, completions = losses.model(), rewarded((3, 5, False), (1, 1, False), (6, 9, True))
-        of = PolicyLoss(options, rollout.Sampler(options, None, Rewards({"r": len}), None))
+        of = PolicyLoss(options, Sampler(options, None, Rewards({"r": len}), None))
         parts = [completions, completions[:1], completions[1:], []]
         batches = [policy_batch(part, options, of.sampler.rewards, 0) for part in parts]
         whole = policy_counts(batches[0])
@@ -157,6 +161,38 @@ def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
     assert drawn(model, prompts, 3) == drawn(model, prompts, 3) != drawn(model, prompts, 3, seed=1)
     assert drawn(model, prompts, temperature=0.0) == drawn(model, prompts, temperature=0.0, rows=1, seed=2)
     assert len(drawn(model, prompts, 3, rows=3)) == 9
+
+
+def test_each_rollout_draws_anew(byte_level):
+    model, encoder = losses.model(vocab_size=byte_level.vocab_size).float(), PromptEncoder(byte_level, False, 9)
+    options = options_of(group=3, max_new_tokens=4)
+    sampler = Sampler(options, encoder, Rewards({"r": lambda completions: [0.5 for _ in completions]}), Processes(CPU))
+    prompts = [encoder({"prompt": "ab"}), encoder({"prompt": "c"})]
+    drawn = [[one.ids for one in sampler(model, prompts, rollout)] for rollout in (0, 1, 0)]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_sample_together_get_what_each_would_alone(tmp_path):
+    """Of a sharded model, whose ranks end at different steps."""
+
+    def work():
+        torch.set_num_threads(1)
+        mesh = make_mesh()
+        alone, sharded = (losses.model().float() for _ in range(2))
+        parallelize(sharded, mesh)
+        lengths = []
+        for seed in range(6):
+            how = dict(max_new_tokens=12, temperature=1.0, stop_ids=tuple(range(20)))
+            prompt, number = [[50, mesh.get_rank() + 1]], 2 * seed + mesh.get_rank()
+            found = sample(sharded, prompt, 1, seeds=iter([number]), together=True, **how)
+            assert found == sample(alone, prompt, 1, seeds=iter([number]), **how)
+            lengths.append(len(found[0]))
+        other = [None, None]
+        torch.distributed.all_gather_object(other, lengths)
+        assert other[0] != other[1]
+
+    on_ranks(tmp_path, work)
 
 
 def test_rewards_of_files(tmp_path):
@@ -260,16 +296,19 @@ def fake(model, prompts, copies, *, stop_ids, **unused):
 
 
 @pytest.mark.slow
-def test_two_processes_compute_what_one_does(asked, tmp_path, monkeypatch):
+@pytest.mark.parametrize("lora", [False, True])
+def test_two_processes_compute_what_one_does(asked, tmp_path, monkeypatch, lora):
     """On the same completions, with forwards that are not equally many by themselves."""
     monkeypatch.setattr(rollout, "sample", fake)
-    flags = ("--iterations", "2", "--beta", "0.1", "--scale-rewards", "batch")
+    flags = ("--iterations", "2", "--beta", "0.1", "--scale-rewards", "batch", *(("--lora", "4") if lora else ()))
     assert train(asked, tmp_path / "one", *flags) == 0
     on_two(tmp_path, lambda: train(asked, tmp_path / "two", *flags))
     names = ("loss", "reward", "reward_std", "kl", "entropy", "clipped", "completion_length", "trained_tokens")
     for name in names:
         one, two = (metrics(tmp_path / folder, name) for folder in ("one", "two"))
         assert one == pytest.approx(two, rel=2e-5, abs=1e-6), name
+    if lora:
+        return
     ours, theirs = (ligermodels.load(tmp_path / name / "model").state_dict() for name in ("one", "two"))
     for name, weight in ours.items():
         torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-4)
