@@ -14,7 +14,7 @@ from ligermodels.recipes.loop import Batch, Processes, Sums, next_token_loss
 from ligermodels.recipes.options import GRPOOptions
 from ligermodels.recipes.preference import over_ranks
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import PromptData, Rollouts, Sampler, told_names
+from ligermodels.recipes.rollout import Completion, PromptData, Rollouts, Sampler, told_names
 from ligermodels.recipes.run import Recipe, run
 from ligermodels.text import Tokenizer
 
@@ -105,8 +105,12 @@ def _without_adapters(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 def _open_data(options: GRPOOptions, tokenizer: Tokenizer, multiple: int = 1) -> PromptData:
-    Rewards.load(options.reward, options.reward_weights)  # what is wrong with them is found before anything is loaded
-    return PromptData(options, tokenizer, multiple)
+    """The prompts, once the rewards have judged an empty completion, so that errors come before anything is written."""
+    rewards, data = Rewards.load(options.reward, options.reward_weights), PromptData(options, tokenizer, multiple)
+    if not options.skip_bad:
+        empty = Completion(data.first(), [data.encoder.stop_ids[0]], "", truncated=False)
+        Sampler(options, data.encoder, rewards, Processes(torch.device("cpu"))).judge([empty])
+    return data
 
 
 def _sizes(options: GRPOOptions, sizes: memory.Sizes, sketch: Any) -> memory.Sizes:

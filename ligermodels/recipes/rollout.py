@@ -145,6 +145,15 @@ class PromptData(Data):
     def encoder(self) -> PromptEncoder:
         return self._encoder
 
+    def first(self) -> Prompt:
+        """That of the first row. Raises InputError."""
+        row = _Located(self._rows)[0]
+        try:
+            prompt: Prompt = self._encoder(row)
+        except LigermodelsError as error:
+            raise InputError(f"{self._rows.where(0)}: {error}") from error
+        return prompt
+
     @property
     def summary(self) -> str:
         return f"{len(self._rows):,} prompts"
@@ -289,7 +298,7 @@ class Sampler:
         given: list[dict[str, float | None]] = []
         error: LigermodelsError | None = None
         try:
-            given = self._rewards(completions)
+            given = self.judge(completions)
         except LigermodelsError as found_error:
             error = found_error
         totals = [self.rewards.total(values) for values in given]
@@ -314,7 +323,8 @@ class Sampler:
             for n, one in enumerate(judged)
         ]  # fmt: skip
 
-    def _rewards(self, completions: Sequence[Completion]) -> list[dict[str, float | None]]:
+    def judge(self, completions: Sequence[Completion]) -> list[dict[str, float | None]]:
+        """What each reward function gives each. Raises InputError."""
         prompts = [one.prompt for one in completions]
         names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
         columns = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}

@@ -348,6 +348,14 @@ def test_prompts_that_are_refused(asked, tmp_path, capsys, says, rows):
     assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
+def test_a_reward_that_fails_is_found_before_anything_is_written(asked, tmp_path, capsys):
+    (asked / "stripped.py").write_text(
+        "def reward(completions):\n    return [len(text['content']) for text in completions]"
+    )
+    assert train(asked, tmp_path / "out", reward="stripped.py") == 3
+    assert "the reward reward failed at" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("says, given", [
     ("reward is missing: give --reward", {"reward": ()}),
     ("there are 2 for 1 rewards", {"reward_weights": (1.0, 2.0)}),
