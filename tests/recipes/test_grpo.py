@@ -324,7 +324,7 @@ def test_two_processes_sample_together(asked, tmp_path, capfd):
     assert one[0] == two[0]  # greedy
     assert len(lines(tmp_path / "two")) == 4 * 8  # rank 0's
     (asked / "wrong.py").write_text(
-        "def reward(completions, letter):\n    assert 'k' not in letter\n    return [1.0] * 8"
+        "def reward(completions, letter):\n    assert 'k' not in letter\n    return [1.0 for _ in letter]"
     )
 
     def fails():
@@ -343,7 +343,7 @@ def test_two_processes_sample_together(asked, tmp_path, capfd):
 def test_prompts_that_are_refused(asked, tmp_path, capsys, says, rows):
     for name in ("model", "reward.py"):
         (tmp_path / name).symlink_to(asked / name)
-    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"letter": "a", **row}) for row in rows))
     assert train(tmp_path, "out") == 3
     assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
 
