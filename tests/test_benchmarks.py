@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import ligermodels
-from benchmarks import convergence, decode, train_step
+from benchmarks import convergence, decode, rollout, train_step
 from benchmarks import kernels as harness
 from benchmarks.kernel_cases import OPS
 from benchmarks.train_cases import CASES, MODELS
@@ -238,3 +238,12 @@ def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
     assert decode.main(few) == 1 and "RED" in capsys.readouterr().out
     monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)
     assert decode.main([*few, "--baselines", "host"]) == 1 and "the host finds less likely" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_rollouts_run_dry(tmp_path):
+    out = tmp_path / "rollout.json"
+    assert rollout.main(["--dry", "--baselines", "ours,trl,hf", "--out", str(out)]) == 0
+    rows = json.loads(out.read_text())["rows"]
+    assert [row["baseline"] for row in rows] == ["ours", "trl", "hf"] and all(row["rollout s"] > 0 for row in rows)
+    assert [row.get("update s", 0) > 0 for row in rows] == [True, True, False]

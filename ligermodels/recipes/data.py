@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,10 @@ class Data:
         if self._eval is None:
             return ""
         return f"{len(self._eval):,} rows" + (f" of {self._options.eval_data}" if self._options.eval_data else "")
+
+    def plan(self, counts: Mapping[str, int] | None) -> dict[str, str]:
+        """Lines of the plan that this data tells otherwise, by name. counts: those of `count`."""
+        return {}
 
     def _encoder_of(self, rows: Rows, tokenizer: Tokenizer) -> Any:
         format = detect(rows)

@@ -153,6 +153,15 @@ class Progress:
                 setattr(self, name, value)
 
 
+class Source(Protocol):
+    """What gives each step its batches, on the device, and has a state, that after the batches that were taken."""
+
+    def take(self) -> list[Batch]: ...
+    def make_next(self) -> None: ...
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> None: ...
+
+
 class Feed:
     """The batches of each step that are this rank's, of which the next may be made while the GPU computes.
 
@@ -283,7 +292,7 @@ class Loop:
 
     model: Any
     optimizer: Any
-    feed: Feed
+    feed: Source
     evaluation: Sequence[Batch]
     options: TrainOptions
     processes: Processes

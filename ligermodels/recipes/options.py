@@ -446,6 +446,103 @@ class MedusaOptions(TrainOptions):
         return 2e-5 if self.train_base else 1e-3
 
 
+@dataclass(kw_only=True)
+class GRPOOptions(TrainOptions):
+    """Group relative policy optimisation: the model samples completions, which reward functions judge."""
+
+    recipe = "grpo"
+
+    data: str = option(
+        "", "what", "the prompts: rows with `prompt`, a text or messages; other columns go to the rewards"
+    )
+    reward: tuple[str, ...] = option(
+        (), "reward", "FILE.py:FUNCTION, or several; reward(prompts, completions, **columns) gives a list of numbers"
+    )
+    reward_weights: tuple[float, ...] = option((), "reward", "of each reward in their sum (default 1)")
+    scale_rewards: str = option(
+        "auto", "reward", "what advantages are divided by: the standard deviation of rewards of the same prompt, of "
+        "all of a step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", "group", "batch", "none"),
+    )  # fmt: skip
+    prompts: int = option(8, "rollout", "so many a step, of all GPUs together", least=1)
+    group: int = option(8, "rollout", "completions of each prompt, which are compared with each other", least=2)
+    max_new_tokens: int = option(256, "rollout", "the most tokens of a completion", least=1)
+    temperature: float = option(1.0, "rollout", "divides the logits, in sampling and in the loss")
+    rollout_rows: int | None = option(
+        None, "rollout", "so many completions are sampled at a time on each GPU (default: all)", least=1
+    )
+    iterations: int = option(1, "rollout", "steps that train on the same completions", least=1)
+    drop_truncated: bool = option(False, "rollout", "completions that did not end in --max-new-tokens train nothing")
+    loss: str = option(
+        "dapo", "loss", "see docs/training.md", choices=("grpo", "bnpo", "dr_grpo", "dapo", "gspo", "cispo")
+    )
+    beta: float = option(
+        0.0, "loss", "of the KL divergence to the model as it was, which is added to the loss", least=0
+    )
+    clip_low: float | None = option(None, "loss", "ratios below 1 less this are clipped (0.2; gspo 3e-4)", least=0)
+    clip_high: float | None = option(
+        None, "loss", "ratios above 1 and this are clipped (0.2; dapo 0.28, gspo 4e-4); of cispo those above this (5)",
+        least=0,
+    )  # fmt: skip
+    lr: float | None = option(None, "optimizer", "the highest learning rate (default 1e-6, with --lora 1e-5)", least=0)
+    accumulation: int | None = option(None, "rollout", "the same as --prompts", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.accumulation not in (None, self.prompts):
+            raise InputError(f"accumulation={self.accumulation}: grpo has prompts a step; give --prompts in its place")
+        self.accumulation = self.prompts
+        if not self.reward:
+            raise InputError("reward is missing: give --reward FILE.py:FUNCTION, or `reward:` in a file")
+        if self.reward_weights and len(self.reward_weights) != len(self.reward):
+            raise InputError(
+                f"reward_weights: there are {len(self.reward_weights)} for {len(self.reward)} rewards; give one each"
+            )
+        if self.temperature <= 0:
+            raise InputError(
+                f"temperature={self.temperature:g}: expected more than 0; greedy completions are all equal"
+            )
+        if self.length is not None and self.max_new_tokens >= self.length:
+            raise InputError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; raise it"
+            )
+        if self.rollout_rows is not None and self.rollout_rows < self.group:
+            raise InputError(f"rollout_rows={self.rollout_rows} is less than the group={self.group} of a prompt")
+        if max(self.cp, self.tp) > 1:
+            raise InputError(
+                f"cp={self.cp}, tp={self.tp}: a model that is split so does not sample; leave both out, and FSDP "
+                "shards the model over all processes"
+            )
+        if self.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise InputError(f"prompts={self.prompts} cannot be split over {size} processes; give a multiple of {size}")
+
+    def default_lr(self) -> float:
+        return 1e-5 if self.lora else 1e-6
+
+    @property
+    def frozen_copies(self) -> int:
+        return int(self.beta > 0 and not self.lora)
+
+    @property
+    def scale(self) -> str:
+        """What "auto" stands for."""
+        chosen = "none" if self.loss == "dr_grpo" else "group"
+        return chosen if self.scale_rewards == "auto" else self.scale_rewards
+
+    @property
+    def low(self) -> float:
+        return self.clip_low if self.clip_low is not None else {"gspo": 3e-4}.get(self.loss, 0.2)
+
+    @property
+    def high(self) -> float:
+        own = {"gspo": 4e-4, "dapo": 0.28, "cispo": 5.0}.get(self.loss, 0.2)
+        return self.clip_high if self.clip_high is not None else own
+
+    @property
+    def rows_at_once(self) -> int:
+        """Completions that are sampled at a time."""
+        return self.rollout_rows or self.prompts * self.group
+
+
 RECIPES: dict[str, type[TrainOptions]] = {
     cls.recipe: cls
     for cls in (
@@ -458,6 +555,7 @@ RECIPES: dict[str, type[TrainOptions]] = {
         SimPOOptions,
         DistillOptions,
         MedusaOptions,
+        GRPOOptions,
     )
 }
 

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -159,8 +159,8 @@ def say(text: str) -> None:
 
 
 def _rewards(values: Mapping[str, float]) -> str:
-    """Those of preferences, where there are any."""
-    names = {"reward_margin": "margin", "reward_accuracy": "accuracy"}
+    """Where there are any."""
+    names = {"reward": "reward", "reward_margin": "margin", "reward_accuracy": "accuracy"}
     return "".join(f", {text} {values[name]:.3f}" for name, text in names.items() if name in values)
 
 
@@ -184,7 +184,19 @@ def _lines(file: Path) -> list[dict[str, float]]:
 
 # At the end
 
-_EVALUATED = {"eval_reward_margin": "margin", "eval_reward_accuracy": "accuracy", "eval_kl": "kl"}
+_STEPS = {
+    "loss": "loss", "reward": "reward", "reward_std": "its deviation", "tied": "tied groups",
+    "completion_length": "tokens",
+    "truncated": "truncated", "kl": "kl", "clipped": "clipped", "entropy": "entropy",
+}  # fmt: skip
+"""Columns of report.md, where there are such values."""
+_EVALUATED = {
+    "eval_reward": "reward",
+    "eval_completion_length": "tokens",
+    "eval_reward_margin": "margin",
+    "eval_reward_accuracy": "accuracy",
+    "eval_kl": "kl",
+}
 
 
 def write_plot(out: Path) -> bool:
@@ -198,11 +210,12 @@ def write_plot(out: Path) -> bool:
 
     lines = _lines(out / "metrics.jsonl")
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for key, label, style in (("loss", "training", "-"), ("eval_loss", "evaluation", "o-")):
+    what = "reward" if any("reward" in line for line in lines) else "loss"  # the loss of a policy tells little
+    for key, label, style in ((what, "training", "-"), (f"eval_{what}", "evaluation", "o-")):
         points = [(line["step"], line[key]) for line in lines if key in line]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label)
-    axes.set(xlabel="step", ylabel="loss")
+    axes.set(xlabel="step", ylabel=what)
     axes.grid(alpha=0.3)
     axes.legend()
     figure.tight_layout()
@@ -215,26 +228,29 @@ def write_plot(out: Path) -> bool:
 def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use: str, *, plot: bool) -> None:
     """report.md: what was run, what came out, and how to use it."""
     lines = _lines(out / "metrics.jsonl")
-    losses = [(int(line["step"]), line["loss"]) for line in lines if "loss" in line]
+    steps = [line for line in lines if "loss" in line]
     evaluations = [line for line in lines if "eval_loss" in line]
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     text = f"# {options.recipe} of {options.model}\n\n| | |\n|---|---|\n{rows}\n\n"
-    if losses:
-        text += "| step | loss |\n|---:|---:|\n"
-        picked = sorted({0, len(losses) - 1, *(len(losses) * part // 10 for part in range(10))})
-        text += "\n".join(f"| {losses[i][0]} | {losses[i][1]:.4f} |" for i in picked) + "\n\n"
+    if steps:
+        names = {name: title for name, title in _STEPS.items() if name in steps[-1]}
+        text += f"| step | {' | '.join(names.values())} |\n|{'---:|' * (len(names) + 1)}\n"
+        picked = sorted({0, len(steps) - 1, *(len(steps) * part // 10 for part in range(10))})
+        text += "\n".join(_row(steps[i], names) for i in picked) + "\n\n"
     if evaluations:
         names = {"eval_loss": "evaluation", "perplexity": "perplexity", **_EVALUATED}
         names = {name: title for name, title in names.items() if name in evaluations[-1]}
         text += f"| step | {' | '.join(names.values())} |\n|{'---:|' * (len(names) + 1)}\n"
-        for line in evaluations:
-            values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
-            text += f"| {int(line['step'])} | {values} |\n"
-        text += "\n"
+        text += "\n".join(_row(line, names) for line in evaluations) + "\n\n"
     text += "![The loss by step](loss.png)\n\n" if plot else "For a plot: pip install 'ligermodels[train]'\n\n"
     text += f"{use}\n\n## Options\n\n```yaml\n{options.dump()}```\n"
     with write_errors(out / "report.md"):
         (out / "report.md").write_text(text, "utf-8")
+
+
+def _row(line: Mapping[str, float], names: Iterable[str]) -> str:
+    values = " | ".join(f"{line[name]:,.4f}" if name in line else "" for name in names)
+    return f"| {int(line['step'])} | {values} |"
 
 
 def is_repository(name: str) -> bool:

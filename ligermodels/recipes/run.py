@@ -42,6 +42,7 @@ from ligermodels.recipes.loop import (
     Loss,
     Processes,
     Progress,
+    Source,
     forwards_per_step,
     next_token_loss,
     num_labels,
@@ -71,6 +72,8 @@ class Recipe:
     """(options, model, folder): writes what was trained, in place of the model. Called by every rank."""
     make_loss: MakeLoss | None = None
     """Of options, model, data, processes, and a function that loads MODEL once more, frozen; in place of `loss`."""
+    make_feed: Callable[[Feed, Any, Loss], Source] | None = None
+    """Of the feed of the data, the model and the loss: what makes the batches of the steps, in place of the feed."""
 
 
 def run(options: TrainOptions, recipe: Recipe) -> int:
@@ -140,7 +143,8 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
         (recipe.save or _save)(options, model, target)
         processes.from_main(lambda: _save_template(options, tokenizer, target))
 
-    others: dict[str, Any] = dict(data=feed, progress=progress)
+    source = feed if recipe.make_feed is None else recipe.make_feed(feed, model, loss)
+    others: dict[str, Any] = dict(data=source, progress=progress)
     frozen = all(parameter.requires_grad for parameter in model.parameters())
     with Checkpoints(out / "checkpoints", model, optimizer, keep=options.keep, frozen=frozen, **others) as checkpoints:
         resumed = checkpoints.load()
@@ -152,7 +156,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
             report.Reporter(options, steps, resumed, progress.evaluated) if processes.is_main else report.Silent()
         )
         loop = Loop(
-            model, optimizer, feed, evaluation, options, processes, progress, checkpoints, reporter,
+            model, optimizer, source, evaluation, options, processes, progress, checkpoints, reporter,
             lambda target: save(options, model, target), loss, recipe.count,
         )  # fmt: skip
         if not resumed:
@@ -232,6 +236,8 @@ _SAME = (
     "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas",
     "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight",
     "reference", "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight",
+    "reward", "reward_weights", "group", "max_new_tokens", "scale_rewards", "clip_low", "clip_high", "iterations",
+    "drop_truncated",
     "train_base",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
@@ -355,6 +361,8 @@ def _plan(
         "memory": str(need)
         + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
     }
+    for name, text in data.plan(counts).items():
+        lines[name] = f"{steps:,}; {text}" if name == "steps" else text
     text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
     if free and need.total > memory.MARGIN * free:
         adapters = None if options.lora or sizes.heads else memory.adapter_parameters(sketch, 16)
@@ -382,9 +390,14 @@ def _left_out(counts: Mapping[str, int]) -> str:
 
 
 def _load(
-    options: TrainOptions, folder: Path, processes: Processes, extend: Callable[[Any, Any], None] | None = None
+    options: TrainOptions,
+    folder: Path,
+    processes: Processes,
+    extend: Callable[[Any, Any], None] | None = None,
+    *,
+    trained: bool = True,
 ) -> Any:
-    """The model, ready to train. extend: that of `Recipe`."""
+    """The model, ready to train unless it is not `trained`. extend: that of `Recipe`."""
     gpu = processes.device.type == "cuda"
     low = options.precision != "fp32" or (gpu and processes.mesh is None)
     mixed = torch.bfloat16 if gpu and (options.precision == "fp32" or options.lora) else None
@@ -412,14 +425,14 @@ def _load(
         extend(options, model)
     if whole and processes.mesh is not None:
         parallelize(model, processes.mesh, param_dtype=mixed)
-    if not options.lora and gpu and processes.mesh is None and options.accumulation != 1:
+    if trained and not options.lora and gpu and processes.mesh is None and options.accumulation != 1:
         accumulate_in_place(model)
     return model.train()
 
 
 def _load_frozen(options: TrainOptions, folder: Path, processes: Processes) -> Any:
     """The model once more, to compare with. Not for a run that trains adapters: they are switched off."""
-    return _load(dataclasses.replace(options, accumulation=1), folder, processes).requires_grad_(False).eval()
+    return _load(options, folder, processes, trained=False).requires_grad_(False).eval()
 
 
 def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) -> AdamW:

@@ -11,7 +11,11 @@ from ligermodels.recipes.options import RECIPES, Parser, PretrainOptions, SFTOpt
 
 NEEDED = dict(model="m", data="d.jsonl", out="o")
 ADAPTERS = dict(lora=4, lora_targets=("q_proj", "v_proj"))
-GIVEN = {"distill": ADAPTERS | {"teacher": "t"}, "medusa": {"heads": 2}}
+GIVEN = {
+    "grpo": {"reward": ["a.py:b", "c.py"], "reward_weights": [1.0, 0.5]},
+    "distill": ADAPTERS | {"teacher": "t"},
+    "medusa": {"heads": 2},
+}
 
 
 def of_flags(*argv):

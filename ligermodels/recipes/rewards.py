@@ -1,0 +1,118 @@
+"""Reward functions: plain Python, in the manner of TRL, so that its functions serve as they are.
+
+    def reward(prompts, completions, completion_ids, **columns) -> list[float | None]
+
+Each argument is a list with an entry for each completion: the prompt as the row has it, the completion (a text, or of a
+prompt of messages [{"role": "assistant", "content": text}]), its ids, and the row's other columns by their names. A
+function may leave out what it does not read. None: this function says nothing of the completion.
+"""
+
+import importlib.util
+import inspect
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from pathlib import Path
+from reprlib import repr as short
+from typing import Any
+
+from ligermodels.errors import InputError
+
+Function = Callable[..., Sequence[float | None]]
+
+
+class Rewards:
+    """Several reward functions, whose weighted sum is the reward."""
+
+    def __init__(self, functions: Mapping[str, Function], weights: Sequence[float] = ()):
+        """functions: by the names that logs and errors use. weights: default 1 each."""
+        self.functions, self.weights = dict(functions), list(weights) or [1.0] * len(functions)
+        if len(self.weights) != len(self.functions):
+            raise InputError(
+                f"reward_weights: there are {len(self.weights)} for {len(self.functions)} rewards; give one for each"
+            )
+
+    @classmethod
+    def load(cls, sources: Sequence[str], weights: Sequence[float] = ()) -> "Rewards":
+        """Of files, "FILE.py:function", or "FILE.py" for its function `reward`. Runs them. Raises InputError."""
+        functions: dict[str, Function] = {}
+        for source in sources:
+            name, function = _load(source)
+            functions[name if name not in functions else source] = function
+        return cls(functions, weights)
+
+    def __call__(
+        self, prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[list[int]],
+        columns: Mapping[str, Sequence[Any]], where: Sequence[str],
+    ) -> list[dict[str, float | None]]:  # fmt: skip
+        """What each function gives each completion. where: names the rows for errors, which are InputError."""
+        given = dict(prompts=prompts, completions=completions, completion_ids=completion_ids, **columns)
+        found = {name: self._ask(name, given, where) for name in self.functions}
+        values = [{name: found[name][n] for name in found} for n in range(len(where))]
+        for n, of in enumerate(values):
+            if all(value is None for value in of.values()):
+                raise InputError(f"{where[n]}: no reward function gave its completion {short(completions[n])} a number")
+        return values
+
+    def total(self, values: Mapping[str, float | None]) -> float:
+        """The weighted sum of what the functions gave one completion."""
+        pairs = zip(self.weights, values.values(), strict=True)
+        return sum(weight * value for weight, value in pairs if value is not None)
+
+    def _ask(self, name: str, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> list[float | None]:
+        function = self.functions[name]
+        try:
+            found: list[Any] = list(_call(function, given))
+        except Exception as error:
+            place = self._place(function, given, where)
+            raise InputError(f"the reward {name} failed{place}: {type(error).__name__}: {error}") from error
+        if len(found) != len(where):
+            raise InputError(f"the reward {name} returned {len(found)} numbers for {len(where)} completions")
+        for n, value in enumerate(found):
+            value = value.item() if hasattr(value, "item") else value  # of numpy and torch
+            if value is not None and not (isinstance(value, Real) and math.isfinite(value)):
+                raise InputError(
+                    f"the reward {name} returned {short(value)} for a completion of {where[n]}; it must be a finite "
+                    "number, or None"
+                )
+            found[n] = None if value is None else float(value)
+        return found
+
+    def _place(self, function: Function, given: Mapping[str, Sequence[Any]], where: Sequence[str]) -> str:
+        """The row whose completion alone makes the function fail."""
+        for n, row in enumerate(where):
+            try:
+                list(_call(function, {key: values[n : n + 1] for key, values in given.items()}))
+            except Exception:
+                return f" at {row}, for the completion {short(given['completions'][n])}"
+        return ""
+
+
+def _call(function: Function, given: Mapping[str, Sequence[Any]]) -> Sequence[float | None]:
+    parameters = inspect.signature(function).parameters.values()
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        return function(**given)
+    names = {parameter.name for parameter in parameters}
+    return function(**{name: values for name, values in given.items() if name in names})
+
+
+def _load(source: str) -> tuple[str, Function]:
+    """The function's name and itself."""
+    path, _, name = (source, "", "reward") if source.endswith(".py") else source.rpartition(":")
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise InputError(f"reward={source}: there is no file {path or source}; give FILE.py, or FILE.py:function")
+    spec = importlib.util.spec_from_file_location(f"reward_{file.stem}", file)
+    assert spec is not None and spec.loader is not None, "the file ends in .py"
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their modules up
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise InputError(f"reward={source}: {path} cannot be imported: {type(error).__name__}: {error}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise InputError(f"reward={source}: {path} has no function {name}; it has {', '.join(names) or 'none'}")
+    return name, function

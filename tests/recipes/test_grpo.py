@@ -1,0 +1,382 @@
+"""GRPO: its losses beside plain formulas, what is sampled and rewarded, and whole runs. TRL: test_grpo_trl.py."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.layers import policy
+from ligermodels.parallel import make_mesh, parallelize
+from ligermodels.recipes import rollout
+from ligermodels.recipes.grpo import PolicyLoss, policy_counts
+from ligermodels.recipes.loop import Processes
+from ligermodels.recipes.options import GRPOOptions
+from ligermodels.recipes.rewards import Rewards
+from ligermodels.recipes.rollout import Completion, Prompt, PromptEncoder, Sampler, policy_batch, sample
+from tests.parallel.ranks import on_ranks
+from tests.recipes import losses
+from tests.recipes.runs import metrics
+from tests.recipes.runs import train as train_recipe
+from tests.recipes.test_train_command import on_two
+
+CPU = torch.device("cpu")
+
+# ---- losses ----
+
+
+def rewarded(*sizes):
+    """Completions of random prompts: (tokens of the prompt, of the completion, truncated)."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for n, (prompt, size, truncated) in enumerate(sizes):
+        ids = torch.randint(0, losses.TINY["vocab_size"], (prompt + size,), generator=generator).tolist()
+        advantage = (-1.0) ** n * (0.5 + n)
+        found.append(Completion(Prompt(ids[:prompt], "", {}, "", 9), ids[prompt:], "", truncated, advantage=advantage))
+    return found
+
+
+def plain(model, completions, options, old, ref, temperature, dropped):
+    """The loss of completions one by one, from all logits; old, ref: functions of (n, log probabilities)."""
+    per_token, lengths = [], []
+    for n, one in enumerate(completions):
+        if one in dropped:
+            per_token.append(torch.zeros(1, dtype=torch.float64))
+            lengths.append(0)
+            continue
+        ids = torch.tensor([one.prompt.ids + one.ids])
+        logits = model(ids).logits[0, one.prompt.size - 1 : -1] / temperature
+        logp = logits.log_softmax(-1)[torch.arange(len(one.ids)), torch.tensor(one.ids)]
+        before, reference, a = old(n, logp.detach()), ref(n, logp.detach()), one.advantage
+        r = (logp - before).mean().exp() if options.loss == "gspo" else (logp - before).exp()
+        if options.loss == "cispo":
+            loss = -torch.clamp(r, max=options.high).detach() * a * logp
+        else:
+            loss = torch.max(-r * a, -torch.clamp(r, 1 - options.low, 1 + options.high) * a)
+        kl = (reference - logp).exp() - (reference - logp) - 1
+        per_token.append((loss + options.beta * r * kl).expand(len(one.ids)))
+        lengths.append(len(one.ids))
+    if options.loss in ("grpo", "gspo"):
+        return sum(part.mean() for part in per_token) / len(completions)
+    total = sum(part.sum() for part in per_token)
+    return total / (len(completions) * options.max_new_tokens if options.loss == "dr_grpo" else sum(lengths))
+
+
+def options_of(**given):
+    return GRPOOptions(**{"model": "a", "data": "b", "out": "c", "reward": ("r.py",), "max_new_tokens": 9, **given})
+
+
+@pytest.mark.parametrize("family, packing", [("Llama", False), ("Gemma2", True)])
+@pytest.mark.parametrize("loss", policy.LOSSES)
+def test_loss_and_gradients_are_those_of_the_formula(loss, family, packing):
+    """Off-policy, so that ratios are clipped; with a softcap and a temperature; truncated completions left out."""
+    options = options_of(loss=loss, beta=0.3, temperature=0.8, clip_low=0.1, packing=packing, drop_truncated=True)
+    options = dataclasses.replace(options, clip_high=1.05 if loss == "cispo" else 0.15)
+    model, reference = losses.model(family), losses.model(family, seed=1)
+    completions = rewarded((3, 5, False), (1, 1, False), (6, 9, True), (2, 7, False))
+    rewards = Rewards({"r": len})
+    batch = policy_batch(completions, options, rewards, 0)
+    shifts = [
+        torch.linspace(-0.3, 0.2, len(one.ids), dtype=torch.float64) * (-1) ** n for n, one in enumerate(completions)
+    ]
+    references = []
+    for one in completions:
+        logits = reference(torch.tensor([one.prompt.ids + one.ids])).logits[0, one.prompt.size - 1 : -1].detach() / 0.8
+        references.append(logits.log_softmax(-1)[torch.arange(len(one.ids)), torch.tensor(one.ids)])
+    expected = plain(
+        model, completions, options, lambda n, logp: logp + shifts[n], lambda n, _: references[n], 0.8, completions[2:3]
+    )
+    gradients = losses.gradients(model, expected)
+    sampler = Sampler(options, None, rewards, None)
+    of = PolicyLoss(options, sampler, reference.eval())
+    with torch.no_grad():  # what the first step keeps
+        first = dict(batch)
+        of(model, first, policy_counts(batch))
+    old = first["old_logprobs"]
+    for n, shift in enumerate(shifts):
+        old[n, : len(shift)] += shift
+    found, sums = of(model, {**batch, "old_logprobs": old}, policy_counts(batch))
+    torch.testing.assert_close(found, expected)
+    losses.assert_same(losses.gradients(model, found), gradients)
+    assert sums["clipped"][0] > 0 and sums["clipped"][1] == 13
+    assert sums["truncated"][0] == 1 and sums["completion_length"] == (22, 4)
+
+
+def test_a_step_in_several_forwards_is_one():
+    for loss in set(policy.LOSSES) - {"bnpo"}:
+        options = options_of(loss=loss)
+        model, completions = losses.model(), rewarded((3, 5, False), (1, 1, False), (6, 9, True))
+        of = PolicyLoss(options, Sampler(options, None, Rewards({"r": len}), None))
+        parts = [completions, completions[:1], completions[1:], []]
+        batches = [policy_batch(part, options, of.sampler.rewards, 0) for part in parts]
+        whole = policy_counts(batches[0])
+        torch.testing.assert_close(sum(map(policy_counts, batches[1:]))[:2], whole[:2])
+        found = [of(model, batch, whole)[0] for batch in batches]
+        torch.testing.assert_close(sum(found[1:]), found[0], rtol=1e-9, atol=1e-11)
+
+
+def test_advantages():
+    rewards = torch.tensor([[1.0, 3.0], [2.0, 2.0], [0.0, 4.0]])
+    half = torch.tensor([[-1.0, 1.0], [0.0, 0.0], [-2.0, 2.0]])
+    torch.testing.assert_close(policy.group_advantages(rewards, "none"), half)
+    torch.testing.assert_close(policy.group_advantages(rewards, "batch"), half / (rewards.std() + 1e-4))
+    own = torch.tensor([[2**0.5], [0.0], [8**0.5]])
+    torch.testing.assert_close(policy.group_advantages(rewards), half / (own + 1e-4))
+    with pytest.raises(InputError, match="supported: group, batch, none"):
+        policy.group_advantages(rewards, "all")
+    with pytest.raises(InputError, match="supported: grpo, bnpo"):
+        policy.ratios("ppo", rewards, rewards, rewards > 0)
+
+
+# ---- completions ----
+
+
+def drawn(model, prompts, copies=1, temperature=1.0, seed=0, **options):
+    how = dict(max_new_tokens=3, temperature=temperature, stop_ids=(7, 9), seeds=rollout._seeds(seed), **options)
+    return sample(model, prompts, copies, **how)
+
+
+def test_samples_are_of_the_models_own_distribution():
+    """Nothing that the checkpoint's generation_config says of sampling bends it, and training goes on after it."""
+    model = losses.model().float()
+    for name, value in dict(top_k=2, top_p=0.1, repetition_penalty=3.0, do_sample=True, suppress_tokens=[3]).items():
+        setattr(model.generation_config, name, value)
+    prompts, copies = [[5, 6], [1]], 4000
+    found = drawn(model, prompts, copies, temperature=1.5)
+    assert len(found) == 2 * copies and model.training
+    for n, prompt in enumerate(prompts):
+        first = torch.tensor([ids[0] for ids in found[n * copies : (n + 1) * copies]])
+        share = torch.bincount(first, minlength=61) / copies
+        expected = (model(torch.tensor([prompt])).logits[0, -1] / 1.5).softmax(-1)
+        assert (share - expected).abs().max() < 4 * (0.25 / copies) ** 0.5
+    for ids in found:
+        assert (len(ids) == 3 or ids[-1] in (7, 9)) and not {7, 9} & set(ids[:-1])
+
+
+def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
+    model, prompts = losses.model().float(), [[5, 6], [1], [2, 3, 4]]
+    assert drawn(model, prompts, 3) == drawn(model, prompts, 3) != drawn(model, prompts, 3, seed=1)
+    assert drawn(model, prompts, temperature=0.0) == drawn(model, prompts, temperature=0.0, rows=1, seed=2)
+    assert len(drawn(model, prompts, 3, rows=3)) == 9
+
+
+def test_each_rollout_draws_anew(byte_level):
+    model, encoder = losses.model(vocab_size=byte_level.vocab_size).float(), PromptEncoder(byte_level, False, 9)
+    options = options_of(group=3, max_new_tokens=4)
+    sampler = Sampler(options, encoder, Rewards({"r": lambda completions: [0.5 for _ in completions]}), Processes(CPU))
+    prompts = [encoder({"prompt": "ab"}), encoder({"prompt": "c"})]
+    drawn = [[one.ids for one in sampler(model, prompts, rollout)] for rollout in (0, 1, 0)]
+    assert drawn[0] == drawn[2] != drawn[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_sample_together_get_what_each_would_alone(tmp_path):
+    """Of a sharded model, whose ranks end at different steps."""
+
+    def work():
+        torch.set_num_threads(1)
+        mesh = make_mesh()
+        alone, sharded = (losses.model().float() for _ in range(2))
+        parallelize(sharded, mesh)
+        lengths = []
+        for seed in range(6):
+            how = dict(max_new_tokens=12, temperature=1.0, stop_ids=tuple(range(20)))
+            prompt, number = [[50, mesh.get_rank() + 1]], 2 * seed + mesh.get_rank()
+            found = sample(sharded, prompt, 1, seeds=iter([number]), together=True, **how)
+            assert found == sample(alone, prompt, 1, seeds=iter([number]), **how)
+            lengths.append(len(found[0]))
+        other = [None, None]
+        torch.distributed.all_gather_object(other, lengths)
+        assert other[0] != other[1]
+
+    on_ranks(tmp_path, work)
+
+
+def test_rewards_of_files(tmp_path):
+    file = tmp_path / "rewards.py"
+    file.write_text(
+        "def reward(completions, **others):\n    return [len(text) for text in completions]\n"
+        "def right(completions, answer):\n    return [None if a is None else float(c == a) for c, a in "
+        "zip(completions, answer)]\n"
+        "def fails(completions, answer):\n    return [1 / (c != 'bad') for c in completions]\n"
+        "def few(completions):\n    return [1]\n"
+        "def nan(completions):\n    return [float('nan')] * len(completions)\n"
+        "def silent(completions):\n    return [None] * len(completions)\n"
+    )
+    given = (["p", "p"], ["good", "bad"], [[1], [2]], {"answer": ["good", None]}, ["x.jsonl:1", "x.jsonl:2"])
+    both = Rewards.load([str(file), f"{file}:right"], (1.0, 10.0))
+    assert both(*given) == [{"reward": 4, "right": 1}, {"reward": 3, "right": None}]
+    assert [both.total(values) for values in both(*given)] == [14, 3]
+    for name, says in {
+        "fails": r"the reward fails failed at x.jsonl:2, for the completion 'bad': ZeroDivisionError",
+        "few": "the reward few returned 1 numbers for 2 completions",
+        "nan": "the reward nan returned nan for a completion of x.jsonl:1",
+        "silent": "x.jsonl:1: no reward function gave its completion 'good' a number",
+    }.items():
+        with pytest.raises(InputError, match=says):
+            Rewards.load([f"{file}:{name}"])(*given)
+    for source, says in {
+        f"{file}:other": "has no function other; it has reward, right, fails",
+        str(tmp_path / "no.py"): "there is no file",
+        "reward": "there is no file reward",
+    }.items():
+        with pytest.raises(InputError, match=says):
+            Rewards.load([source])
+    (tmp_path / "broken.py").write_text("import nothing_like_it")
+    with pytest.raises(InputError, match="cannot be imported: ModuleNotFoundError"):
+        Rewards.load([str(tmp_path / "broken.py")])
+
+
+# ---- runs ----
+
+FEW = (
+    "--length", "64", "--steps", "4", "--prompts", "4", "--group", "4", "--max-new-tokens", "5", "--lr", "3e-3",
+    "--warmup", "0",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def asked(home):
+    rows = [{"prompt": word, "letter": word[0]} for word in ("ab", "cde", "fg", "hij", "kl", "mno", "pq", "rst", "uv")]
+    (home / "asked.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (home / "reward.py").write_text(
+        "def reward(completion_ids, letter, **others):\n"
+        "    return [sum(i % 5 == ord(c) % 5 for i in ids) for ids, c in zip(completion_ids, letter)]\n"
+    )
+    return home
+
+
+def train(home, out, *flags, reward="reward.py"):
+    return train_recipe(home, out, *FEW, "--reward", home / reward, *flags, recipe="grpo", data="asked.jsonl")
+
+
+def weights(folder):
+    return next(folder.glob("*/*model.safetensors")).read_bytes()
+
+
+def lines(folder):
+    return (folder / "completions.jsonl").read_text().splitlines()
+
+
+@pytest.mark.parametrize("flags", [
+    ("--eval-share", "0.3", "--eval-every", "2", "--save-every", "2"),
+    pytest.param(
+        ("--iterations", "2", "--beta", "0.1", "--loss", "gspo", "--no-packing", "--lora", "4", "--save-every", "3"),
+        marks=pytest.mark.slow,
+    ),
+], ids=str)  # fmt: skip
+def test_a_run_resumes_with_the_same_samples_and_bits(asked, tmp_path, capsys, flags):
+    """With --iterations in the midst of a rollout."""
+    assert train(asked, tmp_path / "whole", *flags) == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    for gone in ("model", "adapter", "best", "checkpoints/step-00000004"):
+        shutil.rmtree(tmp_path / "again" / gone, ignore_errors=True)
+    assert train(asked, tmp_path / "again", *flags, "--resume") == 0
+    assert f"resumed after step {flags[-1]}" in capsys.readouterr().err
+    assert lines(tmp_path / "again") == lines(tmp_path / "whole")
+    assert len(lines(tmp_path / "whole")) == 16 * (2 if "--iterations" in flags else 4)
+    for key in ("loss", "reward", "grad_norm", "entropy"):
+        assert metrics(tmp_path / "again", key) == metrics(tmp_path / "whole", key)
+    if "--lora" not in flags:
+        assert weights(tmp_path / "again") == weights(tmp_path / "whole")
+        told = metrics(tmp_path / "whole", "eval_reward")
+        assert set(told) == {0, 2, 4} and metrics(tmp_path / "whole", "eval_loss")[4] == pytest.approx(-told[4])
+    report = (tmp_path / "whole" / "report.md").read_text()
+    assert "| step | loss | reward | its deviation |" in report
+    assert train(asked, tmp_path / "again", *flags, "--resume", "--group", "8") == 3
+    assert "had group=4, and this has group=8" in capsys.readouterr().err
+
+
+def fake(model, prompts, copies, *, stop_ids, **unused):
+    """Completions that depend on the prompt alone, of different lengths."""
+    return [[*range(30 + n, 31 + n + (sum(ids) + n) % 4), stop_ids[0]] for ids in prompts for n in range(copies)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [False, True])
+def test_two_processes_compute_what_one_does(asked, tmp_path, monkeypatch, lora):
+    """On the same completions, with forwards that are not equally many by themselves."""
+    monkeypatch.setattr(rollout, "sample", fake)
+    flags = ("--iterations", "2", "--beta", "0.1", "--scale-rewards", "batch", *(("--lora", "4") if lora else ()))
+    assert train(asked, tmp_path / "one", *flags) == 0
+    on_two(tmp_path, lambda: train(asked, tmp_path / "two", *flags))
+    names = ("loss", "reward", "reward_std", "kl", "entropy", "clipped", "completion_length", "trained_tokens")
+    for name in names:
+        one, two = (metrics(tmp_path / folder, name) for folder in ("one", "two"))
+        assert one == pytest.approx(two, rel=2e-5, abs=1e-6), name
+    if lora:
+        return
+    ours, theirs = (ligermodels.load(tmp_path / name / "model").state_dict() for name in ("one", "two"))
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_two_processes_sample_together(asked, tmp_path, capfd):
+    """Under FSDP ranks take the same number of steps; an evaluation of one rank's prompts, and an error on a rank."""
+    flags = ("--eval-share", "0.4", "--eval-every", "2", "--rollout-rows", "4")
+    on_two(tmp_path, lambda: train(asked, tmp_path / "two", *flags))
+    assert train(asked, tmp_path / "one", *flags) == 0
+    one, two = (metrics(tmp_path / name, "eval_reward") for name in ("one", "two"))
+    assert one[0] == two[0]  # greedy
+    assert len(lines(tmp_path / "two")) == 4 * 8  # rank 0's
+    (asked / "wrong.py").write_text(
+        "def reward(completions, letter):\n    assert 'k' not in letter\n    return [1.0 for _ in letter]"
+    )
+
+    def fails():
+        assert train(asked, tmp_path / "wrong", reward="wrong.py") == 3
+
+    on_ranks(tmp_path, fails)
+    assert "AssertionError" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("says, rows", [
+    ("asked.jsonl:1: the row has no prompt; expected", [{"text": "a"}]),
+    ("asked.jsonl:2: prompt: expected a text, as in the first row", [{"prompt": "a"}, {"prompt": [{"role": "user"}]}]),
+    ("prompt: it ends with what the assistant says", [{"prompt": [{"role": "assistant", "content": "a"}]}]),
+    ("asked.jsonl:1: prompt: it has 61 tokens, and with max_new_tokens=5 more than length=64", [{"prompt": "a" * 61}]),
+], ids=str)  # fmt: skip
+def test_prompts_that_are_refused(asked, tmp_path, capsys, says, rows):
+    for name in ("model", "reward.py"):
+        (tmp_path / name).symlink_to(asked / name)
+    (tmp_path / "asked.jsonl").write_text("\n".join(json.dumps({"letter": "a", **row}) for row in rows))
+    assert train(tmp_path, "out") == 3
+    assert says in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_reward_that_fails_is_found_before_anything_is_written(asked, tmp_path, capsys):
+    (asked / "stripped.py").write_text(
+        "def reward(completions):\n    return [len(text['content']) for text in completions]"
+    )
+    assert train(asked, tmp_path / "out", reward="stripped.py") == 3
+    assert "the reward reward failed at" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("says, given", [
+    ("reward is missing: give --reward", {"reward": ()}),
+    ("there are 2 for 1 rewards", {"reward_weights": (1.0, 2.0)}),
+    ("temperature=0: expected more than 0", {"temperature": 0}),
+    ("leaves no room for a prompt", {"length": 9}),
+    ("group=1: expected 2 or more", {"group": 1}),
+    ("rollout_rows=4 is less than the group=8", {"rollout_rows": 4}),
+    ("give --prompts in its place", {"accumulation": 3}),
+    ("does not sample; leave both out", {"tp": 2}),
+    ("give a multiple of 2", {"prompts": 3}),
+])  # fmt: skip
+def test_options_that_are_refused(says, given, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=says):
+        options_of(**given)
+
+
+def test_defaults_of_each_loss():
+    found = {loss: options_of(loss=loss) for loss in policy.LOSSES}
+    assert [(o.low, o.high, o.scale) for o in found.values()] == [
+        (0.2, 0.2, "group"), (0.2, 0.2, "group"), (0.2, 0.2, "none"), (0.2, 0.28, "group"), (3e-4, 4e-4, "group"),
+        (0.2, 5.0, "group"),
+    ]  # fmt: skip
+    assert options_of(accumulation=8).accumulation == 8 and options_of(prompts=4).accumulation == 4
