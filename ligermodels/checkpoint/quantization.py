@@ -319,7 +319,9 @@ def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
     if not isinstance(method, str) or method not in METHODS:
         return values, None
     try:
-        quantizer = _ours()["nf4"].of_saved(saved) if _asks_nf4(asked) and method == "bitsandbytes" else quantizer_of(saved)
+        quantizer = (
+            _ours()["nf4"].of_saved(saved) if _asks_nf4(asked) and method == "bitsandbytes" else quantizer_of(saved)
+        )
     except (InputError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{values.get('model_type')}: the checkpoint is quantised by {method}: {error}") from error
     return {key: value for key, value in values.items() if key != "quantization_config"}, quantizer

@@ -1,6 +1,6 @@
 """Weights in few bits for inference, without a library: `QuantizedLinear` modules, made as a checkpoint is read.
 
-    model = ligermodels.load("meta-llama/Llama-3.1-8B", quantization_config="int4", device="cuda")
+model = ligermodels.load("meta-llama/Llama-3.1-8B", quantization_config="int4", device="cuda")
 """
 
 from dataclasses import dataclass

@@ -79,9 +79,7 @@ def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list
     with _borrowed(dtype.itemsize * sum(sizes), found[0].device) as buffer:
         parts = iter(buffer.view(dtype).split(sizes))
         yield [
-            weight.dequantize(out=next(parts).view(weight.shape))
-            if isinstance(weight, PackedWeight)
-            else weight
+            weight.dequantize(out=next(parts).view(weight.shape)) if isinstance(weight, PackedWeight) else weight
             for weight in weights
         ]
 

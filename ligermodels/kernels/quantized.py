@@ -211,7 +211,9 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: T
     n, k = weight.shape
     if out is None:
         out = torch.empty(n, k, dtype=dtype or weight.dtype, device=weight.device)
-    elif out.shape != (n, k) or out.device != weight.device or not out.is_contiguous() or dtype not in (None, out.dtype):
+    elif (
+        out.shape != (n, k) or out.device != weight.device or not out.is_contiguous() or dtype not in (None, out.dtype)
+    ):
         raise InputError(f"dequantize: out has {describe(out)}; expected contiguous {(n, k)} on {weight.device}")
     if not use_triton(out) or out.dtype == torch.float64:
         return out.copy_(dequantize_reference(weight, out.dtype))
@@ -229,10 +231,11 @@ def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: T
 @triton.jit
 def _int4_kernel(
     y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, N, K, W, one,
-    BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, NAME: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+    NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of y [N], or with a weight `up` of act(w x) * (up x). W: words of a row. EVEN: no masks are needed.
+    EXACT: n is taken from the bits before it is multiplied, which costs an instruction and saves 3 bits of the sums.
     one: 1.0 as bits, an argument: of a constant, the compiler would make a copy for half of its uses."""
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -257,12 +260,13 @@ def _int4_kernel(
             column = columns + 8 * k + 2 * WORDS * i
             low = 16 * _load(x_ptr + column, column < K, EVEN).to(tl.float32)
             high = _load(x_ptr + column + WORDS, column + WORDS < K, EVEN).to(tl.float32)
-            less += 1.5 * high + 16.5 / 16 * low
-            sums += _part(w, 19 - 8 * i - 4, 0x00780000, one) * high[None, :]
-            sums += _part(w, 19 - 8 * i - 4, 0x00078000, one) * low[None, :]
+            if not EXACT:
+                less += 1.5 * high + 16.5 / 16 * low
+            sums += _high(w, i, one, EXACT) * high[None, :]
+            sums += _low(w, i, one, EXACT) * low[None, :]
             if up_ptr is not None:
-                up_sums += _part(v, 19 - 8 * i - 4, 0x00780000, one) * high[None, :]
-                up_sums += _part(v, 19 - 8 * i - 4, 0x00078000, one) * low[None, :]
+                up_sums += _high(v, i, one, EXACT) * high[None, :]
+                up_sums += _low(v, i, one, EXACT) * low[None, :]
         total += _by_group(sums - less[None, :], BN, BW, WORDS) * s.to(tl.float32)
         if up_ptr is not None:
             up_total += _by_group(up_sums - less[None, :], BN, BW, WORDS) * t.to(tl.float32)
@@ -274,13 +278,22 @@ def _int4_kernel(
 
 
 @triton.jit
-def _part(w, SHIFT: tl.constexpr, MASK: tl.constexpr, one):
-    """1 + n / 16 of one of the two nibbles that a shift to the left brings to bits 15 to 22, or 1 + n / 256."""
-    if SHIFT >= 0:
-        w = w << SHIFT
-    else:
-        w = w >> -SHIFT
-    return ((w & MASK) | one).to(tl.float32, bitcast=True)
+def _high(w, i: tl.constexpr, one, EXACT: tl.constexpr):
+    """1 + n / 16 of nibble 2 i + 1 or, EXACT, (n - 8) / 16."""
+    value = ((_shifted(w, 15 - 8 * i) & 0x00780000) | one).to(tl.float32, bitcast=True)
+    return value - 1.5 if EXACT else value
+
+
+@triton.jit
+def _low(w, i: tl.constexpr, one, EXACT: tl.constexpr):
+    """1 + n / 256 of nibble 2 i or, EXACT, (n - 8) / 256."""
+    value = ((_shifted(w, 15 - 8 * i) & 0x00078000) | one).to(tl.float32, bitcast=True)
+    return value - 1.03125 if EXACT else value
+
+
+@triton.jit
+def _shifted(w, LEFT: tl.constexpr):
+    return w << LEFT if LEFT >= 0 else w >> -LEFT
 
 
 @triton.jit
@@ -372,9 +385,7 @@ def quantized_glu(
     """`one_row_glu` of quantised weights of one kind. The caller has asked `takes(x, (gate, up), 1)`."""
     if gate.kind != "int4":
         scales = gate.scale, up.scale
-        return one_row.one_row_glu(
-            x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales
-        )
+        return one_row.one_row_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
     h = x.new_empty(*x.shape[:-1], gate.shape[0])
     _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
     return h
@@ -426,7 +437,8 @@ def _launch_int4(
     packed, scale = (None, None) if up is None else (up.packed, up.scale)
     launch(
         _int4_kernel, (cdiv(n, bn),), y, x.contiguous(), weight.packed, weight.scale, bias, packed, scale, up_bias,
-        n, k, words, _ONE, bn, bw, WORDS, even, activation, overlap, num_warps=warps, **overlapping(overlap),
+        n, k, words, _ONE, bn, bw, WORDS, even, x.dtype == torch.float32,
+        activation, overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
 
 

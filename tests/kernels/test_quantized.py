@@ -81,7 +81,7 @@ def test_what_cannot_be_quantised(wrong, match):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("n, k", [(9, 96), (5, 1100), (3, 1024)])
+@pytest.mark.parametrize("n, k", [(9, 96), (3, 1024), pytest.param(5, 1100, marks=pytest.mark.slow)])
 def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
     gate, up = weights(device, kind, (n, n), k)
     x, b1, b2 = (torch.randn(size, device=device).to(dtype) for size in ((1, k), n, n))
@@ -93,15 +93,15 @@ def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
         assert_close(h, ACTIVATIONS["silu"](y[0]) * y[1], dtype, device)
 
 
-@pytest.mark.parametrize("tile", [(1, 16, 1), (4, 32, 1), (8, 128, 2)], ids=str)
+@pytest.mark.parametrize("tile", [(4, 32, 1), (8, 128, 2)], ids=str)
 def test_tiles_of_int4_agree(device, monkeypatch, tile):
-    (weight,) = weights(device, "int4", [11], 1024)
-    x = torch.randn(1, 1024, device=device)
+    (weight,) = weights(device, "int4", [11], 512)
+    x = torch.randn(1, 512, device=device)
     monkeypatch.setattr(quantized, "_tile", lambda *_: tile)
     assert_close(quantized_linear(x, [weight], [None]), x.double() @ exact(weight).T, torch.float32, device)
 
 
-@pytest.mark.parametrize("rows", [2, 17, 64])
+@pytest.mark.parametrize("rows", [17, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 64))])
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows):
     n, k = 37, 300
@@ -109,11 +109,10 @@ def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows):
     bias = torch.randn(n, device=device)
     x = torch.randn(rows, 2 * k, device=device)[:, ::2]
     assert_close(quantized_linear(x, [weight], [bias]), x.double() @ exact(weight).T + bias, torch.float32, device)
-    low = x.bfloat16()
+    low = x.to(torch.bfloat16 if device == "cuda" else torch.float16)  # the interpreter has no bf16 dot
     wanted = low.double() @ exact(weight).T
     found = quantized_linear(low, [weight], [None])
-    assert found.dtype == torch.bfloat16
-    # The interpreter truncates where a GPU rounds; int4 weights are rounded to bf16 first.
+    assert found.dtype == low.dtype  # int4 weights are rounded to it first
     assert (found.double() - wanted).abs().max() <= 2**-6 * wanted.abs().max()
 
 
@@ -140,7 +139,7 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
     assert_close(lora_linear(x, laid, biases, [None, None]), wanted, torch.float32, device)
 
 
-@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(70, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_mlp(device, kind, rows, packed):
