@@ -1,6 +1,6 @@
 """int8, fp8 and int4 weights for inference: what they cost in perplexity, and what they buy in tokens per second.
 
-    python -m benchmarks.quantized --perplexity SmolLM2-135M-Instruct.Q4_1.gguf     # a model's folder or file; a CPU does
+    python -m benchmarks.quantized --perplexity SmolLM2-135M-Instruct.Q4_1.gguf     # a folder or file; a CPU does
     python -m benchmarks.quantized --kernels                                        # products of the 8B, all tiles
     python -m benchmarks.quantized --decode llama-3.1-8b --kinds bf16,int8,fp8,int4 # greedy, prompt 128, 256 new
     python -m benchmarks.quantized --decode llama-3.1-8b --dry                      # a tiny model, also on a CPU

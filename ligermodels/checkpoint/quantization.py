@@ -1,5 +1,5 @@
-"""Models with quantised linear modules, of bitsandbytes, torchao or our own (nf4.py, weight_only.py): loaded, trained under
-adapters, saved again.
+"""Models with quantised linear modules, of bitsandbytes, torchao or our own (nf4.py, weight_only.py): loaded, and
+but for those of weight_only.py trained under adapters and saved again.
 
 A quantiser replaces `nn.Linear` modules (bitsandbytes) or their weights (torchao), one after the other, as a checkpoint
 is read. The head, which is no `nn.Linear` here, stays as it is. config.json and the tensors on disk are those that
@@ -277,11 +277,12 @@ def _ours() -> dict[str, Any]:
 
 
 def quantizer_of(config: Any) -> Quantizer:
-    """The quantiser for a name of OURS, a config of transformers (BitsAndBytesConfig, TorchAoConfig), one of torchao, or a dict.
+    """The quantiser for a name of OURS, a config of transformers (BitsAndBytesConfig, TorchAoConfig) or of torchao, or
+    a dict.
 
     "nf4" is our own `NF4` with its defaults, and "int8", "fp8" and "int4" are `WeightOnly`, for inference;
-    {"quant_method": "nf4", ...} sets the fields. Other dicts: the fields of
-    BitsAndBytesConfig or, with quant_method, a quantization_config of config.json.
+    {"quant_method": "nf4", ...} sets the fields. Other dicts: the fields of BitsAndBytesConfig or, with quant_method, a
+    quantization_config of config.json.
     Raises InputError for other methods, unknown fields and settings that are not supported, and where the library is
     not installed.
     """

@@ -229,8 +229,8 @@ def linear_operands(
 ) -> tuple[Any, Tensor | None]:
     """weight and bias for a linear layer that reads `width` columns made of x, cast under autocast as F.linear does.
 
-    weight: a tensor or a PackedWeight, which stays as it is; then the bias is cast to x's dtype. layer: how the names of
-    its weight and its bias begin.
+    weight: a tensor or a PackedWeight, which stays as it is; then the bias is cast to x's dtype. layer: how the names
+    of its weight and its bias begin.
     """
     if len(weight.shape) != 2 or weight.shape[1] != width or weight.device != x.device:
         raise InputError(

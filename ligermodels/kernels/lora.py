@@ -127,10 +127,7 @@ def lora_linear_reference(
 ) -> Tensor:
     found = []
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        if isinstance(weight, PackedWeight):
-            y = frozen_linear(x, weight, bias)
-        else:
-            y = F.linear(x, weight, bias)
+        y = (frozen_linear if isinstance(weight, PackedWeight) else F.linear)(x, weight, bias)  # type: ignore[operator]
         if adapter is not None:
             h = F.linear(x, adapter.a.to(x.dtype))
             y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))

@@ -1,15 +1,14 @@
 """Weights of 8 or 4 bits for inference, and products of up to 64 rows that read them as they are.
 
     int8: w = q * scale[row], q from -127 to 127             fp8: w = q * scale[row], q in e4m3
-    int4: w = (n - 8) * scale[row, group], n from 0 to 15, groups of 128 columns
+    int4: w = (n - 8) * scale[row, group], n from 0 to 15, groups of 128 columns; scale may be negative
 
 Bytes per weight: 1 and, of int4, 0.5 + 2 / 128.
 
-One row, as in decoding: the products of one_row.py, for int8 and fp8 by its own kernels. Of int4 a word of 32 bits holds
-8 columns. A GPU reads 36 such weights per clock and multiprocessor, which computes 128 numbers in that time, and converts
-64 integers: so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16 or, in the
-bits below, 1 + n / 256, at one instruction beside half a shift; what that adds to the sum is the same for all rows.
-The sums are in fp32.
+One row, as in decoding: int8 and fp8 by the kernels of one_row.py. Of int4 a word of 32 bits holds 8 columns. An H200 reads 36 such weights per clock and multiprocessor, which issues 128 operations in that time and
+converts 64 integers: so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16
+or, in the bits below, 1 + n / 256, at one operation beside half a shift; what that adds to the sum is the same for all
+rows. Sums are in fp32.
 
 2 to 64 rows: one kernel on tensor cores, whose programs dequantise a tile of the weight to the dtype of x. More rows:
 the weight is dequantised in reused memory, for cuBLAS, see packed.py. There, and for int4 of 2 rows or more, products
@@ -142,25 +141,16 @@ def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
     return QuantizedWeight(kind, packed, scale, k, weight.dtype)
 
 
-_CLIPPED = (1.0, 0.95, 0.9, 0.85, 0.8)
-"""Shares of the largest |w| that -8 is tried for."""
-
-
 def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
-    """The words [N, 16 G] and scales [N, G] of fp32 groups [N, G, 128]: of those tried the one of the least squares."""
-    largest = values.abs().amax(-1, keepdim=True) / FORMATS["int4"].largest
-    scale = least = found = torch.full_like(largest, torch.inf)
-    for share in (sign * share for share in _CLIPPED for sign in (-1, 1)):
-        tried = (largest * share).to(FORMATS["int4"].scale).float()
-        q = (values / torch.where(tried == 0, 1.0, tried)).round_().clamp_(-8, 7)
-        error = (q * tried - values).square_().sum(-1, keepdim=True)
-        better = error < least
-        found, scale, least = (torch.where(better, *pair) for pair in ((q, found), (tried, scale), (error, least)))
+    """The words [N, 16 G] and scales [N, G] of fp32 groups [N, G, 128]: the largest of a group becomes -8."""
+    form = FORMATS["int4"]
+    scale = (values.gather(-1, values.abs().argmax(-1, keepdim=True)) / -form.largest).to(form.scale).float()
+    found = (values / torch.where(scale == 0, 1.0, scale)).round_().clamp_(-8, 7)
     n = (found + 8).to(torch.int32).view(*values.shape[:2], 8, WORDS)
     words = n[:, :, 0].clone()
     for i in range(1, 8):
         words |= n[:, :, i] << (4 * i)
-    return words.flatten(1), scale.squeeze(-1).to(FORMATS["int4"].scale)
+    return words.flatten(1), scale.squeeze(-1).to(form.scale)
 
 
 def empty(kind: str, rows: int, columns: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -349,7 +339,7 @@ def _rows_kernel(
 
 
 def takes(x: Tensor, weights: Sequence[Weight], most: int = MAX_ROWS) -> bool:
-    """True if the kernels here multiply x [..., K] with these weights: all QuantizedWeights, and at most `most` rows."""
+    """True if the kernels here multiply x [..., K] with these weights: QuantizedWeights, and `most` rows at most."""
     if not all(type(weight) is QuantizedWeight for weight in weights):
         return False
     return (
