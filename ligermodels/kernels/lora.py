@@ -127,7 +127,8 @@ def lora_linear_reference(
 ) -> Tensor:
     found = []
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        y = (frozen_linear if isinstance(weight, PackedWeight) else F.linear)(x, weight, bias)  # type: ignore[operator]
+        packed = isinstance(weight, PackedWeight)
+        y = frozen_linear(x, weight, bias) if packed else F.linear(x, weight, bias)  # type: ignore[arg-type]
         if adapter is not None:
             h = F.linear(x, adapter.a.to(x.dtype))
             y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))

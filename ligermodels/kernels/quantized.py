@@ -5,10 +5,10 @@
 
 Bytes per weight: 1 and, of int4, 0.5 + 2 / 128.
 
-One row, as in decoding: int8 and fp8 by the kernels of one_row.py. Of int4 a word of 32 bits holds 8 columns. An H200 reads 36 such weights per clock and multiprocessor, which issues 128 operations in that time and
-converts 64 integers: so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16
-or, in the bits below, 1 + n / 256, at one operation beside half a shift; what that adds to the sum is the same for all
-rows. Sums are in fp32.
+One row, as in decoding: int8 and fp8 by the kernels of one_row.py. Of int4 a word of 32 bits holds 8 columns. An H200
+reads 36 such weights per clock and multiprocessor, which issues 128 operations in that time and converts 64 integers:
+so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16 or, in the bits below,
+1 + n / 256, at one operation beside half a shift; what that adds to the sum is the same for all rows. Sums are in fp32.
 
 2 to 64 rows: one kernel on tensor cores, whose programs dequantise a tile of the weight to the dtype of x. More rows:
 the weight is dequantised in reused memory, for cuBLAS, see packed.py. There, and for int4 of 2 rows or more, products
