@@ -67,7 +67,8 @@ def test_casting_and_copying_leave_the_bits(plain, kind):
     before = {key: value.clone() for key, value in model.state_dict().items()}
     half = copy.deepcopy(model).to(torch.float16)
     for key in ("weight", "scale"):
-        assert torch.equal(half.state_dict()[f"{name}.{key}"], before[f"{name}.{key}"])
+        found, wanted = half.state_dict()[f"{name}.{key}"], before[f"{name}.{key}"]
+        assert found.dtype == wanted.dtype and torch.equal(found, wanted)
     assert half(IDS).logits.isfinite().all() and half.lm_head.weight.dtype == torch.float16
     assert is_fusable(layer.q_proj, layer.k_proj) and f"kind='{kind}'" in repr(layer.q_proj)
     ends = [m.weight.data_ptr() + m.weight.nbytes for m in layer.joint_modules]
