@@ -121,9 +121,10 @@ class Pretrained(nn.Module):
         device_map: a device, or "auto", "balanced", "balanced_low_0", "sequential" or {module: device}: the model is
             read into host memory, and accelerate distributes it within `max_memory`; modules on "disk" are in
             `offload_folder`.
-        quantization_config: "nf4" holds the linear modules in 4 bits, frozen, for LoRA; bitsandbytes or torchao
-            quantise them by a config of theirs. See `quantization.quantizer_of`. Each is quantised as it is read; with
-            bitsandbytes the default device is the GPU.
+        quantization_config: "nf4" holds the linear modules in 4 bits, frozen, for LoRA; "int8", "fp8" and "int4" are
+            for inference; bitsandbytes or torchao quantise them by a config of theirs. See
+            `quantization.quantizer_of`. Each is quantised as it is read; with bitsandbytes the default device is the
+            GPU.
         allow_pickle: reads pytorch_model.bin where there are no safetensors. activation_checkpointing: as in
             `from_config`.
         mesh: a DeviceMesh, over whose processes `ligermodels.parallel.parallelize` shards the model before it is

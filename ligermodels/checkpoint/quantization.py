@@ -1,5 +1,5 @@
-"""Models with quantised linear modules, of bitsandbytes, torchao or our own (nf4.py): loaded, trained under adapters,
-saved again.
+"""Models with quantised linear modules, of bitsandbytes, torchao or our own (nf4.py, weight_only.py): loaded, and
+but for those of weight_only.py trained under adapters and saved again.
 
 A quantiser replaces `nn.Linear` modules (bitsandbytes) or their weights (torchao), one after the other, as a checkpoint
 is read. The head, which is no `nn.Linear` here, stays as it is. config.json and the tensors on disk are those that
@@ -56,6 +56,9 @@ class Quantizer:
     def convert(self, linear: nn.Linear, weight: Tensor, bias: Tensor | None, device: torch.device) -> nn.Module:
         """The quantised module, on `device`, for `linear` on meta. weight and bias may be mapped from a file."""
         raise NotImplementedError
+
+    def finish(self, model: nn.Module) -> None:
+        """What comes after the last module."""
 
     def is_quantized(self, module: nn.Module) -> bool:
         """Whether `convert` has made it, and nothing has been wrapped around it."""
@@ -260,22 +263,26 @@ class TorchAO(Quantizer):
         return {**super().to_dict(), "quant_type": quant_type}
 
 
+OURS = ("nf4", "int8", "fp8", "int4")
 METHODS: dict[str, Any] = {"bitsandbytes": BitsAndBytes, "torchao": TorchAO}
 """quant_method of config.json -> the class that holds its settings."""
 
 
-def _nf4() -> Any:
-    """The class of our own 4-bit modules; importing it imports the kernels."""
+def _ours() -> dict[str, Any]:
+    """The classes of our own modules; importing them imports the kernels."""
     from ligermodels.checkpoint.nf4 import NF4
+    from ligermodels.checkpoint.weight_only import WeightOnly
 
-    return NF4
+    return {"nf4": NF4, **dict.fromkeys(OURS[1:], WeightOnly)}
 
 
 def quantizer_of(config: Any) -> Quantizer:
-    """The quantiser for "nf4", a config of transformers (BitsAndBytesConfig, TorchAoConfig), one of torchao, or a dict.
+    """The quantiser for a name of OURS, a config of transformers (BitsAndBytesConfig, TorchAoConfig) or of torchao, or
+    a dict.
 
-    "nf4" is our own `NF4` with its defaults; {"quant_method": "nf4", ...} sets its fields. Other dicts: the fields of
-    BitsAndBytesConfig or, with quant_method, a quantization_config of config.json.
+    "nf4" is our own `NF4` with its defaults, and "int8", "fp8" and "int4" are `WeightOnly`, for inference;
+    {"quant_method": "nf4", ...} sets the fields. Other dicts: the fields of BitsAndBytesConfig or, with quant_method, a
+    quantization_config of config.json.
     Raises InputError for other methods, unknown fields and settings that are not supported, and where the library is
     not installed.
     """
@@ -284,22 +291,22 @@ def quantizer_of(config: Any) -> Quantizer:
         return config
     if _is_of_torchao(config):
         return TorchAO(quant_type=config)
-    config = {"quant_method": "nf4"} if config == "nf4" else config
+    config = {"quant_method": config} if isinstance(config, str) and config in OURS else config
     read = config.to_dict() if hasattr(config, "to_dict") else config if isinstance(config, Mapping) else {}
     values = {key: value for key, value in read.items() if not key.startswith("_")}
     method = values.pop("quant_method", "bitsandbytes" if {"load_in_4bit", "load_in_8bit"} & values.keys() else None)
     method = getattr(method, "value", method)  # transformers has an enum of them
-    methods = {**METHODS, "nf4": _nf4()} if method == "nf4" else METHODS
+    methods = {**METHODS, **_ours()} if method in OURS else METHODS
     if method not in methods:
         given = repr(config) if isinstance(config, str) else f"a {type(config).__name__} with quant_method {method!r}"
         raise InputError(
-            f"quantization_config is {given}; supported: 'nf4', BitsAndBytesConfig, TorchAoConfig, a dict of their "
-            "fields, or a config object of torchao"
+            f"quantization_config is {given}; supported: {', '.join(map(repr, OURS))}, BitsAndBytesConfig, "
+            "TorchAoConfig, a dict of their fields, or a config object of torchao"
         )
     known = [field.name for field in dataclasses.fields(methods[method])]
     if unknown := values.keys() - set(known):
         raise InputError(f"quantization_config of {method} has no {min(unknown)!r}; it has {', '.join(known)}")
-    return methods[method](**values)
+    return methods[method](**values, **({"quant_method": method} if "quant_method" in known else {}))
 
 
 def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
@@ -313,7 +320,9 @@ def split(values: Any, asked: Any = None) -> tuple[Any, Quantizer | None]:
     if not isinstance(method, str) or method not in METHODS:
         return values, None
     try:
-        quantizer = _nf4().of_saved(saved) if _asks_nf4(asked) and method == "bitsandbytes" else quantizer_of(saved)
+        quantizer = (
+            _ours()["nf4"].of_saved(saved) if _asks_nf4(asked) and method == "bitsandbytes" else quantizer_of(saved)
+        )
     except (InputError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(f"{values.get('model_type')}: the checkpoint is quantised by {method}: {error}") from error
     return {key: value for key, value in values.items() if key != "quantization_config"}, quantizer
@@ -406,6 +415,7 @@ def load(
                 raise CheckpointError(f"{reader.source}: {name} holds NaN or infinity and cannot be quantised")
             made = quantizer.convert(linear, values[0], values[1] if len(values) > 1 else None, place)
         model.set_submodule(name, made)
+    quantizer.finish(model)
     mark(model, quantizer)
 
 

@@ -50,8 +50,10 @@ from ligermodels.kernels.linear import (
     weight_gradients,
 )
 from ligermodels.kernels.lora import Adapters, lora_mlp, lora_mlp_reference
-from ligermodels.kernels.nf4 import NF4Weight, Weight
 from ligermodels.kernels.one_row import one_row_glu, one_row_linear, takes
+from ligermodels.kernels.packed import PackedWeight, Weight
+from ligermodels.kernels.quantized import quantized_glu, quantized_linear
+from ligermodels.kernels.quantized import takes as takes_quantized
 
 
 def gated_mlp_reference(
@@ -242,7 +244,10 @@ def _mlp(
     x = x.to(autocast_dtype(x) or x.dtype)
     triton = use_triton(x)
     run: Any = functools.partial(_apply if triton else _reference, packed=packed, activation=activation)
-    if (adapters is not None and any(adapters)) or any(isinstance(w, NF4Weight) for w in (*w1, w2)):
+    adapted = adapters is not None and any(adapters)
+    if packed and not adapted and _are_quantized(x, w1, w2, b1, b2):
+        return _one_quantized_row(x, w1, w2, b1, b2, activation)
+    if adapted or any(isinstance(w, PackedWeight) for w in (*w1, w2)):
         run = lora_mlp if triton else lora_mlp_reference
         adapters = [None] * len(layers) if adapters is None else adapters
         run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
@@ -264,6 +269,20 @@ def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation
     return one_row_linear(one_row_glu(x, *w1, *b1, activation=activation), w2, b2)
 
 
+def _are_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -> bool:
+    """True if quantized.py has kernels for the MLP of a single row, and no gradient is wanted."""
+    if not takes_quantized(x, (*w1, w2), 1) or len({w.kind for w in w1}) > 1:
+        return False
+    return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *b1, b2)))
+
+
+def _one_quantized_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation: str) -> Tensor:
+    if len(w1) == 1:
+        w1, b1 = w1[0].halves(), (None, None) if b1[0] is None else b1[0].chunk(2)
+    h = quantized_glu(x, *w1, *b1, activation=activation)
+    return quantized_linear(h.view(1, -1), [w2], [b2]).view(*x.shape[:-1], -1)
+
+
 def gated_mlp(
     x: Tensor, gate_up_weight: Weight | Sequence[Weight], down_weight: Weight,
     gate_up_bias: Tensor | Sequence[Tensor | None] | None = None, down_bias: Tensor | None = None, *,
@@ -274,7 +293,7 @@ def gated_mlp(
 
     x: [..., H]; gate_up_weight: [2F, H], rows [gate | up], or the two weights (gate [F, H], up [F, H]); down_weight:
     [N, F]; gate_up_bias: [2F] or None, or for two weights (gate [F] or None, up [F] or None); down_bias: [N] or None;
-    activation: as in `glu`. A weight may be an `NF4Weight`; then all weights and biases are frozen, or torch runs it.
+    activation: as in `glu`. A weight may be a `PackedWeight`; then all weights and biases are frozen, or torch runs it.
     recompute: the backward recomputes gate_up = [gate | up] from x, a chunk of tokens at a time, and saves none of it.
         The gradients of the weights are summed over several chunks in fp32, and differ by rounding from those of one.
     workspace_bytes: what gate_up of a chunk takes at most (of 128 tokens at least), or of the only chunk twice that; h
@@ -313,7 +332,7 @@ def mlp(
     """F.linear(activate(F.linear(x, fc1_weight, fc1_bias)), fc2_weight, fc2_bias): `gated_mlp` without a gate.
 
     x: [..., H]; fc1_weight: [F, H]; fc2_weight: [N, F]; fc1_bias: [F] or None; fc2_bias: [N] or None; activation: as in
-    `activate`; recompute, workspace_bytes, adapters and an `NF4Weight` as in `gated_mlp`, of fc1's output.
+    `activate`; recompute, workspace_bytes, adapters and a `PackedWeight` as in `gated_mlp`, of fc1's output.
     Returns [..., N], and raises InputError, as `gated_mlp` does.
     """
     return _mlp(

@@ -8,7 +8,8 @@ What differs from the modules one by one:
 - W_i and b_i are frozen: their gradients are neither computed nor returned. So the backward reads x for A alone. Where
   a norm has just computed x, the norm's inputs are saved instead (`_recompute`), and of the adapters H = x A^T, [T, r].
 - The MLP saves what `gated_mlp` saves: x, or the inputs of the norm, and gate and up unless they are recomputed.
-- W_i may be of 4 bits (`NF4Weight`): saved as it is, and dequantised for each product, or for all chunks of an MLP.
+- W_i may be of few bits (`PackedWeight`): saved as it is, and dequantised for each product, or for all chunks of an
+  MLP. Kernels of quantized.py read some as they are where rows are few.
 - A and B may be fp32 beside low-precision layers: they are cast once per use, and their gradients are sums in fp32 that
   are not rounded on the way.
 
@@ -33,7 +34,8 @@ from ligermodels.kernels._triton import accumulator, once_differentiable
 from ligermodels.kernels.activation import activate
 from ligermodels.kernels.glu import glu, glu_backward, glu_forward
 from ligermodels.kernels.linear import input_gradient, left_to_torch, matmul
-from ligermodels.kernels.nf4 import NF4Weight, Weight, in_use, nf4_linear, put_together, taken_apart
+from ligermodels.kernels.packed import PackedWeight, Weight, frozen_linear, in_use, put_together, taken_apart
+from ligermodels.kernels.quantized import quantized_linear, takes
 
 
 class Adapter(NamedTuple):
@@ -125,10 +127,8 @@ def lora_linear_reference(
 ) -> Tensor:
     found = []
     for weight, bias, adapter in zip(weights, biases, adapters, strict=True):
-        if isinstance(weight, NF4Weight):
-            y = nf4_linear(x, weight.packed, weight.state, bias)
-        else:
-            y = F.linear(x, weight, bias)
+        packed = isinstance(weight, PackedWeight)
+        y = frozen_linear(x, weight, bias) if packed else F.linear(x, weight, bias)  # type: ignore[arg-type]
         if adapter is not None:
             h = F.linear(x, adapter.a.to(x.dtype))
             y = y + adapter.scale * F.linear(h, adapter.b.to(h.dtype))
@@ -180,13 +180,15 @@ def _next(tensors: Iterator[Any], count: int) -> list[Any]:
 def _product(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None
 ) -> Tensor:
-    """`matmul` of weights that may be of 4 bits."""
+    """`matmul` of weights that may be of few bits."""
+    if takes(x, weights):
+        return quantized_linear(x, weights, biases, out)  # type: ignore[arg-type]
     with in_use(weights, x.dtype) as tensors:
         return matmul(x, tensors, biases, out)
 
 
 def _input_gradient(dy: Tensor, weights: Sequence[Weight], out: Tensor | None = None) -> Tensor:
-    """`input_gradient` of weights that may be of 4 bits."""
+    """`input_gradient` of weights that may be of few bits."""
     with in_use(weights, dy.dtype) as tensors:
         return input_gradient(dy, tensors, out)
 
@@ -212,14 +214,14 @@ def _trains(tensors: Sequence[Weight | None]) -> bool:
 def lora_linear(x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], adapters: Adapters) -> Tensor:
     """Linear layers of one input with their adapters, side by side: [..., K] -> [..., sum N_i], contiguous.
 
-    weights: [N_i, K] each, a tensor or an NF4Weight; biases, adapters: to each weight its own, or None. The result is
+    weights: [N_i, K] each, a tensor or a PackedWeight; biases, adapters: to each weight its own, or None. The result is
     the caller's to overwrite.
     """
     a, b, scales = _split(adapters)
     if _trains([*weights, *biases]) or left_to_torch(x, taken_apart(weights)[0], [*biases, *a, *b]):  # type: ignore[arg-type]
         return lora_linear_reference(x, weights, biases, adapters)
     biases = [
-        bias.to(x.dtype) if isinstance(weight, NF4Weight) and bias is not None else bias
+        bias.to(x.dtype) if isinstance(weight, PackedWeight) and bias is not None else bias
         for weight, bias in zip(weights, biases, strict=True)
     ]
     if _trains([x, *a, *b]):
@@ -340,7 +342,7 @@ def lora_mlp(
 ) -> Tensor:  # fmt: skip
     """The MLP of layers w1 and w2 with their adapters, on Triton's kernels; arguments as of `_MLP` in gated_mlp.py.
 
-    w1, w2: tensors, or NF4Weights. adapters: to each of w1 and to w2 its own, or None.
+    w1, w2: tensors, or PackedWeights. adapters: to each of w1 and to w2 its own, or None.
     """
     a, b, scales = _split(adapters)
     if torch.compiler.is_compiling() or in_transform() or _trains([*w1, w2, *b1, b2]):

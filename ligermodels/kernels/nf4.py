@@ -15,21 +15,17 @@ bits, which is the minimum. Math in fp32, one rounding to the dtype of the outpu
 
 A weight is dequantised for each product and multiplied by cuBLAS. At training sizes that is the fast form: a step of an
 8B model reads and writes for 4 ms of its second, and a product that dequantises as it goes is several times slower.
-It is made in the forward, and again in the backward, in memory that is reused (`in_use`): between two products no
-dequantised weight exists. Weights of one input are made one behind the other, and are one matrix to the product. Per
-stream of a GPU there is one such buffer, as large as any product has needed; it stays until `release_buffers()`.
+It is made in the forward, and again in the backward; see packed.py.
 
 Source: T. Dettmers et al., QLoRA, arXiv 2305.14314; https://github.com/bitsandbytes-foundation/bitsandbytes, whose CPU
 code the tests compare with, bit for bit. Its CUDA code divides with less than fp32's precision: there, an index may
 differ where a weight lies between two codes.
 """
 
-import contextlib
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -38,8 +34,8 @@ from torch import Tensor, nn
 from ligermodels.errors import InputError
 from ligermodels.kernels._check import describe
 from ligermodels.kernels._launch import launch
-from ligermodels.kernels._triton import cdiv, is_capturing, once_differentiable, tl, triton, use_triton
-from ligermodels.kernels.linear import autocast_dtype
+from ligermodels.kernels._triton import cdiv, tl, triton, use_triton
+from ligermodels.kernels.packed import PackedWeight
 
 CODE = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
@@ -253,16 +249,12 @@ def dequantize_nf4(
     return out
 
 
-# ---- Products ----
-
-
 @dataclass(frozen=True, eq=False, slots=True)
-class NF4Weight:
+class NF4Weight(PackedWeight):
     """What `quantize_nf4` returns of a weight [N, K], as one operand: ops of frozen layers take it for a tensor."""
 
     packed: Tensor
     state: NF4State
-    requires_grad: ClassVar[bool] = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -272,137 +264,14 @@ class NF4Weight:
     def device(self) -> torch.device:
         return self.packed.device
 
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        return dequantize_nf4(self.packed, self.state, dtype=dtype, out=out)
 
-Weight = Tensor | NF4Weight
-"""A weight that a product reads."""
+    def apart(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+        absmax, code, shape, dtype, block, *nested = self.state
+        return (self.packed, absmax, code, *nested), (shape, dtype, block)
 
-_FREE: dict[tuple[torch.device, int], list[Tensor]] = {}
-"""Buffers that nobody uses, by device and stream; bytes."""
-
-
-def in_use(weights: Sequence[Weight], dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """`with in_use(weights, x.dtype) as tensors:` the weights for products with x, those of 4 bits dequantised.
-
-    These lie one behind the other (`joint`), in memory that is other weights' afterwards. Without autograd. Two blocks,
-    one inside the other, have two buffers. Streams share none, so that whatever the block has launched on the current
-    stream reads its weights before the next are written there. While a CUDA graph is captured, and on devices other
-    than the CPU and CUDA, the memory is the block's own.
-    """
-    if not any(isinstance(weight, NF4Weight) for weight in weights):
-        return contextlib.nullcontext(weights)
-    return _dequantized(weights, dtype)
-
-
-@contextlib.contextmanager
-def _dequantized(weights: Sequence[Weight], dtype: torch.dtype) -> Iterator[list[Tensor]]:
-    found = [weight for weight in weights if isinstance(weight, NF4Weight)]
-    sizes = [math.prod(weight.shape) for weight in found]
-    with _borrowed(dtype.itemsize * sum(sizes), found[0].device) as buffer:
-        parts = iter(buffer.view(dtype).split(sizes))
-        yield [
-            dequantize_nf4(weight.packed, weight.state, out=next(parts).view(weight.shape))
-            if isinstance(weight, NF4Weight)
-            else weight
-            for weight in weights
-        ]
-
-
-@contextlib.contextmanager
-def _borrowed(size: int, device: torch.device) -> Iterator[Tensor]:
-    """Memory of `size` bytes, for a block."""
-    stream = 0
-    if device.type == "cuda":
-        stream = torch.cuda.current_stream(device).cuda_stream
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and is_capturing()):
-        yield torch.empty(size, dtype=torch.uint8, device=device)
-        return
-    free = _FREE.setdefault((device, stream), [])
-    try:
-        buffer = free.pop()  # atomic: the backward runs in threads of its own
-    except IndexError:
-        buffer = None
-    if buffer is None or buffer.numel() < size:
-        del buffer  # before the larger one is allocated
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
-    try:
-        yield buffer[:size]
-    finally:
-        free.append(buffer)
-
-
-def release_buffers() -> None:
-    """Frees the memory in which weights are dequantised; the next product allocates it again."""
-    _FREE.clear()
-
-
-def taken_apart(weights: Sequence[Weight]) -> tuple[list[Tensor | None], list[Any]]:
-    """The tensors of the weights, for ctx.save_for_backward, and what `put_together` needs beside them."""
-    tensors: list[Tensor | None] = []
-    rest: list[Any] = []
-    for weight in weights:
-        if isinstance(weight, Tensor):
-            tensors.append(weight)
-            rest.append(None)
-            continue
-        absmax, code, shape, dtype, block, *nested = weight.state
-        tensors += weight.packed, absmax, code, *nested
-        rest.append((shape, dtype, block))
-    return tensors, rest
-
-
-def put_together(tensors: Iterator[Any], rest: Sequence[Any]) -> list[Weight]:
-    """The weights that were `taken_apart`, of their tensors, which are the next ones."""
-    found: list[Weight] = []
-    for options in rest:
-        if options is None:
-            found.append(next(tensors))
-            continue
-        packed, absmax, code, *nested = itertools.islice(tensors, 6)
-        found.append(NF4Weight(packed, NF4State(absmax, code, *options, *nested)))
-    return found
-
-
-def _with_weight(packed: Tensor, state: NF4State, dtype: torch.dtype, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """product(the dequantised weight)."""
-    if torch.compiler.is_compiling():  # the compiler places it
-        return product(dequantize_nf4(packed, state, dtype=dtype))
-    with in_use([NF4Weight(packed, state)], dtype) as (weight,):
-        return product(weight)
-
-
-class _FrozenLinear(torch.autograd.Function):
-    """x: [..., K]; packed and the fields of a state of a weight [N, K]; bias: [N] or None -> [..., N]. Frozen but x."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, bias: Tensor | None, packed: Tensor, absmax, code, shape, dtype, block, *nested):
-        ctx.save_for_backward(packed, absmax, code, *nested)
-        ctx.options = shape, dtype, block
-        state = NF4State(absmax, code, shape, dtype, block, *nested)
-        return _with_weight(packed, state, x.dtype, lambda weight: F.linear(x, weight, bias))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        packed, absmax, code, *nested = ctx.saved_tensors
-        state = NF4State(absmax, code, *ctx.options, *nested)
-        dx = _with_weight(packed, state, dy.dtype, lambda weight: dy @ weight)
-        return dx, *[None] * 10
-
-
-def nf4_linear(x: Tensor, packed: Tensor, state: NF4State, bias: Tensor | None = None) -> Tensor:
-    """F.linear(x, the weight [N, K] that `quantize_nf4` has packed, bias), of which nothing of x is saved.
-
-    x: [..., K]; bias: [N] or None, frozen, of any dtype. Returns [..., N] of x's dtype, under autocast of autocast's.
-    Raises InputError for an x that does not fit, and for a bias that requires a gradient.
-    """
-    if x.shape[-1] != state.shape[1] or not x.is_floating_point() or x.device != packed.device:
-        raise InputError(
-            f"nf4_linear: x has {describe(x)}; expected floating point [..., {state.shape[1]}] on {packed.device}"
-        )
-    if bias is not None and bias.requires_grad:
-        raise InputError("nf4_linear: its bias requires a gradient, and it computes none: bias.requires_grad_(False)")
-    x = x.to(autocast_dtype(x) or x.dtype)
-    bias = None if bias is None else bias.to(x.dtype)
-    if x.requires_grad and torch.is_grad_enabled():
-        return _FrozenLinear.apply(x, bias, packed, *state)
-    return _with_weight(packed, state, x.dtype, lambda weight: F.linear(x, weight, bias))
+    @classmethod
+    def of(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
+        packed, absmax, code, *nested = tensors
+        return cls(packed, NF4State(absmax, code, *options, *nested))

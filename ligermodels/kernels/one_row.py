@@ -40,13 +40,13 @@ def one_row_glu_reference(
 
 @triton.jit
 def _linear_kernel(
-    y_ptr, x_ptr, w_ptr, b_ptr, N, K, w_stride,
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, N, K, w_stride,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of y [N]. EVEN: BK divides K."""
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
-    y = _products(x_ptr, w_ptr, tl.minimum(at, N - 1), K, w_stride, BN, BK, EVEN)
+    y = _scaled(_products(x_ptr, w_ptr, tl.minimum(at, N - 1), K, w_stride, BN, BK, EVEN), s_ptr, at, N)
     tl.store(y_ptr + at, _with_bias(y, b_ptr, at, N).to(y_ptr.dtype.element_ty), mask=at < N)
 
 
@@ -64,7 +64,7 @@ def _products(x_ptr, w_ptr, rows, K, w_stride, BN: tl.constexpr, BK: tl.constexp
 
 @triton.jit
 def _glu_kernel(
-    h_ptr, x_ptr, gate_ptr, up_ptr, gate_b_ptr, up_b_ptr, N, K, gate_stride, up_stride,
+    h_ptr, x_ptr, gate_ptr, up_ptr, gate_s_ptr, up_s_ptr, gate_b_ptr, up_b_ptr, N, K, gate_stride, up_stride,
     BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of h [N]. Both weights are read in one loop, so that loads of both are in flight."""
@@ -82,8 +82,9 @@ def _glu_kernel(
         x = _load(x_ptr + k + cols, cols < K - k, EVEN)[None, :]
         gate += w * x
         up += v * x
-    h, _ = activation_of(_with_bias(tl.sum(gate, 1), gate_b_ptr, at, N), NAME, h_ptr.dtype.element_ty == tl.float32)
-    h *= _with_bias(tl.sum(up, 1), up_b_ptr, at, N)
+    gate = _with_bias(_scaled(tl.sum(gate, 1), gate_s_ptr, at, N), gate_b_ptr, at, N)
+    h, _ = activation_of(gate, NAME, h_ptr.dtype.element_ty == tl.float32)
+    h *= _with_bias(_scaled(tl.sum(up, 1), up_s_ptr, at, N), up_b_ptr, at, N)
     tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=at < N)
 
 
@@ -93,6 +94,13 @@ def _load(ptr, mask, EVEN: tl.constexpr):
         return tl.load(ptr).to(tl.float32)
     else:
         return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _scaled(y, s_ptr, at, N):
+    if s_ptr is not None:
+        y *= tl.load(s_ptr + at, mask=at < N, other=0.0)
+    return y
 
 
 @triton.jit
@@ -113,17 +121,21 @@ def takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
     return all(w.dtype == x.dtype and w.device == x.device and w.stride(-1) == 1 and len(w) for w in weights)
 
 
-def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+def one_row_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None, *, scale: Tensor | None = None
+) -> Tensor:
     """F.linear(x, weight, bias): [..., N] of x [..., K] with one row, weight [N, K] and bias [N] or None.
 
-    out: [..., N], contiguous, where the result is written. The caller has asked `takes`: it computes no gradients.
+    out: [..., N], contiguous, where the result is written. scale: fp32 [N], by which the rows of the weight, then of
+    any dtype that Triton knows, are multiplied; see quantized.py. The caller has asked `takes`: it computes no
+    gradients.
     """
     n, k = weight.shape
     y = x.new_empty(*x.shape[:-1], n) if out is None else out
-    bn, bk, warps = _tile(n, k)
+    bn, bk, warps = _tile(n, k, weight.itemsize)
     overlap = overlaps_launches(x)
     launch(
-        _linear_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, bias, n, k, weight.stride(0),
+        _linear_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, scale, bias, n, k, weight.stride(0),
         bn, bk, k % bk == 0, overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
     return y
@@ -131,19 +143,20 @@ def one_row_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, out: T
 
 def one_row_glu(
     x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None = None, up_bias: Tensor | None = None, *,
-    activation: str,
+    activation: str, scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Tensor:  # fmt: skip
     """act(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias): [..., F] of x [..., K] with one row.
 
-    gate, up: [F, K]; biases: [F] or None. Gate and up are not rounded in between. The caller has asked `takes`.
+    gate, up: [F, K]; biases: [F] or None; scales: as in `one_row_linear`. Gate and up are not rounded in between. The
+    caller has asked `takes`.
     """
     n, k = gate.shape
     h = x.new_empty(*x.shape[:-1], n)
-    bk, warps = (1024, 4) if k % 1024 == 0 else (512, 2)
+    bn, bk, warps = _glu_tile(n, k, gate.itemsize)
     overlap = overlaps_launches(x)
     launch(
-        _glu_kernel, (cdiv(n, 2),), h, x.contiguous(), gate, up, gate_bias, up_bias, n, k, gate.stride(0),
-        up.stride(0), 2, bk, k % bk == 0, activation, overlap, num_warps=warps, **overlapping(overlap),
+        _glu_kernel, (cdiv(n, bn),), h, x.contiguous(), gate, up, *scales, gate_bias, up_bias, n, k, gate.stride(0),
+        up.stride(0), bn, bk, k % bk == 0, activation, overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
     return h
 
@@ -152,9 +165,17 @@ _AT_ONCE = 528
 """Programs of four warps and 4 x 2048 weights that an H200 runs at a time."""
 
 
-def _tile(n: int, k: int) -> tuple[int, int, int]:
+def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int]:
     """Numbers of y, columns of the weight at a time, and warps of a program."""
+    if itemsize == 1:
+        return 4, 2048, 4
     rounds = cdiv(n, 4 * _AT_ONCE)
     if rounds * 4 * _AT_ONCE > 1.25 * n:  # the last round would be half empty: fewer, larger ones
         return 8, 1024, 8
     return 4, 2048, 4
+
+
+def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int]:
+    """As `_tile`, of each weight."""
+    bk, warps = (1024, 4) if k % 1024 == 0 else (512, 2)
+    return 2, 2 * bk if itemsize == 1 and k % (2 * bk) == 0 else bk, warps

@@ -30,6 +30,7 @@ from ligermodels.layers.preference import (
     sequence_logps,
     simpo_loss,
 )
+from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.layers.rotary import RotaryEmbedding, VisionRotary
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "MoE",
     "NF4Linear",
     "PreferenceOutput",
+    "QuantizedLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "Router",

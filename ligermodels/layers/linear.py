@@ -1,4 +1,5 @@
-"""Fused execution of plain `torch.nn.Linear` modules, and of frozen ones of 4 bits (nf4.py).
+"""Fused execution of plain `torch.nn.Linear` modules, and of frozen ones of few bits (quantized.py,
+nf4.py).
 
 Layers hold `torch.nn.Linear` modules under the checkpoint's names, so that adapters, quantisers, sharding and
 tensor-parallel plans find what they look for. At each call a fused op takes the weights of untouched modules, and their
@@ -17,19 +18,20 @@ from ligermodels.errors import is_new, warn_once
 from ligermodels.kernels._triton import use_triton
 from ligermodels.kernels.linear import lay_together, linear, packed_linear
 from ligermodels.kernels.lora import Adapter, lora_linear
-from ligermodels.kernels.nf4 import NF4Weight, Weight
+from ligermodels.kernels.packed import PackedWeight, Weight
 from ligermodels.layers.lora import Adapted, LoRALinear, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
 from ligermodels.layers.parallel import ShardedLinear
+from ligermodels.layers.quantized import PackedLinear, QuantizedLinear
 
-_OURS = (LoRALinear, LoRANF4Linear, NF4Linear)
+_OURS = (LoRALinear, LoRANF4Linear, NF4Linear, QuantizedLinear)
 _PLAIN = (nn.Parameter, type(None))
 
 
 def is_fusable(*modules: nn.Module) -> bool:
     """True if a fused kernel may stand in for calling each module: it is what `parameters_of` gives and nothing else.
 
-    That is x @ weight.T + bias, the weight dense or an NF4Linear's, and an adapter of ours without dropout and DoRA.
+    That is x @ weight.T + bias, the weight dense or a PackedLinear's, and an adapter of ours without dropout and DoRA.
     Other adapters wrap the module or replace its class, parametrizations and FSDP replace its class, tensor
     parallelism, ZeRO-3 and probes add hooks, offloading replaces its forward, other quantization its class or its
     weight. Each of them makes this False, since bypassing it would be silently wrong.
@@ -43,7 +45,7 @@ def is_fusable(*modules: nn.Module) -> bool:
 
 
 def _is_fusable_of_ours(module: nn.Module) -> bool:
-    if type(module) not in _OURS or (torch.compiler.is_compiling() and isinstance(module, NF4Linear)):
+    if type(module) not in _OURS or (torch.compiler.is_compiling() and isinstance(module, PackedLinear)):
         return False
     factors: tuple[nn.Module, ...] = ()
     if isinstance(module, Adapted):
@@ -167,18 +169,18 @@ def apply_linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
 
 
 def is_frozen(weights: Sequence[Weight], adapters: Sequence[Adapter | None]) -> bool:
-    """True of what is for the ops of lora.py: weights of 4 bits, and layers with adapters."""
-    return any(adapters) or any(type(weight) is NF4Weight for weight in weights)
+    """True of what is for the ops of lora.py: weights of few bits, and layers with adapters."""
+    return any(adapters) or any(isinstance(weight, PackedWeight) for weight in weights)
 
 
 def parameters_of(modules: Sequence[nn.Module]) -> tuple[list[Any], list[Tensor | None], list[Adapter | None]]:
     """The weights, biases and adapters of linear modules; of sharded ones, the parts that this rank computes with.
 
-    A weight is a tensor, or of 4 bits an NF4Weight.
+    A weight is a tensor, or a PackedWeight.
     """
     pairs: Any = [
         module.parts() if type(module) is ShardedLinear
-        else (module.operand, module.bias) if isinstance(module, NF4Linear)
+        else (module.operand, module.bias) if isinstance(module, PackedLinear)
         else (module._parameters["weight"], module._parameters["bias"])
         for module in modules
     ]  # fmt: skip
@@ -190,7 +192,7 @@ class JointProjections(nn.Module):
     """A layer with several linear modules of one input, `joint_names`, whose weights are contiguous in one storage.
 
     The weights of the fusable ones follow each other in memory, and so do their biases, so that one matmul serves all.
-    Those of 4 bits do once they are dequantised.
+    So do those of a QuantizedLinear; those of NF4 do once they are dequantised.
     `.to()`, `.cuda()`, copying and unpickling restore this. Parameters stay the objects that optimizers hold, and keep
     their values. Where something separates the weights all the same (FSDP, `load_state_dict(assign=True)`), each has
     its own matmul. docs/ablations.md says what it buys.
@@ -212,7 +214,12 @@ class JointProjections(nn.Module):
             and type(module.weight) is nn.Parameter
         ]  # fmt: skip
         weights, biases, _ = parameters_of(plain)
-        for parameters in (weights, biases):
+        quantized: list[Any] = [
+            module for module in self.joint_modules
+            if type(module) is QuantizedLinear and is_untouched(module)
+        ]  # fmt: skip
+        own = [[getattr(module, name) for module in quantized] for name in ("weight", "scale", "bias")]
+        for parameters in (weights, biases, *own):
             if len(parameters) > 1 and all(type(parameter) is nn.Parameter for parameter in parameters):
                 lay_together(parameters)  # type: ignore[arg-type]
 

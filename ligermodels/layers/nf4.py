@@ -5,35 +5,19 @@
 Of x nothing is saved. Layers run several as one op, with their adapters (linear.py).
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
-from ligermodels.kernels._check import describe
 from ligermodels.kernels._triton import cdiv
-from ligermodels.kernels.nf4 import (
-    BLOCKS,
-    NESTED_BLOCK,
-    NF4State,
-    NF4Weight,
-    dequantize_nf4,
-    in_use,
-    nf4_linear,
-    quantize_nf4,
-)
+from ligermodels.kernels.nf4 import BLOCKS, NESTED_BLOCK, NF4State, NF4Weight, quantize_nf4
+from ligermodels.layers.quantized import PackedLinear
 
 
-@contextlib.contextmanager
-def _one(weight: NF4Weight, dtype: torch.dtype) -> Iterator[Tensor]:
-    with in_use([weight], dtype) as (found,):
-        yield found
-
-
-class NF4Linear(nn.Module):
+class NF4Linear(PackedLinear):
     """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of 4 bits, in bitsandbytes' bytes.
 
     It computes in the dtype of x, under autocast in autocast's, and its backward gives dx alone.
@@ -88,12 +72,7 @@ class NF4Linear(nn.Module):
 
         Raises InputError for one that requires a gradient, holds NaN or has another shape or dtype.
         """
-        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
-            raise InputError(
-                f"NF4Linear: weight has {describe(weight)}, bias {bias if bias is None else describe(bias)}"
-            )
-        if bias is not None and bias.requires_grad:
-            raise InputError("NF4Linear: the bias requires a gradient; the layer is frozen: pass bias.detach()")
+        cls._check(weight, bias)
         return cls.from_packed(*quantize_nf4(weight, block=block, double=double), bias)
 
     @classmethod
@@ -126,32 +105,8 @@ class NF4Linear(nn.Module):
         """The weight for a fused op."""
         return NF4Weight(self.weight, self.state)
 
-    def dequantized_weight(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
-        """The weight [N, K], in memory of its own or in `out`, by default in the dtype that it was quantised from."""
-        return dequantize_nf4(self.weight, self.state, dtype=dtype, out=out)
-
-    def weight_for_use(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Tensor]:
-        """`with layer.weight_for_use(x.dtype) as weight:` the weight [N, K], in memory that is reused afterwards.
-
-        For the forward and backward of an autograd.Function, or under torch.no_grad: autograd would keep the memory
-        for a backward that comes when another weight is there. Raises InputError where gradients are on.
-        """
-        if torch.is_grad_enabled():
-            raise InputError(
-                "NF4Linear.weight_for_use: gradients are on, and autograd would keep memory that is reused. Call it "
-                "under torch.no_grad or in an autograd.Function, or take layer.dequantized_weight(dtype)"
-            )
-        return _one(self.operand, dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nf4_linear(x, self.weight, self.state, self.bias)
-
     def extra_repr(self) -> str:
-        double = self.nested_absmax is not None
-        return (
-            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
-            f"block={self.block}, double={double}"
-        )
+        return f"{super().extra_repr()}, block={self.block}, double={self.nested_absmax is not None}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """As for any module, but the fp32 buffers only change their device: a model is cast as a whole."""

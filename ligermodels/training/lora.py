@@ -27,6 +27,7 @@ from ligermodels.layers import LMHead
 from ligermodels.layers.linear import obstacle
 from ligermodels.layers.lora import Adapted, LoRANF4Linear
 from ligermodels.layers.nf4 import NF4Linear
+from ligermodels.layers.quantized import QuantizedLinear
 from ligermodels.training import files
 
 _SAVED = "_lora_modules_to_save"
@@ -278,6 +279,11 @@ def _text_prefix(model: Any) -> str:
 
 def _targets(model: Any, targets: str | Sequence[str]) -> dict[str, Any]:
     """{name: linear module} of `targets`, in the model's order."""
+    if kinds := {module.kind for module in model.modules() if isinstance(module, QuantizedLinear)}:
+        raise InputError(
+            f"add_lora: the weights are {min(kinds)}, which is for inference: load the base in bf16, or with "
+            'quantization_config="nf4", to train adapters over it'
+        )
     prefix = _text_prefix(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear | NF4Linear)}
     text = [name for name in linears if name.startswith(prefix)]

@@ -14,7 +14,7 @@ from torch import nn
 
 from ligermodels.arch import ARCHS
 from ligermodels.errors import InputError
-from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, nf4, quantize_nf4
+from ligermodels.kernels import dequantize_nf4_reference, gated_mlp, mlp, nf4, packed, quantize_nf4
 from ligermodels.kernels.linear import lay_together, packed_linear
 from ligermodels.kernels.lora import Adapter, lora_linear
 from ligermodels.kernels.nf4 import NF4Weight
@@ -206,11 +206,11 @@ def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, 
     """Each once in the forward, and in the backward once for each product, or for all chunks; in one buffer, as large
     as what is read at a time, which stays. Those who had it in inference mode leave it as they found it."""
     made, buffers, real = [], set(), nf4.dequantize_nf4
-    monkeypatch.setattr(nf4, "dequantize_nf4", lambda *a, out: made.append(out) or real(*a, out=out))
+    monkeypatch.setattr(nf4, "dequantize_nf4", lambda *a, out, **k: made.append(out) or real(*a, out=out, **k))
     sizes = [(INNER, HIDDEN), (INNER, HIDDEN), (OUT, INNER)]
     weights, biases, adapters = make(device, torch.float32, sizes, (1, 1, 1), laid="nf4")
     x = torch.randn(300, HIDDEN, device=device, requires_grad=True)
-    nf4.release_buffers()
+    packed.release_buffers()
     with torch.inference_mode():
         gated_mlp(x, weights[:2], weights[2], biases[:2], biases[2], adapters=adapters, **MODES[mode])
     for _ in range(2):
@@ -219,7 +219,7 @@ def test_how_often_and_where_weights_are_dequantised(device, monkeypatch, mode, 
         forward = len(made)
         y.sum().backward()
         assert (forward, len(made) - forward) == times
-        (free,) = nf4._FREE.values()
+        (free,) = packed._FREE.values()
         buffers |= {(buffer.data_ptr(), buffer.numel()) for buffer in free}
     assert [size for _, size in buffers] == [4 * HIDDEN * 2 * INNER + (4 * OUT * INNER if mode == "tiles" else 0)]
 

@@ -1,0 +1,438 @@
+"""Weights of 8 or 4 bits for inference, and products of up to 64 rows that read them as they are.
+
+    int8: w = q * scale[row], q from -127 to 127             fp8: w = q * scale[row], q in e4m3
+    int4: w = (n - 8) * scale[row, group], n from 0 to 15, groups of 128 columns; scale may be negative
+
+Bytes per weight: 1 and, of int4, 0.5 + 2 / 128.
+
+One row, as in decoding: int8 and fp8 by the kernels of one_row.py. Of int4 a word of 32 bits holds 8 columns. An H200
+reads 36 such weights per clock and multiprocessor, which issues 128 operations in that time and converts 64 integers:
+so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16 or, in the bits below,
+1 + n / 256, at one operation beside half a shift; what that adds to the sum is the same for all rows. Sums are in fp32.
+
+2 to 64 rows: one kernel on tensor cores, whose programs dequantise a tile of the weight to the dtype of x. More rows:
+the weight is dequantised in reused memory, for cuBLAS, see packed.py. There, and for int4 of 2 rows or more, products
+read round(w); else only the result is rounded.
+
+Without autograd but for `frozen_linear` of packed.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ligermodels.errors import InputError
+from ligermodels.kernels import one_row
+from ligermodels.kernels._check import describe
+from ligermodels.kernels._launch import launch
+from ligermodels.kernels._math import activation as activation_of
+from ligermodels.kernels._triton import (
+    cdiv,
+    next_power_of_2,
+    overlapping,
+    overlaps_launches,
+    tl,
+    triton,
+    use_triton,
+    wait_for_previous,
+)
+from ligermodels.kernels.linear import joint
+from ligermodels.kernels.packed import PackedWeight, Weight
+
+GROUP = 128
+"""Columns of an int4 weight that share a scale."""
+WORDS = 16
+"""Words of a group. Word j holds, from its lowest bits on, n of columns j, 16 + j, 32 + j, ..."""
+MAX_ROWS = 64
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ONE = 0x3F800000  # 1.0 in fp32
+_CHUNK = 1 << 24  # weights that are quantised at a time
+
+
+class Format(NamedTuple):
+    """packed: the dtype of the weights. scale: that of the scales. largest: what the largest of a row becomes."""
+
+    packed: torch.dtype
+    scale: torch.dtype
+    largest: float
+
+
+FORMATS = {
+    "int8": Format(torch.int8, torch.float32, 127.0),
+    "fp8": Format(torch.float8_e4m3fn, torch.float32, 448.0),
+    "int4": Format(torch.int32, torch.bfloat16, 8.0),
+}
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class QuantizedWeight(PackedWeight):
+    """A weight [N, K] of a kind of FORMATS, as one operand of products.
+
+    int8, fp8: packed [N, K], scale fp32 [N]. int4: packed int32 [N, 16 G], scale bf16 [N, G] of G = ceil(K / 128)
+    groups; columns past K are of any value. dtype: of the weight that was quantised.
+    """
+
+    kind: str
+    packed: Tensor
+    scale: Tensor
+    columns: int
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.packed.shape[0], self.columns
+
+    @property
+    def device(self) -> torch.device:
+        return self.packed.device
+
+    def dequantize(self, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+        return dequantize(self, dtype, out)
+
+    def apart(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
+        return (self.packed, self.scale), (self.kind, self.columns, self.dtype)
+
+    @classmethod
+    def of(cls, tensors: Sequence[Any], options: tuple[Any, ...]) -> Self:
+        kind, *rest = options
+        return cls(kind, *tensors, *rest)
+
+    def halves(self) -> tuple["QuantizedWeight", "QuantizedWeight"]:
+        """Those of its rows."""
+        (a, b), (c, d) = self.packed.chunk(2), self.scale.chunk(2)
+        rest = self.columns, self.dtype
+        return QuantizedWeight(self.kind, a, c, *rest), QuantizedWeight(self.kind, b, d, *rest)
+
+
+# ---- Quantising and dequantising ----
+
+
+def quantize(weight: Tensor, kind: str) -> QuantizedWeight:
+    """The weight [N, K] in `kind`: int8, fp8 or int4. weight: bf16, fp16 or fp32, finite, without a gradient.
+
+    Synchronises, to see that the weight is finite. Raises InputError for other weights and kinds.
+    """
+    if kind not in FORMATS:
+        raise InputError(f"quantize: kind={kind!r}; expected one of {', '.join(FORMATS)}")
+    if weight.dtype not in _DTYPES or weight.dim() != 2 or not weight.numel():
+        raise InputError(f"quantize: weight has {describe(weight)}; expected [N, K] of bf16, fp16 or fp32")
+    if weight.requires_grad:
+        raise InputError(f"quantize: the weight requires a gradient, and {kind} is frozen: pass weight.detach()")
+    if not weight.is_meta and not bool(torch.stack(weight.aminmax()).isfinite().all()):
+        raise InputError(f"quantize: the weight holds NaN or infinity, which {kind} cannot represent")
+    n, k = weight.shape
+    groups = cdiv(k, GROUP)
+    packed, scale = empty(kind, n, k, weight.device)
+    rows = max(1, _CHUNK // k)
+    for i in range(0, n, rows):
+        part = weight[i : i + rows].float()
+        if kind == "int4":
+            values = F.pad(part, (0, groups * GROUP - k)).view(-1, groups, GROUP)
+            packed[i : i + rows], scale[i : i + rows] = _int4(values)
+            continue
+        found = part.abs().amax(1) / FORMATS[kind].largest
+        values = part / torch.where(found == 0, 1.0, found)[:, None]
+        packed[i : i + rows] = (values.round() if kind == "int8" else values).to(packed.dtype)
+        scale[i : i + rows] = found
+    return QuantizedWeight(kind, packed, scale, k, weight.dtype)
+
+
+def _int4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """The words [N, 16 G] and scales [N, G] of fp32 groups [N, G, 128]: the largest of a group becomes -8."""
+    form = FORMATS["int4"]
+    scale = (values.gather(-1, values.abs().argmax(-1, keepdim=True)) / -form.largest).to(form.scale).float()
+    found = (values / torch.where(scale == 0, 1.0, scale)).round_().clamp_(-8, 7)
+    n = (found + 8).to(torch.int32).view(*values.shape[:2], 8, WORDS)
+    words = n[:, :, 0].clone()
+    for i in range(1, 8):
+        words |= n[:, :, i] << (4 * i)
+    return words.flatten(1), scale.squeeze(-1).to(form.scale)
+
+
+def empty(kind: str, rows: int, columns: int, device: Any) -> tuple[Tensor, Tensor]:
+    """packed and scale of a weight, without values."""
+    form, groups = FORMATS[kind], cdiv(columns, GROUP)
+    sizes = ((rows, groups * WORDS), (rows, groups)) if kind == "int4" else ((rows, columns), (rows,))
+    packed = torch.empty(sizes[0], dtype=form.packed, device=device)
+    return packed, torch.empty(sizes[1], dtype=form.scale, device=device)
+
+
+def dequantize_reference(weight: QuantizedWeight, dtype: torch.dtype | None = None) -> Tensor:
+    if weight.kind == "int4":
+        shifts = torch.arange(0, 32, 4, device=weight.device, dtype=torch.int32)[:, None]
+        words = weight.packed.view(len(weight.packed), -1, 1, WORDS)
+        values = ((words >> shifts) & 15).float() - 8  # [N, G, 8, 16]
+        values = (values * weight.scale.float()[:, :, None, None]).flatten(1)[:, : weight.columns]
+    else:
+        values = weight.packed.float() * weight.scale[:, None]
+    return values.to(dtype or weight.dtype)
+
+
+@triton.jit
+def _dequantize_kernel(
+    out_ptr, w_ptr, s_ptr, K, W, GROUPED: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK words, or numbers, of a row of W."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(w_ptr + row * W + at, mask=at < W, other=0.0)
+    out_ptr += row * K
+    if GROUPED:
+        scale = tl.load(s_ptr + row * (W // WORDS) + at // WORDS, mask=at < W, other=0.0).to(tl.float32)
+        column = (at // WORDS) * (8 * WORDS) + at % WORDS
+        for i in tl.static_range(8):
+            value = (((w >> (4 * i)) & 15) - 8).to(tl.float32) * scale
+            mask = (at < W) & (column + i * WORDS < K)
+            tl.store(out_ptr + column + i * WORDS, value.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        value = w.to(tl.float32) * tl.load(s_ptr + row)
+        tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=at < W)
+
+
+def dequantize(weight: QuantizedWeight, dtype: torch.dtype | None = None, out: Tensor | None = None) -> Tensor:
+    """The weight [N, K], rounded once to `dtype`, by default that of the weight that was quantised, or out's.
+
+    out: contiguous [N, K]; it is written and returned. Raises InputError where it does not fit.
+    """
+    n, k = weight.shape
+    if out is None:
+        out = torch.empty(n, k, dtype=dtype or weight.dtype, device=weight.device)
+    elif (
+        out.shape != (n, k) or out.device != weight.device or not out.is_contiguous() or dtype not in (None, out.dtype)
+    ):
+        raise InputError(f"dequantize: out has {describe(out)}; expected contiguous {(n, k)} on {weight.device}")
+    if not use_triton(out) or out.dtype == torch.float64:
+        return out.copy_(dequantize_reference(weight, out.dtype))
+    words = weight.packed.shape[1]
+    launch(
+        _dequantize_kernel, (n, cdiv(words, 1024)), out, weight.packed, weight.scale, k, words, weight.kind == "int4",
+        WORDS, 1024, num_warps=4,
+    )  # fmt: skip
+    return out
+
+
+# ---- Products ----
+
+
+@triton.jit
+def _int4_kernel(
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, up_ptr, up_s_ptr, up_b_ptr, N, K, W, one,
+    BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, EVEN: tl.constexpr, EXACT: tl.constexpr,
+    NAME: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN numbers of y [N], or with a weight `up` of act(w x) * (up x). W: words of a row. EVEN: no masks are needed.
+    EXACT: n is taken from the bits before it is multiplied, which costs an instruction and saves 3 bits of the sums.
+    one: 1.0 as bits, an argument: of a constant, the compiler would make a copy for half of its uses."""
+    wait_for_previous(OVERLAP)
+    at = tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.minimum(at, N - 1).to(tl.int64)[:, None]
+    words, groups = tl.arange(0, BW), tl.arange(0, BW // WORDS)
+    w_ptr += rows * W + words[None, :]
+    s_ptr += rows * (W // WORDS) + groups[None, :]
+    columns = (words // WORDS) * (8 * WORDS) + words % WORDS
+    total = tl.zeros((BN, BW // WORDS), tl.float32)
+    if up_ptr is not None:
+        up_ptr += rows * W + words[None, :]
+        up_s_ptr += rows * (W // WORDS) + groups[None, :]
+        up_total = tl.zeros((BN, BW // WORDS), tl.float32)
+    for k in range(0, W, BW):
+        mask, s_mask = (words < W - k)[None, :], (groups < (W - k) // WORDS)[None, :]
+        w, s = _load(w_ptr + k, mask, EVEN), _load(s_ptr + k // WORDS, s_mask, EVEN)
+        sums, less = tl.zeros((BN, BW), tl.float32), tl.zeros((BW,), tl.float32)
+        if up_ptr is not None:
+            v, t = _load(up_ptr + k, mask, EVEN), _load(up_s_ptr + k // WORDS, s_mask, EVEN)
+            up_sums = tl.zeros((BN, BW), tl.float32)
+        for i in tl.static_range(4):
+            column = columns + 8 * k + 2 * WORDS * i
+            low = 16 * _load(x_ptr + column, column < K, EVEN).to(tl.float32)
+            high = _load(x_ptr + column + WORDS, column + WORDS < K, EVEN).to(tl.float32)
+            if not EXACT:
+                less += 1.5 * high + 16.5 / 16 * low
+            sums += _high(w, i, one, EXACT) * high[None, :]
+            sums += _low(w, i, one, EXACT) * low[None, :]
+            if up_ptr is not None:
+                up_sums += _high(v, i, one, EXACT) * high[None, :]
+                up_sums += _low(v, i, one, EXACT) * low[None, :]
+        total += _by_group(sums - less[None, :], BN, BW, WORDS) * s.to(tl.float32)
+        if up_ptr is not None:
+            up_total += _by_group(up_sums - less[None, :], BN, BW, WORDS) * t.to(tl.float32)
+    y = _with_bias(16 * tl.sum(total, 1), b_ptr, at, N)
+    if up_ptr is not None:
+        y, _ = activation_of(y, NAME, y_ptr.dtype.element_ty == tl.float32)
+        y *= _with_bias(16 * tl.sum(up_total, 1), up_b_ptr, at, N)
+    tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=at < N)
+
+
+@triton.jit
+def _high(w, i: tl.constexpr, one, EXACT: tl.constexpr):
+    """1 + n / 16 of nibble 2 i + 1 or, EXACT, (n - 8) / 16."""
+    value = ((_shifted(w, 15 - 8 * i) & 0x00780000) | one).to(tl.float32, bitcast=True)
+    return value - 1.5 if EXACT else value
+
+
+@triton.jit
+def _low(w, i: tl.constexpr, one, EXACT: tl.constexpr):
+    """1 + n / 256 of nibble 2 i or, EXACT, (n - 8) / 256."""
+    value = ((_shifted(w, 15 - 8 * i) & 0x00078000) | one).to(tl.float32, bitcast=True)
+    return value - 1.03125 if EXACT else value
+
+
+@triton.jit
+def _shifted(w, LEFT: tl.constexpr):
+    return w << LEFT if LEFT >= 0 else w >> -LEFT
+
+
+@triton.jit
+def _by_group(sums, BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr):
+    return tl.sum(tl.reshape(sums, (BN, BW // WORDS, WORDS)), 2)
+
+
+@triton.jit
+def _load(ptr, mask, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def _with_bias(y, b_ptr, at, N):
+    if b_ptr is not None:
+        y += tl.load(b_ptr + at, mask=at < N, other=0.0).to(tl.float32)
+    return y
+
+
+@triton.jit
+def _rows_kernel(
+    y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, M, N, K, W, x_stride, y_stride,
+    BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """BN columns of y [M, N], M <= BM. W: words, or numbers, of a row of the weight."""
+    m, n, words = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BW)
+    rows = tl.minimum(n, N - 1).to(tl.int64)[:, None]
+    x_ptr += tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride
+    w_ptr += rows * W
+    total = tl.zeros((BM, BN), tl.float32)
+    for k in range(0, W, BW):
+        at = k + words
+        w = tl.load(w_ptr + at[None, :], mask=(at < W)[None, :], other=0.0)
+        if GROUPED:
+            group = at // WORDS
+            scale = tl.load(s_ptr + rows * (W // WORDS) + group[None, :], mask=(at < W)[None, :], other=0.0)
+            column = group * (8 * WORDS) + at % WORDS
+            for i in tl.static_range(8):
+                value = (((w >> (4 * i)) & 15) - 8).to(tl.float32) * scale.to(tl.float32)
+                x = tl.load(x_ptr + (column + i * WORDS)[None, :], mask=(column + i * WORDS < K)[None, :], other=0.0)
+                total = tl.dot(x, tl.trans(value.to(x.dtype)), total, input_precision="ieee")
+        else:
+            x = tl.load(x_ptr + at[None, :], mask=(at < K)[None, :], other=0.0)
+            total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+    if not GROUPED:
+        total *= tl.load(s_ptr + n, mask=n < N, other=0.0)[None, :]
+    total = _with_bias(total, b_ptr, n[None, :], N)
+    y_ptr += m.to(tl.int64)[:, None] * y_stride + n[None, :]
+    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+def takes(x: Tensor, weights: Sequence[Weight], most: int = MAX_ROWS) -> bool:
+    """True if the kernels here multiply x [..., K] with these weights: QuantizedWeights, and `most` rows at most."""
+    if not all(type(weight) is QuantizedWeight for weight in weights):
+        return False
+    return (
+        0 < x.numel() <= most * x.shape[-1]
+        and x.dtype in _DTYPES
+        and not torch.compiler.is_compiling()
+        and use_triton(x)
+        and not torch.is_autocast_enabled(x.device.type)
+    )
+
+
+def quantized_linear(
+    x: Tensor, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None], out: Tensor | None = None
+) -> Tensor:
+    """The linear layers side by side of rows x: [T, K] -> [T, sum N_i], into `out` where given, without autograd.
+
+    It is one launch where the weights are `joint`. The caller has asked `takes`.
+    """
+    whole = _as_one(weights, biases)
+    if whole is not None:
+        return _linear(x, *whole, out)
+    sizes = [weight.shape[0] for weight in weights]
+    out = x.new_empty(x.shape[0], sum(sizes)) if out is None else out
+    for weight, bias, columns in zip(weights, biases, out.split(sizes, 1), strict=True):
+        _linear(x, weight, bias, columns)
+    return out
+
+
+def quantized_glu(
+    x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
+    activation: str,
+) -> Tensor:  # fmt: skip
+    """`one_row_glu` of quantised weights of one kind. The caller has asked `takes(x, (gate, up), 1)`."""
+    if gate.kind != "int4":
+        scales = gate.scale, up.scale
+        return one_row.one_row_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)
+    h = x.new_empty(*x.shape[:-1], gate.shape[0])
+    _launch_int4(h, x, gate, gate_bias, up, up_bias, activation)
+    return h
+
+
+def _as_one(
+    weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+) -> tuple[QuantizedWeight, Tensor | None] | None:
+    """The weight and the bias of the one linear layer that these are; None where they lie apart."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first, biases[0]
+    if any(weight.kind != first.kind for weight in weights) or 0 < sum(b is None for b in biases) < len(biases):
+        return None
+    packed, scale = joint([weight.packed for weight in weights]), joint([weight.scale for weight in weights])
+    if packed is None or scale is None:
+        return None
+    whole = QuantizedWeight(first.kind, packed, scale, first.columns, first.dtype)
+    if biases[0] is None:
+        return whole, None
+    bias = joint(biases)  # type: ignore[arg-type]
+    return whole, torch.cat(biases) if bias is None else bias  # type: ignore[arg-type]
+
+
+def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+    rows, (n, k), grouped = x.shape[0], weight.shape, weight.kind == "int4"
+    if rows == 1 and not grouped:
+        return one_row.one_row_linear(x, weight.packed, bias, out, scale=weight.scale)
+    y = x.new_empty(rows, n) if out is None else out
+    if rows == 1:
+        _launch_int4(y, x, weight, bias)
+        return y
+    x = x if x.stride(1) == 1 else x.contiguous()
+    bm, bn = max(16, next_power_of_2(rows)), 32 if n <= 8192 else 64
+    launch(
+        _rows_kernel, (cdiv(n, bn),), y, x, weight.packed, weight.scale, bias, rows, n, k, weight.packed.shape[1],
+        x.stride(0), y.stride(0), bm, bn, 32 if grouped else 128, WORDS, grouped, num_warps=4, num_stages=3,
+    )  # fmt: skip
+    return y
+
+
+def _launch_int4(
+    y: Tensor, x: Tensor, weight: QuantizedWeight, bias: Tensor | None, up: QuantizedWeight | None = None,
+    up_bias: Tensor | None = None, activation: str = "",
+) -> None:  # fmt: skip
+    (n, k), words = weight.shape, weight.packed.shape[1]
+    bn, bw, warps = _tile(n, words, up is not None)
+    overlap, even = overlaps_launches(x), words % bw == 0 and k == 8 * words
+    packed, scale = (None, None) if up is None else (up.packed, up.scale)
+    launch(
+        _int4_kernel, (cdiv(n, bn),), y, x.contiguous(), weight.packed, weight.scale, bias, packed, scale, up_bias,
+        n, k, words, _ONE, bn, bw, WORDS, even, x.dtype == torch.float32,
+        activation, overlap, num_warps=warps, **overlapping(overlap),
+    )  # fmt: skip
+
+
+def _tile(n: int, words: int, glu: bool) -> tuple[int, int, int]:
+    """Numbers of y, words of the weight at a time, and warps of a program: a thread has 4 words of each row."""
+    warps = 4 if words % 512 == 0 else 2 if words % 256 == 0 else 1
+    return 4 if glu else 8, 128 * warps, warps

@@ -1,0 +1,134 @@
+"""Frozen linear layers whose weights are packed in few bits: what all have in common, and int8, fp8 and int4.
+
+    y = x @ w.T + bias, dx = dy @ w          w as in kernels/quantized.py, or for NF4Linear (nf4.py) in kernels/nf4.py
+
+Of x nothing is saved. Layers run several as one op (linear.py).
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from ligermodels.errors import InputError
+from ligermodels.kernels._check import describe
+from ligermodels.kernels.packed import PackedWeight, frozen_linear, in_use
+from ligermodels.kernels.quantized import FORMATS, QuantizedWeight, empty, quantize
+
+_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+"""Integers of the size of a dtype."""
+
+
+@contextlib.contextmanager
+def _one(weight: PackedWeight, dtype: torch.dtype) -> Iterator[Tensor]:
+    with in_use([weight], dtype) as (found,):
+        yield found
+
+
+class PackedLinear(nn.Module):
+    """y = x @ weight.T + bias with a frozen weight [out_features, in_features] of few bits, the `operand`.
+
+    It computes in the dtype of x, under autocast in autocast's, and its backward gives dx alone.
+    """
+
+    in_features: int
+    out_features: int
+    bias: nn.Parameter | None
+
+    @property
+    def operand(self) -> PackedWeight:
+        """The weight for a fused op."""
+        raise NotImplementedError
+
+    def dequantized_weight(self, dtype: torch.dtype | None = None, *, out: Tensor | None = None) -> Tensor:
+        """The weight [N, K], in memory of its own or in `out`, by default in the dtype that it was quantised from."""
+        return self.operand.dequantize(dtype, out)
+
+    def weight_for_use(self, dtype: torch.dtype) -> contextlib.AbstractContextManager[Tensor]:
+        """`with layer.weight_for_use(x.dtype) as weight:` the weight [N, K], in memory that is reused afterwards.
+
+        For the forward and backward of an autograd.Function, or under torch.no_grad: autograd would keep the memory
+        for a backward that comes when another weight is there. Raises InputError where gradients are on.
+        """
+        if torch.is_grad_enabled():
+            raise InputError(
+                f"{type(self).__name__}.weight_for_use: gradients are on, and autograd would keep memory that is "
+                "reused. Call it under torch.no_grad or in an autograd.Function, or take "
+                "layer.dequantized_weight(dtype)"
+            )
+        return _one(self.operand, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return frozen_linear(x, self.operand, self.bias)
+
+    @classmethod
+    def _check(cls, weight: Tensor, bias: Tensor | None) -> None:
+        name = cls.__name__
+        if weight.dim() != 2 or (bias is not None and bias.shape != weight.shape[:1]):
+            raise InputError(f"{name}: weight has {describe(weight)}, bias {bias if bias is None else describe(bias)}")
+        if bias is not None and bias.requires_grad:
+            raise InputError(f"{name}: the bias requires a gradient; the layer is frozen: pass bias.detach()")
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+
+class QuantizedLinear(PackedLinear):
+    """A linear layer for inference, of kind "int8", "fp8" or "int4"; products of few rows read the weight as it is.
+
+    weight, scale: frozen parameters, those of a `QuantizedWeight` in integers of their size, so that whatever casts a
+    model leaves them alone. bias: frozen parameter or None. With random bits until `from_weight` or a state dict has
+    filled it.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        *,
+        kind: str,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        if kind not in FORMATS or in_features < 1 or out_features < 1:
+            raise InputError(
+                f"QuantizedLinear: in_features={in_features}, out_features={out_features}, kind={kind!r}; expected "
+                f"positive numbers and one of {', '.join(FORMATS)}"
+            )
+        self.in_features, self.out_features, self.kind = in_features, out_features, kind
+        self.original_dtype = torch.get_default_dtype() if dtype is None else dtype
+        packed, scale = empty(kind, out_features, in_features, device)
+        self.weight, self.scale = _frozen(packed), _frozen(scale)
+        values = torch.empty(out_features, dtype=self.original_dtype, device=device) if bias else None
+        self.bias = None if values is None else nn.Parameter(values, requires_grad=False)
+
+    @classmethod
+    def from_weight(cls, weight: Tensor, bias: Tensor | None = None, *, kind: str) -> Self:
+        """The layer of a frozen weight [N, K] and bias [N] in bf16, fp16 or fp32, on their device.
+
+        Raises InputError for one that requires a gradient, holds NaN or has another shape or dtype.
+        """
+        cls._check(weight, bias)
+        found = quantize(weight, kind)
+        with torch.device("meta"):
+            made = cls(weight.shape[1], weight.shape[0], kind=kind, dtype=weight.dtype)
+        made.weight, made.scale = _frozen(found.packed), _frozen(found.scale)
+        made.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        return made
+
+    @property
+    def operand(self) -> QuantizedWeight:
+        form = FORMATS[self.kind]
+        packed, scale = self.weight.detach().view(form.packed), self.scale.detach().view(form.scale)
+        return QuantizedWeight(self.kind, packed, scale, self.in_features, self.original_dtype)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, kind={self.kind!r}"
+
+
+def _frozen(x: Tensor) -> nn.Parameter:
+    return nn.Parameter(x.view(_BITS.get(x.dtype, x.dtype)), requires_grad=False)

@@ -1,0 +1,204 @@
+"""Weights of int8, fp8 and int4: what they hold, and products that read them, against fp64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ligermodels import InputError
+from ligermodels.kernels import gated_mlp, one_row, quantized
+from ligermodels.kernels._math import ACTIVATIONS
+from ligermodels.kernels.lora import lora_linear
+from ligermodels.kernels.quantized import (
+    FORMATS,
+    dequantize,
+    dequantize_reference,
+    quantize,
+    quantized_glu,
+    quantized_linear,
+    takes,
+)
+from tests.kernels.test_one_row import assert_close
+
+KINDS = list(FORMATS)
+
+
+def weights(device, kind, sizes, k, scale=1.0):
+    return [quantize((torch.randn(n, k) * scale * k**-0.5).to(device), kind) for n in sizes]
+
+
+def exact(weight):
+    return dequantize_reference(weight, torch.float64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("k", [128, 200, 1])
+def test_a_weight_is_within_half_a_step(device, kind, k):
+    weight = torch.randn(7, k, dtype=torch.float64)
+    weight[2] = 0
+    weight[3] *= 1e-6
+    found = quantize(weight.to(device, torch.float32), kind)
+    assert found.shape == (7, k) and found.dtype == torch.float32
+    error = (exact(found).cpu() - weight).abs()
+    parts = F.pad(weight, (0, -k % 128)).view(7, -1, 128) if kind == "int4" else weight[:, None]
+    largest = parts.abs().amax(-1, keepdim=True).expand_as(parts).reshape(7, -1)[:, :k]
+    # Half a step; int4 has 8 of them to the largest, and 7 to what has the other sign.
+    allowed = {
+        "int8": largest / 254,
+        "fp8": weight.abs() / 16 + largest / 448 / 2**9,
+        "int4": largest * (1 / 8 + 2**-8),
+    }[kind]
+    assert (error <= allowed * 1.001).all() and (exact(found)[2] == 0).all()
+    assert error.square().mean() <= {"int8": 1e-4, "fp8": 2e-3, "int4": 0.016}[kind]
+
+
+def test_int4_rounds_to_the_nearest_of_sixteen(device):
+    weight = torch.randn(3, 256)
+    found = exact(quantize(weight.to(device), "int4")).cpu().view(-1, 128)
+    for group, mine in zip(weight.double().view(-1, 128), found, strict=True):
+        step = (group[group.abs().argmax()] / -8).bfloat16().double()
+        assert torch.equal(mine, (group / step).round().clamp(-8, 7) * step)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_dequantised_to_the_bit(device, kind):
+    (weight,) = weights(device, kind, [5], 1300)
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        out = torch.empty(5, 1300, dtype=dtype, device=device)
+        assert dequantize(weight, out=out) is out
+        assert torch.equal(out, dequantize_reference(weight, dtype)) and torch.equal(dequantize(weight, dtype), out)
+    with pytest.raises(InputError, match="contiguous"):
+        dequantize(weight, out=torch.empty(1300, 5, device=device).t())
+
+
+@pytest.mark.parametrize("wrong, match", [
+    (dict(kind="int3"), "int3"), (dict(weight=torch.full((2, 2), torch.inf)), "infinity"),
+    (dict(weight=torch.randn(2, 2, requires_grad=True)), "gradient"), (dict(weight=torch.randn(4)), "expected"),
+])  # fmt: skip
+def test_what_cannot_be_quantised(wrong, match):
+    with pytest.raises(InputError, match=match):
+        quantize(**{"weight": torch.randn(2, 2), "kind": "int8"} | wrong)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", [(9, 96), (3, 1024), pytest.param(5, 1100, marks=pytest.mark.slow)])
+def test_one_row_is_that_of_fp64(device, kind, dtype, n, k):
+    gate, up = weights(device, kind, (n, n), k)
+    x, b1, b2 = (torch.randn(size, device=device).to(dtype) for size in ((1, k), n, n))
+    for biases in ((None, None), (b1, b2)):
+        wide = [None if b is None else b.double() for b in biases]
+        y = [F.linear(x.double(), exact(w), b) for w, b in zip((gate, up), wide, strict=True)]
+        assert_close(quantized_linear(x, [gate], biases[:1]), y[0], dtype, device)
+        h = quantized_glu(x, gate, up, *biases, activation="silu")
+        assert_close(h, ACTIVATIONS["silu"](y[0]) * y[1], dtype, device)
+
+
+@pytest.mark.parametrize("tile", [(4, 32, 1), (8, 128, 2)], ids=str)
+def test_tiles_of_int4_agree(device, monkeypatch, tile):
+    (weight,) = weights(device, "int4", [11], 512)
+    x = torch.randn(1, 512, device=device)
+    monkeypatch.setattr(quantized, "_tile", lambda *_: tile)
+    assert_close(quantized_linear(x, [weight], [None]), x.double() @ exact(weight).T, torch.float32, device)
+
+
+@pytest.mark.parametrize("rows", [17, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 64))])
+@pytest.mark.parametrize("kind", KINDS)
+def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows):
+    n, k = 37, 300
+    (weight,) = weights(device, kind, [n], k)
+    bias = torch.randn(n, device=device)
+    x = torch.randn(rows, 2 * k, device=device)[:, ::2]
+    assert_close(quantized_linear(x, [weight], [bias]), x.double() @ exact(weight).T + bias, torch.float32, device)
+    low = x.to(torch.bfloat16 if device == "cuda" else torch.float16)  # the interpreter has no bf16 dot
+    wanted = low.double() @ exact(weight).T
+    found = quantized_linear(low, [weight], [None])
+    assert found.dtype == low.dtype  # int4 weights are rounded to it first
+    assert (found.double() - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_side_by_side(device, kind, rows, monkeypatch):
+    parts = weights(device, kind, (6, 4), 130)
+    whole = torch.cat([w.packed for w in parts]), torch.cat([w.scale for w in parts])
+    laid = [
+        type(w)(kind, packed, scale, *w.apart()[1][1:])
+        for w, packed, scale in zip(parts, whole[0].split((6, 4)), whole[1].split((6, 4)), strict=True)
+    ]
+    x, biases = torch.randn(rows, 130, device=device), [torch.randn(6, device=device), None]
+    wanted = torch.cat([x.double() @ exact(w).T for w in parts], 1)
+    launches = []
+    for where in (one_row, quantized):
+        real = where.launch
+        monkeypatch.setattr(where, "launch", lambda *a, real=real, **k: launches.append(a[0]) or real(*a, **k))
+    for given, count in ((parts, 2), (laid, 1)):
+        launches.clear()
+        assert_close(lora_linear(x, given, [None, None], [None, None]), wanted, torch.float32, device)
+        assert len(launches) == count
+    wanted[:, :6] += biases[0]
+    assert_close(lora_linear(x, laid, biases, [None, None]), wanted, torch.float32, device)
+
+
+@pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_mlp(device, kind, rows, packed):
+    gate_up, down = weights(device, kind, (12, 5), 128)[0], weights(device, kind, [5], 6)[0]
+    first = gate_up if packed else gate_up.halves()
+    x = torch.randn(1, rows, 128, device=device)
+    gate, up = (x.double() @ exact(gate_up).T).chunk(2, -1)
+    wanted = (F.silu(gate) * up) @ exact(down).T
+    assert_close(gated_mlp(x, first, down), wanted, torch.float32, device)
+    x.requires_grad_()
+    dy = torch.randn_like(wanted)
+    y = gated_mlp(x, first, down)
+    wide = x.detach().double().requires_grad_()
+    gate, up = (wide @ exact(gate_up).T).chunk(2, -1)
+    ((F.silu(gate) * up) @ exact(down).T).backward(dy)
+    torch.testing.assert_close(torch.autograd.grad(y, x, dy.float())[0], wide.grad.float(), rtol=1e-4, atol=1e-5)
+
+
+def test_what_it_takes(device):
+    (weight,) = weights(device, "int8", [4], 128)
+    x = torch.randn(64, 128, device=device)
+    assert takes(x, [weight]) and takes(x[:1], [weight], 1)
+    assert not takes(x, [weight], 1) and not takes(x.repeat(2, 1), [weight]) and not takes(x[:0], [weight])
+    assert not takes(x.double(), [weight]) and not takes(x, [weight, dequantize(weight)])
+    with torch.autocast(device, torch.bfloat16):
+        assert not takes(x, [weight])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_it_is_captured_and_does_not_wait(kind):
+    gate, up, back = *weights("cuda", kind, (512, 512), 1024), *weights("cuda", kind, [1024], 512)
+    x, several = torch.randn(1, 1024, device="cuda").bfloat16(), torch.randn(7, 1024, device="cuda").bfloat16()
+
+    def run():
+        h = quantized_linear(quantized_glu(x, gate, up, None, None, activation="silu"), [back], [None])
+        return h, quantized_linear(several, [gate, up], [None, None])
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    x.copy_(x.flip(1))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph.replay()
+        found = run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert all(torch.equal(*pair) and pair[0].abs().max() > 0 for pair in zip(captured, found, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 4, 64])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("n, k", [(4096, 4096), (1024, 14336), (2048, 1536)])
+def test_sizes_of_models(kind, rows, n, k):
+    (weight,) = weights("cuda", kind, [n], k)
+    x = torch.randn(rows, k, device="cuda").bfloat16()
+    wanted = x.double() @ exact(weight).T
+    error = (quantized_linear(x, [weight], [None]).double() - wanted).abs()
+    assert (error <= 2**-8 * (wanted.abs() + 0.1)).all()
