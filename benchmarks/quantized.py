@@ -209,7 +209,7 @@ def speeds(name: str, kinds: Sequence[str], batches: Sequence[int], device: str,
             prompt, new = (16, 8) if dry else (128, 256)
             ids = torch.randint(3, model.config.vocab_size, (batch, prompt), device=device)
             decode.run(model, ids, new, captured=True)
-            first, speed, _ = decode.run(model, ids, new, captured=True)
+            first, speed = decode.run(model, ids, new, captured=True)
             limit = decode.BANDWIDTH * batch / size
             rows.append({
                 "model": name, "weights": kind, "batch": batch, "GB": size / 1e9, "first token ms": first * 1e3,
