@@ -221,7 +221,7 @@ def test_rotary_positions_that_depend_on_the_batch(rope, device, counted, monkey
     with pytest.warns(UserWarning, match=f"one by one: rope_type='{rope}'"):
         check(short, original, seed=2**63)
     check(short[:1] + long[:1], 9)
-    assert not counted
+    assert set(counted) <= {1}  # steps of one row, where the device has graphs
 
 
 def test_hooks_and_adapters_are_run(device, monkeypatch):
