@@ -38,6 +38,8 @@ def model_options() -> argparse.ArgumentParser:
     shared.add_argument(
         "--dtype", type=dtype, default="auto", help="such as float32 or bf16; auto, the default: as config.json says"
     )
+    kinds = ("int8", "fp8", "int4", "nf4")
+    shared.add_argument("--quantize", choices=kinds, help="hold the weights in few bits (docs/operations.md)")
     shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
     return shared
 
@@ -276,6 +278,7 @@ def load_model(args: argparse.Namespace) -> "CausalLM":
         allow_pickle=args.allow_pickle,
         dtype=args.dtype,
         device=device,
+        quantization_config=args.quantize,
     )
     if args.adapter:
         from ligermodels.training import load_adapter

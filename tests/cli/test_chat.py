@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import ligermodels
 from ligermodels import generation
+from ligermodels import layers as L
 from ligermodels.cli import main
 from ligermodels.cli import writer as writer_file
 from ligermodels.layers import cache
@@ -127,6 +128,29 @@ def test_generate_prints_the_continuation_and_passes_every_option_on(folder, cap
     status, out, _ = run(capsys, "generate", folder, "--max-new-tokens", 20, "--dtype", "float32", *argv)
     assert (status, out) == (0, expected(folder, 20, **options) + "\n")
     assert {**passed, **options, "max_new_tokens": 20} == passed
+
+
+def test_generate_with_weights_in_few_bits(folder, capsys, monkeypatch):
+    loaded, load = [], ligermodels.load
+    monkeypatch.setattr(
+        ligermodels, "load", lambda *args, **options: loaded.append(load(*args, **options)) or loaded[-1]
+    )
+    for kind in ("int8", "nf4"):
+        status, out, _ = run(
+            capsys,
+            "generate",
+            folder,
+            "--prompt",
+            PROMPT,
+            "--max-new-tokens",
+            5,
+            "--dtype",
+            "float32",
+            "--quantize",
+            kind,
+        )
+        assert status == 0 and out
+        assert type(loaded[-1].decoder.layers[0].mlp.down_proj) is {"int8": L.QuantizedLinear, "nf4": L.NF4Linear}[kind]
 
 
 def test_generate_ends_before_a_stop_string_and_at_a_stop_id(folder, capsys, tmp_path):
