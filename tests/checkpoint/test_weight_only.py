@@ -108,9 +108,6 @@ def test_what_is_refused(plain, tmp_path):
         load(plain, "int3")
     with pytest.raises(InputError, match="has no 'double'"):
         load(plain, {"quant_method": "int4", "double": True})
-    nf4 = load(plain, "nf4").save_pretrained(tmp_path / "nf4")
-    with pytest.raises(InputError, match="quantised by"):
-        load(nf4, "int4")
     layer = QuantizedLinear(8, 4, kind="int8")
     with pytest.raises(InputError, match="gradients are on"):
         layer.weight_for_use(torch.float32)
@@ -118,6 +115,13 @@ def test_what_is_refused(plain, tmp_path):
         QuantizedLinear(8, 4, kind="int3")
     with pytest.raises(InputError, match="bias requires"):
         QuantizedLinear.from_weight(torch.randn(4, 8), torch.randn(4, requires_grad=True), kind="int8")
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(plain, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    nf4 = load(plain, "nf4").save_pretrained(tmp_path / "nf4")
+    with pytest.raises(InputError, match="quantised by"):
+        load(nf4, "int4")
 
 
 def test_an_mlp_of_mixed_modules():
