@@ -7,8 +7,8 @@ somebody waits for it, so that a buffer that is filled again too early shows.
 import errno
 import itertools
 import os
-import signal
 import random
+import signal
 import threading
 import time
 import warnings
