@@ -17,14 +17,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels._math import activation as activation_of
+from ligermodels.kernels._recompute import in_transform
 from ligermodels.kernels._triton import cdiv, overlapping, overlaps_launches, tl, triton, use_triton, wait_for_previous
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_PLAIN = (Tensor, nn.Parameter)
 
 
 def one_row_linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -111,14 +113,21 @@ def _with_bias(y, b_ptr, at, N):
 
 
 def takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """True if the kernels here run the linear layers of `weights` [N, K] on x [..., K]: one row, and no gradient."""
-    if x.numel() != x.shape[-1] or not x.numel() or torch.compiler.is_compiling() or not use_triton(x):
+    """True if the kernels here run the linear layers of `weights` [N, K] on x [..., K]: one row, and no gradient.
+
+    False for what torch has to see: tensor subclasses, transforms, autocast, torch.compile, and shapes that do not fit.
+    """
+    if torch.compiler.is_compiling() or x.numel() != x.shape[-1] or not x.numel() or not use_triton(x):
         return False
-    if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type):
+    if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type) or in_transform():
         return False
     if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
         return False
-    return all(w.dtype == x.dtype and w.device == x.device and w.stride(-1) == 1 and len(w) for w in weights)
+    return type(x) in _PLAIN and all(
+        type(w) in _PLAIN and w.dtype == x.dtype and w.device == x.device
+        and w.dim() == 2 and w.shape[1] == x.shape[-1] and len(w) and w.stride(1) == 1
+        for w in weights
+    )  # fmt: skip
 
 
 def one_row_linear(

@@ -340,8 +340,8 @@ def _rows_kernel(
 
 def takes(x: Tensor, weights: Sequence[Weight], most: int = MAX_ROWS) -> bool:
     """True if the kernels here multiply x [..., K] with these weights: QuantizedWeights, and `most` rows at most."""
-    if not all(type(weight) is QuantizedWeight for weight in weights):
-        return False
+    if not all(type(weight) is QuantizedWeight and weight.shape[1] == x.shape[-1] for weight in weights):
+        return False  # what does not fit is for torch to say
     return (
         0 < x.numel() <= most * x.shape[-1]
         and x.dtype in _DTYPES

@@ -68,6 +68,9 @@ def test_what_it_takes(device):
     assert not takes(x.double(), [weight.double()])
     assert not takes(x, [weight.float()])
     assert not takes(x, [weight.t().contiguous().t()])
+    assert not takes(x, [weight[:, 1:]]) and not takes(x, [weight[0]])
+    assert not takes(x, [weight.as_subclass(type("Other", (torch.Tensor,), {}))])
+    assert torch.func.vmap(lambda row: torch.tensor(takes(row, [weight])))(x).tolist() == [False]
     weight.requires_grad_()
     assert not takes(x, [weight])
     with torch.no_grad():
