@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "recipes": {
         "arch",
         "conversion",
+        "generation",
         "training",
         "parallel",
         "vision",

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ligermodels.checkpoint.files import write_errors
 from ligermodels.errors import InputError, LigermodelsError
+from ligermodels.generation import generate_many
 from ligermodels.layers.policy import group_advantages
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.data import Data
@@ -220,31 +221,35 @@ def sample(
     They are drawn from softmax(logits / temperature) and nothing else: what the checkpoint's generation_config says
     of top_p, penalties and so on is left out, so that log probabilities are those of what was drawn. temperature 0 is
     greedy.
-    rows: so many are sampled at a time. together: all ranks take the same number of steps, which FSDP needs; they give
-    equally many prompts.
+    rows: so many are sampled at a time; one that has ended makes room for another. together: all ranks take the same
+    number of steps, which FSDP needs; they give equally many prompts, and rows that have ended write on.
     """
-    number = len(prompts) if rows is None else max(1, rows // copies)
-    found: list[list[int]] = []
+    options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
+    options |= _PLAIN | dict(do_sample=True, temperature=temperature) if temperature > 0 else _GREEDY
+    at_once = len(prompts) * copies if rows is None else max(copies, rows)
     trains = model.training
     model.eval()
     try:
+        if not together:
+            found = generate_many(
+                model, prompts, batch_size=at_once, seed=next(seeds), eos_token_id=list(stop_ids), **options
+            )
+            return [row.tolist() for row in found]
+        every: list[list[int]] = []
+        number = max(1, at_once // copies)
         for first in range(0, len(prompts), number):
             ids, mask = _left_padded(prompts[first : first + number], stop_ids[0])
-            stop: dict[str, Any] = dict(eos_token_id=list(stop_ids))
-            if together:
-                stop = dict(eos_token_id=(), stopping_criteria=_AllRanks(stop_ids))
             out = model.generate(
-                ids.to(model.device), attention_mask=mask.to(model.device), max_new_tokens=max_new_tokens,
-                num_return_sequences=copies, do_sample=temperature > 0, seed=next(seeds), pad_token_id=stop_ids[0],
-                **stop, **(_PLAIN | {"temperature": temperature} if temperature > 0 else _GREEDY),
+                ids.to(model.device), attention_mask=mask.to(model.device), seed=next(seeds), eos_token_id=(),
+                stopping_criteria=_AllRanks(stop_ids), **options,
             )  # fmt: skip
-            found += [_ended(row, stop_ids) for row in out[:, ids.shape[1] :].tolist()]
+            every += [_ended(row, stop_ids) for row in out[:, ids.shape[1] :].tolist()]
+        return every
     finally:
         model.train(trains)
-    return found
 
 
-_GREEDY: dict[str, Any] = dict.fromkeys(
+_GREEDY: dict[str, Any] = {"do_sample": False} | dict.fromkeys(
     ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "begin_suppress_tokens", "min_new_tokens",
      "min_length", "max_length", "stop_strings")
 )  # fmt: skip
