@@ -439,7 +439,7 @@ def prepare(settings: Settings, folder: Path) -> None:
         errors = {"logits": statistics.mean(typical_error(a["logits"], b["logits"]) for a, b in pairs)}
         for name in ("loss", "gradient_norm"):
             errors[name] = statistics.mean((a[name] - b[name]) ** 2 for a, b in pairs) ** 0.5
-        torch.save({"exact": exact[0], "errors_in_bf16": errors}, folder / f"parity-{kind}.pt")
+        torch.save([{"exact": one, "errors_in_bf16": errors} for one in exact], folder / f"parity-{kind}.pt")
         del found
         _free(settings.device)
 
@@ -494,15 +494,21 @@ def _sharpen(model: nn.Module) -> None:
 
 
 def parity(baseline: Baseline, settings: Settings, folder: Path) -> list[str]:
-    """What the baseline has wrong with the shallow model, in words; empty if it agrees with transformers in fp32."""
+    """What the baseline has wrong with the shallow model, in words; empty if it agrees with transformers in fp32.
+
+    It agrees if it does on more than half of the sequences: the gradient of one in bf16 may lie far off, whoever
+    computes it, and what is wrong is so on all of them.
+    """
     model = build(baseline, settings, folder / "parity")
-    (inputs,) = batches(settings, model, 1, 1, min(settings.seq, PARITY_LENGTH), seed=1)
+    draws = batches(settings, model, PARITY_DRAWS, 1, min(settings.seq, PARITY_LENGTH), seed=1)
     expected = torch.load(folder / f"parity-{baseline.adapters}.pt", map_location=settings.device)
-    found = disagreement(probe(model, inputs), expected, LOGITS_FACTOR if baseline.ours else PEERS_LOGITS_FACTOR)
+    factor = LOGITS_FACTOR if baseline.ours else PEERS_LOGITS_FACTOR
+    found = [disagreement(probe(model, inputs), one, factor) for inputs, one in zip(draws, expected, strict=True)]
     del model
     torch.compiler.reset()
     _free(settings.device)
-    return found
+    wrong = [reasons for reasons in found if reasons]
+    return wrong[0] if 2 * len(wrong) >= len(found) else []
 
 
 def probe(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
