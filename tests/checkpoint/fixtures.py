@@ -59,3 +59,13 @@ def spoiled(good: Path, spoil: Callable[[Path], object]) -> Iterator[Path]:
         folder = shutil.copytree(good, Path(root) / "model")
         spoil(folder)
         yield folder
+
+
+def make_biased_model():
+    """With biases, and widths that are no multiples of a quantiser's block or group."""
+    model = make_model(num_hidden_layers=2, attention_bias=True, initializer_range=0.2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()
+    return model

@@ -18,7 +18,7 @@ from ligermodels.checkpoint.weights import same_bits
 from ligermodels.kernels.nf4 import dequantize_nf4, quantize_nf4
 from ligermodels.layers import NF4Linear
 from ligermodels.parallel import make_mesh, parallelize
-from tests.checkpoint.fixtures import make_model
+from tests.checkpoint.fixtures import make_biased_model
 from tests.checkpoint.test_sharded import processes
 
 IDS = torch.tensor([[1, 5, 9, 2, 30, 7]])
@@ -34,13 +34,7 @@ def _without_bitsandbytes(monkeypatch):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A model with biases, and widths that are no multiples of a block."""
-    model = make_model(num_hidden_layers=2, attention_bias=True, initializer_range=0.2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-    return model.save_pretrained(tmp_path_factory.mktemp("plain") / "model")
+    return make_biased_model().save_pretrained(tmp_path_factory.mktemp("plain") / "model")
 
 
 def load(folder, config="nf4", **options):

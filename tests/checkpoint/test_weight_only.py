@@ -13,7 +13,7 @@ from ligermodels.kernels.quantized import dequantize_reference, quantize
 from ligermodels.layers import GatedMLP, QuantizedLinear
 from ligermodels.layers.linear import is_fusable
 from ligermodels.training import add_lora
-from tests.checkpoint.fixtures import make_model
+from tests.checkpoint.fixtures import make_biased_model
 
 IDS = torch.tensor([[1, 5, 9, 2, 30, 7]])
 KINDS = ["int8", "fp8", "int4"]
@@ -21,13 +21,7 @@ KINDS = ["int8", "fp8", "int4"]
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A model with biases, and widths that are no multiples of a group."""
-    model = make_model(num_hidden_layers=2, attention_bias=True, initializer_range=0.2)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("bias"):
-                parameter.normal_()
-    return model.save_pretrained(tmp_path_factory.mktemp("plain") / "model")
+    return make_biased_model().save_pretrained(tmp_path_factory.mktemp("plain") / "model")
 
 
 def load(folder, config, **options):
