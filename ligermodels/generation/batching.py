@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError, warn_once
 from ligermodels.generation import graph
-from ligermodels.generation.loop import _nan_logits, _Reading, generate
+from ligermodels.generation.loop import Reading, generate, nan_logits
 from ligermodels.generation.options import Options
 from ligermodels.generation.processors import draw, make_processors
-from ligermodels.generation.request import Request, _checked_prompt, is_adapted
+from ligermodels.generation.request import Request, checked_prompt, is_adapted
 from ligermodels.generation.stopping import StopText
 from ligermodels.kernels._triton import cdiv
 from ligermodels.layers.cache import KVCache
@@ -164,7 +164,7 @@ def _as_ids(index: int, prompt: Any) -> Tensor:
 
 def _checked(model: Any, prompts: list[Tensor], options: dict[str, Any]) -> _Call:
     every = torch.cat(prompts)[None].to(model.device)
-    _checked_prompt(model, every, None, None)
+    checked_prompt(model, every, None, None)
     longest = max(prompts, key=len)[None].to(model.device)
     # A row that has finished is not filled up: no pad id is needed.
     request = Request.checked(
@@ -263,7 +263,7 @@ class _Batch:
                 if options.do_sample:
                     token = draw(processed, generator)
                 self.ids[:, column] = token
-                reading = _Reading(torch.where(best > -math.inf, token, -1))
+                reading = Reading(torch.where(best > -math.inf, token, -1))
                 if any(row is not None and len(row.ids) + 1 < row.limit for row in rows):
                     self._step(token)
                 yield from self._read(reading.result().tolist())
@@ -278,7 +278,7 @@ class _Batch:
             if row is None:
                 continue
             if value < 0:
-                raise _nan_logits()
+                raise nan_logits()
             row.ids.append(value)
             stopped = row.text is not None and row.text.ends_with(value)
             if stopped or value in self.request.eos_ids or len(row.ids) == row.limit:

@@ -244,7 +244,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
             ids[:, length] = token
             last = length
 
-            read = _Reading(chosen) if to_host else None
+            read = Reading(chosen) if to_host else None
             ahead = forward.is_captured and speculation is None and length + 1 < end
             if ahead:
                 raw = compute(length + 1)
@@ -253,7 +253,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                 new, is_broken = read.result()
                 values = new.tolist()
                 if any(is_broken.tolist()):
-                    raise _nan_logits()
+                    raise nan_logits()
                 if speculation is not None:
                     speculation.take(values[0])
                 asked = [False] * rows
@@ -282,10 +282,10 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
         forward.settle(last)
         forward.give_back()
     if not to_host and broken.any():
-        raise _nan_logits()
+        raise nan_logits()
 
 
-class _Reading:
+class Reading:
     """The values of a small tensor, on their way to the host."""
 
     def __init__(self, x: Tensor):
@@ -466,7 +466,7 @@ class _Forward:
         self.kept = None
 
 
-def _nan_logits() -> InputError:
+def nan_logits() -> InputError:
     return InputError(
         "the model's logits are NaN (or all -inf), so no token can be chosen; likely float16 overflow or damaged "
         "weights: load with dtype=torch.bfloat16 or torch.float32, and check the weight files and the logits_processor"

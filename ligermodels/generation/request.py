@@ -106,7 +106,7 @@ class Request:
             if len(bos_ids) != 1 or attention_mask is not None:
                 raise InputError("no prompt: pass input_ids; without them, generate needs a bos token and no mask")
             prompt = torch.tensor([bos_ids], device=model.device)
-        mask, longest, pads_left = _checked_prompt(model, prompt, attention_mask, None if pad_id in eos_ids else pad_id)
+        mask, longest, pads_left = checked_prompt(model, prompt, attention_mask, None if pad_id in eos_ids else pad_id)
         rows, length = prompt.shape
         limit = getattr(config, "max_position_embeddings", None)
         max_new_tokens = options.longest(length, limit, explicit)
@@ -222,7 +222,7 @@ def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Opti
     return cache
 
 
-def _checked_prompt(
+def checked_prompt(
     model: Any, input_ids: Tensor, attention_mask: Tensor | None, pad_id: int | None
 ) -> tuple[Tensor | None, int, bool]:
     """Returns the mask as bool, None if all True, the tokens in the longest row, and whether it pads left alone.
