@@ -52,7 +52,7 @@ def _output(*command: str) -> str | None:
 
 def heading(env: Mapping[str, Any]) -> str:
     """The line above a table: where, with what and when it was measured."""
-    versions = ", ".join(f"{package} {env[package]}" for package in PACKAGES if env[package])
+    versions = ", ".join(f"{package} {env[package]}" for package in PACKAGES if env.get(package))
     return f"{env['device']}, {versions}; commit {env['commit']}, {env['date']}"
 
 
