@@ -65,6 +65,16 @@ def _overlaps_launches(index: int) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (9, 0)
 
 
+@functools.cache
+def _has_ptx(index: int) -> bool:
+    return torch.version.cuda is not None and torch.cuda.get_device_capability(index) >= (8, 0)
+
+
+def has_ptx(x: Tensor) -> bool:
+    """True where a kernel may have inline instructions of NVIDIA's GPUs, from Ampere on."""
+    return x.is_cuda and not INTERPRET and _has_ptx(x.get_device())
+
+
 def overlapping(overlap: bool) -> dict[str, bool]:
     """Options of a launch. Backends other than CUDA's do not know this one."""
     return {"launch_pdl": True} if overlap else {}

@@ -32,6 +32,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import activation as activation_of
 from ligermodels.kernels._triton import (
     cdiv,
+    has_ptx,
     next_power_of_2,
     overlapping,
     overlaps_launches,
@@ -306,36 +307,85 @@ def _with_bias(y, b_ptr, at, N):
     return y
 
 
+@triton.constexpr_function
+def _taken(i: int, dtype: str) -> str:
+    """n - 8 of nibble i of two words, in PTX: n takes its place in the mantissas of two numbers at once."""
+    kind, base, less, one = {
+        "bf16": ("bf16x2", 0x43004300, 0xC308C308, 0x3F803F80),  # 128 + n, -136 and 1
+        "fp16": ("f16x2", 0x64006400, 0xE408E408, 0x3C003C00),  # 1024 + n, -1032 and 1
+    }[dtype]
+    return (
+        "{ .reg .b32 t; .reg .b32 less; .reg .b32 one; "
+        f"prmt.b32 t, $1, $2, {0x5410 if i < 4 else 0x7632}; shr.u32 t, t, {4 * (i % 4)}; "
+        f"lop3.b32 t, t, 0x000f000f, {base}, 0xea; mov.b32 less, {less}; mov.b32 one, {one}; "
+        f"fma.rn.{kind} $0, t, one, less; }}"
+    )
+
+
+@triton.jit
+def _nibble(w, i: tl.constexpr, dtype: tl.constexpr, PTX: tl.constexpr):
+    """n - 8 of nibble i of each word."""
+    if PTX and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_taken(i, "bf16"), "=r,r,r", [w], dtype=tl.bfloat16, is_pure=True, pack=2)
+    elif PTX and dtype == tl.float16:
+        return tl.inline_asm_elementwise(_taken(i, "fp16"), "=r,r,r", [w], dtype=tl.float16, is_pure=True, pack=2)
+    else:
+        return (((w >> (4 * i)) & 15) - 8).to(dtype)
+
+
 @triton.jit
 def _rows_kernel(
     y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, M, N, K, W, x_stride, y_stride,
-    BM: tl.constexpr, BN: tl.constexpr, BW: tl.constexpr, WORDS: tl.constexpr, GROUPED: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, PARTS: tl.constexpr, STAGES: tl.constexpr, WORDS: tl.constexpr,
+    GROUP: tl.constexpr, GROUPED: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN columns of y [M, N], M <= BM. W: words, or numbers, of a row of the weight."""
-    m, n, words = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, BW)
-    rows = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-    x_ptr += tl.minimum(m, M - 1).to(tl.int64)[:, None] * x_stride
-    w_ptr += rows * W
-    total = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, W, BW):
-        at = k + words
-        w = tl.load(w_ptr + at[None, :], mask=(at < W)[None, :], other=0.0)
+    """BN columns of y [M, N], M <= BM. The weight is what tensor cores take by the row, so that few rows of x fill them.
+    Each of PARTS warps has another group of columns of the weight, where N alone is too small for the GPU; else PARTS
+    is 1. W: words, or numbers, of a row of the weight. EVEN: no masks are needed."""
+    wait_for_previous(OVERLAP)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    STEP: tl.constexpr = WORDS if GROUPED else GROUP  # of the weight
+    m, n = tl.arange(0, BM), tl.program_id(0) * BN + tl.arange(0, BN)
+    rows = tl.minimum(n, N - 1).to(tl.int64)
+    parts = tl.arange(0, PARTS)
+    groups = tl.cdiv(W, STEP)
+    words, columns = tl.arange(0, STEP)[None, :], tl.arange(0, STEP)[:, None]
+    w_ptr += rows[:, None] * W + words
+    x_ptr += tl.minimum(m, M - 1).to(tl.int64)[None, :] * x_stride + columns
+    if GROUPED:
+        s_ptr += rows * groups
+    if PARTS > 1:
+        words, columns = words[None] + parts[:, None, None] * STEP, columns[None] + parts[:, None, None] * GROUP
+        w_ptr = w_ptr[None] + parts[:, None, None] * STEP
+        x_ptr = x_ptr[None] + parts[:, None, None] * GROUP
+        total = tl.zeros((PARTS, BN, BM), tl.float32)
         if GROUPED:
-            group = at // WORDS
-            scale = tl.load(s_ptr + rows * (W // WORDS) + group[None, :], mask=(at < W)[None, :], other=0.0)
-            column = group * (8 * WORDS) + at % WORDS
+            s_ptr = s_ptr[None] + parts[:, None]
+    else:
+        total = tl.zeros((BN, BM), tl.float32)
+    for g in tl.range(0, groups, PARTS, num_stages=STAGES):
+        w = _load(w_ptr + g * STEP, words < W - g * STEP, EVEN)
+        if GROUPED:
+            sums = tl.zeros_like(total)
             for i in tl.static_range(8):
-                value = (((w >> (4 * i)) & 15) - 8).to(tl.float32) * scale.to(tl.float32)
-                x = tl.load(x_ptr + (column + i * WORDS)[None, :], mask=(column + i * WORDS < K)[None, :], other=0.0)
-                total = tl.dot(x, tl.trans(value.to(x.dtype)), total, input_precision="ieee")
+                at = g * GROUP + i * STEP
+                x = _load(x_ptr + at, columns < K - at, EVEN)
+                sums = tl.dot(_nibble(w, i, dtype, PTX), x, sums, input_precision="ieee")
+            if PARTS > 1:
+                scale = _load(s_ptr + g, (parts < groups - g)[:, None], EVEN)
+            else:
+                scale = tl.load(s_ptr + g)
+            total += sums * tl.expand_dims(scale.to(tl.float32), -1)
         else:
-            x = tl.load(x_ptr + at[None, :], mask=(at < K)[None, :], other=0.0)
-            total = tl.dot(x, tl.trans(w.to(x.dtype)), total, input_precision="ieee")
+            x = _load(x_ptr + g * GROUP, columns < K - g * GROUP, EVEN)
+            total = tl.dot(w.to(dtype), x, total, input_precision="ieee")
+    if PARTS > 1:
+        total = tl.sum(total, 0)
     if not GROUPED:
-        total *= tl.load(s_ptr + n, mask=n < N, other=0.0)[None, :]
-    total = _with_bias(total, b_ptr, n[None, :], N)
-    y_ptr += m.to(tl.int64)[:, None] * y_stride + n[None, :]
-    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+        total *= tl.load(s_ptr + n, mask=n < N, other=0.0)[:, None]
+    total = _with_bias(total, b_ptr, n[:, None], N)
+    y_ptr += m.to(tl.int64)[None, :] * y_stride + n[:, None]
+    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
 def takes(x: Tensor, weights: Sequence[Weight], most: int = MAX_ROWS) -> bool:
@@ -409,12 +459,21 @@ def _linear(x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
         _launch_int4(y, x, weight, bias)
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
-    bm, bn = max(16, next_power_of_2(rows)), 32 if n <= 8192 else 64
+    bn, parts, warps, stages = _rows_tile(rows, n)
+    overlap = overlaps_launches(x)
     launch(
         _rows_kernel, (cdiv(n, bn),), y, x, weight.packed, weight.scale, bias, rows, n, k, weight.packed.shape[1],
-        x.stride(0), y.stride(0), bm, bn, 32 if grouped else 128, WORDS, grouped, num_warps=4, num_stages=3,
+        x.stride(0), y.stride(0), max(8 if x.is_cuda else 16, next_power_of_2(rows)), bn, parts, stages, WORDS, GROUP,
+        grouped, k % (GROUP * parts) == 0, has_ptx(x), overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
     return y
+
+
+def _rows_tile(rows: int, n: int) -> tuple[int, int, int, int]:
+    """Columns of y, parts of the weight's columns, warps and stages of a program."""
+    if n > 8192 or rows > 32:
+        return 64, 1, 4, 3
+    return 32, 4, 4, 3
 
 
 def _launch_int4(
