@@ -110,6 +110,8 @@ def measure(
                             seconds = max(each["seconds"] for each in found)
                             announce(f"{seconds:.2f} s")
                             if wrong := sorted({name for each in found for name in each["wrong"]}):
+                                row.clear()  # no figures, of the first load neither
+                                row |= {"loader": loader, "variant": variant, "cache": cache}
                                 raise RuntimeError(f"the weights are not those of the files: {', '.join(wrong[:3])}")
                             if again:
                                 row["again"] = seconds
