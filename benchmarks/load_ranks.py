@@ -117,7 +117,7 @@ def measure(
                                 row["again"] = seconds
                                 continue
                             row["label"], row["runs"] = found[0]["label"], [each["seconds"] for each in found]
-                            row |= {key: max(each[key] for each in found) for key in found[0].keys() - NO_FIGURES}
+                            row |= {key: max(each[key] for each in found) for key in found[0] if key not in NO_FIGURES}
                             row["gb_per_s"] = nbytes / 1e9 / seconds
                             if cache == "cold" and (disk := [x for x in record["disk"].values() if x]):
                                 row["percent_of_disk"] = 100 * row["gb_per_s"] / max(disk)
