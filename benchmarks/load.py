@@ -4,6 +4,7 @@
     python -m benchmarks.load --scratch /data --cache warm,cold     # from a disk: from the page cache, and not
     python -m benchmarks.load --scratch /data --sweep               # other threads, buffers and ways to read
     python -m benchmarks.load --dry                                 # a tiny model on the CPU: does everything run?
+    torchrun --nproc-per-node 2 -m benchmarks.load --model llama-3.1-70b --scratch /dev/shm    # split over two GPUs
 
 Writes a checkpoint with random weights in bf16 (shards of 5 GB) into a folder of its own in --scratch, which it removes
 at the end, or into --checkpoint, which stays and is taken as it is the next time. Each load has a fresh process, which
@@ -15,6 +16,11 @@ measure, by one thread and by eight: the better one counts.
 
 Of ours, a variant THREADS:BUFFERS:MIB may end in :mmap (copies out of mapped files), :direct (past the page cache) or
 :reserve (the GPU's memory is allocated in one block before).
+
+Under torchrun all ranks load one model, split between them as --mesh says, beside transformers' tp_plan="auto". Their
+threads write the checkpoint, whose tensors are cut out of one random block that is repeated; every element that a rank
+holds is compared with its place in that block. A load takes as long as it does on the slowest rank, and memory is that
+of the rank with the most. There is one process for both loads, and the first one has loaded a tiny model before.
 """
 
 import argparse
@@ -37,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import environment, heading, table, write_json
@@ -61,7 +68,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--loaders", default=",".join(LOADERS), help="comma-separated")
     parser.add_argument("--ours", default="", help="comma-separated variants of ours beside the default one")
     parser.add_argument("--sweep", action="store_true", help=f"these variants: {', '.join(SWEEP)}")
-    parser.add_argument("--runs", type=int, default=3, help="processes for each figure")
+    parser.add_argument(
+        "--mesh", default="tp", choices=("tp", "dp_shard"), help="under torchrun: what splits the model"
+    )
+    parser.add_argument("--runs", type=int, default=3, help="processes for each figure; 1 under torchrun: load once")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a process may take")
     parser.add_argument("--out", type=Path, help="a JSON file")
     parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
@@ -85,12 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"{variant}: {error}")
     if not options.dry and not torch.cuda.is_available():
         parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
+    if dist.is_torchelastic_launched():
+        from benchmarks import load_ranks
+
+        return load_ranks.main(options, caches, [each for each in loaders if each in load_ranks.LOADERS], variants)
     with contextlib.ExitStack() as stack:
         root = options.checkpoint
         if root is None:
             root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="load-", dir=options.scratch)))
         root.mkdir(parents=True, exist_ok=True)
-        if "cold" in caches and _file_system(root).startswith("tmpfs"):
+        if "cold" in caches and _is_in_memory(root):
             parser.error(f"{root} is in memory: there is no cold load from there")
         record = measure(options, root.absolute(), caches, loaders, variants)
     if options.out:
@@ -172,27 +186,33 @@ def work(job: dict[str, Any]) -> dict[str, Any]:
         for _ in range(2 if job["cache"] == "warm" else 1):
             (warm if job["cache"] == "warm" else drop)(_files(job["folder"]))
             phases.clear()
-            if job["device"] == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-                torch.cuda.synchronize()
-            host = _host_mib("VmRSS")
-            with contextlib.suppress(OSError):
-                Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-            begin = time.perf_counter()
-            label, tensors = load(job["folder"], job["device"])
-            if job["device"] == "cuda":
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
+            each, tensors = timed(load, job["folder"], job["device"])
+            times.append(each["seconds"])
             if len(times) == 1:
-                found: dict[str, Any] = {"label": label, "seconds": times[0], "host_mib": _host_mib("VmHWM") - host}
-                found |= {f"{name}_s": seconds for name, seconds in phases.items()}
-                if job["device"] == "cuda":
-                    found["gpu_gib"] = torch.cuda.max_memory_reserved() / 2**30
-                found["sums"] = sums(tensors)
+                found = {**each, **{f"{name}_s": seconds for name, seconds in phases.items()}, "sums": sums(tensors)}
             del tensors
             gc.collect()
     return {**found, **({"again": times[1]} if len(times) > 1 else {})}
+
+
+def timed(load: "Loader", folder: str, device: str) -> tuple[dict[str, Any], Mapping[str, Tensor]]:
+    """({label, seconds, memory}, the tensors) of one load."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.synchronize()
+    host = _host_mib("VmRSS")
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    begin = time.perf_counter()
+    label, tensors = load(folder, device)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - begin
+    found: dict[str, Any] = {"label": label, "seconds": seconds, "host_mib": _host_mib("VmHWM") - host}
+    if device == "cuda":
+        found["gpu_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return found, tensors
 
 
 def write(config: Mapping[str, Any], device: str, folder: str) -> None:
@@ -254,18 +274,16 @@ def _safetensors(folder: str, device: str) -> tuple[str, Mapping[str, Tensor]]:
 
 
 def _fastsafetensors(folder: str, device: str) -> tuple[str, Mapping[str, Tensor]]:
-    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+    from fastsafetensors import fastsafe_open
 
-    place = torch.device("cuda:0" if device == "cuda" else device)
-    loader = SafeTensorsFileLoader(SingleGroup(), place, nogds=True)
-    loader.add_filenames({0: [str(path) for path in _files(folder)]})
-    files = loader.copy_files_to_device()
-    _OPEN.append((loader, files))  # the tensors are in its memory
-    return "tensors", {name: files.get_tensor(name) for name in files.key_to_rank_lidx}
+    place = "cuda:0" if device == "cuda" else device
+    with fastsafe_open([str(path) for path in _files(folder)], device=place, nogds=True) as files:
+        names = files.keys()
+        return "tensors", {name: files.get_tensor(name) for name in names}  # which hold the memory
 
 
-_OPEN: list[Any] = []
-_LOADERS: dict[str, Callable[[str, str], tuple[str, Mapping[str, Tensor]]]] = {
+Loader = Callable[[str, str], tuple[str, Mapping[str, Tensor]]]
+_LOADERS: dict[str, Loader] = {
     "ligermodels": _ours, "transformers": _transformers, "safetensors": _safetensors,
     "fastsafetensors": _fastsafetensors,
 }  # fmt: skip
@@ -358,6 +376,8 @@ def is_cached(path: Path) -> bool | None:
 
 
 def warm(files: Sequence[Path]) -> None:
+    if files and _is_in_memory(files[0].parent):
+        return
     for path in files:
         if not is_cached(path):
             with path.open("rb", buffering=0) as file:
@@ -405,6 +425,10 @@ def _file_system(folder: Path) -> str:
     return f"{kind.strip() or 'unknown'}, {shutil.disk_usage(folder).total / 1e9:.0f} GB"
 
 
+def _is_in_memory(folder: Path) -> bool:
+    return _file_system(folder).startswith("tmpfs")
+
+
 def _host_mib(field: str) -> float:
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) / 1024
 
@@ -418,7 +442,8 @@ def _announce(text: str) -> None:
 
 def render(record: Mapping[str, Any]) -> str:
     lines = [heading(record["environment"])]
-    lines.append(f"{record['model']}, {record['gigabytes']:.2f} GB in safetensors on {record['scratch']}")
+    ranks = f", onto {record['ranks']} ranks ({record['mesh']})" if "ranks" in record else ""
+    lines.append(f"{record['model']}, {record['gigabytes']:.2f} GB in safetensors on {record['scratch']}{ranks}")
     for threads, speed in record["disk"].items():
         lines.append(f"disk, direct reads, threads {threads}: {f'{speed:.2f} GB/s' if speed else 'not there'}")
     columns = {

@@ -1,9 +1,11 @@
 """What of the benchmarks a CPU can judge: parity comes before time, and every harness runs from end to end."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
 from benchmarks import convergence, decode, rollout, train_step
@@ -238,6 +240,41 @@ def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
     assert decode.main(few) == 1 and "RED" in capsys.readouterr().out
     monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)
     assert decode.main([*few, "--baselines", "host"]) == 1 and "the host finds less likely" in capsys.readouterr().out
+
+
+def test_first_tokens_are_measured_beside_their_products(tmp_path, monkeypatch, capsys):
+    out, few = tmp_path / "first.json", ["--dry", "--models", "llama-3.2-1b", "--cases", "", "--first-token", "4096"]
+    assert decode.main([*few, "--baselines", "captured,host,hf", "--out", str(out)]) == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(out.read_text())["first token"]
+    assert [row["baseline"] for row in rows] == ["captured", "host", "hf"]
+    for row in rows:
+        assert row["of products"] == row["first token ms"] / row["products ms"] > 1 and row["attention ms"] > 0
+    assert decode.main(["--render", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == printed.split("\n\n")[-1].splitlines()
+
+    export = decode.export  # transformers gets other weights
+    monkeypatch.setattr(decode, "export", lambda *given: {name: x.flip(0) for name, x in export(*given)})
+    assert decode.main([*few, "--baselines", "host,hf"]) == 1
+    assert "RED: llama-3.2-1b, 16 tokens" in capsys.readouterr().out
+
+
+def test_the_products_are_all_of_those_of_a_forward_pass():
+    """Counted by torch, which sees the multiplications of both."""
+    model = decode.make("llama-3.2-1b", "cpu", torch.float32, tiny=True)
+    ids, counts = torch.randint(3, 512, (1, 24)), []
+    run = decode.products(model, 24)
+    for call in (run, lambda: model(ids, logits_to_keep=1)):
+        with torch.no_grad(), FlopCounterMode(display=False) as counter:
+            call()
+        counts.append(sum(n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op)))
+    assert counts[0] == counts[1] > 0
+
+
+def test_an_earlier_result_of_decoding_renders(capsys):
+    path = Path(decode.__file__).parent / "results" / "decode-h200.json"
+    assert decode.main(["--render", str(path)]) == 0
+    assert capsys.readouterr().out.count("| llama-3.1-8b |") == 6
 
 
 @pytest.mark.slow
