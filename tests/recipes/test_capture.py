@@ -3,6 +3,7 @@
 import random
 import re
 import signal
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,10 +11,11 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
-from ligermodels.recipes import run, sft
+from ligermodels.recipes import loop, run, sft
 from ligermodels.recipes.loop import Processes, next_token_loss, num_labels
 from ligermodels.recipes.packing import filled_batch, packed_batch
 from ligermodels.recipes.sft import dft_loss
+from ligermodels.training import CapturedStep
 from tests.processes import Child
 from tests.recipes import losses
 from tests.recipes.runs import metrics, reached, train
@@ -110,14 +112,28 @@ def test_a_captured_run_is_the_run(home, captured, monkeypatch):
     assert_same_run(captured, home / "padded")
 
 
-@pytest.mark.parametrize("more", [
-    ("--lora", "4", "--quantize", "nf4", "--accumulation", "1"),
-    ("--loss", "dft", "--precision", "bf16", "--activations", "block", "--clip", "0"),
-], ids=lambda more: more[0])  # fmt: skip
-def test_other_options_are_captured_too(home, more, monkeypatch):
+class Told(CapturedStep):
+    """Notes the shapes that it was called with."""
+
+    calls: ClassVar = []
+
+    def __call__(self, **inputs):
+        self.calls.append((self, inputs["input_ids"].shape, inputs["cu_seqlens"].shape))
+        return super().__call__(**inputs)
+
+
+@pytest.mark.parametrize("more, forwards", [
+    (("--lora", "4", "--quantize", "nf4", "--accumulation", "1"), 4),
+    (("--loss", "dft", "--precision", "bf16", "--activations", "block", "--clip", "0"), 12),
+], ids=lambda more: more[0] if isinstance(more, tuple) else "")  # fmt: skip
+def test_other_options_are_captured_too(home, more, forwards, monkeypatch):
     name = more[0].strip("-")
     flags = (*FLAGS, "--steps", "4", *more)
+    monkeypatch.setattr(loop, "CapturedStep", Told)
+    monkeypatch.setattr(Told, "calls", [])
     assert train(home, name, *flags, "--capture") == 0
+    assert len(Told.calls) == forwards, "all forwards of training went through it"
+    assert len(set(Told.calls)) == 1 and Told.calls[0][1:] == ((1, LENGTH), (LENGTH + 1,))
     filled_losses(monkeypatch)
     assert train(home, f"{name}-padded", *flags) == 0
     assert_same_run(home / name, home / f"{name}-padded")
@@ -181,7 +197,7 @@ def test_images_are_not_captured(tmp_path, capsys):
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", [(), ("--lora", "4", "--accumulation", "1"), ("--loss", "dft", "--precision", "bf16")])
 def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
-    """On a GPU: the bits of a run that pads and computes all rows of the head; resumed as well."""
+    """The bits of a run that pads, computes all rows of the head, and counts its steps on the device; resumed too."""
     replays, replay = [], torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
 
@@ -195,7 +211,16 @@ def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
     assert train(home, folder("resumed"), *flags, "--steps", "4", "--capture") == 0
     assert train(home, folder("resumed"), *flags, "--capture", "--resume") == 0
     assert train(home, folder("plain"), *flags) == 0
+    optimizer_of = run._optimizer
+
+    def counts_on_device(*args):
+        optimizer = optimizer_of(*args)
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        return optimizer
+
     filled_losses(monkeypatch, as_captured=True)
+    monkeypatch.setattr(run, "_optimizer", counts_on_device)
     assert train(home, folder("padded"), *flags) == 0
     assert_same_run(folder("graph"), folder("padded"))
     for key in SAME:
