@@ -242,7 +242,9 @@ class TextOptions(TrainOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.capture and not self.packing:
-            raise InputError("capture needs forwards of one shape, and rows without packing have many: leave one out")
+            raise InputError(
+                "capture needs forwards of one shape: leave out --no-packing, which gives many, or --capture"
+            )
 
 
 @dataclass(kw_only=True)

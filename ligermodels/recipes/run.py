@@ -204,7 +204,9 @@ def _check_folder(out: Path, *, resume: bool) -> None:
 def _check_capture(sketch: Any, processes: Processes) -> None:
     """Raises InputError where steps cannot be CUDA graphs, or padding would change the loss."""
     if processes.mesh is not None:
-        raise InputError("capture is for one process, whose steps wait for no other: leave --capture out, or torchrun")
+        raise InputError(
+            "capture is for one process, and there are several: leave out --capture, or start without torchrun"
+        )
     if hasattr(sketch.config, "vision_config"):
         raise InputError(f"capture: the images of a {type(sketch).__name__} have no fixed shape; leave --capture out")
     if getattr(sketch.config, "output_router_logits", False):
