@@ -19,13 +19,15 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ligermodels.errors import CheckpointError, InputError, LigermodelsError, TrainingError
 from ligermodels.layers import losses
 from ligermodels.parallel import Checkpoints
 from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.packing import filled_batch
 from ligermodels.recipes.report import Reporter
+from ligermodels.training import CapturedStep
 
 FEW_STEPS = 20
 """Fewer are too few to learn from."""
@@ -234,6 +236,17 @@ def next_token_loss(model: Any, batch: Batch, count: Tensor) -> Tensor:
     return output.loss - (1 - own / count) * model.config.router_aux_loss_coef * output.aux_loss
 
 
+class _WithLoss(nn.Module):
+    """(count of the step, batch) -> the batch's part of the loss, as `CapturedStep` calls a model."""
+
+    def __init__(self, model: nn.Module, loss: Loss):
+        super().__init__()
+        self.model, self.loss = model, loss
+
+    def forward(self, num_items_in_batch: Tensor, **batch: Any) -> Any:
+        return self.loss(self.model, batch, num_items_in_batch)
+
+
 class Signals:
     """Ctrl-C and SIGTERM, noted instead of raised, so that a step is finished. A second Ctrl-C raises.
 
@@ -288,7 +301,10 @@ class _Sums:
 
 @dataclass
 class Loop:
-    """A run that is ready to go. `finish` writes the model as it is into a folder."""
+    """A run that is ready to go. `save` writes the model as it is into a folder.
+
+    capture: steps are CUDA graphs (`CapturedStep`) of batches padded to options.batch_tokens, on one process.
+    """
 
     model: Any
     optimizer: Any
@@ -302,6 +318,8 @@ class Loop:
     save: Callable[[Path], None]
     loss: Loss = next_token_loss
     count: Count = num_labels
+    capture: bool = False
+    _captured: CapturedStep | None = field(default=None, init=False)
 
     def run(self) -> None:
         """Trains to the end of the run, or until evaluations stop getting better.
@@ -353,11 +371,15 @@ class Loop:
         count = self._count_of(batches)
         loss, sums = torch.zeros((), device=self.processes.device), _Sums()
         for batch in batches:
-            part = sums.add(self.loss(self.model, batch, count.clamp(min=1)))
-            part.backward()
-            loss += part.detach()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            if self.capture:
+                loss += self._replay(batch, count.clamp(min=1), len(batches))
+            else:
+                part = sums.add(self.loss(self.model, batch, count.clamp(min=1)))
+                part.backward()
+                loss += part.detach()
+        if not self.capture:  # whose last call has taken the step
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         self.feed.make_next()
         value, norm = loss.item(), float(self.optimizer.grad_norm)
         spent = time.perf_counter() - start
@@ -382,6 +404,15 @@ class Loop:
             **sums.means(self.processes),
         )
         return came > 0
+
+    def _replay(self, batch: Batch, count: Tensor, accumulate: int) -> Tensor:
+        """The batch's part of the loss; its backward, and the optimizer's step after every `accumulate` calls."""
+        assert self.options.batch_tokens is not None
+        inputs: dict[str, Any] = filled_batch(batch, self.options.batch_tokens) | {"num_items_in_batch": count}
+        if self._captured is None:  # not before: a checkpoint that is loaded would make it stale
+            model = _WithLoss(self.model, self.loss)
+            self._captured = CapturedStep(model, self.optimizer, accumulate=accumulate, **inputs)
+        return self._captured(**inputs)
 
     def _count_of(self, batches: Sequence[Batch]) -> Tensor:
         """The divisors of these batches of all ranks."""

@@ -229,7 +229,26 @@ class TrainOptions:
 
 
 @dataclass(kw_only=True)
-class SFTOptions(TrainOptions):
+class TextOptions(TrainOptions):
+    """What recipes share whose steps are forwards and backwards of packed rows, and nothing else."""
+
+    capture: bool = option(
+        False,
+        "optimizer",
+        "run each step as a CUDA graph, its forwards padded to --batch-tokens: pays where these are so few, or the "
+        "model so small, that the host is the limit",
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.capture and not self.packing:
+            raise InputError(
+                "capture needs forwards of one shape: leave out --no-packing, which gives many, or --capture"
+            )
+
+
+@dataclass(kw_only=True)
+class SFTOptions(TextOptions):
     """Supervised fine-tuning: chats, prompts with completions, instructions."""
 
     recipe = "sft"
@@ -248,7 +267,7 @@ class SFTOptions(TrainOptions):
 
 
 @dataclass(kw_only=True)
-class PretrainOptions(TrainOptions):
+class PretrainOptions(TextOptions):
     """Next-token prediction on plain text."""
 
     recipe = "pretrain"

@@ -1,9 +1,11 @@
 """Examples into batches of tensors: packed one after another without padding, or padded rows."""
 
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ligermodels.recipes import images
@@ -66,6 +68,24 @@ def packed_batch(examples: Sequence[Example], pad_id: int = 0, multiple: int = 1
         "cu_seqlens": torch.tensor([0, *lengths]).cumsum(0).int(),
         "max_seqlen": max(lengths),
         **images.batch([example.images for example in examples], input_ids, packed=True),
+    }
+
+
+def filled_batch(batch: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """A packed batch of text with padding up to `length` tokens, and length + 1 bounds: all have one shape.
+
+    Each token of padding is a sequence of its own, which no other token sees and whose position, 0, is none's highest.
+    Bounds that are over are those of empty sequences at the end.
+    """
+    ids, labels, bounds = (batch[name] for name in ("input_ids", "labels", "cu_seqlens"))
+    tokens = ids.shape[1]
+    alone = torch.arange(tokens + 1, length + 1, dtype=bounds.dtype, device=bounds.device)
+    bounds = torch.cat([bounds, alone])
+    return {
+        "input_ids": F.pad(ids, (0, length - tokens)),
+        "labels": F.pad(labels, (0, length - tokens), value=IGNORED),
+        "cu_seqlens": F.pad(bounds, (0, length + 1 - len(bounds)), value=length),
+        "max_seqlen": length,
     }
 
 

@@ -110,6 +110,9 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
         tokenizer.chat_template = _template(options.chat_template, tokenizer, sketch)
     if options.export != "none":
         processes.from_main(lambda: export.check(options, folder, sketch))
+    capture = getattr(options, "capture", False)
+    if capture:
+        _check_capture(sketch, processes)
     options = _with_lengths(options, sketch, processes)
     data = recipe.open_data(options, tokenizer, processes.shared)
     counts = _counted(data, processes) if options.steps is None else None
@@ -157,7 +160,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
         )
         loop = Loop(
             model, optimizer, source, evaluation, options, processes, progress, checkpoints, reporter,
-            lambda target: save(options, model, target), loss, recipe.count,
+            lambda target: save(options, model, target), loss, recipe.count, capture,
         )  # fmt: skip
         if not resumed:
             torch.manual_seed(options.seed + processes.batch_rank)
@@ -196,6 +199,21 @@ def _check_folder(out: Path, *, resume: bool) -> None:
     above = next(path for path in (out, *out.absolute().parents) if path.exists())
     if not above.is_dir() or not os.access(above, os.W_OK):
         raise InputError(f"--out {out} cannot be written, since {above} cannot; give another folder")
+
+
+def _check_capture(sketch: Any, processes: Processes) -> None:
+    """Raises InputError where steps cannot be CUDA graphs, or padding would change the loss."""
+    if processes.mesh is not None:
+        raise InputError(
+            "capture is for one process, and there are several: leave out --capture, or start without torchrun"
+        )
+    if hasattr(sketch.config, "vision_config"):
+        raise InputError(f"capture: the images of a {type(sketch).__name__} have no fixed shape; leave --capture out")
+    if getattr(sketch.config, "output_router_logits", False):
+        raise InputError(
+            "capture pads forwards, and the balancing loss of the routers would count the padding: leave --capture "
+            "out, or set output_router_logits to false in the model's config.json"
+        )
 
 
 @contextlib.contextmanager
@@ -361,6 +379,12 @@ def _plan(
         "memory": str(need)
         + (f"; {'the GPU has free' if on_gpu else 'the machine has'} {free / memory.GIB:.1f} GiB" if free else ""),
     }
+    if getattr(options, "capture", False):
+        how = "each step is a CUDA graph" if on_gpu else "not without a GPU"
+        lines["capture"] = f"{how}; forwards are padded to {setting.tokens:,} tokens"
+        if counts is not None:
+            padding = 1 - counts["tokens"] / (counts["batches"] * setting.tokens)
+            lines["capture"] += f", of which {padding:.1%} are padding"
     for name, text in data.plan(counts).items():
         lines[name] = f"{steps:,}; {text}" if name == "steps" else text
     text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)
@@ -451,6 +475,7 @@ def _optimizer(options: TrainOptions, model: nn.Module, processes: Processes) ->
         state_dtype=torch.float32 if exact else None,
         max_grad_norm=options.clip or math.inf,
         seed=options.seed,
+        capturable=getattr(options, "capture", False),
     )
 
 

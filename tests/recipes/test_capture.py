@@ -1,0 +1,228 @@
+"""`train --capture`: padding changes no loss, and a captured run is the uncaptured one, with its checkpoints."""
+
+import random
+import re
+import signal
+from typing import ClassVar
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.errors import InputError
+from ligermodels.kernels._triton import as_if_capturing
+from ligermodels.recipes import loop, run, sft
+from ligermodels.recipes.loop import Processes, next_token_loss, num_labels
+from ligermodels.recipes.packing import filled_batch, packed_batch
+from ligermodels.recipes.sft import dft_loss
+from ligermodels.training import CapturedStep
+from tests.processes import Child
+from tests.recipes import losses
+from tests.recipes.runs import metrics, reached, train
+
+LENGTH = 80
+FLAGS = (
+    "--length", str(LENGTH), "--accumulation", "3", "--steps", "8", "--lr", "3e-3", "--warmup", "2", "--save-every",
+    "2", "--eval-share", "0.2", "--eval-every", "3",
+)  # fmt: skip
+SAME = ("loss", "eval_loss", "grad_norm", "lr", "tokens", "trained_tokens")
+
+
+def test_a_filled_batch():
+    batch = packed_batch(losses.examples(3, 2))
+    filled = filled_batch(batch, 8)
+    assert filled["cu_seqlens"].tolist() == [0, 3, 5, 6, 7, 8, 8, 8, 8]
+    assert filled["cu_seqlens"].dtype == torch.int32 and filled["max_seqlen"] == 8
+    assert filled["input_ids"][:, :5].equal(batch["input_ids"]) and filled["labels"][:, :5].equal(batch["labels"])
+    assert filled["labels"][0, 5:].tolist() == [-100] * 3 and filled["input_ids"].shape == (1, 8)
+    full = filled_batch(batch, 5)
+    assert full["cu_seqlens"].tolist() == [0, 3, 5, 5, 5, 5] and full["input_ids"].equal(batch["input_ids"])
+    shortest = filled_batch(packed_batch(losses.examples(*[1] * 6)), 6)
+    assert shortest["cu_seqlens"].tolist() == list(range(7))
+
+
+@pytest.mark.parametrize("family, changes", [
+    ("Llama", {}),
+    ("Llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}),  # whose rotations depend on the longest
+    ("Gemma2", {"sliding_window": 6}),
+    ("Mixtral", {"num_local_experts": 4}),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("loss", [next_token_loss, dft_loss])
+def test_padding_changes_no_loss(loss, family, changes):
+    model, batch, count = losses.model(family, **changes), packed_batch(losses.examples(9, 30, 5)), torch.tensor(7.0)
+    expected = loss(model, batch, count)
+    gradients = losses.gradients(model, expected)
+    for length in (44, 45, 200):
+        filled = filled_batch(batch, length)
+        assert num_labels(filled) == num_labels(batch)
+        found = loss(model, filled, count)
+        torch.testing.assert_close(found, expected)
+        losses.assert_same(losses.gradients(model, found), gradients)
+
+
+def filled_losses(monkeypatch, *, as_captured=False):
+    """Uncaptured runs of sft pad what they train on as captured ones do."""
+
+    def padded(loss):
+        def run(model, batch, count):
+            if not model.training:
+                return loss(model, batch, count)
+            if not as_captured:
+                return loss(model, filled_batch(batch, LENGTH), count)
+            with as_if_capturing():
+                return loss(model, filled_batch(batch, LENGTH), count)
+
+        return run
+
+    monkeypatch.setattr(sft, "RECIPE", run.Recipe(loss=padded(next_token_loss)))
+    monkeypatch.setattr(sft, "dft_loss", padded(dft_loss))
+
+
+def assert_same_run(ours, theirs):
+    """All metrics, and the bits of what was written."""
+    for key in SAME:
+        assert metrics(ours, key) == metrics(theirs, key) != {}
+    written = sorted(path.relative_to(theirs) for path in theirs.glob("*/*.safetensors"))
+    assert len(written) == 2  # the last and the best
+    for path in written:
+        assert (ours / path).read_bytes() == (theirs / path).read_bytes(), path
+
+
+@pytest.fixture(scope="module")
+def captured(home):
+    assert train(home, "captured", *FLAGS, "--capture") == 0
+    return home / "captured"
+
+
+def test_a_captured_run_is_the_run(home, captured, monkeypatch):
+    """But for the rounding of sums over padding."""
+    assert train(home, "plain", *FLAGS) == 0
+    plain = home / "plain"
+    for key in SAME:
+        assert metrics(captured, key) == pytest.approx(metrics(plain, key), rel=1e-4)
+    for key in ("tokens", "trained_tokens"):
+        assert metrics(captured, key) == metrics(plain, key)
+    tokens = metrics(captured, "tokens")
+    assert 0.4 < tokens[8] / (8 * 3 * LENGTH) < 0.95, "some of it was padding, which counts nowhere"
+    weights = ligermodels.load(plain / "model").state_dict()
+    for name, weight in ligermodels.load(captured / "model").state_dict().items():
+        torch.testing.assert_close(weight, weights[name], rtol=1e-3, atol=1e-4)
+    filled_losses(monkeypatch)
+    assert train(home, "padded", *FLAGS) == 0
+    assert_same_run(captured, home / "padded")
+
+
+class Told(CapturedStep):
+    """Notes the shapes that it was called with."""
+
+    calls: ClassVar = []
+
+    def __call__(self, **inputs):
+        self.calls.append((self, inputs["input_ids"].shape, inputs["cu_seqlens"].shape))
+        return super().__call__(**inputs)
+
+
+@pytest.mark.parametrize("more, forwards", [
+    (("--lora", "4", "--quantize", "nf4", "--accumulation", "1"), 4),
+    (("--loss", "dft", "--precision", "bf16", "--activations", "block", "--clip", "0"), 12),
+], ids=lambda more: more[0] if isinstance(more, tuple) else "")  # fmt: skip
+def test_other_options_are_captured_too(home, more, forwards, monkeypatch):
+    name = more[0].strip("-")
+    flags = (*FLAGS, "--steps", "4", *more)
+    monkeypatch.setattr(loop, "CapturedStep", Told)
+    monkeypatch.setattr(Told, "calls", [])
+    assert train(home, name, *flags, "--capture") == 0
+    assert len(Told.calls) == forwards, "all forwards of training went through it"
+    assert len(set(Told.calls)) == 1 and Told.calls[0][1:] == ((1, LENGTH), (LENGTH + 1,))
+    filled_losses(monkeypatch)
+    assert train(home, f"{name}-padded", *flags) == 0
+    assert_same_run(home / name, home / f"{name}-padded")
+
+
+def test_a_captured_run_that_is_killed_goes_on_with_the_same_bits(home, captured):
+    flags = (*FLAGS, "--capture", "--resume")
+    for step in (1, random.Random(0).randrange(3, 8)):
+        child = Child(lambda: train(home, "killed", *flags))
+        reached(home / "killed", step, child)
+        child.signal(signal.SIGKILL)
+        assert child.wait() == -signal.SIGKILL
+    assert train(home, "killed", *flags) == 0
+    assert_same_run(home / "killed", captured)
+
+
+def test_pretraining_is_captured_and_the_plan_tells_the_padding(home, capsys):
+    flags = ("--length", "100", "--accumulation", "1", "--epochs", "1", "--scratch", "--capture")
+    assert train(home, "text", *flags, recipe="pretrain", data="texts.jsonl") == 0
+    tokens = metrics(home / "text", "tokens")
+    padding = 1 - tokens[max(tokens)] / (100 * max(tokens))
+    told = re.search(r"^capture +not without a GPU; .* padded to 100 tokens, of which (.*)% are padding$",
+                     capsys.readouterr().err, re.M)  # fmt: skip
+    assert float(told[1]) == pytest.approx(100 * padding, abs=0.05) and padding > 0.01
+
+
+def test_a_loss_that_is_no_number_stops_a_captured_run(home, capsys):
+    assert train(home, "nan", *FLAGS, "--capture", "--lr", "1e30", "--clip", "0") == 3
+    assert "a lower --lr" in capsys.readouterr().err
+
+
+def test_what_cannot_be_captured_is_refused_before_the_run(home, capsys):
+    assert train(home, "refused", *FLAGS, "--capture", "--no-packing") == 3
+    assert "capture needs forwards of one shape" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        train(home, "refused", "--capture", recipe="dpo")
+    assert "dpo has no option --capture" in capsys.readouterr().err
+    assert not (home / "refused").exists()
+    cpu = torch.device("cpu")
+    config = dict(losses.TINY, model_type="mixtral", num_local_experts=4)
+    routed = [
+        ligermodels.Mixtral.from_config(config | {"output_router_logits": on}, device="meta") for on in (False, True)
+    ]
+    run._check_capture(routed[0], Processes(cpu))
+    with pytest.raises(InputError, match="would count the padding: leave --capture out, or set output_router_logits"):
+        run._check_capture(routed[1], Processes(cpu))
+    with pytest.raises(InputError, match="capture is for one process"):
+        run._check_capture(routed[0], Processes(cpu, 0, 2, mesh=object()))
+
+
+def test_images_are_not_captured(tmp_path, capsys):
+    import tiny
+
+    tiny.write_qwen2_vl().rename(tmp_path / "model")
+    (tmp_path / "chats.jsonl").write_text('{"messages": []}')
+    assert train(tmp_path, "out", *FLAGS, "--capture") == 3
+    assert "capture: the images of a Qwen2VL have no fixed shape; leave --capture out" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("more", [(), ("--lora", "4", "--accumulation", "1"), ("--loss", "dft", "--precision", "bf16")])
+def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
+    """The bits of a run that pads, computes all rows of the head, and counts its steps on the device; resumed too."""
+    replays, replay = [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
+
+    def folder(name):
+        return tmp_path / name  # an absolute path is not put under `home`
+
+    flags = (*FLAGS, *more, "--schedule", "constant")
+    assert train(home, folder("graph"), *flags, "--capture") == 0
+    accumulate = 1 if "--lora" in more else 3
+    assert len(replays) == 8 * accumulate and len(set(replays)) == accumulate
+    assert train(home, folder("resumed"), *flags, "--steps", "4", "--capture") == 0
+    assert train(home, folder("resumed"), *flags, "--capture", "--resume") == 0
+    assert train(home, folder("plain"), *flags) == 0
+    optimizer_of = run._optimizer
+
+    def counts_on_device(*args):
+        optimizer = optimizer_of(*args)
+        for group in optimizer.param_groups:
+            group["capturable"] = True
+        return optimizer
+
+    filled_losses(monkeypatch, as_captured=True)
+    monkeypatch.setattr(run, "_optimizer", counts_on_device)
+    assert train(home, folder("padded"), *flags) == 0
+    assert_same_run(folder("graph"), folder("padded"))
+    for key in SAME:
+        assert metrics(folder("graph"), key) == pytest.approx(metrics(folder("plain"), key), rel=0.05)
+    assert metrics(folder("resumed"))[8] == metrics(folder("graph"))[8]
