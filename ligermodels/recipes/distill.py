@@ -190,19 +190,19 @@ class OnPolicyEncoder(PromptEncoder):
     examples: Encoder | None = None
 
     def __call__(self, row: Mapping[str, Any]) -> Prompt:
+        prompt = super().__call__(row if self.format is None else self._asked(row))
         own = None if self.examples is None else self.examples(row)
         if own is not None and not own.trained:
             raise InputError("the row has no completion, on which some steps train; mend it, or give --on-policy 1")
-        if self.format is None:
-            return dataclasses.replace(super().__call__(row), own=own)
+        return dataclasses.replace(prompt, where=getattr(row, "where", ""), own=own)
+
+    def _asked(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        assert self.format is not None
         item = normalise(row, self.format)
         if not isinstance(item, Conversation) or item.images:
-            raise InputError(
-                "the row has no prompt that completions are sampled of: a text, or messages without images"
-            )
-        messages = item.messages[: -1 if item.messages[-1]["role"] == "assistant" else None]
-        prompt = super().__call__({"prompt": messages, "tools": item.tools})
-        return dataclasses.replace(prompt, where=getattr(row, "where", ""), own=own)
+            raise InputError("the row has no prompt to sample completions of: a text, or messages without images")
+        messages = item.messages[:-1] if item.messages[-1]["role"] == "assistant" else item.messages
+        return {"prompt": messages, "tools": item.tools}
 
 
 class OnPolicyData(PromptData):
@@ -211,18 +211,18 @@ class OnPolicyData(PromptData):
     _options: DistillOptions
 
     def _encoder_of(self, rows: Rows, tokenizer: Tokenizer) -> Any:
-        share, examples, first = self._options.on_policy, None, rows[0]
+        share, first, examples = self._options.on_policy, rows[0], None
+        has_prompt = first.get("prompt") is not None
         if share < 1 or rows is self._eval:
-            try:
-                examples = Data._encoder_of(self, rows, tokenizer)
-            except InputError as error:
-                what = "the evaluation is" if rows is self._eval else f"1 - on_policy={share:g} of the steps are"
-                raise InputError(f"{error}. Likely: prompts alone, and {what} on rows' own completions") from error
+            if has_prompt and first.get("completion") is None:
+                what = "the evaluation" if rows is self._eval else f"a step that does not sample (on_policy={share:g})"
+                raise InputError(f"{rows.where(0)}: the row has no completion, and {what} is on rows' own completions")
+            examples = Data._encoder_of(self, rows, tokenizer)
         if rows is self._eval:
             return examples
-        format = detect(rows) if first.get("prompt") is None else None
-        chat = format is not None or isinstance(first["prompt"], list)
-        return self._checked(OnPolicyEncoder(tokenizer, chat, self._options.max_new_tokens, format, examples))
+        format = None if has_prompt else detect(rows)
+        chat = not has_prompt or isinstance(first["prompt"], list)
+        return self._that_ends(OnPolicyEncoder(tokenizer, chat, self._options.max_new_tokens, format, examples))
 
     def _batches(self, rows: Rows, **options: Any) -> Batches:
         return (Data if rows is self._eval else PromptData)._batches(self, rows, **options)

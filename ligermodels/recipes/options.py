@@ -445,8 +445,7 @@ class RolloutOptions(TrainOptions):
 
 @dataclass(kw_only=True)
 class DistillOptions(RolloutOptions):
-    """Distillation from a larger model of the same tokenizer, on the examples that sft takes, or on what the model
-    itself answers (--on-policy)."""
+    """Distillation from a larger model of the same tokenizer, on what sft takes or the model's own answers."""
 
     recipe = "distill"
 

@@ -137,9 +137,10 @@ class PromptData(Data):
                 f"columns for the reward functions. It has {', '.join(first) or 'nothing'}"
             )
         chat = isinstance(first["prompt"], list)
-        return self._checked(PromptEncoder(tokenizer, chat, self._options.max_new_tokens))
+        return self._that_ends(PromptEncoder(tokenizer, chat, self._options.max_new_tokens))
 
-    def _checked(self, encoder: PromptEncoder) -> PromptEncoder:
+    def _that_ends(self, encoder: PromptEncoder) -> PromptEncoder:
+        """The encoder. Raises InputError where completions would not begin or end."""
         if encoder.chat and not encoder.tokenizer.files.templates:
             raise InputError(
                 f"{self._options.model} has no chat template, and prompts of messages need one; give texts"

@@ -344,12 +344,13 @@ def test_prompts_need_no_answer(home, write):
 
 
 @pytest.mark.parametrize("says, rows, options", [
-    (r"rows.jsonl:1: no format has the keys \['prompt'\].* and 1 - on_policy=0.5 of the steps are on rows' own",
+    (r"rows.jsonl:1: the row has no completion, and a step that does not sample \(on_policy=0.5\) is on rows' own",
      [{"prompt": "a"}], {"on_policy": 0.5}),
-    ("and the evaluation is on rows' own completions", [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
+    ("has no completion, and the evaluation is on rows' own completions",
+     [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
     ("rows.jsonl:2: the row has no completion, on which some steps train",
      [{"messages": ASKED + SAID}, {"messages": ASKED}], {"on_policy": 0.5}),
-    ("rows.jsonl:1: the row has no prompt that completions are sampled of", [{"text": "a"}], {}),
+    ("rows.jsonl:1: the row has no prompt to sample completions of", [{"text": "a"}], {}),
     ("rows.jsonl:2: prompt: expected messages, as in the first row", [{"messages": ASKED}, {"messages": SAID}], {}),
     ("rows.jsonl:1: prompt: it has 60 tokens, and with max_new_tokens=9 more", [{"prompt": "a" * 60}], {}),
 ], ids=str)  # fmt: skip
