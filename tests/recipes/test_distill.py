@@ -328,7 +328,7 @@ def test_a_student_with_more_rows_than_its_teacher(home, teacher, tmp_path):
     assert metrics(tmp_path / "both")[1] == pytest.approx(0, abs=1e-6)
 
 
-def test_prompts_need_no_answer(home, write):
+def test_prompts_need_no_answer_and_long_ones_are_cut(home, write):
     tokenizer = Tokenizer.from_hub(home / "model")
     longer = [*ASKED, *SAID, {"role": "user", "content": "Again."}]
     for row, messages in (
@@ -338,6 +338,8 @@ def test_prompts_need_no_answer(home, write):
     ):
         prompt = next(data_of(home, write, row).train)["prompts"][0]
         assert prompt.ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    long = next(data_of(home, write, {"prompt": "Say", "completion": "a" * 99}, on_policy=0.5).train)["prompts"][0]
+    assert (long.own.size, long.own.trained) == (64, 61)
     text = next(data_of(home, write, {"prompt": "Say", "completion": " a"}, on_policy=0.5).train)["prompts"][0]
     assert text.ids == tokenizer.encode("Say")
     assert text.own.ids == [*tokenizer.encode("Say a"), tokenizer.eos_token_id] and text.own.labels[:3] == [-100] * 3
