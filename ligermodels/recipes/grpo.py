@@ -14,7 +14,7 @@ from ligermodels.recipes.loop import Batch, Processes, Sums, next_token_loss
 from ligermodels.recipes.options import GRPOOptions
 from ligermodels.recipes.preference import over_ranks
 from ligermodels.recipes.rewards import Rewards
-from ligermodels.recipes.rollout import Completion, PromptData, Rollouts, Sampler, told_names
+from ligermodels.recipes.rollout import Completion, PromptData, Rollouts, Sampler, cache_size, policy_batch, told_names
 from ligermodels.recipes.run import Recipe, run
 from ligermodels.text import Tokenizer
 
@@ -115,10 +115,7 @@ def _open_data(options: GRPOOptions, tokenizer: Tokenizer, multiple: int = 1) ->
 
 def _sizes(options: GRPOOptions, sizes: memory.Sizes, sketch: Any) -> memory.Sizes:
     """Those of the model, and the KV cache of a rollout of all GPUs."""
-    config = sketch.config.get_text_config()
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-    assert options.length is not None
-    return dataclasses.replace(sizes, beside=options.rows_at_once * options.length * per_token)
+    return dataclasses.replace(sizes, beside=cache_size(options, sketch))
 
 
 def _make_loss(
@@ -131,7 +128,11 @@ def _make_loss(
 
 
 def _make_feed(feed: Any, model: Any, loss: Any) -> Rollouts:
-    return Rollouts(feed, model, loss.sampler, loss.sampler.encoder.stop_ids[0])
+    o, sampler = loss.options, loss.sampler
+    pad_id = sampler.encoder.stop_ids[0]
+    return Rollouts(
+        feed, model, o, sampler, lambda some, seconds: policy_batch(some, o, sampler.rewards, pad_id, seconds)
+    )
 
 
 RECIPE = Recipe(

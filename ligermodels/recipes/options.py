@@ -411,8 +411,60 @@ class SimPOOptions(PreferenceOptions):
 
 
 @dataclass(kw_only=True)
-class DistillOptions(TrainOptions):
-    """Distillation from a larger model of the same tokenizer, on the examples that sft takes."""
+class RolloutOptions(TrainOptions):
+    """What the recipes share whose model samples completions of prompts."""
+
+    prompts: int = option(8, "rollout", "so many a step, of all GPUs together", least=1)
+    max_new_tokens: int = option(256, "rollout", "the most tokens of a completion", least=1)
+    rollout_rows: int | None = option(
+        None, "rollout", "so many completions are sampled at a time on each GPU (default: all)", least=1
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.copies:
+            return
+        if self.accumulation not in (None, self.prompts):
+            raise InputError(
+                f"accumulation={self.accumulation}: a step that samples has prompts; give --prompts in its place"
+            )
+        self.accumulation = self.prompts
+        if self.length is not None and self.max_new_tokens >= self.length:
+            raise InputError(
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; raise it"
+            )
+        if max(self.cp, self.tp) > 1:
+            raise InputError(
+                f"cp={self.cp}, tp={self.tp}: a model that is split so does not sample; leave both out, and FSDP "
+                "shards the model over all processes"
+            )
+        if self.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
+            raise InputError(f"prompts={self.prompts} cannot be split over {size} processes; give a multiple of {size}")
+
+    @property
+    def copies(self) -> int:
+        """Completions of each prompt; 0 where nothing is sampled."""
+        raise NotImplementedError
+
+    @property
+    def drawn_at(self) -> float:
+        """The temperature of sampling."""
+        raise NotImplementedError
+
+    @property
+    def iterations(self) -> int:
+        """Steps that train on the same completions."""
+        return 1
+
+    @property
+    def rows_at_once(self) -> int:
+        """Completions that are sampled at a time."""
+        return self.rollout_rows or self.prompts * self.copies
+
+
+@dataclass(kw_only=True)
+class DistillOptions(RolloutOptions):
+    """Distillation from a larger model of the same tokenizer, on what sft takes or the model's own answers."""
 
     recipe = "distill"
 
@@ -424,17 +476,42 @@ class DistillOptions(TrainOptions):
     hard_weight: float = option(
         0.0, "loss", "the share of the cross entropy of the examples' own tokens in the loss", least=0, below=1
     )
+    on_policy: float = option(
+        0.0, "rollout", "the share of the steps on completions that the model samples (GKD's lmbda); the options of "
+        "this group are for it. At 1, rows need no completion of their own", least=0,
+    )  # fmt: skip
+    sampling_temperature: float = option(1.0, "rollout", "divides the logits in sampling; 0: greedy", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.teacher:
             raise InputError("teacher is missing: give --teacher on the command line, or `teacher:` in a file")
-        if self.beta > 1:
-            raise InputError(f"beta={self.beta:g}: expected 1 or less")
+        for name in ("beta", "on_policy"):
+            if getattr(self, name) > 1:
+                raise InputError(f"{name}={getattr(self, name):g}: expected 1 or less")
         if self.temperature <= 0:
             raise InputError(f"temperature={self.temperature:g}: expected more than 0")
         if self.tp > 1:
             raise InputError("a teacher is not supported under tensor parallelism: leave --tp out, FSDP shards both")
+        if self.on_policy and self.hard_weight:
+            raise InputError(
+                f"hard_weight={self.hard_weight:g} would teach the model its own samples; leave it out, or --on-policy"
+            )
+        for field in dataclasses.fields(self):
+            if (
+                field.metadata["group"] == "rollout"
+                and not self.on_policy
+                and getattr(self, field.name) != field.default
+            ):
+                raise InputError(f"{field.name} is given, but nothing is sampled: add --on-policy 1")
+
+    @property
+    def copies(self) -> int:
+        return int(self.on_policy > 0)
+
+    @property
+    def drawn_at(self) -> float:
+        return self.sampling_temperature
 
 
 @dataclass(kw_only=True)
@@ -466,7 +543,7 @@ class MedusaOptions(TrainOptions):
 
 
 @dataclass(kw_only=True)
-class GRPOOptions(TrainOptions):
+class GRPOOptions(RolloutOptions):
     """Group relative policy optimisation: the model samples completions, which reward functions judge."""
 
     recipe = "grpo"
@@ -482,13 +559,8 @@ class GRPOOptions(TrainOptions):
         "auto", "reward", "what advantages are divided by: the standard deviation of rewards of the same prompt, of "
         "all of a step, or nothing. auto: nothing for dr_grpo, else group", choices=("auto", "group", "batch", "none"),
     )  # fmt: skip
-    prompts: int = option(8, "rollout", "so many a step, of all GPUs together", least=1)
     group: int = option(8, "rollout", "completions of each prompt, which are compared with each other", least=2)
-    max_new_tokens: int = option(256, "rollout", "the most tokens of a completion", least=1)
     temperature: float = option(1.0, "rollout", "divides the logits, in sampling and in the loss")
-    rollout_rows: int | None = option(
-        None, "rollout", "so many completions are sampled at a time on each GPU (default: all)", least=1
-    )
     iterations: int = option(1, "rollout", "steps that train on the same completions", least=1)
     drop_truncated: bool = option(False, "rollout", "completions that did not end in --max-new-tokens train nothing")
     loss: str = option(
@@ -507,9 +579,6 @@ class GRPOOptions(TrainOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.accumulation not in (None, self.prompts):
-            raise InputError(f"accumulation={self.accumulation}: grpo has prompts a step; give --prompts in its place")
-        self.accumulation = self.prompts
         if not self.reward:
             raise InputError("reward is missing: give --reward FILE.py:FUNCTION, or `reward:` in a file")
         if self.reward_weights and len(self.reward_weights) != len(self.reward):
@@ -520,19 +589,8 @@ class GRPOOptions(TrainOptions):
             raise InputError(
                 f"temperature={self.temperature:g}: expected more than 0; greedy completions are all equal"
             )
-        if self.length is not None and self.max_new_tokens >= self.length:
-            raise InputError(
-                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; raise it"
-            )
         if self.rollout_rows is not None and self.rollout_rows < self.group:
             raise InputError(f"rollout_rows={self.rollout_rows} is less than the group={self.group} of a prompt")
-        if max(self.cp, self.tp) > 1:
-            raise InputError(
-                f"cp={self.cp}, tp={self.tp}: a model that is split so does not sample; leave both out, and FSDP "
-                "shards the model over all processes"
-            )
-        if self.prompts % (size := int(os.environ.get("WORLD_SIZE", "1"))):
-            raise InputError(f"prompts={self.prompts} cannot be split over {size} processes; give a multiple of {size}")
 
     def default_lr(self) -> float:
         return 1e-5 if self.lora else 1e-6
@@ -557,9 +615,12 @@ class GRPOOptions(TrainOptions):
         return self.clip_high if self.clip_high is not None else own
 
     @property
-    def rows_at_once(self) -> int:
-        """Completions that are sampled at a time."""
-        return self.rollout_rows or self.prompts * self.group
+    def copies(self) -> int:
+        return self.group
+
+    @property
+    def drawn_at(self) -> float:
+        return self.temperature
 
 
 RECIPES: dict[str, type[TrainOptions]] = {

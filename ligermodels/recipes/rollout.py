@@ -1,4 +1,4 @@
-"""Rollouts: prompts of a file, groups of completions that the model in training samples, their rewards and batches.
+"""Rollouts: prompts of a file, completions that the model in training samples, their rewards and batches.
 
 The model samples by its own `generate`, over the parameters that the optimizer updates in place: there is no second
 engine and no copy of the weights. What is drawn depends on the seed, the number of the rollout, and the rank.
@@ -8,7 +8,7 @@ import dataclasses
 import itertools
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,9 @@ from ligermodels.layers.policy import group_advantages
 from ligermodels.recipes.batches import Batches
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.formats import Conversation, Format, normalise
-from ligermodels.recipes.loop import Batch, Feed, Processes, on_device
+from ligermodels.recipes.loop import Batch, Feed, Processes, checked, on_device
 from ligermodels.recipes.masking import IGNORED, Example
-from ligermodels.recipes.options import GRPOOptions
+from ligermodels.recipes.options import GRPOOptions, RolloutOptions
 from ligermodels.recipes.packing import best_fit, packed_batch, padded_batch, spread
 from ligermodels.recipes.report import say
 from ligermodels.recipes.rewards import Rewards
@@ -45,7 +45,7 @@ class Prompt:
     columns: dict[str, Any]
     where: str
     room: int  # tokens that a completion may have
-    ends: None = None
+    own: Example | None = None  # the row's own completion, behind its prompt
 
     @property
     def size(self) -> int:
@@ -53,15 +53,19 @@ class Prompt:
 
     @property
     def trained(self) -> int:
-        return len(self.ids)
+        return len(self.ids) if self.own is None else self.own.trained
+
+    @property
+    def ends(self) -> bool | None:
+        return None if self.own is None else self.own.ends
 
     def cut(self, length: int) -> "Prompt":
-        """Itself. Raises InputError where a completion has no room behind it: a question cut short is another."""
+        """With its own completion cut. Raises InputError where one has no room: a question cut short is another."""
         if self.size + self.room > length:
             raise InputError(
                 f"prompt: it has {self.size} tokens, and with max_new_tokens={self.room} more than length={length}"
             )
-        return self
+        return self if self.own is None else dataclasses.replace(self, own=self.own.cut(length))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +127,7 @@ class _Located(Rows):
 class PromptData(Data):
     """A batch of it is one prompt, and one of the evaluation several: "prompts", and their ids as input_ids."""
 
-    _options: GRPOOptions
+    _options: RolloutOptions
 
     def _encoder_of(self, rows: Rows, tokenizer: Tokenizer) -> Any:
         first = rows[0]
@@ -133,11 +137,14 @@ class PromptData(Data):
                 f"columns for the reward functions. It has {', '.join(first) or 'nothing'}"
             )
         chat = isinstance(first["prompt"], list)
-        if chat and not tokenizer.files.templates:
+        return self._that_ends(PromptEncoder(tokenizer, chat, self._options.max_new_tokens))
+
+    def _that_ends(self, encoder: PromptEncoder) -> PromptEncoder:
+        """The encoder. Raises InputError where completions would not begin or end."""
+        if encoder.chat and not encoder.tokenizer.files.templates:
             raise InputError(
                 f"{self._options.model} has no chat template, and prompts of messages need one; give texts"
             )
-        encoder = PromptEncoder(tokenizer, chat, self._options.max_new_tokens)
         if not encoder.stop_ids:
             raise InputError("the tokenizer names no eos token, so that no completion would end")
         return encoder
@@ -163,8 +170,8 @@ class PromptData(Data):
         o = self._options
         return {
             "tokens": "" if counts is None else f"{counts['tokens']:,} of prompts a pass",
-            "samples": f"{o.group} of each prompt, of at most {o.max_new_tokens:,} tokens, at temperature "
-            f"{o.temperature:g}",
+            "samples": f"{o.copies} of each prompt, of at most {o.max_new_tokens:,} tokens, at temperature "
+            f"{o.drawn_at:g}",
             "steps": f"{o.iterations} for each rollout of {o.prompts} prompts, in forwards of at most "
             f"{o.batch_tokens:,} tokens",
         }
@@ -180,6 +187,14 @@ class PromptData(Data):
 
     def _show(self, example: Any, *, colour: bool) -> str:
         return self._encoder.tokenizer.decode(example.ids)
+
+
+def cache_size(options: RolloutOptions, sketch: Any) -> int:
+    """Elements of the KV cache of a rollout of all GPUs."""
+    config = sketch.config.get_text_config()
+    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim
+    assert options.length is not None
+    return int(options.rows_at_once * options.length * per_token)
 
 
 def _prompts(prompts: Sequence[Prompt], pad_id: int, multiple: int) -> dict[str, Any]:
@@ -211,10 +226,19 @@ class Completion:
     is_tied: bool = False  # all of its group have the same reward, and teach nothing
     deviation: float = 0.0  # standard deviation of all rewards of the rollout
 
+    @property
+    def size(self) -> int:
+        return self.prompt.size + len(self.ids)
+
+    @property
+    def example(self) -> Example:
+        return Example(self.prompt.ids + self.ids, [IGNORED] * self.prompt.size + self.ids)
+
 
 def sample(
     model: Any, prompts: Sequence[list[int]], copies: int, *, max_new_tokens: int, temperature: float,
     stop_ids: Sequence[int], seeds: Iterator[int], rows: int | None = None, together: bool = False,
+    vocab_size: int | None = None,
 ) -> list[list[int]]:  # fmt: skip
     """Completions, `copies` of each prompt after each other, each up to its first stop id or max_new_tokens.
 
@@ -223,9 +247,12 @@ def sample(
     greedy.
     rows: so many are sampled at a time; one that has ended makes room for another. together: all ranks take the same
     number of steps, which FSDP needs; they give equally many prompts, and rows that have ended write on.
+    vocab_size: ids from it on are not drawn.
     """
     options: dict[str, Any] = dict(max_new_tokens=max_new_tokens, num_return_sequences=copies, pad_token_id=stop_ids[0])
     options |= _PLAIN | dict(do_sample=True, temperature=temperature) if temperature > 0 else _GREEDY
+    if vocab_size is not None and vocab_size < model.vocab_size:
+        options["suppress_tokens"] = list(range(vocab_size, model.vocab_size))
     at_once = len(prompts) * copies if rows is None else max(copies, rows)
     trains = model.training
     model.eval()
@@ -277,9 +304,29 @@ class _AllRanks:
         return bool(every)
 
 
+def complete(
+    model: Any, prompts: Sequence[Prompt], rollout: int | None, options: RolloutOptions, encoder: PromptEncoder,
+    processes: Processes, vocab_size: int | None = None,
+) -> list[Completion]:  # fmt: skip
+    """`copies` of each prompt; rollout None: one of each, greedily. Called by all ranks at once, each with its prompts,
+    of which all have as many."""
+    copies, stops = 1 if rollout is None else options.copies, encoder.stop_ids
+    found = sample(
+        model, [prompt.ids for prompt in prompts], copies, max_new_tokens=options.max_new_tokens,
+        temperature=0.0 if rollout is None else options.drawn_at, stop_ids=stops,
+        seeds=_seeds(options.seed, rollout or 0, processes.batch_rank), rows=options.rollout_rows,
+        together=processes.mesh is not None, vocab_size=vocab_size,
+    )  # fmt: skip
+    decode = encoder.tokenizer.decode
+    return [
+        Completion(prompts[n // copies], ids, decode(ids, skip_special_tokens=True), ids[-1] not in stops)
+        for n, ids in enumerate(found)
+    ]
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampler:
-    """Completions with their rewards. Called by all ranks at once, each with its prompts, of which all have as many."""
+    """Completions with their rewards. Called as `complete`."""
 
     options: GRPOOptions
     encoder: PromptEncoder
@@ -289,17 +336,8 @@ class Sampler:
     def __call__(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """A group of each prompt; rollout None: one of each, greedily. Raises the errors of rewards on all ranks."""
         o, p = self.options, self.processes
-        copies, stops = 1 if rollout is None else o.group, self.encoder.stop_ids
-        found = sample(
-            model, [prompt.ids for prompt in prompts], copies, max_new_tokens=o.max_new_tokens,
-            temperature=0.0 if rollout is None else o.temperature, stop_ids=stops,
-            seeds=_seeds(o.seed, rollout or 0, p.batch_rank), rows=o.rollout_rows, together=p.mesh is not None,
-        )  # fmt: skip
-        decode = self.encoder.tokenizer.decode
-        completions = [
-            Completion(prompts[n // copies], ids, decode(ids, skip_special_tokens=True), ids[-1] not in stops)
-            for n, ids in enumerate(found)
-        ]
+        copies = 1 if rollout is None else o.group
+        completions = complete(model, prompts, rollout, o, self.encoder, p)
         given: list[dict[str, float | None]] = []
         error: LigermodelsError | None = None
         try:
@@ -360,10 +398,28 @@ def _seeds(*numbers: int) -> Iterator[int]:
 # ---- batches ----
 
 
+TOLD = ("completion_length", "truncated", "rollout_seconds")
+
+
+def told_rows(completions: Sequence[Completion], seconds: float | None) -> list[tuple[float, int]]:
+    """Of each of TOLD the sum, and the number of what is summed. seconds: of the rollout, told with one batch of it."""
+    number = len(completions)
+    return [
+        (sum(len(one.ids) for one in completions), number),
+        (sum(one.truncated for one in completions), number),
+        (seconds or 0.0, seconds is not None),
+    ]
+
+
+def forward_of(examples: Sequence[Example], options: RolloutOptions, pad_id: int) -> Batch:
+    """A batch, packed or padded."""
+    return {**(packed_batch if options.packing else padded_batch)(examples, pad_id)}
+
+
 def told_names(rewards: Rewards) -> list[str]:
     """The names of the rows of "told" in a batch."""
     return [
-        "reward", "reward_std", "tied", "completion_length", "truncated", "rollout_seconds",
+        "reward", "reward_std", "tied", *TOLD,
         *(f"reward_{name}" for name in rewards.functions if len(rewards.functions) > 1),
     ]  # fmt: skip
 
@@ -380,10 +436,8 @@ def policy_batch(
     """
     sequences, dropped = [], [one.truncated and options.drop_truncated for one in completions]
     for one, drop in zip(completions, dropped, strict=True):
-        labels = [IGNORED] * len(one.ids) if drop else one.ids
-        sequences.append(Example(one.prompt.ids + one.ids, [IGNORED] * one.prompt.size + labels))
-    make = packed_batch if options.packing else padded_batch
-    batch: Batch = {**make(sequences, pad_id)}
+        sequences.append(dataclasses.replace(one.example, labels=[IGNORED] * one.size) if drop else one.example)
+    batch = forward_of(sequences, options, pad_id)
     if options.packing:
         starts = batch["cu_seqlens"].tolist()
     else:
@@ -402,9 +456,7 @@ def policy_batch(
         (sum(one.reward for one in completions), number),
         (sum(one.deviation for one in completions), number),
         (sum(one.is_tied for one in completions), number),
-        (sum(len(one.ids) for one in completions), number),
-        (sum(one.truncated for one in completions), number),
-        (seconds or 0.0, seconds is not None),
+        *told_rows(completions, seconds),
     ]
     for name in rewards.functions:
         values = [value for one in completions if (value := one.rewards.get(name)) is not None]
@@ -420,18 +472,23 @@ class Rollouts:
     batches, with the log probabilities of the first step. So a run that is resumed samples what it would have sampled.
     """
 
-    def __init__(self, feed: Feed, model: Any, sampler: Sampler, pad_id: int):
-        """feed: of prompts."""
-        self.feed, self.model, self.sampler, self.pad_id = feed, model, sampler, pad_id
+    def __init__(
+        self, feed: Feed, model: Any, options: RolloutOptions,
+        sample: Callable[[Any, Sequence[Prompt], int], Sequence[Any]], batch_of: Callable[[Any, float | None], Batch],
+    ):  # fmt: skip
+        """feed: of prompts. sample: makes Completions, or Examples in a step that samples none, of the model, prompts
+        and the number of the rollout. batch_of: makes a forward of some; in the first of a rollout it gets the seconds
+        that this took."""
+        self.feed, self.model, self._options, self._sample, self._batch_of = feed, model, options, sample, batch_of
         self._rollout, self._left = 0, 0
         self._batches: list[Batch] = []
-        self._file = Path(sampler.options.out) / "completions.jsonl"
+        self._file = Path(options.out) / "completions.jsonl"
         self._is_trimmed = False
 
     def take(self) -> list[Batch]:
         if self._left == 0:
             self._batches = self._sampled()
-            self._rollout, self._left = self._rollout + 1, self.sampler.options.iterations
+            self._rollout, self._left = self._rollout + 1, self._options.iterations
         self._left -= 1
         return self._batches
 
@@ -452,42 +509,35 @@ class Rollouts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.feed.load_state_dict(state["prompts"])
         self._rollout, self._left = state["rollout"], state["left"]
-        self._batches = [on_device(batch, self.sampler.processes.device) for batch in state["batches"]]
+        self._batches = [on_device(batch, self.feed.processes.device) for batch in state["batches"]]
 
     def _sampled(self) -> list[Batch]:
-        sampler, o, p = self.sampler, self.sampler.options, self.sampler.processes
+        o, p = self._options, self.feed.processes
         prompts = [prompt for batch in self.feed.take() for prompt in batch["prompts"]]
         start = time.perf_counter()
-        completions = sampler(self.model, prompts, self._rollout)
+        found = self._sample(self.model, prompts, self._rollout)
         seconds = time.perf_counter() - start
         if p.is_main:
-            self._write(completions)
+            self._write([one for one in found if isinstance(one, Completion)])
         assert o.batch_tokens is not None and o.length is not None
         if o.packing:
-            bins = best_fit([one.prompt.size + len(one.ids) for one in completions], o.batch_tokens)
+            bins = best_fit([one.size for one in found], o.batch_tokens)
         else:
             rows = max(1, o.batch_tokens // o.length)
-            bins = [list(range(len(completions)))[n : n + rows] for n in range(0, len(completions), rows)]
+            bins = [list(range(len(found)))[n : n + rows] for n in range(0, len(found), rows)]
         if p.mesh is not None:  # a forward is one of all ranks
             number = torch.tensor(len(bins), device=p.device)
             dist.all_reduce(number, dist.ReduceOp.MAX)
             bins = spread(bins, int(number))
-        return [
-            on_device(
-                policy_batch(
-                    [completions[n] for n in bin], o, sampler.rewards, self.pad_id, seconds if first else None
-                ),
-                p.device,
-            )
-            for first, bin in zip(itertools.chain([True], itertools.repeat(False)), bins, strict=False)
-        ]
+        batches = [self._batch_of([found[n] for n in bin], None if at else seconds) for at, bin in enumerate(bins)]
+        return [on_device(checked(batch, self.feed.vocab_size), p.device) for batch in batches]
 
     def _write(self, completions: Sequence[Completion]) -> None:
         """Adds a line to completions.jsonl for each of this rank, and shows those of the first rollout."""
         lines = []
         for one in completions:
-            line = {"rollout": self._rollout, "prompt": one.prompt.prompt, "completion": one.text,
-                    "reward": one.reward, "rewards": one.rewards, "advantage": one.advantage,
+            judged = {"reward": one.reward, "rewards": one.rewards, "advantage": one.advantage} if one.rewards else {}
+            line = {"rollout": self._rollout, "prompt": one.prompt.prompt, "completion": one.text, **judged,
                     "tokens": len(one.ids), "truncated": one.truncated, "where": one.prompt.where}  # fmt: skip
             lines.append(json.dumps(line, ensure_ascii=False) + "\n")
         with write_errors(self._file):
@@ -499,5 +549,6 @@ class Rollouts:
             with self._file.open("a", encoding="utf-8") as file:
                 file.writelines(lines)
         if self._rollout == 0:
-            for one in completions[: self.sampler.options.show]:
-                say(f"\n{one.prompt.where}, sampled:\n{one.text}\nreward {one.reward:g}")
+            for one in completions[: self._options.show]:
+                reward = f"\nreward {one.reward:g}" if one.rewards else ""
+                say(f"\n{one.prompt.where}, sampled:\n{one.text}{reward}")

@@ -1,5 +1,6 @@
 """Distillation: its loss beside plain formulas and TRL's, what is compared with what, and whole runs."""
 
+import dataclasses
 import json
 import shutil
 
@@ -9,12 +10,18 @@ import torch.nn.functional as F
 
 import ligermodels
 from ligermodels.errors import InputError
-from ligermodels.recipes.distill import check_same_tokens, distill_loss
+from ligermodels.recipes import distill as distill_recipe
+from ligermodels.recipes import rollout
+from ligermodels.recipes.distill import OnPolicyData, OnPolicyLoss, check_same_tokens, distill_loss
+from ligermodels.recipes.formats import Format
+from ligermodels.recipes.loop import Processes
+from ligermodels.recipes.masking import Encoder
 from ligermodels.recipes.options import DistillOptions
 from ligermodels.text import Tokenizer
 from tests.arch import qwen2_vl
 from tests.recipes import losses
 from tests.recipes.runs import metrics, train
+from tests.recipes.test_grpo import fake
 from tests.recipes.test_train_command import check_same, on_two
 
 OPTIONS = dict(beta=1.0, temperature=1.0, hard_weight=0.0)
@@ -102,8 +109,8 @@ def teacher(home):
     return home / "teacher" / "model"
 
 
-def distill(home, out, teacher, *flags):
-    return train(home, out, *FEW, "--teacher", teacher, *flags, recipe="distill")
+def distill(home, out, teacher, *flags, data="chats.jsonl"):
+    return train(home, out, *FEW, "--teacher", teacher, *flags, recipe="distill", data=data)
 
 
 def weights(folder):
@@ -194,3 +201,218 @@ def test_options_that_are_refused(says, options, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(Exception, match=says):
         DistillOptions(**{"model": "a", "data": "b", "out": "c", "teacher": "d", **options})
+
+
+# ---- on-policy ----
+
+FEW_OF = ("--length", "64", "--steps", "6", "--lr", "3e-3", "--warmup", "0", "--prompts", "4", "--max-new-tokens", "9")
+
+
+def on_policy(home, out, teacher, *flags, share=1, data="chats.jsonl"):
+    given = (*FEW_OF, "--teacher", teacher, "--on-policy", share, *flags)
+    return train(home, out, *given, recipe="distill", data=data)
+
+
+def sampled(folder):
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_text().splitlines()]
+
+
+def test_on_its_own_samples_a_run_comes_near_its_teacher(home, teacher, capsys):
+    flags = ("--eval-data", home / "chats.jsonl", "--eval-every", "6", "--lr", "6e-3", "--steps", "12", "--show", "2")
+    assert on_policy(home, "own", teacher, *flags) == 0
+    said, told, losses = capsys.readouterr().err, metrics(home / "own", "eval_divergence"), metrics(home / "own")
+    assert told[12] < 0.75 * told[0] and losses[12] < 0.75 * losses[1]  # of the rows' answers, and of the samples
+    lines = sampled(home / "own")
+    assert len(lines) == 12 * 4 and lines[-1]["rollout"] == 11 and said.count(", sampled:\n") == 2
+    assert lines[0]["prompt"][-1]["role"] == "user" and "reward" not in lines[0]
+    lengths = metrics(home / "own", "completion_length")
+    assert lengths[1] == sum(line["tokens"] for line in lines[:4]) / 4
+    trained = metrics(home / "own", "trained_tokens")
+    assert trained[1] == 4 * lengths[1] and metrics(home / "own", "truncated").keys() == losses.keys()
+    assert "1 of each prompt, of at most 9 tokens, at temperature 1\n" in said
+    assert "12; 1 for each rollout of 4 prompts, in forwards of at most 64 tokens" in said
+
+
+def test_a_mixed_run_resumes_with_the_same_samples_and_bits(home, teacher, capsys):
+    """Half of the steps are of rows' own completions; it is resumed before one that samples."""
+    flags = ("--save-every", "2", "--eval-share", "0.3", "--eval-every", "3", "--beta", "0.5")
+    assert on_policy(home, "mixed", teacher, *flags, share=0.5) == 0
+    assert "in 50% of the steps; the others train on the rows' own" in capsys.readouterr().err
+    assert list(metrics(home / "mixed", "completion_length")) == [1, 3, 5]
+    assert {line["rollout"] for line in sampled(home / "mixed")} == {0, 2, 4}
+    shutil.copytree(home / "mixed", home / "mixed-again")
+    for gone in ("model", "best", "checkpoints/step-00000006"):
+        shutil.rmtree(home / "mixed-again" / gone)
+    assert on_policy(home, "mixed-again", teacher, *flags, "--resume", share=0.5) == 0
+    assert "resumed after step 4" in capsys.readouterr().err
+    assert sampled(home / "mixed-again") == sampled(home / "mixed")
+    assert weights(home / "mixed-again") == weights(home / "mixed")
+    assert metrics(home / "mixed-again") == metrics(home / "mixed")
+    assert on_policy(home, "mixed-again", teacher, *flags, "--resume") == 3
+    assert "had on_policy=0.5, and this has on_policy=1.0" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [
+    (), ("--no-packing", "--beta", "0.3"), ("--lora", "4", "--rollout-rows", "1")
+], ids=str)  # fmt: skip
+def test_on_policy_on_two_processes(home, teacher, tmp_path, monkeypatch, flags):
+    """On the same completions what one computes, with forwards that are not equally many; and sampling together."""
+    on_two(tmp_path, lambda: on_policy(home, tmp_path / "sampled", teacher, *flags, share=0.5))
+    assert len(sampled(tmp_path / "sampled")) == 3 * 2  # rank 0's
+    monkeypatch.setattr(rollout, "sample", fake)
+    assert on_policy(home, tmp_path / "one", teacher, *flags, share=0.5) == 0
+    on_two(tmp_path, lambda: on_policy(home, tmp_path / "two", teacher, *flags, share=0.5))
+    for name in ("loss", "grad_norm", "completion_length", "truncated", "trained_tokens"):
+        one, two = (metrics(tmp_path / folder, name) for folder in ("one", "two"))
+        assert one == pytest.approx(two, rel=2e-4), name
+
+
+ASKED = [{"role": "user", "content": "Say a."}]
+SAID = [{"role": "assistant", "content": "a"}]
+ROWS = {
+    "messages": {"messages": ASKED + SAID},
+    "sharegpt": {"conversations": [{"from": "human", "value": "Say a."}, {"from": "gpt", "value": "a"}]},
+    "alpaca": {"instruction": "Say a.", "output": "a"},
+    "prompt-completion": {"prompt": ASKED, "completion": SAID},
+}
+
+
+def data_of(home, write, *rows, **options):
+    paths = dict(model=str(home / "model"), data=str(write("rows.jsonl", list(rows))), out="out", teacher="t")
+    found = DistillOptions(**paths, length=64, batch_tokens=64, max_new_tokens=9, **{"on_policy": 1, **options})
+    return OnPolicyData(found, Tokenizer.from_hub(home / "model"))
+
+
+@pytest.mark.parametrize("share", [0.5, 1])
+@pytest.mark.parametrize("name", ROWS)
+def test_what_is_asked_and_what_the_row_says(home, write, name, share):
+    """The last answer is cut off, where there is one; steps that do not sample train on what sft trains on."""
+    tokenizer, row = Tokenizer.from_hub(home / "model"), ROWS[name]
+    prompt = next(data_of(home, write, row, on_policy=share).train)["prompts"][0]
+    assert prompt.ids == tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)
+    assert prompt.where.endswith("rows.jsonl:1")
+    assert prompt.own == (Encoder(tokenizer, Format(name, ""))(row) if share < 1 else None)
+    if share < 1:
+        assert prompt.own.ids[: len(prompt.ids)] == prompt.ids and set(prompt.own.labels[: len(prompt.ids)]) == {-100}
+
+
+def test_what_a_step_trains_on(home, write):
+    """Samples at their temperature, of ids that the teacher knows; between them the rows' own completions."""
+    rows = [{"messages": ASKED + SAID}, {"messages": [{"role": "user", "content": "b"}, *SAID]}]
+    data = data_of(home, write, *rows, on_policy=0.5)
+    prompts = [next(data.train)["prompts"][0] for _ in rows]
+    model = losses.model(vocab_size=600).float()
+
+    def steps(**options):
+        options = dataclasses.replace(data._options, **options)
+        of = OnPolicyLoss(options, data.encoder, Processes(torch.device("cpu")), distill_loss, 20)
+        return [of.rollout(model, prompts, n) for n in range(4)]
+
+    greedy, drawn = steps(sampling_temperature=0.0), steps()
+    assert [greedy[1], greedy[3]] == [[prompt.own for prompt in prompts]] * 2 == [drawn[1], drawn[3]]
+    assert greedy[0] == greedy[2] and drawn[0] != drawn[2] and drawn == steps() != steps(seed=1)
+    assert all(index < 20 and len(one.ids) == 9 for one in greedy[0] + drawn[0] for index in one.ids)
+    assert drawn[0][1].example.ids == prompts[1].ids + drawn[0][1].ids
+    assert steps(on_policy=0.25)[1:] == [drawn[1]] * 3
+
+
+def test_a_student_with_more_rows_than_its_teacher(home, teacher, tmp_path):
+    """Samples no id that the teacher has no row for."""
+    folder = shutil.copytree(home / "model", tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": 1500}
+    ligermodels.Llama.from_config(config, device="cpu", seed=0).save_pretrained(folder)
+    (tmp_path / "chats.jsonl").symlink_to(home / "chats.jsonl")
+    assert on_policy(tmp_path, "wide", teacher, "--steps", "1") == 0
+    assert on_policy(tmp_path, "both", folder, "--steps", "1") == 0  # of the tokenizer's more than it has names for
+    assert metrics(tmp_path / "both")[1] == pytest.approx(0, abs=1e-6)
+
+
+def test_prompts_need_no_answer_and_long_ones_are_cut(home, write):
+    tokenizer = Tokenizer.from_hub(home / "model")
+    longer = [*ASKED, *SAID, {"role": "user", "content": "Again."}]
+    for row, messages in (
+        ({"prompt": ASKED}, ASKED),
+        ({"messages": longer}, longer),
+        ({"messages": longer + SAID}, longer),
+    ):
+        prompt = next(data_of(home, write, row).train)["prompts"][0]
+        assert prompt.ids == tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    long = next(data_of(home, write, {"prompt": "Say", "completion": "a" * 99}, on_policy=0.5).train)["prompts"][0]
+    assert (long.own.size, long.own.trained) == (64, 61)
+    text = next(data_of(home, write, {"prompt": "Say", "completion": " a"}, on_policy=0.5).train)["prompts"][0]
+    assert text.ids == tokenizer.encode("Say")
+    assert text.own.ids == [*tokenizer.encode("Say a"), tokenizer.eos_token_id] and text.own.labels[:3] == [-100] * 3
+
+
+@pytest.mark.parametrize("says, rows, options", [
+    (r"rows.jsonl:1: the row has no completion, and a step that does not sample \(on_policy=0.5\) is on rows' own",
+     [{"prompt": "a"}], {"on_policy": 0.5}),
+    ("has no completion, and the evaluation is on rows' own completions",
+     [{"prompt": "a"}, {"prompt": "b"}], {"eval_share": 0.5}),
+    ("rows.jsonl:2: the row has no completion, on which some steps train",
+     [{"messages": ASKED + SAID}, {"messages": ASKED}], {"on_policy": 0.5}),
+    ("rows.jsonl:1: the row has no prompt to sample completions of", [{"text": "a"}], {}),
+    ("rows.jsonl:2: prompt: expected messages, as in the first row", [{"messages": ASKED}, {"messages": SAID}], {}),
+    ("rows.jsonl:1: prompt: it has 60 tokens, and with max_new_tokens=9 more", [{"prompt": "a" * 60}], {}),
+], ids=str)  # fmt: skip
+def test_rows_that_cannot_be_asked_are_named(home, write, says, rows, options):
+    with pytest.raises(InputError, match=says):
+        data = data_of(home, write, *rows, **options)
+        data.count()
+
+
+@pytest.mark.parametrize("says, options", [
+    ("on_policy=1.5: expected 1 or less", {"on_policy": 1.5}),
+    ("would teach the model its own samples", {"hard_weight": 0.1}),
+    ("prompts is given, but nothing is sampled: add --on-policy 1", {"on_policy": 0, "prompts": 4}),
+    ("sampling_temperature is given, but nothing", {"on_policy": 0, "sampling_temperature": 0.0}),
+    ("a step that samples has prompts; give --prompts", {"accumulation": 3}),
+    ("give a multiple of 2", {"prompts": 3}),
+    ("a model that is split so does not sample", {"cp": 2}),
+])  # fmt: skip
+def test_options_of_sampling_that_are_refused(says, options, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(InputError, match=says):
+        DistillOptions(**{"model": "a", "data": "b", "out": "c", "teacher": "d", "on_policy": 1, **options})
+
+
+STEPS, PROMPTS, NEW = 5, 3, 9
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("beta, temperature", [(1.0, 1.0), (0.5, 0.8), (0.0, 1.0)])
+def test_steps_on_policy_are_trls(home, teacher, tmp_path, monkeypatch, beta, temperature):
+    """On the same completions: losses, norms of gradients and weights of its DistillationTrainer."""
+    datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
+    trl = pytest.importorskip("trl")
+    ours = DistillOptions(
+        model=str(home / "model"), data=str(home / "chats.jsonl"), out=str(tmp_path / "ours"), teacher=str(teacher),
+        on_policy=1, prompts=PROMPTS, max_new_tokens=NEW, length=128, batch_tokens=4096, lr=1e-3, schedule="constant",
+        warmup=0, logger="none", show=0, steps=STEPS, beta=beta, temperature=temperature,
+    )  # fmt: skip
+    data = OnPolicyData(ours, Tokenizer.from_hub(ours.model))
+    rows = [{"prompt": next(data.train)["prompts"][0].prompt} for _ in range(STEPS * PROMPTS)]
+    arguments = trl.DistillationConfig(
+        str(tmp_path / "trl"), max_steps=STEPS, per_device_train_batch_size=PROMPTS, learning_rate=1e-3, use_cpu=True,
+        lr_scheduler_type="constant", max_completion_length=NEW, temperature=temperature, beta=beta, bf16=False,
+        gradient_checkpointing=False, disable_tqdm=True, report_to=[], save_strategy="no", logging_steps=1,
+        shuffle_dataset=False,
+    )  # fmt: skip
+    models = [transformers.AutoModelForCausalLM.from_pretrained(folder) for folder in (home / "model", teacher)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(home / "model")
+    trainer = trl.DistillationTrainer(
+        models[0], models[1], args=arguments, train_dataset=datasets.Dataset.from_list(rows), processing_class=tokenizer
+    )  # fmt: skip
+    stop = tokenizer.eos_token_id
+    trainer._generate_single_turn = lambda prompts, *others, **more: fake(None, prompts, 1, stop_ids=(stop,))
+    trainer.train()
+    monkeypatch.setattr(rollout, "sample", fake)
+    assert distill_recipe.train(ours) == 0
+    for name in ("loss", "grad_norm"):
+        expected = [entry[name] for entry in trainer.state.log_history if name in entry]
+        assert list(metrics(tmp_path / "ours", name).values()) == pytest.approx(expected, rel=2e-4), name
+    trained = trainer.model.state_dict()
+    for name, weight in ligermodels.load(tmp_path / "ours" / "model").state_dict().items():
+        assert (weight - trained[name]).abs().max() < 2e-4, name

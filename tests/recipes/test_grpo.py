@@ -163,6 +163,15 @@ def test_samples_depend_on_the_seed_and_greedy_ones_do_not():
     assert len(drawn(model, prompts, 3, rows=3)) == 9
 
 
+def test_ids_that_another_model_lacks_are_not_drawn():
+    """The others keep their odds."""
+    model, copies = losses.model().float(), 2000
+    first = torch.tensor([ids[0] for ids in drawn(model, [[5, 6]], copies, vocab_size=20)])
+    expected = model(torch.tensor([[5, 6]])).logits[0, -1, :20].softmax(-1)
+    assert (torch.bincount(first, minlength=20) / copies - expected).abs().max() < 4 * (0.25 / copies) ** 0.5
+    assert all(index < 20 for ids in drawn(model, [[1], [2]], 50, vocab_size=20) for index in ids)
+
+
 def test_each_rollout_draws_anew(byte_level):
     model, encoder = losses.model(vocab_size=byte_level.vocab_size).float(), PromptEncoder(byte_level, False, 9)
     options = options_of(group=3, max_new_tokens=4)
