@@ -389,14 +389,15 @@ def rope_to_cache_reference(
 ) -> Tensor:  # fmt: skip
     q, k = rope_qk_reference(q, k, cos, sin)
     rows, slots = torch.arange(len(q), device=q.device), (ends - (1 if offset is None else 1 + offset)).long()
-    if keys.stride(0) == values.stride(0) == 0:  # torch does not write to expanded memory
-        rows = torch.zeros_like(rows)
-    for x, held, scale in zip((k, v), (keys, values), scales or (None, None), strict=True):
-        new = x[:, 0]
-        if scale is not None:
-            new, of_new = quantize_heads(new)
-            scale[:1 if scale.stride(0) == 0 else None][rows, slots] = of_new
-        held[:1 if held.stride(0) == 0 else None][rows, slots] = new
+    new: tuple[Tensor, ...] = k, v
+    if scales is not None:
+        (k, of_k), (v, of_v) = quantize_heads(k), quantize_heads(v)
+        new = k, v, of_k, of_v
+    for held, x in zip((keys, values, *(scales or ())), new, strict=True):
+        if held.stride(0) == 0:  # torch does not write to expanded memory
+            held[:1][torch.zeros_like(rows), slots] = x[:, 0]
+        else:
+            held[rows, slots] = x[:, 0]
     return q
 
 
