@@ -38,7 +38,7 @@ from ligermodels.kernels._triton import (
     wait_for_previous,
 )
 from ligermodels.kernels.flash_attention import _capped
-from ligermodels.kernels.fp8 import DTYPE, SCALE_DTYPE, dequantize_heads
+from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MOST_SPLITS = 256
@@ -257,7 +257,7 @@ def decode_attention(
         or of_q[3] != of_k[3] or of_q[2] % of_k[2] or not keys.dtype == values.dtype == (DTYPE if scales else q.dtype)
         or not q.device == keys.device == values.device == starts.device == ends.device
         or not starts.shape == ends.shape == of_q[:1] or not starts.dtype == ends.dtype == torch.int32
-        or not all(x.shape == of_k[:3] and x.dtype == SCALE_DTYPE and x.stride(2) == 1 for x in scales or ())
+        or (scales is not None and not are_scales(scales, keys))
     ):  # fmt: skip
         raise InputError(
             f"decode_attention: q has {describe(q)}, keys {describe(keys)}, values {describe(values)}, starts "

@@ -13,6 +13,15 @@ DTYPE, SCALE_DTYPE = torch.float8_e4m3fn, torch.bfloat16
 _TINY = 1e-30  # in place of the largest of a head of zeros
 
 
+def are_scales(scales: tuple[Tensor, Tensor], of: Tensor) -> bool:
+    """Whether these are scales of keys and of values that have the shape of `of` [B, C, HK, D], in the same strides."""
+    a, b = scales
+    return (
+        a.shape == b.shape == of.shape[:3] and a.dtype == b.dtype == SCALE_DTYPE and a.device == b.device == of.device
+        and a.stride() == b.stride() and a.stride(2) == 1
+    )  # fmt: skip
+
+
 def quantize_heads(x: Tensor) -> tuple[Tensor, Tensor]:
     """q [..., D] and scale [...] of x [..., D]. A head with an infinity becomes NaN."""
     scale = (x.abs().amax(-1).float().clamp_min(_TINY) / 448).to(SCALE_DTYPE)

@@ -39,7 +39,7 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
-from ligermodels.kernels.fp8 import DTYPE, SCALE_DTYPE, quantize_heads, store_heads
+from ligermodels.kernels.fp8 import DTYPE, are_scales, quantize_heads, store_heads
 
 
 def rope_qk_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -420,7 +420,7 @@ def rope_to_cache(
         or not q.dtype == k.dtype == v.dtype or not keys.dtype == values.dtype == (DTYPE if scales else q.dtype)
         or not q.device == keys.device == ends.device or ends.dtype != torch.int32 or ends.shape != k.shape[:1]
         or keys.stride()[2:] != (size, 1) or values.stride()[2:] != (size, 1)
-        or not all(x.shape == keys.shape[:3] and x.dtype == SCALE_DTYPE and x.stride(2) == 1 for x in scales or ())
+        or (scales is not None and not are_scales(scales, keys))
     ):  # fmt: skip
         raise InputError(
             f"rope_to_cache: q has {describe(q)}, k {describe(k)}, v {describe(v)}, keys {describe(keys)}, values "
