@@ -1,11 +1,13 @@
-"""int8, fp8 and int4 weights for inference: what they cost in perplexity, and what they buy in tokens per second.
+"""int8, fp8 and int4 weights and fp8 KV caches: what they cost in perplexity, and weights buy in tokens per second.
 
     python -m benchmarks.quantized --perplexity SmolLM2-135M-Instruct.Q4_1.gguf     # a folder or file; a CPU does
+    python -m benchmarks.quantized --perplexity FILE --kinds bf16 --caches auto,fp8 # the KV cache
     python -m benchmarks.quantized --kernels                                        # products of the 8B, all tiles
     python -m benchmarks.quantized --decode llama-3.1-8b --kinds bf16,int8,fp8,int4 # greedy, prompt 128, 256 new
     python -m benchmarks.quantized --decode llama-3.1-8b --dry                      # a tiny model, also on a CPU
 
 --perplexity: of the first --tokens of Python's own reference (pydoc_data.topics), in windows of 1024, computed in fp32.
+With a cache in fp8, every token but the first of a window reads it, as in decoding.
 --kernels: each product reads its weight from memory, as many copies as are twice the L2 cache are read in turn in one
 CUDA graph; "GB/s" counts the bytes of the weight and its scales. For each shape the tiles are printed, the best first;
 "(default)" is the one that the library takes. Before that, each result is compared with fp64. torchao's rows are its
@@ -48,6 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--decode", metavar="NAME", help="a model of benchmarks.decode")
     parser.add_argument("--kinds", default="bf16,int8,fp8,int4,nf4", help="bf16 stands for weights as they are")
+    parser.add_argument("--caches", default="auto", help="with --perplexity: of auto, fp8")
     parser.add_argument("--batches", default="1,8")
     parser.add_argument("--dry", action="store_true", help="with --decode: a tiny model, few tokens, fp32")
     parser.add_argument("--out", help="a JSON file for the figures")
@@ -56,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     env, found = environment(device), {}
     print(heading(env))
     if options.perplexity:
-        found["perplexity"] = perplexities(options.perplexity, options.tokens, kinds, device)
+        found["perplexity"] = perplexities(options.perplexity, options.tokens, kinds, options.caches.split(","), device)
     if options.kernels:
         found["kernels"] = products([kind for kind in kinds if kind in TILES])
     if options.decode:
@@ -71,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @torch.no_grad()
-def perplexities(source: str, tokens: int, kinds: Sequence[str], device: str) -> list[dict[str, Any]]:
+def perplexities(
+    source: str, tokens: int, kinds: Sequence[str], caches: Sequence[str], device: str
+) -> list[dict[str, Any]]:
     from pydoc_data import topics
 
     text = "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
@@ -80,13 +85,25 @@ def perplexities(source: str, tokens: int, kinds: Sequence[str], device: str) ->
     for kind in kinds:
         options = {} if kind == "bf16" else {"quantization_config": kind}
         model = ligermodels.load(source, dtype=torch.float32, device=device, progress=False, **options).eval()
-        losses = [model(part[None], labels=part[None]).loss.double() * (len(part) - 1) for part in ids.split(1024)]
-        counted = len(ids) - len(losses)
-        value = (torch.stack(losses).sum() / counted).exp().item()
-        first = rows[0]["perplexity"] if rows else value
-        rows.append({"weights": "plain" if kind == "bf16" else kind, "perplexity": value, "ratio": value / first})
-        print(rows[-1], flush=True)
+        for cache in caches:
+            losses = [loss(model, part, cache) for part in ids.split(1024)]
+            counted = len(ids) - len(losses)
+            value = (torch.stack(losses).sum() / counted).exp().item()
+            first = rows[0]["perplexity"] if rows else value
+            weights = "plain" if kind == "bf16" else kind
+            rows.append({"weights": weights, "cache": cache, "perplexity": value, "ratio": value / first})
+            print(rows[-1], flush=True)
     return rows
+
+
+def loss(model: Any, ids: Tensor, kv_cache_dtype: str) -> Tensor:
+    """The sum of ids [N] after the first, in fp64."""
+    if kv_cache_dtype == "auto":
+        return model(ids[None], labels=ids[None]).loss.double() * (len(ids) - 1)
+    cache = model.new_cache(1, len(ids), kv_cache_dtype=kv_cache_dtype)
+    # The first call would read its own keys as they are: all calls after it read what the cache holds.
+    logits = torch.cat([model(part, past_key_values=cache).logits for part in (ids[None, :1], ids[None, 1:])], 1)
+    return F.cross_entropy(logits[0, :-1].double(), ids[1:], reduction="sum")
 
 
 @torch.no_grad()

@@ -259,9 +259,9 @@ class CausalLM(Pretrained, TrainerInterface):
     generate = generate
     fusion_report = fusion_report
 
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache for `batch_size` sequences of up to `max_length` tokens."""
-        return self.decoder.new_cache(batch_size, max_length)
+    def new_cache(self, batch_size: int, max_length: int, *, kv_cache_dtype: str | None = None) -> KVCache:
+        """An empty cache for `batch_size` sequences of up to `max_length` tokens; "fp8" takes half the memory."""
+        return self.decoder.new_cache(batch_size, max_length, kv_cache_dtype=kv_cache_dtype)
 
     @property
     def extra_inputs(self) -> set[str]:

@@ -177,8 +177,8 @@ class Decoder(BaseModel):
             output["router_logits"] = tuple(router_logits)
         return output
 
-    def new_cache(self, batch_size: int, max_length: int) -> KVCache:
-        """An empty cache for `batch_size` sequences of up to `max_length` tokens."""
+    def new_cache(self, batch_size: int, max_length: int, *, kv_cache_dtype: str | None = None) -> KVCache:
+        """An empty cache for `batch_size` sequences of up to `max_length` tokens; "fp8" takes half the memory."""
         config = self.config
         return KVCache(
             config.num_hidden_layers,
@@ -188,6 +188,7 @@ class Decoder(BaseModel):
             config.head_dim,
             windows=[config.window(layer) for layer in range(config.num_hidden_layers)],
             cross_layers=getattr(config, "cross_attention_layers", ()),
+            kv_cache_dtype=kv_cache_dtype,
             dtype=self.compute_dtype,
             device=self.embed_tokens.weight.device,
         )

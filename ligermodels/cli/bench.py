@@ -98,7 +98,8 @@ def _bench(args: argparse.Namespace) -> int:
     rate, size = _copy_rate(model.device), sum(x.nbytes for x in model.parameters())
     record: dict[str, Any] = {
         "model": str(args.model), "adapter": args.adapter and str(args.adapter), **_place(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."), "weights_bytes": size, "load_s": seconds,
+        "dtype": str(model.dtype).removeprefix("torch."), "kv_cache_dtype": args.kv_cache_dtype, "weights_bytes": size,
+        "load_s": seconds,
         "copy_bytes_per_s": rate, "new": args.new, "rows": [],
     }  # fmt: skip
     print(f"{record['device']}, torch {record['torch']}; copies {readable_size(rate)}/s")
@@ -107,7 +108,9 @@ def _bench(args: argparse.Namespace) -> int:
     print("  ".join(title for title, _ in _COLUMNS.values()).removesuffix("  peak GiB" * (model.device.type != "cuda")))
     try:
         for length, batch in itertools.product(prompts, args.batches):
-            row = {"batch": batch, "prompt": length} | _measured(model, batch, length, args.new, rate)
+            row = {"batch": batch, "prompt": length} | _measured(
+                model, batch, length, args.new, rate, args.kv_cache_dtype
+            )
             record["rows"].append(row)
             print(_line(row), flush=True)
     finally:
@@ -124,7 +127,7 @@ def _line(row: Mapping[str, Any]) -> str:
     return "  ".join(cells).rstrip() + ("  out of memory" if row.get("out_of_memory") else "")
 
 
-def _measured(model: "CausalLM", batch: int, length: int, new: int, rate: float) -> dict[str, Any]:
+def _measured(model: "CausalLM", batch: int, length: int, new: int, rate: float, kind: str) -> dict[str, Any]:
     """The figures of a case; `out_of_memory` alone where that happened."""
     import torch
 
@@ -134,8 +137,8 @@ def _measured(model: "CausalLM", batch: int, length: int, new: int, rate: float)
     try:
         if on_cuda:
             torch.cuda.reset_peak_memory_stats(model.device)
-        _times(model, batch, length, new, steps=min(new, 3))
-        times = _times(model, batch, length, new, steps=new)
+        _times(model, batch, length, new, kind, steps=min(new, 3))
+        times = _times(model, batch, length, new, kind, steps=new)
     except (RuntimeError, MemoryError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and "allocate memory" not in str(error):
             raise
@@ -147,7 +150,7 @@ def _measured(model: "CausalLM", batch: int, length: int, new: int, rate: float)
             torch.cuda.empty_cache()
         return {"out_of_memory": True}
     step = (times[-1] - times[0]) / (new - 1)
-    limit = batch * rate / step_bytes(model, batch, length + new / 2)
+    limit = batch * rate / step_bytes(model, batch, length + new / 2, kind)
     found = {
         "first_token_ms": times[0] * 1e3, "prefill_tokens_per_s": batch * length / times[0], "step_ms": step * 1e3,
         "decode_tokens_per_s": batch / step, "limit_tokens_per_s": limit, "of_limit": batch / step / limit,
@@ -155,8 +158,8 @@ def _measured(model: "CausalLM", batch: int, length: int, new: int, rate: float)
     return found | ({"peak_gib": torch.cuda.max_memory_allocated(model.device) / 2**30} if on_cuda else {})
 
 
-def _times(model: "CausalLM", batch: int, length: int, new: int, *, steps: int) -> list[float]:
-    """Seconds until the host has each of the first `steps` of `new` tokens."""
+def _times(model: "CausalLM", batch: int, length: int, new: int, kind: str, *, steps: int) -> list[float]:
+    """Seconds until the host has each of the first `steps` of `new` tokens. kind: the cache's dtype."""
     import torch
 
     from ligermodels.generation import generate_iter
@@ -170,8 +173,9 @@ def _times(model: "CausalLM", batch: int, length: int, new: int, *, steps: int) 
         _synchronize(model.device)
         start = time.perf_counter()
         stream: Any = generate_iter(
-            model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=()
-        )
+            model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=(),
+            kv_cache_dtype=kind,
+        )  # fmt: skip
         with contextlib.closing(stream):
             for _ in itertools.islice(stream, steps):
                 times.append(time.perf_counter() - start)
@@ -180,13 +184,14 @@ def _times(model: "CausalLM", batch: int, length: int, new: int, *, steps: int) 
     return times
 
 
-def step_bytes(model: "CausalLM", batch: int, length: float) -> float:
+def step_bytes(model: "CausalLM", batch: int, length: float, kv_cache_dtype: str = "auto") -> float:
     """Bytes that a step of decoding has to read for `batch` rows that hold `length` tokens.
 
     Those are the weights of the text model, less the table's rows that are not looked up, and each row's keys and
     values. Of stacked experts it is the share that is expected where each token chooses at random.
     """
     from ligermodels.layers import MoE
+    from ligermodels.layers.cache import LayerCache
     from ligermodels.layers.head import unwrapped
 
     parts: Any = {id(x): x for part in (model.decoder, model.lm_head) for x in (*part.parameters(), *part.buffers())}
@@ -197,11 +202,9 @@ def step_bytes(model: "CausalLM", batch: int, length: float) -> float:
         if isinstance(module, MoE):
             unused = (1 - module.top_k / len(module.gate.weight)) ** batch
             found -= unused * sum(x.nbytes for x in (*module.experts.parameters(), *module.experts.buffers()))
-    for layer in model.new_cache(1, 1):
-        keys = getattr(layer, "keys", None)
-        if keys is not None:
-            window = getattr(layer, "window", None)
-            found += 2 * batch * keys[:, :1].nbytes * (length if window is None else min(length, window))
+    for layer in model.new_cache(1, 1, kv_cache_dtype=kv_cache_dtype):
+        if isinstance(layer, LayerCache):
+            found += batch * layer.token_bytes * (length if layer.window is None else min(length, layer.window))
     return found
 
 

@@ -40,6 +40,9 @@ def model_options() -> argparse.ArgumentParser:
     )
     kinds = ("int8", "fp8", "int4", "nf4")
     shared.add_argument("--quantize", choices=kinds, help="hold the weights in few bits (docs/operations.md)")
+    shared.add_argument(
+        "--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="fp8: keys and values in half the memory"
+    )
     shared.add_argument("--device", help="such as cpu or cuda:1 (default: cuda if there is one)")
     return shared
 

@@ -56,7 +56,7 @@ class Writer:
             left = self.model.config.max_position_embeddings - len(ids)
             length = min(args.usual_length, left) if left > 0 else args.usual_length
         if self.cache is None:
-            self.cache = self.model.new_cache(1, len(ids) + length)
+            self.cache = self.model.new_cache(1, len(ids) + length, kv_cache_dtype=args.kv_cache_dtype)
         self._crop(ids, images)
         cached = self.cache.length
         if not cached:

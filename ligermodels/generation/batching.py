@@ -243,7 +243,7 @@ class _Batch:
         generator = None
         if options.seed is not None:
             generator = torch.Generator(self.device).manual_seed(int(options.seed))
-        self.cache, kept = graph.take_cache(self.model, len(rows), self.end)
+        self.cache, kept = graph.take_cache(self.model, len(rows), self.end, options.kv_cache_dtype)
         self.decode: graph.Decode | None = None
         try:
             self.cache.shift(self.longest)
@@ -357,6 +357,7 @@ class _Batch:
     def _prefill(self, count: int) -> _Ready:
         """Runs the next `count` prompts, or as many as PREFILL_TOKENS allow."""
         width, copies = len(self.call.prompts[self.waiting[0]]), self.request.copies
+        kind = self.options.kv_cache_dtype
         count = min(count, len(self.waiting), max(1, PREFILL_TOKENS // width))
         chosen = [self.waiting.popleft() for _ in range(count)]
         prompts = torch.full((count, width), _NOTHING)
@@ -364,7 +365,7 @@ class _Batch:
             row[width - len(self.call.prompts[i]) :] = self.call.prompts[i]
         is_padded = bool((prompts == _NOTHING).any())
         prompts = prompts.to(self.device)
-        cache, mask, positions = self.model.new_cache(count, width), None, None
+        cache, mask, positions = self.model.new_cache(count, width, kv_cache_dtype=kind), None, None
         if is_padded:
             mask = prompts != _NOTHING
             positions = (mask.cumsum(1) - 1).clamp_(min=0)

@@ -185,11 +185,11 @@ def _numbers(owner: Any) -> list[tuple[str, Any]]:
     return [(name, x) for name, x in vars(owner).items() if type(x) in _PLAIN]
 
 
-def take_cache(model: Any, rows: int, length: int) -> tuple[KVCache, tuple]:
+def take_cache(model: Any, rows: int, length: int, kv_cache_dtype: str | None) -> tuple[KVCache, tuple]:
     """An empty cache for `rows` sequences of up to `length` tokens, and what `keep_cache` wants to know of it."""
     kind, length = model.device.type, cdiv(length, BUCKET) * BUCKET
     autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-    key = rows, length, model.decoder.compute_dtype, model.device, autocast
+    key = rows, length, model.decoder.compute_dtype, model.device, autocast, kv_cache_dtype
     kept = _caches.setdefault(model, [])
     for i, (its_key, cache) in enumerate(kept):
         if its_key == key:
@@ -198,10 +198,10 @@ def take_cache(model: Any, rows: int, length: int) -> tuple[KVCache, tuple]:
             return cache, key
     with torch.inference_mode(False):  # it outlives the call
         try:
-            return model.new_cache(rows, length), key
+            return model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype), key
         except torch.OutOfMemoryError:
             kept.clear()
-            return model.new_cache(rows, length), key
+            return model.new_cache(rows, length, kv_cache_dtype=kv_cache_dtype), key
 
 
 def keep_cache(model: Any, cache: KVCache, key: tuple) -> None:

@@ -116,6 +116,9 @@ def generate(
         pad_token_id: fills rows that finished early; default the first stop id.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
         use_cache: False computes the whole text at each step.
+        kv_cache_dtype: "fp8" holds the cache's keys and values in e4m3, in half the memory, with a scale for each token
+            and key head (docs/operations.md has the error). The prompt attends to its own as they are, later tokens to
+            what the cache holds. None or "auto": the dtype of the model, exactly.
         disable_compile: True decodes without a CUDA graph, which on CUDA each step is by default. Its memory, the
             KV cache's above all, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
         prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, taken from where the last
@@ -322,14 +325,14 @@ class _Forward:
         self.decode: Any = None  # a Decode or a Verification, in the midst of steps of the graph
         self.kept: tuple | None = None  # of a cache that may serve the next call
         self.prompt_cache: KVCache | None = None  # of one row for all its copies
-        rows = len(request.input_ids)
+        rows, kind = len(request.input_ids), request.options.kv_cache_dtype
         if self.use_cache and self.cache is None and not self.is_adapted:
             if self.is_captured:
-                self.cache, self.kept = graph.take_cache(self.model, rows * request.copies, self._room)
+                self.cache, self.kept = graph.take_cache(self.model, rows * request.copies, self._room, kind)
                 if request.copies > 1:
-                    self.prompt_cache = self.model.new_cache(rows, request.input_ids.shape[1])
+                    self.prompt_cache = self.model.new_cache(rows, request.input_ids.shape[1], kv_cache_dtype=kind)
             else:
-                self.cache = self.model.new_cache(rows, end)
+                self.cache = self.model.new_cache(rows, end, kv_cache_dtype=kind)
         self.past = 0 if request.cache is None else request.cache.length  # columns that the cache holds
         self.virtual = 0  # tokens before them
         self.positions: Tensor | None = None  # of the last call, where rows are padded

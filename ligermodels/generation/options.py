@@ -37,6 +37,7 @@ _RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     ),
     "prompt_lookup_num_tokens": (Integral, lambda x: 1 <= x <= MOST_GUESSES, f"an integer from 1 to {MOST_GUESSES}"),
     "max_matching_ngram_size": (Integral, lambda x: x >= 1, "an integer of at least 1"),
+    "kv_cache_dtype": (str, lambda x: x in ("auto", "fp8"), "'auto', the dtype of the model, or 'fp8'"),
     "seed": (Integral, lambda x: -(2**63) <= x < 2**64, "an integer of 64 bits, or None for torch's own generator"),
 }  # fmt: skip
 """Option -> (type, test, what the value must be). None is always allowed."""
@@ -85,6 +86,7 @@ class Options:
     renormalize_logits: bool | None = None
     num_return_sequences: int | None = None
     use_cache: bool | None = True
+    kv_cache_dtype: str | None = None
     return_dict_in_generate: bool | None = None
     output_scores: bool | None = None
     output_logits: bool | None = None

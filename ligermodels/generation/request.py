@@ -205,6 +205,14 @@ def _check_speculation(model: Any, options: Options, rows: int, mask: Tensor | N
 
 def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Options) -> KVCache | None:
     """Returns the caller's cache of the first tokens of the prompt. Raises InputError where it does not fit."""
+    kind = options.kv_cache_dtype
+    if kind == "fp8" and options.use_cache is False:
+        raise InputError("use_cache=False contradicts kv_cache_dtype='fp8'; leave one of them out")
+    if kind == "fp8" and is_adapted(model):
+        raise InputError(
+            "kv_cache_dtype='fp8' is not possible where another object, such as a PEFT model, makes the cache: call "
+            "generate of the model inside (PEFT's `get_base_model()`, whose layers keep their LoRA)"
+        )
     if cache is None:
         return None
     if options.use_cache is False:
@@ -212,6 +220,11 @@ def _checked_cache(model: Any, cache: Any, rows: int, length: int, options: Opti
     if is_adapted(model):
         raise InputError("past_key_values cannot be passed where an adapter adds virtual tokens; leave it out")
     cache = as_kv_cache(cache, model.config.get_text_config().num_hidden_layers)
+    if kind not in (None, cache.kv_cache_dtype):
+        raise InputError(
+            f"kv_cache_dtype={kind!r} contradicts past_key_values, which holds {cache.kv_cache_dtype!r}: leave one of "
+            f"them out, or make the cache with model.new_cache(..., kv_cache_dtype={kind!r})"
+        )
     if cache.length >= length:
         raise InputError(
             f"past_key_values holds {cache.length} tokens and input_ids {length}: pass the whole text, the tokens in "

@@ -7,8 +7,11 @@ where p counts a row's columns, padding included, and first is starts[b], or wit
 - The keys of a row are split among programs, as many as fill the GPU at this batch, each with a share of what the row
   holds: the grid is fixed, the shares are read from the device, and a program without keys ends at once.
 - One program serves all query heads of a key head, so a key is read once.
-- Whichever program ends last adds up the shares, in a fixed order. Shares depend on lengths, batch and GPU, not on the
+- Whichever program ends last adds up the shares, in a fixed order; of more than MOST_BY_LAST shares, as long rows of a
+  small batch have, a second kernel does, many programs at once. Shares depend on lengths, batch and GPU, not on the
   memory that the cache has, so neither do the bits of the result.
+- Keys and values may be in fp8, with a scale for each token and key head (see fp8.py). The scales are factors of the
+  scores and of the probabilities, in fp32: products read e4m3 as q's dtype, which is exact.
 
 Bytes: keys and values once; beside them 4 D + 8 per query head and share, written and read.
 
@@ -35,22 +38,30 @@ from ligermodels.kernels._triton import (
     wait_for_previous,
 )
 from ligermodels.kernels.flash_attention import _capped
+from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MOST_SPLITS = 256
 _AT_ONCE = 8192
 """Elements of shares that are added at once."""
+MOST_BY_LAST = 16
+"""Shares of a row that the last of its programs adds up, at most; of more, a second kernel does."""
+_DIMS = 32
+"""Dims of a head that a program of the second kernel adds up."""
 
 
 def decode_attention_reference(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, offset: Tensor | None = None, *,
     window: int | None = None, softcap: float | None = None, scale: float | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """The specification of `decode_attention`, in fp32 (fp64 for fp64) with the scores in memory."""
     dtype, (rows, _, num_heads, size), num_kv_heads = accumulator(q.dtype), q.shape, keys.shape[2]
     positions = torch.arange(keys.shape[1], device=q.device) + (0 if offset is None else offset)
     first = starts if window is None else torch.maximum(starts, ends - window)
     visible = (positions >= first[:, None]) & (positions < ends[:, None])
+    if scales is not None:
+        keys, values = (dequantize_heads(x, by, dtype) for x, by in zip((keys, values), scales, strict=True))
     keys, values = (torch.where(visible[..., None, None], x.to(dtype), 0) for x in (keys, values))
     grouped = q.to(dtype).view(rows, num_kv_heads, num_heads // num_kv_heads, size)
     scores = torch.einsum("bhgd,bkhd->bhgk", grouped, keys) * (size**-0.5 if scale is None else scale)
@@ -70,20 +81,32 @@ def _in_parts(q_ptr, k_ptr, of_group, inside, BLOCK_G: tl.constexpr, BLOCK_N: tl
         q = tl.load(q_ptr + dims, mask=of_group[:, None] & (dims < D), other=0.0)
         k = tl.load(k_ptr + dims, mask=inside[:, None] & (dims < D), other=0.0)
         # Without its last option the compiler would make one long sum of it again.
-        s += tl.dot(q, tl.trans(k), input_precision="ieee", max_num_imprecise_acc=16)
+        s += tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee", max_num_imprecise_acc=16)
     return s
+
+
+@triton.jit
+def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Of row b: the first position that it sees, the one past the last, the positions of a share, and the shares."""
+    first = tl.load(starts_ptr + b)
+    end = tl.load(ends_ptr + b)
+    if WINDOW:
+        first = tl.maximum(first, end - window)
+    share = tl.maximum(tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK_N) * BLOCK_N, BLOCK_N)
+    return first, end, share, tl.maximum(tl.cdiv(end - first, share), 1)  # of a row without keys one program writes 0
 
 
 @triton.jit(do_not_specialize=["window"])
 def _kernel(
-    o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, offset_ptr, window,
-    q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h,
-    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, OFFSET: tl.constexpr, SPLITS: tl.constexpr,
-    HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
+    starts_ptr, ends_ptr, offset_ptr, window,
+    q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s,
+    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, OFFSET: tl.constexpr, FP8: tl.constexpr,
+    SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     GROUP_2: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """All query heads of one key head of one row, over one share of its keys; the last to end adds up the shares."""
+    """All query heads of one key head of one row, over one share of its keys; the last to end adds up few shares."""
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
     GROUP: tl.constexpr = HQ // HK
@@ -91,12 +114,7 @@ def _kernel(
     b = tl.program_id(0) // HK
     kv_head = tl.program_id(0) % HK
     split = tl.program_id(1)
-    first = tl.load(starts_ptr + b)
-    end = tl.load(ends_ptr + b)
-    if WINDOW:
-        first = tl.maximum(first, end - window)
-    share = tl.maximum(tl.cdiv(tl.cdiv(end - first, SPLITS), BLOCK_N) * BLOCK_N, BLOCK_N)
-    used = tl.maximum(tl.cdiv(end - first, share), 1)  # of a row without keys one program writes 0
+    first, end, share, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
     if split >= used:
         return
     begin = first + split * share
@@ -119,11 +137,17 @@ def _kernel(
         slots = (positions - offset).to(tl.int64)[:, None]
         inside = (positions < end)[:, None] & (dims < D)[None, :]
         v = tl.load(v_ptr + slots * v_s + dims[None, :], mask=inside, other=0.0)
+        if FP8:
+            scales = b * scales_b + (positions - offset).to(tl.int64) * scales_s + kv_head
+            k_scales = tl.load(k_scales_ptr + scales, mask=positions < end, other=0.0).to(tl.float32)
+            v_scales = tl.load(v_scales_ptr + scales, mask=positions < end, other=0.0).to(tl.float32)
         if dtype == tl.float32:
             s = _in_parts(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
         else:
             k = tl.load(k_ptr + slots * k_s + dims[None, :], mask=inside, other=0.0)
-            s = tl.dot(q, tl.trans(k))
+            s = tl.dot(q, tl.trans(k.to(dtype)))
+        if FP8:
+            s = s * k_scales[None, :]
         if CAP is not None:
             s, _ = _capped(s, SCALE, CAP, dtype)
         s = tl.where((positions < end)[None, :], s, float("-inf"))
@@ -132,7 +156,12 @@ def _kernel(
         p = tl.exp2((s - higher[:, None]) * FACTOR)
         shrink = tl.exp2((highest - higher) * FACTOR)
         total = total * shrink + tl.sum(p, 1)
-        acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v, input_precision="ieee")
+        if FP8:
+            if dtype == tl.float16:  # probabilities times small scales would leave its range
+                v = v.to(tl.float32) * v_scales[:, None]
+            else:
+                p = p * v_scales[None, :]
+        acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype), input_precision="ieee")
         highest = higher
     if SPLITS == 1:
         total = tl.where(total == 0.0, 1.0, total)  # a row without keys
@@ -145,28 +174,51 @@ def _kernel(
         tl.store(part_ptr + slot[:, None] * D + dims[None, :], acc, mask=of_group)
         # What all threads wrote comes before the barrier, and so before the count, which releases it. The last to count
         # acquires what all others have released.
-        tl.debug_barrier()
-        count_ptr += tl.program_id(0)
-        if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+        if used <= BY_LAST:
             tl.debug_barrier()
-            tl.store(count_ptr, 0)  # for the next launch
-            _add_up(o_ptr, part_ptr, stats_ptr, head, used, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
+            count_ptr += tl.program_id(0)
+            if tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == used - 1:
+                tl.debug_barrier()
+                tl.store(count_ptr, 0)  # for the next launch
+                parts = tl.num_programs(1)
+                _add_up(o_ptr, part_ptr, stats_ptr, head, 0, used, parts, FACTOR, GROUP, D, GROUP_2, BLOCK_D, CHUNK)
+
+
+@triton.jit(do_not_specialize=["window", "parts"])
+def _many_kernel(
+    o_ptr, part_ptr, stats_ptr, starts_ptr, ends_ptr, window, parts,
+    SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr,
+    HQ: tl.constexpr, D: tl.constexpr, DIMS: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """DIMS of one query head, of a row with more than BY_LAST shares."""
+    wait_for_previous(OVERLAP)
+    FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
+    b = tl.program_id(0) // HQ
+    _, _, _, used = _shares(starts_ptr, ends_ptr, b, window, WINDOW, SPLITS, BLOCK_N)
+    if used <= BY_LAST:
+        return
+    head, first_dim = tl.program_id(0).to(tl.int64), tl.program_id(1) * DIMS
+    _add_up(o_ptr, part_ptr, stats_ptr, head, first_dim, used, parts, FACTOR, 1, D, 1, DIMS, CHUNK)
 
 
 @triton.jit
 def _add_up(
-    o_ptr, part_ptr, stats_ptr, head, used,
+    o_ptr, part_ptr, stats_ptr, head, first_dim, used, parts,
     FACTOR: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr,
     GROUP_2: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """GROUP query heads from the `used` shares of each; a share has its highest score, and sums relative to it."""
-    members, dims = tl.arange(0, GROUP_2), tl.arange(0, BLOCK_D)
+    """BLOCK_D dims of GROUP query heads from the `used` shares of each, of `parts` that have room.
+
+    A share has its highest score, and sums relative to it.
+    """
+    members, dims = tl.arange(0, GROUP_2), first_dim + tl.arange(0, BLOCK_D)
     acc = tl.zeros([GROUP_2, BLOCK_D], tl.float32)
     total = tl.zeros([GROUP_2], tl.float32)
     highest = tl.full([GROUP_2], float("-inf"), tl.float32)
     for i in range(0, used, CHUNK):
         some = i + tl.arange(0, CHUNK)[:, None]
-        slots = (head + members)[None, :] * tl.num_programs(1) + some
+        slots = (head + members)[None, :] * parts + some
         held = (some < used) & (members < GROUP)[None, :]
         its_highest = tl.load(stats_ptr + 2 * slots, mask=held, other=float("-inf"))
         its_total = tl.load(stats_ptr + 2 * slots + 1, mask=held, other=0.0)
@@ -186,6 +238,7 @@ def _add_up(
 def decode_attention(
     q: Tensor, keys: Tensor, values: Tensor, starts: Tensor, ends: Tensor, offset: Tensor | None = None, *,
     window: int | None = None, softcap: float | None = None, scale: float | None = None, counters: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Each row's mean of the values it sees, weighted by softmax(scale * q k^T): [B, 1, HQ, D].
 
@@ -194,33 +247,35 @@ def decode_attention(
     buffers; their values are not checked, and a row without a position becomes 0. offset: int32, 0-dim; None is 0.
     window: tokens that are seen, the last ones. softcap: scores become softcap * tanh(scores / softcap). scale: default
     D ** -0.5. counters: int32, B * HK or more, zero, and zero again afterwards, which one call at a time may use; None
-    makes some, in one more launch. There is no gradient.
+    makes some, in one more launch. scales: of keys and values in float8_e4m3fn, bf16 [B, C, HK] each, of the same
+    strides. There is no gradient.
     Raises InputError if shapes, dtypes or devices do not fit together.
     """
     of_q, of_k = q.shape, keys.shape
     if (
         len(of_q) != 4 or len(of_k) != 4 or of_k != values.shape or of_q[1] != 1 or of_q[0] != of_k[0]
-        or of_q[3] != of_k[3] or of_q[2] % of_k[2] or not q.dtype == keys.dtype == values.dtype
+        or of_q[3] != of_k[3] or of_q[2] % of_k[2] or not keys.dtype == values.dtype == (DTYPE if scales else q.dtype)
         or not q.device == keys.device == values.device == starts.device == ends.device
         or not starts.shape == ends.shape == of_q[:1] or not starts.dtype == ends.dtype == torch.int32
+        or (scales is not None and not are_scales(scales, keys))
     ):  # fmt: skip
         raise InputError(
             f"decode_attention: q has {describe(q)}, keys {describe(keys)}, values {describe(values)}, starts "
             f"{describe(starts)}, ends {describe(ends)}; expected q [B, 1, HQ, D] and keys, values [B, C, HK, D] of "
-            "one dtype, int32 [B] twice, all on one device"
+            "one dtype, or the latter in float8_e4m3fn and scales bf16 [B, C, HK], int32 [B] twice, all on one device"
         )
     rows, _, num_heads, size = of_q
     capacity, num_kv_heads = of_k[1:3]
     if not use_triton(q) or q.dtype == torch.float64 or size > 256:
         return decode_attention_reference(
-            q, keys, values, starts, ends, offset, window=window, softcap=softcap, scale=scale
+            q, keys, values, starts, ends, offset, window=window, softcap=softcap, scale=scale, scales=scales
         )
     q, keys, values = last_dim_contiguous(q), last_dim_contiguous(keys), last_dim_contiguous(values)
     block_d = max(16, next_power_of_2(size))
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
     splits = min(_MOST_SPLITS, cdiv(2 * num_sms(q.device.index), rows * num_kv_heads))
     parts = min(splits, cdiv(capacity, block_n))  # no more than that have a key
-    block_g = next_power_of_2(num_heads // num_kv_heads)
+    block_g, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
     shares = stats = out
     if splits > 1:
@@ -231,12 +286,21 @@ def decode_attention(
     overlap = overlaps_launches(q)
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
-        out, shares, stats, ends if counters is None else counters, q, keys, values, starts, ends,
-        ends if offset is None else offset, window or 0,
+        out, shares, stats, ends if counters is None else counters, q, keys, values, *(scales or (keys, values)),
+        starts, ends, ends if offset is None else offset, window or 0,
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
-        size**-0.5 if scale is None else scale, softcap, window is not None, offset is not None, splits,
+        *(scales[0].stride()[:2] if scales else (0, 0)),
+        of_scores, softcap, window is not None, offset is not None, scales is not None, splits, MOST_BY_LAST,
         num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
         block_g, max(1, min(_AT_ONCE // (block_g * block_d), next_power_of_2(splits))),
         overlap, num_warps=4, **overlapping(overlap),
     )  # fmt: skip
+    if splits > 1 and parts > MOST_BY_LAST:  # a row may have as many
+        launch(
+            _many_kernel, (rows * num_heads, cdiv(size, _DIMS)),
+            out, shares, stats, starts, ends, window or 0, parts,
+            of_scores, softcap, window is not None, splits, MOST_BY_LAST,
+            num_heads, size, _DIMS, block_n, max(1, min(_AT_ONCE // _DIMS, next_power_of_2(splits))),
+            overlap, num_warps=4, **overlapping(overlap),
+        )  # fmt: skip
     return out

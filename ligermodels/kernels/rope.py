@@ -7,7 +7,8 @@ What differs from a plain fused rope:
 - `rope` reads rows [q | k | v] and returns strided views, without copies. Its backward takes the three gradients in any
   strides and writes one packed gradient, which one GEMM reads for the projection's dX.
 - One kernel does all of this: rotation in place, into a new buffer, and (with -sin) the backward.
-- `rope_to_cache`, for decoding: q in place, k and v into a KV cache at a place that only the device knows.
+- `rope_to_cache`, for decoding: q in place, k and v into a KV cache at a place that only the device knows, as they are
+  or in fp8.
 
 Saved for the backward: cos and sin. Math in fp32 (fp64 for fp64), one rounding.
 Bytes per rotated element at 2-byte dtypes, which are the minimum: 4 each way. v costs 4 in the packed gradient and
@@ -38,6 +39,7 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
+from ligermodels.kernels.fp8 import DTYPE, are_scales, quantize_heads, store_heads
 
 
 def rope_qk_reference(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -78,6 +80,28 @@ def _rotate_heads(
         if REST:
             mask = (heads < H) & (rest < D)
             tl.store(target + rest, tl.load(source + rest, mask=mask), mask=mask)
+
+
+@triton.jit
+def _rotate_heads_to_fp8(
+    out_ptr, scale_ptr, in_ptr, in_stride, cos_ptr, sin_ptr, ACC: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """The same with whole heads at a time, whose scales need them; rounded to the dtype of the input before."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    rotates, first = dims < 2 * HALF, dims < HALF
+    other = tl.where(first, dims + HALF, dims - HALF)  # the dim of the same pair
+    angle = tl.where(first, dims, other)
+    cos = tl.load(cos_ptr + angle, mask=rotates, other=1.0).to(ACC)
+    sin = tl.load(sin_ptr + angle, mask=rotates, other=0.0).to(ACC)
+    sin = tl.where(first, -sin, sin)
+    for start in range(0, H, BLOCK_H):
+        heads = start + tl.arange(0, BLOCK_H)[:, None]
+        source = in_ptr + heads.to(tl.int64) * in_stride
+        x = tl.load(source + dims, mask=(heads < H) & (dims < D), other=0.0).to(ACC)
+        y = tl.load(source + other, mask=(heads < H) & rotates, other=0.0).to(ACC)
+        x = (x * cos + y * sin).to(in_ptr.dtype.element_ty)
+        store_heads(out_ptr, scale_ptr, x, heads, dims, H, D)
 
 
 @triton.jit(do_not_specialize=["S"])
@@ -310,9 +334,9 @@ def rope_qk(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Ten
 
 @triton.jit
 def _cache_kernel(
-    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, cos_ptr, sin_ptr, ends_ptr, offset_ptr,
-    q_b, k_b, k_h, v_b, v_h, keys_b, keys_s, values_b, values_s, table_b,
-    OFFSET: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, key_scales_ptr, value_scales_ptr, cos_ptr, sin_ptr, ends_ptr, offset_ptr,
+    q_b, k_b, k_h, v_b, v_h, keys_b, keys_s, values_b, values_s, scales_b, scales_s, table_b,
+    OFFSET: tl.constexpr, FP8: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr,
     BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr, BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -335,6 +359,11 @@ def _cache_kernel(
                 q_ptr + b * q_b, q_ptr + b * q_b, D, cos, sin,
                 HQ, D, HALF, BLOCK_Q, BLOCK_HALF, BLOCK_REST, False,
             )  # fmt: skip
+        elif FP8:
+            _rotate_heads_to_fp8(
+                keys_ptr + b * keys_b + slot * keys_s, key_scales_ptr + b * scales_b + slot * scales_s,
+                k_ptr + b * k_b, k_h, cos_ptr + b * table_b, sin_ptr + b * table_b, ACC, HK, D, HALF, BLOCK_K, BLOCK_D,
+            )  # fmt: skip
         else:
             _rotate_heads(
                 keys_ptr + b * keys_b + slot * keys_s, k_ptr + b * k_b, k_h, cos, sin,
@@ -345,60 +374,72 @@ def _cache_kernel(
         for start in range(0, HK, BLOCK_K):
             heads = start + tl.arange(0, BLOCK_K)[:, None]
             mask = (heads < HK) & (cols < D)
-            v = tl.load(v_ptr + b * v_b + heads.to(tl.int64) * v_h + cols, mask=mask)
-            tl.store(values_ptr + b * values_b + slot * values_s + heads * D + cols, v, mask=mask)
+            source = v_ptr + b * v_b + heads.to(tl.int64) * v_h + cols
+            target = values_ptr + b * values_b + slot * values_s
+            if FP8:
+                v = tl.load(source, mask=mask, other=0.0)
+                store_heads(target, value_scales_ptr + b * scales_b + slot * scales_s, v, heads, cols, HK, D)
+            else:
+                tl.store(target + heads * D + cols, tl.load(source, mask=mask), mask=mask)
 
 
 def rope_to_cache_reference(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
-    offset: Tensor | None = None,
+    offset: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     q, k = rope_qk_reference(q, k, cos, sin)
     rows, slots = torch.arange(len(q), device=q.device), (ends - (1 if offset is None else 1 + offset)).long()
-    if keys.stride(0) == values.stride(0) == 0:  # torch does not write to expanded memory
-        rows, keys, values = torch.zeros_like(rows), keys[:1], values[:1]
-    keys[rows, slots], values[rows, slots] = k[:, 0], v[:, 0]
+    new: tuple[Tensor, ...] = k, v
+    if scales is not None:
+        (k, of_k), (v, of_v) = quantize_heads(k), quantize_heads(v)
+        new = k, v, of_k, of_v
+    for held, x in zip((keys, values, *(scales or ())), new, strict=True):
+        if held.stride(0) == 0:  # torch does not write to expanded memory
+            held[:1][torch.zeros_like(rows), slots] = x[:, 0]
+        else:
+            held[rows, slots] = x[:, 0]
     return q
 
 
 def rope_to_cache(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, ends: Tensor,
-    offset: Tensor | None = None,
+    offset: Tensor | None = None, scales: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     """Rotates q and k, and writes k and v into a cache, for one new token a row; returns the rotated q. No gradient.
 
     q [B, 1, HQ, D], k, v [B, 1, HK, D], of any strides; q is overwritten where its heads follow each other. cos, sin as
     in `rope`. keys, values: [B, C, HK, D], heads following each other; row b's token goes to ends[b] - 1 - offset,
     where it must have room. Rows may share memory (stride 0), and then have different ends. ends: int32 [B]; offset:
-    int32, 0-dim; None is 0.
+    int32, 0-dim; None is 0. scales: of keys and values in fp8, bf16 [B, C, HK] each, of the same strides; see fp8.py.
     Raises InputError for shapes, dtypes or devices that do not fit.
     """
     heads, size = k.shape[2], operator.index(k.shape[3])
     if (
         q.shape[:2] != k.shape[:2] or k.shape != v.shape or q.shape[1] != 1 or q.shape[3] != size
         or keys.shape != values.shape or (keys.shape[0], *keys.shape[2:]) != (k.shape[0], heads, size)
-        or not q.dtype == k.dtype == v.dtype == keys.dtype == values.dtype
+        or not q.dtype == k.dtype == v.dtype or not keys.dtype == values.dtype == (DTYPE if scales else q.dtype)
         or not q.device == keys.device == ends.device or ends.dtype != torch.int32 or ends.shape != k.shape[:1]
         or keys.stride()[2:] != (size, 1) or values.stride()[2:] != (size, 1)
+        or (scales is not None and not are_scales(scales, keys))
     ):  # fmt: skip
         raise InputError(
             f"rope_to_cache: q has {describe(q)}, k {describe(k)}, v {describe(v)}, keys {describe(keys)}, values "
-            f"{describe(values)}, ends {describe(ends)}; expected [B, 1, heads, D] and [B, C, HK, D] of one dtype, and "
-            "int32 [B], on one device"
+            f"{describe(values)}, ends {describe(ends)}; expected [B, 1, heads, D] and [B, C, HK, D] of one dtype, or "
+            "the latter in float8_e4m3fn and scales bf16 [B, C, HK], and int32 [B], on one device"
         )
     cos, sin = _angles("rope_to_cache", q, size, cos, sin)
     if not use_triton(q):
-        return rope_to_cache_reference(q, k, v, cos, sin, keys, values, ends, offset)
+        return rope_to_cache_reference(q, k, v, cos, sin, keys, values, ends, offset, scales)
     q = q if q.stride()[2:] == (size, 1) else q.contiguous()
     k, v, half = last_dim_contiguous(k), last_dim_contiguous(v), operator.index(cos.shape[-1])
     num_heads, block_half = operator.index(q.shape[2]), next_power_of_2(half)
     most, overlap = max(1, 1024 // block_half), overlaps_launches(q)
     launch(
         _cache_kernel, (len(q), 3),
-        q, k, v, keys, values, cos, sin, ends, ends if offset is None else offset,
+        q, k, v, keys, values, *(scales or (keys, values)), cos, sin, ends, ends if offset is None else offset,
         q.stride(0), k.stride(0), k.stride(2), v.stride(0), v.stride(2), *keys.stride()[:2], *values.stride()[:2],
-        0 if cos.shape[0] == 1 else cos.stride(0),
-        offset is not None, num_heads, operator.index(heads), size, half,
+        *(scales[0].stride()[:2] if scales else (0, 0)), 0 if cos.shape[0] == 1 else cos.stride(0),
+        offset is not None, scales is not None, num_heads, operator.index(heads), size, half,
         block_half, next_power_of_2(max(1, size - 2 * half)), next_power_of_2(size),
         min(next_power_of_2(num_heads), most), min(next_power_of_2(heads), most), overlap,
         num_warps=4, **overlapping(overlap),

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ligermodels.errors import InputError
+from ligermodels.kernels import fp8
 from ligermodels.kernels.decode_attention import decode_attention
 from ligermodels.kernels.rope import rope_to_cache
 from ligermodels.layers.batch import NextToken
@@ -16,9 +17,15 @@ SLACK = 256
 """Tokens that the buffers of a layer with a window hold beyond it. Moving the window reads and writes it once in SLACK
 steps, and attention reads it in every step: the moves add 4 / SLACK, 1.6 %, to what decoding reads here."""
 
+KV_CACHE_DTYPES = ("auto", "fp8")
+"""What a cache holds keys and values in: the dtype that the model computes in, or e4m3."""
+
 
 class LayerCache:
     """One layer's keys and values: two buffers [B, capacity, HK, D]. `length` is the tokens seen so far.
+
+    With kv_cache_dtype "fp8" they hold e4m3, and two more buffers [B, capacity, HK] the scales, see kernels/fp8.py. The
+    tokens of the first call attend to each other's keys and values as they are, all later ones to what the cache holds.
 
     Without a window the buffers hold every token and double when they are full. With one they have room for
     min(max_length, window - 1 + SLACK) tokens: new ones follow the old, and when the buffers are full the last
@@ -33,15 +40,24 @@ class LayerCache:
         head_dim: int,
         *,
         window: int | None = None,
+        kv_cache_dtype: str = "auto",
         dtype: torch.dtype,
         device: torch.device | str,
     ):
         self.window = window
+        self.dtype = dtype  # of the keys and values that it takes and gives
         self.length = 0
         self._end = 0  # of the tokens in the buffers; the last one seen is the one before it
         shape = (batch_size, self._limited(max_length), num_kv_heads, head_dim)
-        self.keys = torch.empty(shape, dtype=dtype, device=device)
-        self.values = torch.empty(shape, dtype=dtype, device=device)
+        self.is_fp8 = kv_cache_dtype == "fp8"
+        # In fp8 the bits lie as integers, whose rows torch moves on every device.
+        held = torch.uint8 if self.is_fp8 else dtype
+        self.keys = torch.empty(shape, dtype=held, device=device)
+        self.values = torch.empty(shape, dtype=held, device=device)
+        if self.is_fp8:
+            self.key_scales = torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device)
+            self.value_scales = torch.empty(shape[:3], dtype=fp8.SCALE_DTYPE, device=device)
+            _check_fp8(self.keys.device)
         # Once `place` was called, for `attend`.
         self.offset: Tensor | None = None  # with a window
         self.counters: Tensor | None = None
@@ -51,34 +67,38 @@ class LayerCache:
 
         Each is [B, past + S, HK, D], where past counts the tokens before: all of them, or the last window - 1.
         Without gradients these are views of the buffers, valid until the next update, and k and v themselves
-        where there is no past; a call of more tokens than the buffers of a window hold gets a copy. With
-        gradients the new tokens keep theirs and the past is constant: the buffers hold values only.
+        where there is no past; a call of more tokens than the buffers of a window hold gets a copy, and one of a cache
+        in fp8 too, new tokens rounded as the past is. With gradients the new tokens keep theirs and the past is
+        constant: the buffers hold values only.
         An empty cache follows the first tokens to their device, where accelerate has offloaded or spread the model, and
         under autocast to their dtype.
-        Raises InputError if batch size, heads or dtype are not those of the cache.
+        Raises InputError if batch size, heads or dtype are not those of the cache, and for gradients with fp8.
         """
-        if self.length == 0:
-            self._follow(k.device, k.dtype if torch.is_autocast_enabled(k.device.type) else self.keys.dtype)
-        _check_fits(self.keys, k)
+        first = self.length == 0
+        if first:
+            self._follow(k.device, k.dtype if torch.is_autocast_enabled(k.device.type) else self.dtype)
+        _check_fits(self.keys, k, self.dtype)
         past, total = self._past, self._past + k.shape[1]
         fits = self._limited(total) == total
-        seen = None
+        new, seen = self._to_held(k, v), None
         if past == 0:
-            seen = k, v
+            seen = new
         elif k.requires_grad or v.requires_grad or not fits:
             before = slice(self._end - past, self._end)
-            seen = torch.cat([self.keys[:, before], k], 1), torch.cat([self.values[:, before], v], 1)
+            seen = [torch.cat([buffer[:, before], x], 1) for buffer, x in zip(self._buffers(), new, strict=True)]
         self.length += k.shape[1]
         if seen is not None and not fits:  # only what a later query can see goes into the buffers
             last = slice(total - self._past, None)
             self._end = 0  # nothing in them stays
-            self._append(seen[0][:, last].detach(), seen[1][:, last].detach(), past=0)
+            self._append([x[:, last].detach() for x in seen], past=0)
         else:
-            self._append(k.detach(), v.detach(), past)
-        if seen is not None:
-            return seen
-        held = slice(self._end - total, self._end)
-        return self.keys[:, held], self.values[:, held]
+            self._append([x.detach() for x in new], past)
+        if first:
+            return k, v
+        if seen is None:
+            held = slice(self._end - total, self._end)
+            seen = [buffer[:, held] for buffer in self._buffers()]
+        return self._from_held(seen)
 
     def reserve(self, length: int) -> None:
         """Makes the buffers large enough for `length` tokens: until then they stay where they are."""
@@ -119,38 +139,42 @@ class LayerCache:
         that a CUDA graph of this can be replayed; `advance` counts the token. In a cache of one row the B tokens may
         follow each other: each sees those before it.
         """
-        place = self.keys, self.values
+        place = self._buffers()
         if len(self.keys) == 1:
-            place = self.keys.expand(len(k), -1, -1, -1), self.values.expand(len(k), -1, -1, -1)
-        _check_fits(place[0], k)
-        q = rope_to_cache(q, k, v, token.cos, token.sin, *place, token.ends, self.offset)
+            place = [x.expand(len(k), *x.shape[1:]) for x in place]
+        _check_fits(place[0], k, self.dtype)
+        keys, values, *rest = place
+        scales = None
+        if self.is_fp8:
+            keys, values, scales = keys.view(fp8.DTYPE), values.view(fp8.DTYPE), (rest[0], rest[1])
+        q = rope_to_cache(q, k, v, token.cos, token.sin, keys, values, token.ends, self.offset, scales)
         return decode_attention(
-            q, *place, token.starts, token.ends, self.offset, window=window, softcap=softcap, scale=scale,
-            counters=self.counters,
+            q, keys, values, token.starts, token.ends, self.offset, window=window, softcap=softcap, scale=scale,
+            counters=self.counters, scales=scales,
         )  # fmt: skip
 
     def take(self, other: "LayerCache", rows: Tensor) -> None:
         """Holds what `other` does, row i its row rows[i], in memory of its own."""
         past = other._past
         held = slice(other._end - past, other._end)
-        self._follow(other.keys.device, other.keys.dtype)
-        self.keys[:, :past] = other.keys[:, held].index_select(0, rows)
-        self.values[:, :past] = other.values[:, held].index_select(0, rows)
+        self._follow(other.keys.device, other.dtype)
+        for mine, its in zip(self._buffers(), other._buffers(), strict=True):
+            mine[:, :past] = its[:, held].index_select(0, rows)
         self.length, self._end = other.length, past
 
     def put(self, other: "LayerCache", rows: Tensor, into: Tensor) -> None:
         """Row into[i] holds the tokens of row rows[i] of `other`, which is not longer, as its last ones."""
         past = other._past
-        self._follow(other.keys.device, other.keys.dtype)
+        self._follow(other.keys.device, other.dtype)
         held, place = slice(other._end - past, other._end), slice(self._end - past, self._end)
-        self.keys[into, place] = other.keys[rows, held]
-        self.values[into, place] = other.values[rows, held]
+        for mine, its in zip(self._buffers(), other._buffers(), strict=True):
+            mine[into, place] = its[rows, held]
 
     def shift(self, length: int) -> None:
         """Moves the tokens so that there are `length` columns, the last where the last was."""
         past, end, self.length = self._past, self._end, length
         kept, self._end = min(past, self._past), self._past
-        for x in (self.keys, self.values):
+        for x in self._buffers():
             x[:, self._end - kept : self._end] = x[:, end - kept : end].clone()  # the two ranges may overlap
 
     def reset(self) -> None:
@@ -171,7 +195,7 @@ class LayerCache:
     def reorder(self, rows: Tensor) -> None:
         """Row i becomes the old row rows[i]; rows: int64 [N], repeats allowed."""
         held = slice(self._end - self._past, self._end)
-        for name in ("keys", "values"):
+        for name in self._names:
             old = getattr(self, name)
             moved = old[:, held].index_select(0, rows)
             if len(rows) != len(old):
@@ -180,9 +204,46 @@ class LayerCache:
             old[:, held] = moved
 
     def _follow(self, device: torch.device, dtype: torch.dtype) -> None:
-        if (device, dtype) != (self.keys.device, self.keys.dtype):
+        if (device, dtype) == (self.keys.device, self.dtype):
+            return
+        self.dtype = dtype
+        if not self.is_fp8:
             self.keys = torch.empty_like(self.keys, device=device, dtype=dtype)
             self.values = torch.empty_like(self.keys)
+        elif device != self.keys.device:
+            _check_fp8(device)
+            for name in self._names:
+                setattr(self, name, torch.empty_like(getattr(self, name), device=device))
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a row holds for a token."""
+        return sum(x[:1, :1].nbytes for x in self._buffers())
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return ("keys", "values", "key_scales", "value_scales") if self.is_fp8 else ("keys", "values")
+
+    def _buffers(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self._names]
+
+    def _to_held(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """What the buffers hold of k and v."""
+        if not self.is_fp8:
+            return [k, v]
+        if k.requires_grad or v.requires_grad:
+            raise InputError(
+                "a KV cache in fp8 has no gradients: run under torch.no_grad(), or make it without kv_cache_dtype"
+            )
+        (k, of_k), (v, of_v) = fp8.quantize_heads(k), fp8.quantize_heads(v)
+        return [k.view(torch.uint8), v.view(torch.uint8), of_k, of_v]
+
+    def _from_held(self, held: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys and values of what `_to_held` makes."""
+        if not self.is_fp8:
+            return held[0], held[1]
+        k, v = (fp8.dequantize_heads(held[i].view(fp8.DTYPE), held[i + 2], self.dtype) for i in (0, 1))
+        return k, v
 
     @property
     def _past(self) -> int:
@@ -192,20 +253,21 @@ class LayerCache:
     def _limited(self, capacity: int) -> int:
         return capacity if self.window is None else min(capacity, self.window - 1 + SLACK)
 
-    def _append(self, k: Tensor, v: Tensor, past: int) -> None:
-        """Puts k and v after the last `past` tokens of the buffers."""
-        if self._end + k.shape[1] > self.keys.shape[1]:
-            self._make_room(past, k.shape[1])
-        end = self._end + k.shape[1]
-        self.keys[:, self._end : end] = k
-        self.values[:, self._end : end] = v
+    def _append(self, new: list[Tensor], past: int) -> None:
+        """Puts what `_to_held` made after the last `past` tokens of the buffers."""
+        count = new[0].shape[1]
+        if self._end + count > self.keys.shape[1]:
+            self._make_room(past, count)
+        end = self._end + count
+        for buffer, x in zip(self._buffers(), new, strict=True):
+            buffer[:, self._end : end] = x
         self._end = end
 
     def _make_room(self, past: int, new: int) -> None:
         """Moves the last `past` tokens to the front of the buffers, or of larger ones while these may grow."""
         held, capacity = slice(self._end - past, self._end), self.keys.shape[1]
         larger = self._limited(max(past + new, 2 * capacity))
-        for name in ("keys", "values"):
+        for name in self._names:
             old = getattr(self, name)
             if larger > capacity:
                 buffer = old.new_empty(old.shape[0], larger, *old.shape[2:])
@@ -216,11 +278,20 @@ class LayerCache:
         self._end = past
 
 
-def _check_fits(held: Tensor, k: Tensor) -> None:
-    """Raises InputError where `k` [B, S, HK, D] cannot be appended to what a cache holds."""
-    if (held.shape[0], *held.shape[2:]) != (k.shape[0], *k.shape[2:]) or held.dtype != k.dtype:
+def _check_fp8(device: torch.device) -> None:
+    """Raises InputError where Triton cannot convert to and from e4m3."""
+    if device.type == "cuda" and torch.version.cuda and torch.cuda.get_device_capability(device) < (8, 9):
         raise InputError(
-            f"KV cache: keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(held.shape)} in {held.dtype}; "
+            f"kv_cache_dtype='fp8': {torch.cuda.get_device_name(device)} cannot convert e4m3, which Ada, Hopper and "
+            "later GPUs do; leave kv_cache_dtype out"
+        )
+
+
+def _check_fits(held: Tensor, k: Tensor, dtype: torch.dtype) -> None:
+    """Raises InputError where `k` [B, S, HK, D] cannot be appended to what a cache holds of `dtype`."""
+    if (held.shape[0], *held.shape[2:]) != (k.shape[0], *k.shape[2:]) or dtype != k.dtype:
+        raise InputError(
+            f"KV cache: keys {list(k.shape)} in {k.dtype} do not fit a cache of {list(held.shape)} in {dtype}; "
             "was it made for another batch size or model, or with autocast on and used with autocast off?"
         )
 
@@ -238,7 +309,7 @@ class CrossCache:
         Raises InputError if batch size, heads or dtype are not those of the images before.
         """
         if self.keys is not None and self.values is not None:
-            _check_fits(self.keys, k)
+            _check_fits(self.keys, k, self.keys.dtype)
             k, v = torch.cat([self.keys, k], 1), torch.cat([self.values, v], 1)
         self.keys, self.values = k.detach(), v.detach()
         return k, v
@@ -263,11 +334,12 @@ class KVCache:
 
     max_length: tokens that memory is allocated for; a longer sequence makes a layer's buffers double.
     windows: for each layer the tokens that a query of it sees, counting itself, or None for all; left out: all
-    layers see all. cross_layers: the layers that attend to images instead; at least one does not. Memory:
-    2 * batch_size * num_kv_heads * head_dim elements per token held, and a layer holds max_length tokens, one with a
-    window at most window - 1 + SLACK of them, one of cross_layers as many as the images have states. Lengths are
-    known to the host: nothing synchronises. `state` is a dict for a model's other state of these tokens; its tensors
-    have a row for each sequence.
+    layers see all. cross_layers: the layers that attend to images instead; at least one does not. kv_cache_dtype: "fp8"
+    holds keys and values of text, not of images, in e4m3; None and "auto" in `dtype`. Memory:
+    2 * batch_size * num_kv_heads * head_dim elements per token held (in fp8, 2 * batch_size * num_kv_heads *
+    (head_dim + 2) bytes). A layer holds max_length tokens, one with a window at most window - 1 + SLACK of them, one of
+    cross_layers as many as the images have states. Lengths are known to the host: nothing synchronises. `state` is a
+    dict for a model's other state of these tokens; its tensors have a row for each sequence.
     """
 
     stepping = False
@@ -285,13 +357,18 @@ class KVCache:
         *,
         windows: Sequence[int | None] | None = None,
         cross_layers: Container[int] = (),
+        kv_cache_dtype: str | None = None,
         dtype: torch.dtype,
         device: torch.device | str,
     ):
+        self.kv_cache_dtype = "auto" if kv_cache_dtype is None else kv_cache_dtype
+        if self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise InputError(f"kv_cache_dtype={kv_cache_dtype!r:.80} must be one of {', '.join(KV_CACHE_DTYPES)}")
         windows = [None] * num_layers if windows is None else windows
         self._layers = [
             CrossCache() if layer in cross_layers else LayerCache(
-                batch_size, max_length, num_kv_heads, head_dim, window=window, dtype=dtype, device=device
+                batch_size, max_length, num_kv_heads, head_dim, window=window, kv_cache_dtype=self.kv_cache_dtype,
+                dtype=dtype, device=device,
             )
             for layer, window in zip(range(num_layers), windows, strict=True)
         ]  # fmt: skip
@@ -415,7 +492,7 @@ class KVCache:
 
     def memory(self) -> list[Tensor]:
         """All tensors that a step reads or writes."""
-        held: list[Any] = [x for layer in self._texts for x in (layer.keys, layer.values, layer.offset, layer.counters)]
+        held: list[Any] = [x for layer in self._texts for x in (*layer._buffers(), layer.offset, layer.counters)]
         held += [x for layer in self._layers if isinstance(layer, CrossCache) for x in (layer.keys, layer.values)]
         return [x for x in (*held, self.starts, self.ends, *self.state.values()) if isinstance(x, Tensor)]
 
@@ -444,6 +521,7 @@ class BorrowedCache(KVCache):
                 "was it made for another model?"
             )
         self.cache = cache
+        self.kv_cache_dtype = "auto"
         self._layers = [_BorrowedLayer(cache, layer) for layer in range(num_layers)]  # type: ignore[misc]
         self._text = self._layers[0]  # type: ignore[assignment]
         self.state = {}

@@ -97,6 +97,8 @@ def test_the_bytes_of_a_step():
         seen = min(length, getattr(config, "sliding_window", None) or length)
         expected += batch * seen * 2 * layers * config.num_key_value_heads * config.head_dim * 4
         assert bench.step_bytes(model, batch, length) == expected
+        saved = batch * seen * 2 * layers * config.num_key_value_heads * (3 * config.head_dim - 2)
+        assert bench.step_bytes(model, batch, length, "fp8") == expected - saved
 
 
 def test_ctrl_c_keeps_what_was_measured(capsys, folder, tmp_path, on_forward):

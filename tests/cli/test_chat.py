@@ -153,6 +153,20 @@ def test_generate_with_weights_in_few_bits(folder, capsys, monkeypatch):
         assert type(loaded[-1].decoder.layers[0].mlp.down_proj) is {"int8": L.QuantizedLinear, "nf4": L.NF4Linear}[kind]
 
 
+def test_generate_with_a_cache_in_fp8(folder, capsys, monkeypatch):
+    seen = []
+
+    def spy(*args, original=generation.generate_iter, **kwargs):
+        seen.append(kwargs["past_key_values"])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(generation, "generate_iter", spy)
+    command = ("generate", folder, "--prompt", "one two", "--max-new-tokens", 4)
+    for options, held in (((), torch.float32), (("--kv-cache-dtype", "fp8"), torch.uint8)):
+        assert run(capsys, *command, *options)[0] == 0
+        assert all(layer.keys.dtype == held for layer in seen.pop())
+
+
 def test_generate_ends_before_a_stop_string_and_at_a_stop_id(folder, capsys, tmp_path):
     text = expected(folder, 40, temperature=1.0, seed=0)
     options = ["--prompt", PROMPT, "--max-new-tokens", 40, "--temperature", 1, "--seed", 0]
@@ -276,7 +290,7 @@ def writer(folder):
     def make(model):
         args = Namespace(
             max_new_tokens=8, temperature=0.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0, seed=None,
-            stop=[],
+            stop=[], kv_cache_dtype="auto",
         )  # fmt: skip
         return writer_file.Writer(model, Tokenizer.from_hub(folder), args)
 

@@ -34,8 +34,8 @@ def llama(windows=(None, None), rope="default", positions=512):
     for layer, window in zip(model.model.layers, windows, strict=True):
         layer.self_attn.window = window
     if windows != (None, None):
-        model.new_cache = lambda rows, length: KVCache(
-            2, rows, length, 2, 8, windows=windows, dtype=model.dtype, device="cpu"
+        model.new_cache = lambda rows, length, **options: KVCache(
+            2, rows, length, 2, 8, windows=windows, dtype=model.dtype, device="cpu", **options
         )
     return model
 

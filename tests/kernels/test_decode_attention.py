@@ -9,6 +9,7 @@ from ligermodels.errors import InputError
 from ligermodels.kernels import decode_attention as module
 from ligermodels.kernels.attention import attention_reference
 from ligermodels.kernels.decode_attention import decode_attention, decode_attention_reference
+from ligermodels.kernels.fp8 import dequantize_heads, quantize_heads
 from ligermodels.kernels.rope import rope_qk_reference, rope_to_cache
 from tests.kernels.judge import DTYPES, ON_GPU
 from tests.kernels.on_gpu import large
@@ -62,6 +63,7 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads):
         if ON_GPU or i % 2 == (capacity + heads[0]) % 2:
             monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
             monkeypatch.setattr(module, "_AT_ONCE", (8192, 64)[i // 2 % 2])
+            monkeypatch.setattr(module, "MOST_BY_LAST", (16, 2, 1)[i % 3])
             options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
             q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
             held = cache(3, capacity, heads[1], size, starts, ends, offset, dtype, device)
@@ -74,12 +76,52 @@ def test_as_exact_as_eager(device, poison, monkeypatch, case, heads):
             assert torch.equal(found, decode_attention(q, *held, **options))
 
 
-def test_the_bits_do_not_depend_on_the_capacity(device):
-    q = torch.randn(1, 1, 4, 64, device=device)
-    held = cache(1, 1000, 2, 64, [3], [420], None, torch.float32, device)
-    found = decode_attention(q, *held)
-    for capacity in (420, 600):
-        assert torch.equal(found, decode_attention(q, *(x[:, :capacity].contiguous() for x in held[:2]), *held[2:]))
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_cache_in_fp8_is_as_exact(device, poison, monkeypatch, case):
+    """Against fp64 over what the bits stand for. In fp16, values are of a size whose scales are subnormal there."""
+    capacity, starts, ends, offset, window = case
+    for i, (dtype, size, heads) in enumerate(
+        itertools.product(DTYPES, SIZES if ON_GPU else [16, 24], [(4, 2), (3, 3)])
+    ):
+        if ON_GPU or i % 4 == sum(starts) % 4:
+            monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
+            monkeypatch.setattr(module, "MOST_BY_LAST", (16, 2)[i // 2 % 2])
+            options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
+            q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)
+            keys, values, *bounds = cache(3, capacity, heads[1], size, starts, ends, offset, torch.float32, device)
+            sizes = torch.exp2(torch.randint(-14, 2, (3, capacity, heads[1], 1), device=device))
+            (k, of_k), (v, of_v) = quantize_heads(keys * sizes), quantize_heads(values * sizes / 64)
+            exact_keys, exact_values = (dequantize_heads(*x, torch.float64) for x in ((k, of_k), (v, of_v)))
+            exact = by_rows(q.double(), exact_keys, exact_values, *bounds, **options)
+            eager = by_rows(q, exact_keys.to(dtype), exact_values.to(dtype), *bounds, **options)
+            scaled = dict(scales=(of_k, of_v), **options)
+            wanted = decode_attention_reference(q.double(), k, v, *bounds, **scaled)
+            torch.testing.assert_close(wanted, exact)
+            found = decode_attention(q, k, v, *bounds, **scaled)
+            assert_as_exact(found, eager, exact, f"{dtype} {size}", shared=size)
+            assert torch.equal(found, decode_attention(q, k, v, *bounds, **scaled))
+
+
+@pytest.mark.parametrize("most", [6, 7, 300])
+@pytest.mark.parametrize("end", [420, 5])
+def test_the_bits_do_not_depend_on_the_capacity(device, monkeypatch, poison, most, end):
+    """417 tokens are 7 shares, which a second kernel adds up where 6 are the most for the last program.
+
+    It is launched where the memory has room for more than the most, and then leaves rows of fewer shares alone.
+    """
+    launched, launch = [], module.launch
+    monkeypatch.setattr(module, "num_sms", lambda index: 132)
+    monkeypatch.setattr(module, "MOST_BY_LAST", most)
+    monkeypatch.setattr(module, "launch", lambda kernel, *a, **b: (launched.append(kernel), launch(kernel, *a, **b)))
+    q, counters = torch.randn(1, 1, 4, 64, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    held = cache(1, 1000, 2, 64, [3], [end], None, torch.float32, device)
+    found = [
+        decode_attention(q, *(x[:, :capacity].contiguous() for x in held[:2]), *held[2:], counters=counters)
+        for capacity in (1000, 600, 420)
+    ]
+    assert all(torch.equal(x, found[0]) for x in found) and not counters.any()
+    torch.testing.assert_close(found[0], by_rows(q, *held), rtol=1e-5, atol=1e-6)
+    assert launched.count(module._many_kernel) == {6: 3, 7: 2, 300: 0}[most]
 
 
 def test_counters_serve_calls_of_other_lengths(device, monkeypatch):
@@ -89,6 +131,23 @@ def test_counters_serve_calls_of_other_lengths(device, monkeypatch):
         held = cache(3, 300, 2, 64, [0, 0, 0], ends, None, torch.float32, device)
         assert torch.equal(decode_attention(q, *held, counters=counters), decode_attention(q, *held))
         assert not counters.any()
+
+
+@pytest.mark.gpu
+def test_many_shares_are_added_up_in_time(device):
+    """The second kernel is scheduled while the first one runs: 2,000 times in turn, and as a CUDA graph."""
+    q = torch.randn(1, 1, 32, 128, device=device).bfloat16()
+    counters = torch.zeros(8, dtype=torch.int32, device=device)
+    held = cache(1, 32_768, 8, 128, [0], [32_768], None, torch.bfloat16, device)
+    expected = decode_attention(q, *held)
+    torch.testing.assert_close(expected, by_rows(q, *held), rtol=2e-2, atol=2e-3)
+    found = torch.stack([decode_attention(q, *held, counters=counters) for _ in range(2000)])
+    assert (found == expected).all() and not counters.any()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = decode_attention(q, *held, counters=counters)
+    graph.replay()
+    assert torch.equal(out, expected)
 
 
 @pytest.mark.gpu
@@ -149,9 +208,82 @@ def test_a_token_is_rotated_and_written_to_its_place_alone(device, packed, rotat
             assert (x == 7.0).all(), "nothing else is written"
 
 
+def test_quantized_heads():
+    x = torch.randn(2, 50, 3, 64) * torch.exp2(torch.randint(-30, 30, (2, 50, 3, 1)))
+    x[0, 0] = 0
+    x[1, :, 1, 5] *= 1000  # an outlier costs the small ones their bits, not the outlier
+    for dtype in (torch.float32, torch.bfloat16):
+        given = x.to(dtype)
+        q, scale = quantize_heads(given)
+        assert (q.dtype, scale.dtype) == (torch.float8_e4m3fn, torch.bfloat16) and scale.shape == x.shape[:3]
+        error = (dequantize_heads(q, scale, torch.float64) - given).abs()
+        largest = given.double().abs().amax(-1, keepdim=True)
+        bound = torch.maximum(given.double().abs() / 16, largest / 448 / 2**9) * (1 + 1e-6)
+        assert (error <= bound).all() and not q[0, 0].float().any()
+        of_largest = error.gather(-1, given.double().abs().argmax(-1, keepdim=True))
+        assert (of_largest <= largest / 2**8).all(), "the largest becomes 448, to within the bits of the scale"
+    assert (error.square().sum() / x.double().square().sum()) ** 0.5 < 0.03
+
+
+@pytest.mark.parametrize("offset, rotated, expands", [(None, 16, False), (5, 12, False), (5, 16, True)])
+def test_a_token_is_written_in_fp8(device, offset, rotated, expands):
+    """Heads that e4m3 holds exactly, turned by quarters, come out bit for bit; others, on a GPU, as the reference."""
+    for dtype, plain in itertools.product(DTYPES, (True, False) if ON_GPU else (True,)):
+        rows, size, capacity = 3, 16, 14
+        bits = torch.randint(0, 120, (2, rows, 1, 2, size), dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+        bits[..., 3] = 448  # makes the scale a power of two
+        bits *= torch.randint(0, 2, bits.shape) * 2 - 1
+        k, v = (bits * torch.exp2(torch.randint(-9, 4, (2, rows, 1, 2, 1)))).to(device, dtype)
+        quarters = torch.randint(0, 4, (rows, 1, rotated // 2), device=device)
+        cos, sin = (torch.tensor(x, device=device)[quarters] for x in ([1.0, 0, -1, 0], [0.0, 1, 0, -1]))
+        if not plain:
+            k, v = torch.randn(2, rows, 1, 2, size, device=device).to(dtype)
+            cos, sin = (f(torch.randn(rows, 1, rotated // 2, device=device)) for f in (torch.cos, torch.sin))
+        q = torch.randn(rows, 1, 4, size, device=device).to(dtype)
+        ends = torch.tensor([6, 9, 14], dtype=torch.int32, device=device)
+        place = None if offset is None else torch.tensor(offset, dtype=torch.int32, device=device)
+        held = [torch.full((rows, capacity, 2, size), 7.0, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+        held += [torch.full((rows, capacity, 2), 7.0, device=device, dtype=torch.bfloat16) for _ in range(2)]
+        if expands:
+            held = [x[:1].expand(rows, *x.shape[1:]) for x in held]
+        expected_q, expected_k = rope_qk_reference(q, k, cos, sin)
+        found = rope_to_cache(q, k, v, cos, sin, *held[:2], ends, place, (held[2], held[3]))
+        torch.testing.assert_close(found, expected_q)
+        here = torch.arange(rows), (ends.long() - 1 - (offset or 0)).cpu()
+        for x, of_x, expected in ((held[0], held[2], expected_k), (held[1], held[3], v)):
+            written = dequantize_heads(x[here], of_x[here], torch.float64)
+            if plain:
+                assert torch.equal(written, expected[:, 0].double())
+            else:
+                wanted = dequantize_heads(*quantize_heads(expected[:, 0]), torch.float64)
+                assert ((written - wanted).abs() <= wanted.abs() / 7 + 1e-2).all()
+                assert (written == wanted).double().mean() > 0.95, "a quotient may round to the other side"
+            for one in (x.float(), of_x.float().clone()):
+                one[:, here[1]] = 7.0
+                assert (one == 7.0).all(), "nothing else is written"
+
+
+def test_infinities_do_not_become_numbers(device):
+    """e4m3 has none, and conversions saturate."""
+    k, v, angles = torch.randn(1, 1, 2, 16), torch.randn(1, 1, 2, 16), torch.zeros(1, 1, 8, device=device)
+    k[0, 0, 1, 3] = float("inf")
+    k, v, q = k.to(device), v.to(device), torch.randn(1, 1, 4, 16, device=device)
+    start, end = torch.tensor([[0], [1]], dtype=torch.int32, device=device)
+    held = [torch.zeros(1, 4, 2, 16, device=device).to(torch.float8_e4m3fn) for _ in range(2)]
+    scales = tuple(torch.zeros(1, 4, 2, device=device, dtype=torch.bfloat16) for _ in range(2))
+    for write in (
+        lambda: rope_to_cache(q.clone(), k, v, angles.cos(), angles.sin(), *held, end, None, scales),
+        lambda: [x[:, :1].copy_(y) for x, y in zip((held[0], scales[0]), quantize_heads(k), strict=True)],
+    ):
+        write()
+        found = decode_attention(q, *held, start, end, scales=scales)
+        assert found[0, 0, 2:].isnan().all() and found[0, 0, :2].isfinite().all()
+
+
 def test_bad_calls_say_what_is_wrong(device):
     held = cache(2, 20, 2, 16, [0, 0], [5, 5], None, torch.float32, device)
     q = torch.randn(2, 1, 4, 16, device=device)
+    bits, scales = zip(*(quantize_heads(x) for x in held[:2]), strict=True)
     for call in (
         lambda: decode_attention(q[:1], *held),
         lambda: decode_attention(q.half(), *held),
@@ -159,6 +291,12 @@ def test_bad_calls_say_what_is_wrong(device):
         lambda: decode_attention(q, held[0], held[1], held[2].long(), held[3]),
         lambda: rope_to_cache(q, q, q, q[:, :, 0, :8], q[:, :, 0, :8], *held[:2], held[3]),
         lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *held[:2], held[3].long()),
+        lambda: decode_attention(q, *held, scales=scales),
+        lambda: decode_attention(q, *bits, *held[2:]),
+        lambda: decode_attention(q, *bits, *held[2:], scales=(scales[0], scales[1].float())),
+        lambda: decode_attention(q, *bits, *held[2:], scales=(scales[0][:, :5], scales[1])),
+        lambda: decode_attention(q, *bits, *held[2:], scales=(scales[0][:1].expand(2, 20, 2), scales[1])),
+        lambda: rope_to_cache(q, q[:, :, :2], q[:, :, :2], q[:, :, 0, :8], q[:, :, 0, :8], *bits, held[3]),
     ):
         with pytest.raises(InputError, match="expected"):
             call()
