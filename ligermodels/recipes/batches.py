@@ -7,7 +7,9 @@ window once more. All ranks encode all rows: none needs to ask another how many 
 """
 
 import collections
+import copy
 import dataclasses
+import itertools
 import os
 import sys
 import warnings
@@ -90,7 +92,9 @@ class Batches(Iterator[Batch]):
     epochs: after so many the iteration ends. shuffle: False for the order of the rows.
     skip_bad: rows that cannot be read or encoded are counted, not an error. max_untrained: the share of rows without a
     trained token above which InputError is raised.
-    prefetch: encodes the next window in a thread meanwhile. The batches are the same.
+    prefetch: makes the next window in a thread meanwhile. The batches are the same.
+    workers: processes, forked at the first batch, in which rows are encoded: a thread that encodes holds up the one
+    that launches kernels. The batches are the same.
     digest: of what the rows are read from; with another one, a state does not load.
     """
 
@@ -115,6 +119,7 @@ class Batches(Iterator[Batch]):
         skip_bad: bool = False,
         max_untrained: float = 0.1,
         prefetch: bool = True,
+        workers: int = 0,
         sequences: int = 1,
         collate: Collate | None = None,
         digest: int = 0,
@@ -151,8 +156,8 @@ class Batches(Iterator[Batch]):
         self._order: tuple[int, Any] = (-1, None)
         self._counts: collections.Counter[str] = collections.Counter()
         self._idle_rows = 0  # rows since the last window that had a batch
-        self._measured: Iterator[Any] | None = None  # what rows give, from the one at this place of the order on
-        self._measured_from = 0
+        self._workers = workers
+        self._forked: _Forked | None = None
         self._go_to(0, 0, 0)
 
     # ---- iteration ----
@@ -190,7 +195,7 @@ class Batches(Iterator[Batch]):
         """
         number, position = 0, (0, 0)
         if workers:
-            self._measured, self._measured_from = _measured(self, self._permutation(0), workers), 0
+            self._forked = _Forked(self, 0, 0, workers, sizes_only=True)
         try:
             while position[0] == 0:
                 window = self._encode_window(*position)
@@ -198,7 +203,7 @@ class Batches(Iterator[Batch]):
                 number += len(window.batches)
                 position = self._after(window)
         finally:
-            self._measured = None
+            self._forked = None
         return number
 
     def _after(self, window: _Window) -> tuple[int, int]:
@@ -213,6 +218,8 @@ class Batches(Iterator[Batch]):
     def _enter(self) -> None:
         """Encodes the window at (epoch, row), or takes it from the thread, which then goes on with the next."""
         key = self._epoch, self._row
+        if self._workers and self._forked is None:  # here, since a fork is safest in the main thread
+            self._forked = _Forked(self, *key, self._workers)
         if self._ahead is not None and self._ahead[0] == key:
             window = self._ahead[1].result()
         elif self._executor is not None:
@@ -297,7 +304,9 @@ class Batches(Iterator[Batch]):
         if not 0 <= state["row"] < len(self._rows) or batch < 0 or state["epoch"] < 0:
             raise InputError(f"this is no position in {len(self._rows)} rows: {dict(state)}")
         self._counts.clear()
-        self._idle_rows = 0
+        if self._ahead is not None:
+            self._ahead[1].exception()  # it may be reading from the processes
+        self._idle_rows, self._ahead, self._forked = 0, None, None
         self._go_to(int(state["epoch"]), int(state["row"]), 0)
         if batch:
             self._enter()
@@ -315,7 +324,7 @@ class Batches(Iterator[Batch]):
         needed = 1 if self._packing else self._batch_rows * self._ranks
         while end < len(order) and (end == row or sum(len(found) for found, _ in outcomes) < needed):
             begin, end = end, min(end + self._window_rows, len(order))
-            outcomes += [self._outcome(order, place) for place in range(begin, end)]
+            outcomes += [self._outcome(epoch, place) for place in range(begin, end)]
         if self._packing:
             examples = [example for found, _ in outcomes for example in found]
             bins = best_fit([example.size for example in examples], self._capacity)
@@ -338,15 +347,11 @@ class Batches(Iterator[Batch]):
         own = [[examples[n] for n in bin] for bin in bins[self._rank :: self._ranks]]
         return _Window(epoch, row, end, own, counts)
 
-    def _outcome(self, order: Any, place: int) -> _Outcome:
-        """What the row at this place gives; from the processes that measure rows, where they have not told it yet."""
-        if self._measured is None or place < self._measured_from:
-            return self._encode_row(int(order[place]))
-        self._measured_from += 1
-        found = next(self._measured)
-        if isinstance(found, LigermodelsError):
-            raise found
-        return found  # type: ignore[no-any-return]
+    def _outcome(self, epoch: int, place: int) -> _Outcome:
+        """What the row at this place of the epoch's order gives."""
+        if self._forked is not None and (epoch, place) == self._forked.next:
+            return self._forked.take()
+        return self._encode_row(int(self._permutation(epoch)[place]))  # a window may begin with rows of the one before
 
     def _encode_row(self, index: int) -> _Outcome:
         """The examples of a row, none or one, or several of a long one, and what is to be counted."""
@@ -380,54 +385,81 @@ class Batches(Iterator[Batch]):
 
     def _permutation(self, epoch: int) -> Any:
         if self._order[0] != epoch:
-            size = len(self._rows)
-            self._order = epoch, self._random(epoch, 0).permutation(size) if self._shuffle else np.arange(size)
+            self._order = epoch, self._permuted(epoch)
         return self._order[1]
+
+    def _permuted(self, epoch: int) -> Any:
+        size = len(self._rows)
+        return self._random(epoch, 0).permutation(size) if self._shuffle else np.arange(size)
 
     def _random(self, epoch: int, part: int) -> np.random.RandomState:
         """RandomState, because its streams never change with numpy's version: a run may go on after an update."""
         return np.random.RandomState([self._seed % 2**32, epoch, part])
 
 
-# ---- measuring ----
+# ---- processes ----
 
 _CHUNK = 50
-"""Rows that a process measures at a time."""
+"""Rows that a process encodes at a time."""
 
 
-def workers_for(rows: int) -> int:
-    """Processes to count so many rows with: the cores of this one; 0 where starting them takes longer, or cannot be."""
+def workers_for(rows: int, most: int = 16) -> int:
+    """Processes to encode so many rows with: the cores of this one; 0 where starting them takes longer, or cannot be."""
     if sys.platform != "linux" or rows < 500:  # elsewhere, a fork is not safe
         return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(16, cores) if cores > 1 else 0
+    return min(most, cores) if cores > 1 else 0
 
 
-def _measured(batches: Batches, order: Any, workers: int) -> Iterator[_Outcome | LigermodelsError]:
-    """What the rows give, in order, each sample as its size; an error in place of a row that raises it."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # where nothing is said, tokenizers warns of the fork
-    chunks = [order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK)]
-    generator = torch.Generator()  # of its own: a run's random numbers stay what they are
-    loader: DataLoader[Any] = DataLoader(
-        _Chunks(batches), batch_size=None, sampler=chunks, num_workers=workers, multiprocessing_context="fork",
-        collate_fn=list, generator=generator,
-    )  # fmt: skip
-    for outcomes in loader:
-        yield from outcomes
+class _Forked:
+    """What the rows of `batches` give, in order, from a place of an epoch on, encoded ahead in forked processes.
+
+    next: (epoch, place) of what `take` returns. sizes_only: each sample as its size, of one epoch.
+    """
+
+    def __init__(self, batches: Batches, epoch: int, place: int, workers: int, *, sizes_only: bool = False) -> None:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")  # where nothing is said, tokenizers warns of the fork
+        self.next, self._size = (epoch, place), len(batches._rows)
+        batches = copy.copy(batches)  # no cycle: what is freed by the collector waits five seconds for its processes
+        loader: DataLoader[Any] = DataLoader(
+            _Chunks(batches, sizes_only), batch_size=None, sampler=_places(batches, epoch, place, sizes_only),
+            num_workers=workers, multiprocessing_context="fork", collate_fn=list,
+            generator=torch.Generator(),  # of its own: a run's random numbers stay what they are
+        )  # fmt: skip
+        self._outcomes = itertools.chain.from_iterable(iter(loader))
+
+    def take(self) -> _Outcome:
+        epoch, place = self.next
+        self.next = (epoch, place + 1) if place + 1 < self._size else (epoch + 1, 0)
+        found = next(self._outcomes)
+        if isinstance(found, LigermodelsError):
+            raise found
+        return found  # type: ignore[no-any-return]
+
+
+def _places(batches: Batches, epoch: int, place: int, one: bool) -> Iterator[Any]:
+    """The indices of the rows from a place on, some at a time: of that epoch, or of all that follow."""
+    for number in itertools.count(epoch):
+        if batches._epochs is not None and number >= batches._epochs:
+            return
+        order = batches._permuted(number)[place if number == epoch else 0 :]
+        yield from (order[start : start + _CHUNK] for start in range(0, len(order), _CHUNK))
+        if one:
+            return
 
 
 class _Chunks(Dataset[Any]):
-    """What `_measured` tells of rows, by their indices."""
+    """What rows give, by their indices; an error in place of a row that raises it."""
 
-    def __init__(self, batches: Batches) -> None:
-        self._batches = batches
+    def __init__(self, batches: Batches, sizes_only: bool) -> None:
+        self._batches, self._sizes_only = batches, sizes_only
 
     def __getitem__(self, indices: Any) -> list[_Outcome | LigermodelsError]:
-        return [self._measure(int(index)) for index in indices]
+        return [self._outcome(int(index)) for index in indices]
 
-    def _measure(self, index: int) -> _Outcome | LigermodelsError:
+    def _outcome(self, index: int) -> _Outcome | LigermodelsError:
         try:
             found, counts = self._batches._encode_row(index)
         except LigermodelsError as error:
             return error
-        return [_Measured(sample.size) for sample in found], counts
+        return ([_Measured(sample.size) for sample in found] if self._sizes_only else found), counts

@@ -216,6 +216,13 @@ def _check_capture(sketch: Any, processes: Processes) -> None:
         )
 
 
+_HELD: set[int] = set()
+"""Folders that runs of this process hold. Processes that it forks would hold them too, and outlive it by seconds."""
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: [os.close(held) for held in _HELD])
+
+
 @contextlib.contextmanager
 def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[None]:
     """Makes and holds the folder for this run. Raises InputError, on all ranks, where another is writing there, or has
@@ -231,6 +238,7 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
         except ImportError:  # Windows
             return
         held = os.open(out, os.O_RDONLY)  # the system lets go of it when the process ends, however it ends
+        _HELD.add(held)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -246,6 +254,7 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
         yield
     finally:
         if held is not None:
+            _HELD.remove(held)
             os.close(held)
 
 

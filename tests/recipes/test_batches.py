@@ -4,6 +4,7 @@ import collections
 import itertools
 import json
 import random
+import sys
 
 import pytest
 import torch
@@ -116,6 +117,24 @@ def test_every_row_once_an_epoch(sizes, packing, ranks, window, per_batch, multi
         assert batches.epoch == 2
     assert len(steps) == 1  # no rank waits for another
     assert epochs == [expected, expected]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("packing", [True, False])
+def test_processes_that_encode_change_nothing(packing):
+    """Windows of 15 rows, chunks of 50: over the ends of windows and epochs, and from the middle on."""
+    rows = Lengths(lengths(117, low=0))
+    options = dict(length=10, rows_per_batch=2, packing=packing, window=15, seed=3, skip_bad=True, max_untrained=1.0)
+    here, there = Batches(rows, encode, epochs=3, **options), Batches(rows, encode, epochs=3, workers=2, **options)
+    for n, (mine, theirs) in enumerate(zip(here, there, strict=True)):
+        assert all(torch.equal(mine[key], theirs[key]) for key in mine if torch.is_tensor(mine[key]))
+        assert mine.keys() == theirs.keys() and here.state_dict() == there.state_dict()
+        if n == 20:
+            state = there.state_dict()
+    assert here.report() == there.report() and there._forked.next == (3, 0)
+    there.load_state_dict(state)
+    here.load_state_dict(state)
+    assert sum(mine["input_ids"].ne(theirs["input_ids"]).sum() for mine, theirs in zip(here, there, strict=True)) == 0
 
 
 @pytest.mark.parametrize("packing", [True, False])
