@@ -2,7 +2,7 @@
 
     python -m benchmarks.quantized --perplexity SmolLM2-135M-Instruct.Q4_1.gguf     # a folder or file; a CPU does
     python -m benchmarks.quantized --perplexity FILE --kinds bf16 --caches auto,fp8 # the KV cache
-    python -m benchmarks.quantized --kernels                                        # products of the 8B, all tiles
+    python -m benchmarks.quantized --kernels --rows 1,8,16,64                       # products of the 8B, all tiles
     python -m benchmarks.quantized --decode llama-3.1-8b --kinds bf16,int8,fp8,int4 # greedy, prompt 128, 256 new
     python -m benchmarks.quantized --decode llama-3.1-8b --dry                      # a tiny model, also on a CPU
 
@@ -39,6 +39,10 @@ TILES = {
     "int8": [(bn, bk, warps) for warps, bk in ((2, 1024), (4, 2048), (4, 4096), (8, 4096)) for bn in (2, 4, 8)],
 }
 TILES["fp8"] = TILES["int8"]
+TILES_OF_ROWS = [
+    (16, 4, 4, 3), (32, 4, 4, 2), (32, 4, 4, 3), (32, 8, 8, 2), (32, 1, 2, 3), (64, 1, 4, 3), (64, 1, 4, 5),
+    (128, 1, 4, 3),
+]  # fmt: skip
 COPIES = 100 * 2**20
 """Bytes of weights that are read in turn: twice the L2 cache of an H200."""
 
@@ -48,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--perplexity", metavar="MODEL")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--rows", default="1", help="with --kernels: of x, such as 1,8,16,64")
     parser.add_argument("--decode", metavar="NAME", help="a model of benchmarks.decode")
     parser.add_argument("--kinds", default="bf16,int8,fp8,int4,nf4", help="bf16 stands for weights as they are")
     parser.add_argument("--caches", default="auto", help="with --perplexity: of auto, fp8")
@@ -61,7 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.perplexity:
         found["perplexity"] = perplexities(options.perplexity, options.tokens, kinds, options.caches.split(","), device)
     if options.kernels:
-        found["kernels"] = products([kind for kind in kinds if kind in TILES])
+        found["kernels"] = []
+        for rows in map(int, options.rows.split(",")):
+            found["kernels"] += products([kind for kind in kinds if kind in TILES], rows)
     if options.decode:
         with decode.on(device):
             batches = [int(batch) for batch in options.batches.split(",")]
@@ -107,12 +114,14 @@ def loss(model: Any, ids: Tensor, kv_cache_dtype: str) -> Tensor:
 
 
 @torch.no_grad()
-def products(kinds: Sequence[str]) -> list[dict[str, Any]]:
+def products(kinds: Sequence[str], number: int) -> list[dict[str, Any]]:
+    """Of x with so many rows. Of one, gate and up have the activation in the same launch; of several, they are one."""
     rows = []
     for shape, (n, k) in SHAPES.items():
-        x, glu = torch.randn(1, k, device="cuda").bfloat16(), shape == "gate, up"
+        x, both = torch.randn(number, k, device="cuda").bfloat16(), shape == "gate, up"
+        glu, n = both and number == 1, n * (1 + (both and number > 1))
         plain = [torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for _ in range(2 * glu or 1)]
-        rows.append({"product": shape, "weights": "bf16", **timed(x, plain, None)})
+        rows.append({"product": shape, "rows": number, "weights": "bf16", **timed(x, plain, None)})
         for kind in kinds:
             weights = [quantized.quantize(weight, kind) for weight in plain]
             wide = [x.double() @ w.dequantize(torch.float64).t() for w in weights]
@@ -120,7 +129,7 @@ def products(kinds: Sequence[str]) -> list[dict[str, Any]]:
             error = (apply(x, weights).double() - wanted).abs().max() / wanted.abs().max()
             if not error < 2**-7:
                 raise SystemExit(f"RED: {kind} {shape} is off by {error:.2g} of its largest")
-            rows.append({"product": shape, "weights": kind, **timed(x, weights, kind)})
+            rows.append({"product": shape, "rows": number, "weights": kind, **timed(x, weights, kind)})
         rows += of_torchao(x, plain[0], shape)
         for row in rows[-1 - len(kinds) :]:
             print(row, flush=True)
@@ -129,6 +138,8 @@ def products(kinds: Sequence[str]) -> list[dict[str, Any]]:
 
 def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
     if not isinstance(weights[0], quantized.QuantizedWeight):
+        if len(x) > 1:
+            return F.linear(x, weights[0])
         glu = len(weights) > 1
         return one_row.one_row_glu(x, *weights, activation="silu") if glu else one_row.one_row_linear(x, weights[0])
     if len(weights) > 1:
@@ -147,10 +158,11 @@ def timed(x: Tensor, weights: Sequence[Any], kind: str | None) -> dict[str, Any]
 
     default = graphed(run) / len(copies)
     found = [(default, "(default)")]
-    glu, module = len(weights) > 1, quantized if kind == "int4" else one_row
-    name = "_glu_tile" if glu and kind != "int4" else "_tile"
+    glu, several = len(weights) > 1, len(x) > 1
+    module = quantized if several or kind == "int4" else one_row
+    name = "_rows_tile" if several else "_glu_tile" if glu and kind != "int4" else "_tile"
     before = getattr(module, name)
-    for tile in TILES[kind] if kind else ():
+    for tile in () if kind is None else TILES_OF_ROWS if several else TILES[kind]:
         setattr(module, name, lambda *_, tile=tile: tile)
         try:
             found.append((graphed(run) / len(copies), str(tile)))
@@ -207,7 +219,7 @@ def of_torchao(x: Tensor, weight: Tensor, shape: str) -> list[dict[str, Any]]:
                 copies.append(other)
             seconds = graphed(lambda copies=copies: [one(x) for one in copies]) / len(copies)
             row = {"us": seconds * 1e6, "GB/s": size / seconds / 1e9, "best GB/s": None, "tiles": ""}
-            rows.append({"product": shape, "weights": f"torchao {kind}", **row})
+            rows.append({"product": shape, "rows": len(x), "weights": f"torchao {kind}", **row})
         except Exception as error:  # a kernel library of its own that is not installed
             print(f"torchao {kind}: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
     return rows

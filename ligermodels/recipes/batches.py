@@ -404,7 +404,7 @@ _CHUNK = 50
 
 
 def workers_for(rows: int, most: int = 16) -> int:
-    """Processes to encode so many rows with: the cores of this one; 0 where starting them takes longer, or cannot be."""
+    """Processes to encode so many rows with, one a core; 0 where starting them takes longer, or cannot be."""
     if sys.platform != "linux" or rows < 500:  # elsewhere, a fork is not safe
         return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

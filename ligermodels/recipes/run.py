@@ -48,7 +48,7 @@ from ligermodels.recipes.loop import (
     num_labels,
     own_part,
 )
-from ligermodels.recipes.options import TrainOptions
+from ligermodels.recipes.options import TextOptions, TrainOptions
 from ligermodels.recipes.report import say
 from ligermodels.text import Tokenizer
 from ligermodels.training import AdamW, accumulate_in_place
@@ -216,11 +216,32 @@ def _check_capture(sketch: Any, processes: Processes) -> None:
         )
 
 
+_WORK_OF_A_BLOCK = 8e11
+"""Operations that an H200 does in the 2 ms which the host takes to launch the forward and backward of a block."""
+
+
+def _capture_pays(options: TrainOptions, sketch: Any, sizes: memory.Sizes, processes: Processes) -> bool:
+    """Whether the host is likely the limit of steps that could be CUDA graphs."""
+    if not isinstance(options, TextOptions) or not options.packing:
+        return False
+    try:
+        _check_capture(sketch, processes)
+    except InputError:
+        return False
+    assert options.batch_tokens is not None
+    return 6 * sizes.parameters * options.batch_tokens / sizes.blocks < _WORK_OF_A_BLOCK
+
+
 _HELD: set[int] = set()
 """Folders that runs of this process hold. Processes that it forks would hold them too, and outlive it by seconds."""
 
+def _let_go() -> None:
+    for held in _HELD:
+        os.close(held)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [os.close(held) for held in _HELD])
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
@@ -394,6 +415,8 @@ def _plan(
         if counts is not None:
             padding = 1 - counts["tokens"] / (counts["batches"] * setting.tokens)
             lines["capture"] += f", of which {padding:.1%} are padding"
+    elif on_gpu and _capture_pays(options, sketch, sizes, processes):
+        lines["capture"] = "no; forwards are so small that the host is likely the limit: --capture is faster then"
     for name, text in data.plan(counts).items():
         lines[name] = f"{steps:,}; {text}" if name == "steps" else text
     text = "\n".join(f"{name:14} {value}" for name, value in lines.items() if value)

