@@ -10,7 +10,7 @@ reads 36 such weights per clock and multiprocessor, which issues 128 operations 
 so none is converted. A nibble takes its place in the mantissa of 1.0, which makes it 1 + n / 16 or, in the bits below,
 1 + n / 256, at one operation beside half a shift; what that adds to the sum is the same for all rows. Sums are in fp32.
 
-2 to 64 rows: one kernel on tensor cores, to which the weight is the left operand, so that few rows of x fill them. q and
+2 to 64 rows: one kernel on tensor cores, to which the weight is the left operand, so that few rows fill them. q and
 n - 8 are exact in any dtype of x, and scales come after the products. On an H200 the products of an 8B's layer with 8
 rows take 72 us in int8, 83 in int4, 89 in fp8, and 125 in bf16 by cuBLAS.
 

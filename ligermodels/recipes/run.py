@@ -235,6 +235,7 @@ def _capture_pays(options: TrainOptions, sketch: Any, sizes: memory.Sizes, proce
 _HELD: set[int] = set()
 """Folders that runs of this process hold. Processes that it forks would hold them too, and outlive it by seconds."""
 
+
 def _let_go() -> None:
     for held in _HELD:
         os.close(held)
