@@ -4,7 +4,6 @@
     python -m benchmarks.load --scratch /data --cache warm,cold     # from a disk: from the page cache, and not
     python -m benchmarks.load --scratch /data --sweep               # other threads, buffers and ways to read
     python -m benchmarks.load --dry                                 # a tiny model on the CPU: does everything run?
-    torchrun --nproc-per-node 2 -m benchmarks.load --model llama-3.1-70b --scratch /dev/shm    # split over two GPUs
 
 Writes a checkpoint with random weights in bf16 (shards of 5 GB) into a folder of its own in --scratch, which it removes
 at the end, or into --checkpoint, which stays and is taken as it is the next time. Each load has a fresh process, which
@@ -16,11 +15,6 @@ measure, by one thread and by eight: the better one counts.
 
 Of ours, a variant THREADS:BUFFERS:MIB may end in :mmap (copies out of mapped files), :direct (past the page cache) or
 :reserve (the GPU's memory is allocated in one block before).
-
-Under torchrun all ranks load one model, split between them as --mesh says, beside transformers' tp_plan="auto". Their
-threads write the checkpoint, whose tensors are cut out of one random block that is repeated; every element that a rank
-holds is compared with its place in that block. A load takes as long as it does on the slowest rank, and memory is that
-of the rank with the most. There is one process for both loads, and the first one has loaded a tiny model before.
 """
 
 import argparse
@@ -43,7 +37,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.common import environment, heading, table, write_json
@@ -60,22 +53,8 @@ BLOCK = 2**24
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(MODELS))
-    parser.add_argument("--scratch", help="where the checkpoint is written, e.g. /dev/shm; default the system's")
-    parser.add_argument("--checkpoint", type=Path, help="a folder for the checkpoint, in place of one in --scratch")
-    parser.add_argument("--cache", default="warm", help="comma-separated: warm, cold")
-    parser.add_argument("--loaders", default=",".join(LOADERS), help="comma-separated")
-    parser.add_argument("--ours", default="", help="comma-separated variants of ours beside the default one")
-    parser.add_argument("--sweep", action="store_true", help=f"these variants: {', '.join(SWEEP)}")
-    parser.add_argument(
-        "--mesh", default="tp", choices=("tp", "dp_shard"), help="under torchrun: what splits the model"
-    )
-    parser.add_argument("--runs", type=int, default=3, help="processes for each figure; 1 under torchrun: load once")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a process may take")
-    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser = parser_of(__doc__, LOADERS)
     parser.add_argument("--render", metavar="FILE.json", help="print an earlier result instead of measuring")
-    parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU; the times mean nothing")
     parser.add_argument("--worker", metavar="JOB", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.render:
@@ -84,21 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.worker:
         print(json.dumps(work(json.loads(options.worker))))
         return 0
-    caches, loaders = options.cache.split(","), options.loaders.split(",")
-    variants = ["", *filter(None, options.ours.split(",")), *(SWEEP if options.sweep else ())]
-    if unknown := sorted({*caches, *loaders} - {"warm", "cold", *LOADERS}):
-        parser.error(f"unknown: {', '.join(unknown)}")
-    for variant in variants:
-        try:
-            _settings(variant)
-        except ValueError as error:
-            parser.error(f"{variant}: {error}")
-    if not options.dry and not torch.cuda.is_available():
-        parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
-    if dist.is_torchelastic_launched():
-        from benchmarks import load_ranks
-
-        return load_ranks.main(options, caches, [each for each in loaders if each in load_ranks.LOADERS], variants)
+    caches, loaders, variants = chosen(parser, options, LOADERS)
     with contextlib.ExitStack() as stack:
         root = options.checkpoint
         if root is None:
@@ -111,6 +76,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         write_json(options.out, record)
     print(render(record), flush=True)
     return int(any("note" in row and row["loader"] == "ligermodels" for row in record["rows"]))
+
+
+def parser_of(description: str | None, loaders: Sequence[str]) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="llama-3.1-8b", choices=sorted(MODELS))
+    parser.add_argument("--scratch", help="where the checkpoint is written, e.g. /dev/shm; default the system's")
+    parser.add_argument("--checkpoint", type=Path, help="a folder for the checkpoint, in place of one in --scratch")
+    parser.add_argument("--cache", default="warm", help="comma-separated: warm, cold")
+    parser.add_argument("--loaders", default=",".join(loaders), help="comma-separated")
+    parser.add_argument("--ours", default="", help="comma-separated variants of ours beside the default one")
+    parser.add_argument("--sweep", action="store_true", help=f"these variants: {', '.join(SWEEP)}")
+    parser.add_argument("--runs", type=int, default=3, help="processes for each figure; 1 of several ranks: load once")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a process may take")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    parser.add_argument("--dry", action="store_true", help="a tiny model on the CPU; the times mean nothing")
+    return parser
+
+
+def chosen(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, known: Sequence[str]
+) -> tuple[list[str], list[str], list[str]]:
+    """Caches, loaders and variants that are asked for."""
+    caches, loaders = options.cache.split(","), options.loaders.split(",")
+    variants = ["", *filter(None, options.ours.split(",")), *(SWEEP if options.sweep else ())]
+    if unknown := sorted({*caches, *loaders} - {"warm", "cold", *known}):
+        parser.error(f"unknown: {', '.join(unknown)}")
+    for variant in variants:
+        try:
+            _settings(variant)
+        except ValueError as error:
+            parser.error(f"{variant}: {error}")
+    if not options.dry and not torch.cuda.is_available():
+        parser.error("needs a CUDA device; --dry runs a tiny model on the CPU")
+    return caches, loaders, variants
 
 
 def measure(

@@ -1,4 +1,14 @@
-"""`benchmarks.load` under torchrun: one model, split over the ranks; see there."""
+"""How long one model takes from its files onto several GPUs: ours beside transformers, as `benchmarks.load` for one.
+
+    torchrun --nproc-per-node 2 -m benchmarks.load_ranks --model llama-3.1-70b --scratch /dev/shm
+    torchrun --nproc-per-node 2 -m benchmarks.load_ranks --dry        # a tiny model on the CPU
+
+All ranks load one model, split between them as --mesh says, beside transformers' tp_plan="auto". Their threads write
+the checkpoint, whose tensors are cut out of one random block that is repeated; every element that a rank holds is
+compared with its place in that block. A load takes as long as it does on the slowest rank, and memory is that of the
+rank with the most. There is one process for both loads, and the first one has loaded a tiny model before. The options
+are those of `benchmarks.load`, which also prints what --out holds (--render).
+"""
 
 import argparse
 import concurrent.futures
@@ -10,6 +20,7 @@ import json
 import os
 import shutil
 import struct
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -35,9 +46,13 @@ NO_FIGURES = {"label", "wrong"}
 MARK = {"format": "pt", "values": "repeated by benchmarks.load"}
 
 
-def main(options: argparse.Namespace, caches: list[str], loaders: list[str], variants: list[str]) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = load.parser_of(__doc__, LOADERS)
+    parser.add_argument("--mesh", default="tp", choices=("tp", "dp_shard"), help="what splits the model")
+    options = parser.parse_args(arguments)
+    caches, loaders, variants = load.chosen(parser, options, LOADERS)
     if any(variant.endswith(":reserve") for variant in variants):
-        raise SystemExit("benchmarks.load: a variant with :reserve is for one GPU")
+        parser.error("a variant with :reserve is for one GPU")
     # One that dies must not hold the others for longer than the timeout.
     timeout = datetime.timedelta(seconds=options.timeout)
     dist.init_process_group("gloo" if options.dry else "nccl", timeout=timeout)
@@ -308,3 +323,7 @@ def _transformers(mesh: Any, folder: str, device: str) -> tuple[str, Mapping[str
 _LOADERS: dict[str, Callable[..., tuple[str, Mapping[str, Tensor]]]] = {
     "ligermodels": _ours, "transformers": _transformers,
 }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -140,7 +140,7 @@ def test_a_checkpoint_without_room_is_refused(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_torchrun_compares_with_transformers(tmp_path):
-    out, module = tmp_path / "result.json", ["-m", "benchmarks.load", "--dry", "--scratch", str(tmp_path)]
+    out, module = tmp_path / "result.json", ["-m", "benchmarks.load_ranks", "--dry", "--scratch", str(tmp_path)]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run([*launch, *module, "--out", str(out)], cwd=load.ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

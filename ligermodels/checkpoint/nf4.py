@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ligermodels.checkpoint.quantization import BitsAndBytes, Parts, Quantizer, _dtype
+from ligermodels.checkpoint.quantizers import BitsAndBytes, Parts, Quantizer, dtype_of
 from ligermodels.errors import InputError
 from ligermodels.kernels._triton import cdiv
 from ligermodels.kernels.nf4 import BLOCKS, CODE, NESTED_BLOCK, NF4State
@@ -41,7 +41,7 @@ class NF4(Quantizer):
     compute_dtype: Any = torch.bfloat16
 
     def __post_init__(self) -> None:
-        self.compute_dtype = _dtype("compute_dtype", self.compute_dtype, torch.bfloat16)
+        self.compute_dtype = dtype_of("compute_dtype", self.compute_dtype, torch.bfloat16)
         self.flags, self.skipped = {}, self.skip_modules or ()
 
     @classmethod
@@ -121,7 +121,7 @@ class NF4(Quantizer):
             raise ValueError(f"its quant_type is {values['quant_type']}, or its quant_map another")
         if shape != linear.weight.shape or values.get("nested_blocksize", NESTED_BLOCK) != NESTED_BLOCK:
             raise ValueError(f"it holds a weight {list(shape)}, nested in blocks of {values.get('nested_blocksize')}")
-        dtype = _dtype("dtype", values["dtype"], torch.float32)
+        dtype = dtype_of("dtype", values["dtype"], torch.float32)
         return NF4Linear.from_packed(packed, NF4State(absmax, code, shape, dtype, block, *nested), parts.get("bias"))
 
     def to_dict(self) -> dict[str, Any]:

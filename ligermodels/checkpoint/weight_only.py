@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ligermodels.checkpoint.quantization import Parts, Quantizer
+from ligermodels.checkpoint.quantizers import Parts, Quantizer
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.kernels.quantized import FORMATS
 from ligermodels.layers.linear import JointProjections
