@@ -423,7 +423,7 @@ class _Forked:
         batches = copy.copy(batches)  # no cycle: what is freed by the collector waits five seconds for its processes
         loader: DataLoader[Any] = DataLoader(
             _Chunks(batches, sizes_only), batch_size=None, sampler=_places(batches, epoch, place, sizes_only),
-            num_workers=workers, multiprocessing_context="fork", collate_fn=list,
+            num_workers=workers, multiprocessing_context="fork", collate_fn=list, worker_init_fn=_encode_alone,
             generator=torch.Generator(),  # of its own: a run's random numbers stay what they are
         )  # fmt: skip
         self._outcomes = itertools.chain.from_iterable(iter(loader))
@@ -435,6 +435,11 @@ class _Forked:
         if isinstance(found, LigermodelsError):
             raise found
         return found  # type: ignore[no-any-return]
+
+
+def _encode_alone(worker: int) -> None:
+    """The threads of tokenizers do not live on in a fork, which would wait for them."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 def _places(batches: Batches, epoch: int, place: int, one: bool) -> Iterator[Any]:

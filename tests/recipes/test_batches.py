@@ -5,6 +5,7 @@ import itertools
 import json
 import random
 import sys
+import threading
 
 import pytest
 import torch
@@ -135,6 +136,23 @@ def test_processes_that_encode_change_nothing(packing):
     there.load_state_dict(state)
     here.load_state_dict(state)
     assert sum(mine["input_ids"].ne(theirs["input_ids"]).sum() for mine, theirs in zip(here, there, strict=True)) == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+def test_a_process_does_not_wait_for_threads_of_the_tokenizer(byte_level, monkeypatch):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM", raising=False)
+    byte_level(["the threads exist", "from now on"] * 50)
+
+    def encode_many(row):
+        byte_level(["a text", "and another"] * 50)
+        return encode(row)
+
+    given = dict(length=10, rows_per_batch=2, epochs=1, workers=1)
+    batches = Batches(Lengths(lengths(60, low=2)), encode_many, **given)
+    done = threading.Thread(target=lambda: list(batches), daemon=True)
+    done.start()
+    done.join(30)
+    assert not done.is_alive()
 
 
 @pytest.mark.parametrize("packing", [True, False])
