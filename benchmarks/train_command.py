@@ -244,6 +244,8 @@ def run(job: Job, out: Path, timeout: float) -> dict[str, Any]:
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_DATASETS_CACHE": str(out.with_name(f"{out.name}-cache"))}
     if not cuda:
         variables["CUDA_VISIBLE_DEVICES"] = ""
+    else:  # TRL's trainer would take all that it sees
+        variables.setdefault("CUDA_VISIBLE_DEVICES", "0")
     free = torch.cuda.mem_get_info()[0] if cuda else 0
     seen: list[float] = []
     taken, ticks, started, over = 0, 0, time.perf_counter(), False
