@@ -70,8 +70,8 @@ COLUMNS = (
 RANK, ALPHA, WARMUP, PARITY_STEPS, PARITY_TOKENS = 16, 32, 10, 5, 512
 TOLERANCES = {"fp32": (1e-5, 1e-4), "nf4": (5e-4, 5e-3), "bf16": (2**-8, 2**-6)}
 """Relative, of a loss and of a gradient norm, of runs that compute in fp32, in fp32 on 4 bits, and in bf16. Measured on
-a CPU: 2e-7 and 7e-7; 6e-5 and 7e-4, since scales of 4 bits are summed in another order; 7e-4 and 4e-3. Documents that see each other change them by 1e-2 and
-2e-2."""
+a CPU: 2e-7 and 7e-7; 6e-5 and 7e-4, since scales of 4 bits are summed in another order; 7e-4 and 4e-3. Documents that
+see each other change them by 1e-2 and 2e-2."""
 DRY = {"intermediate_size": 192}
 """bitsandbytes reads rows on a CPU wrongly that are no multiple of 64 wide."""
 
