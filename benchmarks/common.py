@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "peft", "bitsandbytes")
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "cut-cross-entropy", "peft", "bitsandbytes", "trl")
 
 
 def environment(device: str) -> dict[str, Any]:

@@ -60,6 +60,11 @@ _LLAMA_1B = dict(
     max_position_embeddings=131072, rope_theta=5e5, rope_scaling=_LLAMA_ROPE, tie_word_embeddings=True,
     bos_token_id=128000, eos_token_id=128001,
 )  # fmt: skip
+_SMOLLM2_135M = dict(
+    model_type="llama", vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+    num_attention_heads=9, num_key_value_heads=3, head_dim=64, rms_norm_eps=1e-5, hidden_act="silu", rope_theta=1e5,
+    max_position_embeddings=8192, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
+)  # fmt: skip
 _LLAMA_8B = {
     **_LLAMA_1B, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "head_dim": 128,
     "rope_scaling": {**_LLAMA_ROPE, "factor": 8.0}, "tie_word_embeddings": False,
@@ -113,6 +118,7 @@ _TINY = dict(
 )  # fmt: skip
 
 MODELS: dict[str, Model] = {
+    "smollm2-135m": Model(_SMOLLM2_135M, tiny={**_TINY, "head_dim": 16}),
     "llama-3.2-1b": Model(_LLAMA_1B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-8b": Model(_LLAMA_8B, tiny={**_TINY, "head_dim": 16}),
     "llama-3.1-70b": Model(_LLAMA_70B, tiny={**_TINY, "head_dim": 16}, drawn_in_nf4=True),

@@ -8,7 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import ligermodels
-from benchmarks import convergence, decode, rollout, train_step
+from benchmarks import convergence, decode, rollout, train_command, train_step
 from benchmarks import kernels as harness
 from benchmarks.kernel_cases import OPS
 from benchmarks.train_cases import CASES, MODELS
@@ -98,6 +98,7 @@ def test_the_configs_are_the_models_they_name(name):
     attention = 2048 * 128 * (16 + 8 + 8 + 16)
     mixture = 8 * 3 * 2048 * 7168 + 8 * 2048  # experts and router
     counts = {
+        "smollm2-135m": 134_515_008,
         "llama-3.2-1b": 1_235_814_400,
         "llama-3.1-8b": 8_030_261_248,
         "llama-3.1-70b": 70_553_706_496,
@@ -284,3 +285,85 @@ def test_rollouts_run_dry(tmp_path):
     rows = json.loads(out.read_text())["rows"]
     assert [row["baseline"] for row in rows] == ["ours", "trl", "hf"] and all(row["rollout s"] > 0 for row in rows)
     assert [row.get("update s", 0) > 0 for row in rows] == [True, True, False]
+
+
+# The command
+
+
+def run_of_lines(tokens, seconds, told=1000.0, **first):
+    lines = [
+        {"tokens": total, "tokens_per_second": told, "loss": 6.0, "grad_norm": 2.0, "gib": 1.5}
+        for total in torch.tensor(tokens).cumsum(0).tolist()
+    ]
+    lines[0] |= first
+    return {"lines": lines, "seen": torch.tensor(seconds, dtype=torch.float64).cumsum(0).tolist()}
+
+
+def test_figures_of_a_run_leave_its_start_out_of_the_mean():
+    run = run_of_lines([90] * 30, [7.0] + [1.0] * 9 + [0.5] * 20, tokens_per_second=1.0)
+    found = train_command.figures(run)
+    assert found["mean tokens/s"] == pytest.approx(180) and found["tokens/s"] == 1000
+    assert found["first step s"] == 7 and found["tokens a step"] == 90 and found["peak GiB"] == 1.5
+    assert train_command.figures({"note": "no"}) == {"note": "no"}
+
+
+@pytest.mark.parametrize(
+    ("change", "ok"),
+    [({}, True), ({"loss": 6.02}, True), ({"loss": 6.03}, False), ({"grad_norm": 1.9}, False),
+     ({"loss": float("nan")}, False)],
+)  # fmt: skip
+def test_losses_and_gradient_norms_of_runs_are_compared(change, ok):
+    found, expected = run_of_lines([9] * 5, [1] * 5, **change), run_of_lines([9] * 5, [1] * 5)
+    row = train_command.compared(found, expected, train_command.TOLERANCES["bf16"])
+    assert (row["note"] == "") == ok
+    row |= {"model": "m", "kind": "full"}
+    assert bool(train_command.reds([{**row, "baseline": "ligermodels"}])) != ok
+    assert not train_command.reds([{**row, "baseline": "trl"}])
+    assert train_command.compared({"note": "no"}, expected, (1, 1))["note"] == "no"
+    missing = {"note": "trl is not installed"}
+    assert train_command.compared(found, missing, (1, 1)) == {"note": "", "unchecked": "trl is not installed"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "nf4"])
+def test_whole_runs_are_measured_and_written(kind, tmp_path, capsys):
+    pytest.importorskip("trl")
+    pytest.importorskip("bitsandbytes")
+    out, few = tmp_path / "command.json", ["--dry", "--case", "smollm2-135m:256", "--kinds", kind]
+    names = ["ligermodels", "ligermodels+capture", "trl"]
+    assert train_command.main([*few, "--baselines", ",".join(names), "--out", str(out)]) == 0
+    printed, record = capsys.readouterr().out, json.loads(out.read_text())
+    assert [row["baseline"] for row in record["parity"]] == [f"{name}+fp32" for name in names]
+    assert all(0 <= row["loss"] < 5e-4 and row["grad_norm"] < 5e-3 for row in record["parity"])
+    assert [row["baseline"] for row in record["rows"]] == names
+    for row in record["rows"]:
+        assert row["tokens/s"] > 0 and row["mean tokens/s"] > 0 and row["first step s"] > 0
+        assert 100 < row["tokens a step"] <= 256  # what is padded to is not counted
+    assert train_command.main(["--render", str(out)]) == 0 and capsys.readouterr().out == printed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrong", ["--lr", "--lora-alpha"])
+def test_a_command_that_trains_otherwise_gets_no_figures(wrong, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("trl")
+    pytest.importorskip("peft")
+    command = train_command.command
+
+    def other(job, out):
+        words = command(job, out)
+        if job.ours:
+            words[words.index(wrong) + 1] = {"--lr": "4e-3", "--lora-alpha": "28"}[wrong]
+        return words
+
+    monkeypatch.setattr(train_command, "command", other)
+    out = tmp_path / "command.json"
+    few = ["--dry", "--case", "smollm2-135m:256", "--kinds", "lora", "--baselines", "ligermodels"]
+    assert train_command.main([*few, "--out", str(out)]) == 1
+    assert json.loads(out.read_text())["rows"] == [] and "RED: smollm2-135m, lora" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("given", [["--baselines", "trl+capture"], ["--case", "gpt-2:8"], ["--case", "smollm2-135m"]])
+def test_commands_that_are_not_known_are_refused(given, capsys):
+    with pytest.raises(SystemExit):
+        train_command.main(["--dry", *given])
+    assert given[1].split(":")[0] in capsys.readouterr().err
