@@ -9,9 +9,13 @@ window once more. All ranks encode all rows: none needs to ask another how many 
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import os
+import signal
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -401,6 +405,7 @@ class Batches(Iterator[Batch]):
 
 _CHUNK = 50
 """Rows that a process encodes at a time."""
+_ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 def workers_for(rows: int, most: int = 16) -> int:
@@ -425,8 +430,14 @@ class _Forked:
             _Chunks(batches, sizes_only), batch_size=None, sampler=_places(batches, epoch, place, sizes_only),
             num_workers=workers, multiprocessing_context="fork", collate_fn=list,
             generator=torch.Generator(),  # of its own: a run's random numbers stay what they are
+            worker_init_fn=functools.partial(_live_with, os.getpid()),
         )  # fmt: skip
-        self._outcomes = itertools.chain.from_iterable(iter(loader))
+        # Ctrl-C and a scheduler's SIGTERM come to all processes. This one ends the others when it has finished.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            self._outcomes = itertools.chain.from_iterable(iter(loader))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def take(self) -> _Outcome:
         epoch, place = self.next
@@ -435,6 +446,22 @@ class _Forked:
         if isinstance(found, LigermodelsError):
             raise found
         return found  # type: ignore[no-any-return]
+
+
+def _live_with(parent: int, worker: int) -> None:
+    """Ends this process, whose SIGINT and SIGTERM are blocked, when its parent says so or is gone.
+
+    torch's would wait for ever in the second case, until someone reads what it has made.
+    """
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            came = signal.sigtimedwait(_ENDING, 0.5)
+            if came is not None and came.si_pid == parent:
+                break
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _places(batches: Batches, epoch: int, place: int, one: bool) -> Iterator[Any]:

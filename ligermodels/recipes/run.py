@@ -30,7 +30,7 @@ from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, TrainingError
 from ligermodels.parallel import Checkpoints, parallelize
 from ligermodels.recipes import export, memory, report
 from ligermodels.recipes.data import Data
@@ -87,6 +87,13 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
     except KeyboardInterrupt as stop:
         stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
         raise
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in (what := str(error).strip(". ")):
+            raise
+        raise TrainingError(
+            f"a process that encodes rows has died: {what}.\n  Likely: the system killed it, since memory ran out.\n"
+            "  Next: --resume goes on from the newest checkpoint."
+        ) from None
     finally:
         if processes.mesh is not None and not joined:
             dist.destroy_process_group()
