@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -409,7 +408,7 @@ _ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 def workers_for(rows: int, most: int = 16) -> int:
-    """Processes to encode so many rows with: the cores of this one; 0 where starting them takes longer, or cannot be."""
+    """Processes to encode so many rows with: the cores of this one; 0 where that takes longer, or cannot be."""
     if sys.platform != "linux" or rows < 500:  # elsewhere, a fork is not safe
         return 0
     cores = len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

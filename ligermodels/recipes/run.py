@@ -142,7 +142,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
 
     model = _load(options, folder, processes, recipe.extend)
     held.enter_context(_alone(out, options, processes))  # before anything is written
-    processes.from_main(lambda: _write_options(out, options))
+    processes.from_main(lambda: _write_options(out, options, resumed=False))
     loss = recipe.loss
     if recipe.make_loss is not None:
         loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
@@ -160,6 +160,9 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
+        processes.from_main(
+            lambda: _write_options(out, options, resumed=True)
+        )  # not where the run cannot go on with them
         if options.resume and processes.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
         reporter = (
@@ -226,8 +229,14 @@ def _check_capture(sketch: Any, processes: Processes) -> None:
 _HELD: set[int] = set()
 """Folders that runs of this process hold. Processes that it forks would hold them too, and outlive it by seconds."""
 
+
+def _let_go() -> None:
+    for held in _HELD:
+        os.close(held)
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: [os.close(held) for held in _HELD])
+    os.register_at_fork(after_in_child=_let_go)
 
 
 @contextlib.contextmanager
@@ -267,8 +276,8 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
 
 _SAME = (
     "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "skip_bad", "batch_tokens",
-    "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas",
-    "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight",
+    "prompts", "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay",
+    "betas", "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight",
     "reference", "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight",
     "reward", "reward_weights", "group", "max_new_tokens", "scale_rewards", "clip_low", "clip_high", "iterations",
     "drop_truncated", "on_policy", "sampling_temperature",
@@ -290,9 +299,12 @@ def _check_same(out: Path, options: TrainOptions) -> None:
                 )
 
 
-def _write_options(out: Path, options: TrainOptions) -> None:
-    with write_errors(out):
-        (out / "options.yaml").write_text(options.dump(), "utf-8")
+def _write_options(out: Path, options: TrainOptions, *, resumed: bool) -> None:
+    """resumed: in place of those that are there."""
+    file = out / "options.yaml"
+    if resumed or not file.is_file():
+        with write_errors(out):
+            file.write_text(options.dump(), "utf-8")
 
 
 def _template(given: str, tokenizer: Tokenizer, sketch: Any) -> str:
