@@ -276,11 +276,12 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
 
 _SAME = (
     "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "skip_bad", "batch_tokens",
-    "prompts", "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay",
-    "betas", "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight",
-    "undesirable_weight", "reference", "teacher", "temperature", "hard_weight", "heads",
-    "head_layers", "head_decay", "heads_weight", "reward", "reward_weights", "group", "max_new_tokens", "scale_rewards", "clip_low", "clip_high",
-    "iterations", "drop_truncated", "on_policy", "sampling_temperature", "train_base",
+    "prompts", "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize",
+    "weight_decay", "betas", "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight",
+    "desirable_weight", "undesirable_weight", "reference", "teacher", "temperature", "hard_weight", "heads",
+    "head_layers", "head_decay", "heads_weight", "reward", "reward_weights", "group", "max_new_tokens",
+    "scale_rewards", "clip_low", "clip_high", "iterations", "drop_truncated", "on_policy", "sampling_temperature",
+    "train_base",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
 
