@@ -9,9 +9,12 @@ window once more. All ranks encode all rows: none needs to ask another how many 
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -401,6 +404,7 @@ class Batches(Iterator[Batch]):
 
 _CHUNK = 50
 """Rows that a process encodes at a time."""
+_ENDING = {signal.SIGINT, signal.SIGTERM}
 
 
 def workers_for(rows: int, most: int = 16) -> int:
@@ -423,10 +427,16 @@ class _Forked:
         batches = copy.copy(batches)  # no cycle: what is freed by the collector waits five seconds for its processes
         loader: DataLoader[Any] = DataLoader(
             _Chunks(batches, sizes_only), batch_size=None, sampler=_places(batches, epoch, place, sizes_only),
-            num_workers=workers, multiprocessing_context="fork", collate_fn=list, worker_init_fn=_encode_alone,
+            num_workers=workers, multiprocessing_context="fork", collate_fn=list,
             generator=torch.Generator(),  # of its own: a run's random numbers stay what they are
+            worker_init_fn=functools.partial(_begin, os.getpid()),
         )  # fmt: skip
-        self._outcomes = itertools.chain.from_iterable(iter(loader))
+        # Ctrl-C and a scheduler's SIGTERM come to all processes. This one ends the others when it has finished.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+        try:
+            self._outcomes = itertools.chain.from_iterable(iter(loader))
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def take(self) -> _Outcome:
         epoch, place = self.next
@@ -437,9 +447,23 @@ class _Forked:
         return found  # type: ignore[no-any-return]
 
 
-def _encode_alone(worker: int) -> None:
-    """The threads of tokenizers do not live on in a fork, which would wait for them."""
+def _begin(parent: int, worker: int) -> None:
+    """In a process: sees that it waits for nobody, and ends with its parent.
+
+    Threads of tokenizers do not live on in a fork, which would wait for them. SIGINT and SIGTERM are blocked, and those
+    of the parent end it. Where the parent is gone torch's processes wait for ever, until someone reads what they have
+    made.
+    """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            came = signal.sigtimedwait(_ENDING, 0.5)
+            if came is not None and came.si_pid == parent:
+                break
+        os._exit(0)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _places(batches: Batches, epoch: int, place: int, one: bool) -> Iterator[Any]:

@@ -225,6 +225,10 @@ class TrainOptions:
         for key in found:
             if key not in names:
                 raise InputError(unknown(key, names, cls.recipe))
+        given = [str(key).replace("-", "_") for key in values]
+        for key in given:
+            if given.count(key) > 1:
+                raise InputError(f"{key} is there twice, also as {key.replace('_', '-')}")
         return found
 
 
@@ -431,7 +435,8 @@ class RolloutOptions(TrainOptions):
         self.accumulation = self.prompts
         if self.length is not None and self.max_new_tokens >= self.length:
             raise InputError(
-                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; raise it"
+                f"max_new_tokens={self.max_new_tokens} leaves no room for a prompt in length={self.length}; give a "
+                "longer --length, or fewer --max-new-tokens"
             )
         if max(self.cp, self.tp) > 1:
             raise InputError(

@@ -30,7 +30,7 @@ from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, TrainingError
 from ligermodels.parallel import Checkpoints, parallelize
 from ligermodels.recipes import export, memory, report
 from ligermodels.recipes.data import Data
@@ -87,6 +87,13 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
     except KeyboardInterrupt as stop:
         stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
         raise
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in (what := str(error).strip(". ")):
+            raise
+        raise TrainingError(
+            f"a process that encodes rows has died: {what}.\n  Likely: the system killed it, since memory ran out.\n"
+            "  Next: --resume goes on from the newest checkpoint."
+        ) from None
     finally:
         if processes.mesh is not None and not joined:
             dist.destroy_process_group()
@@ -135,7 +142,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
 
     model = _load(options, folder, processes, recipe.extend)
     held.enter_context(_alone(out, options, processes))  # before anything is written
-    processes.from_main(lambda: _write_options(out, options))
+    processes.from_main(lambda: _write_options(out, options, resumed=False))
     loss = recipe.loss
     if recipe.make_loss is not None:
         loss = recipe.make_loss(options, model, data, processes, lambda: _load_frozen(options, folder, processes))
@@ -153,6 +160,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
         resumed = checkpoints.load()
         if resumed > steps:
             raise InputError(f"{out} has a checkpoint after step {resumed}, and this run is to have {steps} steps")
+        processes.from_main(lambda: _write_options(out, options, resumed=True))  # now that the run can go on with them
         if options.resume and processes.is_main:
             say(f"resumed after step {resumed}" if resumed else f"{out} has no checkpoint yet: the run begins")
         reporter = (
@@ -282,11 +290,11 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
 
 _SAME = (
     "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "skip_bad", "batch_tokens",
-    "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize", "weight_decay", "betas",
-    "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight", "desirable_weight", "undesirable_weight",
-    "reference", "teacher", "temperature", "hard_weight", "heads", "head_layers", "head_decay", "heads_weight",
-    "reward", "reward_weights", "group", "max_new_tokens", "scale_rewards", "clip_low", "clip_high", "iterations",
-    "drop_truncated", "on_policy", "sampling_temperature",
+    "prompts", "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize",
+    "weight_decay", "betas", "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight",
+    "desirable_weight", "undesirable_weight", "reference", "teacher", "temperature", "hard_weight", "heads",
+    "head_layers", "head_decay", "heads_weight", "reward", "reward_weights", "group", "max_new_tokens",
+    "scale_rewards", "clip_low", "clip_high", "iterations", "drop_truncated", "on_policy", "sampling_temperature",
     "train_base",
 )  # fmt: skip
 """Options that a run keeps when it is resumed: with others it would be another run."""
@@ -305,9 +313,12 @@ def _check_same(out: Path, options: TrainOptions) -> None:
                 )
 
 
-def _write_options(out: Path, options: TrainOptions) -> None:
-    with write_errors(out):
-        (out / "options.yaml").write_text(options.dump(), "utf-8")
+def _write_options(out: Path, options: TrainOptions, *, resumed: bool) -> None:
+    """resumed: in place of those that are there."""
+    file = out / "options.yaml"
+    if resumed or not file.is_file():
+        with write_errors(out):
+            file.write_text(options.dump(), "utf-8")
 
 
 def _template(given: str, tokenizer: Tokenizer, sketch: Any) -> str:

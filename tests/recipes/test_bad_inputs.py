@@ -67,6 +67,7 @@ FLAGS = {
 YAML = {
     "a list": ("- a\n- b", "holds no options; expected lines such as `lr: 1e-5`"),
     "twice": ("lr: 1\nlr: 2", "lr is there twice"),
+    "twice, once with a dash": ("eval_every: 1\neval-every: 2", "eval_every is there twice, also as eval-every"),
     "no yaml": ("lr: [1", "is no YAML"),
     "yes": ("packing: sometimes", "packing='sometimes': expected true or false"),
     "of another recipe": ("scratch: true", "sft has no option scratch"),
@@ -104,6 +105,17 @@ def test_wrong_files_of_options(home, write, tmp_path, capsys, case):
     text, words = YAML[case]
     argv = (home / "model", "--data", home / "chats.jsonl", "--out", tmp_path / "out")
     refused(capsys, tmp_path / "out", words, *argv, "--config", write("options.yaml", text))
+
+
+def test_a_resume_that_is_refused_keeps_the_options(home, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert train(home, out, "--length", "64", "--steps", "2") == 0
+    before = (out / "options.yaml").read_text()
+    assert train(home, out, "--length", "64", "--steps", "1", "--resume") == 3
+    assert "has a checkpoint after step 2, and this run is to have 1" in capsys.readouterr().err
+    assert (out / "options.yaml").read_text() == before
+    assert train(home, out, "--length", "64", "--steps", "3", "--resume") == 0
+    assert "steps: 3" in (out / "options.yaml").read_text()
 
 
 def edited(file, **changes):

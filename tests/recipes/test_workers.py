@@ -1,0 +1,122 @@
+"""`ligermodels train` with rows encoded in processes: how these end, and what a run says when they do."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ligermodels.recipes import data
+from tests.processes import Child
+from tests.recipes.runs import metrics, reached, train
+
+fcntl = pytest.importorskip("fcntl")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="forks")
+FLAGS = ("--length", "320", "--accumulation", "1", "--save-every", "0", "--resume")
+SECONDS = 4  # torch waits five for a process that does not end
+
+
+@pytest.fixture(scope="module")
+def folder(home):
+    """`home` with so many rows that those encoded ahead do not fit into a pipe."""
+    rows = [[{"role": "user", "content": f"Say {n}."}, {"role": "assistant", "content": "red or blue " * (20 + n % 3)}]
+        for n in range(1500)]  # fmt: skip
+    (home / "many.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    return home
+
+
+@pytest.fixture(autouse=True)
+def two_processes(monkeypatch):
+    monkeypatch.setattr(data, "encoding_workers", lambda rows: 2)
+
+
+def started(folder, out, status=0, group=False):
+    """A run that has taken two steps, and the processes that encode for it."""
+
+    def work():
+        if group:
+            os.setsid()
+        assert train(folder, out, *FLAGS, "--steps", "1000", data="many.jsonl") == status
+
+    child, before = Child(work), len(metrics(out)) if (out / "metrics.jsonl").is_file() else 0
+    reached(out, before + 2, child)
+    encoding = [int(path.name) for path in Path("/proc").glob("[0-9]*") if parent_of(path.name) == child.pid]
+    assert len(encoding) == 2
+    return child, encoding
+
+
+def parent_of(pid):
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def all_end(pids):
+    end = time.monotonic() + SECONDS
+    while any(parent_of(pid) is not None for pid in pids):
+        assert time.monotonic() < end, f"{pids} live on"
+        time.sleep(0.01)
+
+
+def test_a_killed_run_leaves_no_lock_and_soon_no_process(folder):
+    """A resumed run forks them when it already holds its folder."""
+    out = folder / "killed"
+    assert train(folder, out, *FLAGS, "--steps", "2", data="many.jsonl") == 0
+    child, encoding = started(folder, out)
+    for pid in encoding:
+        os.kill(pid, signal.SIGSTOP)
+    child.signal(signal.SIGKILL)
+    assert child.wait() == -signal.SIGKILL
+    held = os.open(out, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # as the next run does
+    os.close(held)
+    assert all(parent_of(pid) is not None for pid in encoding)
+    for pid in encoding:
+        os.kill(pid, signal.SIGCONT)
+    all_end(encoding)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_all_processes_ends_the_run_as_one_to_itself_does(folder, number, capfd):
+    out = folder / f"all {number}"
+    child, encoding = started(folder, out, 130, group=True)
+    for pid in encoding:
+        os.kill(pid, number)
+    time.sleep(0.1)
+    assert all(parent_of(pid) == child.pid for pid in encoding)
+    start = time.monotonic()
+    os.killpg(child.pid, number)
+    assert child.wait() == 0 and time.monotonic() - start < SECONDS
+    said = capfd.readouterr().err
+    assert "which is saved" in said and "Traceback" not in said and list((out / "checkpoints").glob("step-*"))
+    all_end(encoding)
+
+
+def test_a_process_that_is_killed_ends_the_run_with_a_message(folder, capfd):
+    child, encoding = started(folder, folder / "one killed", 3)
+    os.kill(encoding[0], signal.SIGKILL)
+    assert child.wait() == 0
+    said = capfd.readouterr().err
+    assert "a process that encodes rows has died" in said and "Traceback" not in said
+    all_end(encoding)
+
+
+def test_a_row_that_is_wrong_is_told_as_without_processes_and_the_command_ends(folder, monkeypatch, capsys):
+    lines = (folder / "many.jsonl").read_text().splitlines()[:200]
+    lines[100] = '{"messages": 7}'
+    (folder / "wrong.jsonl").write_text("\n".join(lines))
+    flags = ["train", "sft", folder / "model", "--data", folder / "wrong.jsonl", "--out", folder / "wrong", *FLAGS[:4]]
+    flags = [str(flag) for flag in (*flags, "--steps", "50", "--show", "0")]
+    code = "import sys; from ligermodels.recipes import data; data.encoding_workers = lambda rows: 2; "
+    code += "from ligermodels.cli import main; sys.exit(main(sys.argv[1:]))"
+    with_them = subprocess.run([sys.executable, "-c", code, *flags], capture_output=True, text=True, timeout=60)
+    monkeypatch.setattr(data, "encoding_workers", lambda rows: 0)
+    assert train(folder, "wrong", *FLAGS[:4], "--steps", "50", data="wrong.jsonl") == 3 == with_them.returncode
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert with_them.stderr.splitlines()[-1] == error and "wrong.jsonl:101: messages: expected a list" in error
+    assert not (folder / "wrong").exists()
