@@ -434,7 +434,7 @@ class _Forked:
         # Ctrl-C and a scheduler's SIGTERM come to all processes. This one ends the others when it has finished.
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
         try:
-            self._outcomes = itertools.chain.from_iterable(iter(loader))
+            self._outcomes: Iterator[Any] = itertools.chain.from_iterable(iter(loader))
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
@@ -443,6 +443,7 @@ class _Forked:
         self.next = (epoch, place + 1) if place + 1 < self._size else (epoch + 1, 0)
         found = next(self._outcomes)
         if isinstance(found, LigermodelsError):
+            self._outcomes = iter(())  # ends the processes, which the traceback would keep
             raise found
         return found  # type: ignore[no-any-return]
 
