@@ -98,12 +98,14 @@ def _bench(args: argparse.Namespace) -> int:
     rate, size = _copy_rate(model.device), sum(x.nbytes for x in model.parameters())
     record: dict[str, Any] = {
         "model": str(args.model), "adapter": args.adapter and str(args.adapter), **_place(model.device),
-        "dtype": str(model.dtype).removeprefix("torch."), "kv_cache_dtype": args.kv_cache_dtype, "weights_bytes": size,
-        "load_s": seconds,
-        "copy_bytes_per_s": rate, "new": args.new, "rows": [],
+        "dtype": str(model.dtype).removeprefix("torch."), "quantize": args.quantize,
+        "kv_cache_dtype": args.kv_cache_dtype, "weights_bytes": size, "load_s": seconds, "copy_bytes_per_s": rate,
+        "new": args.new, "rows": [],
     }  # fmt: skip
     print(f"{record['device']}, torch {record['torch']}; copies {readable_size(rate)}/s")
-    print(f"{args.model}: {readable_size(size)} of weights, {record['dtype']}, loaded in {seconds:.2f} s")
+    kinds = f"{record['dtype']}, linear layers in {args.quantize}" if args.quantize else record["dtype"]
+    kinds += f", KV cache in {args.kv_cache_dtype}" * (args.kv_cache_dtype != "auto")
+    print(f"{args.model}: {readable_size(size)} of weights, {kinds}, loaded in {seconds:.2f} s")
     print(f"{args.new} new tokens\n")
     print("  ".join(title for title, _ in _COLUMNS.values()).removesuffix("  peak GiB" * (model.device.type != "cuda")))
     try:

@@ -678,8 +678,7 @@ def add_flags(parser: argparse.ArgumentParser, options: type[TrainOptions]) -> N
         if field.name == "model":
             group.add_argument("model", nargs="?", metavar="MODEL", **common)
         elif hint is bool:
-            negated = argparse.BooleanOptionalAction if field.default else "store_true"
-            group.add_argument(_flag(field.name), action=negated, **common)
+            group.add_argument(_flag(field.name), action=argparse.BooleanOptionalAction, **common)
         else:
             metavar = "{" + ",".join(how["choices"]) + "}" if how["choices"] else _metavar(field.name, hint)
             group.add_argument(_flag(field.name), metavar=metavar, **common)

@@ -92,7 +92,7 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
             raise
         raise TrainingError(
             f"a process that encodes rows has died: {what}.\n  Likely: the system killed it, since memory ran out.\n"
-            "  Next: --resume goes on from the newest checkpoint."
+            "  Next: --resume goes on from the newest checkpoint, if there is one."
         ) from None
     finally:
         if processes.mesh is not None and not joined:
@@ -439,7 +439,8 @@ def _plan(
         text += "".join(f"\n  {change}" for change in changes)
         text += "\nwarning: this does not fit by the estimate, and no single change helps" * (not changes)
     if options.steps is None and steps < FEW_STEPS:
-        text += f"\nwarning: so few steps ({steps}) teach little: raise --epochs, or lower --length or --accumulation"
+        fewer = "--prompts" if getattr(options, "copies", 0) else "--length or --accumulation"
+        text += f"\nwarning: so few steps ({steps}) teach little: raise --epochs, or lower {fewer}"
     return text
 
 
