@@ -103,8 +103,9 @@ def test_tiles_of_int4_agree(device, monkeypatch, tile):
 
 @pytest.mark.parametrize("rows", [17, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (2, 64))])
 @pytest.mark.parametrize("kind", KINDS)
-def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows):
-    n, k = 37, 300
+@pytest.mark.parametrize("k", [300, 512])  # with masks, and without
+def test_few_rows_are_those_of_the_dequantised_weight(device, kind, rows, k):
+    n = 37
     (weight,) = weights(device, kind, [n], k)
     bias = torch.randn(n, device=device)
     x = torch.randn(rows, 2 * k, device=device)[:, ::2]
