@@ -233,7 +233,7 @@ def write_report(out: Path, options: TrainOptions, facts: Mapping[str, str], use
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     text = f"# {options.recipe} of {options.model}\n\n| | |\n|---|---|\n{rows}\n\n"
     if steps:
-        names = {name: title for name, title in _STEPS.items() if name in steps[-1]}
+        names = {name: title for name, title in _STEPS.items() if any(name in line for line in steps)}
         text += f"| step | {' | '.join(names.values())} |\n|{'---:|' * (len(names) + 1)}\n"
         picked = sorted({0, len(steps) - 1, *(len(steps) * part // 10 for part in range(10))})
         text += "\n".join(_row(steps[i], names) for i in picked) + "\n\n"
