@@ -36,7 +36,8 @@ from ligermodels.kernels import one_row, quantized
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate, up": (14336, 4096), "down": (4096, 14336)}
 TILES = {
     "int4": [(bn, 128 * warps, warps) for warps in (1, 2, 4) for bn in (4, 8, 16)],
-    "int8": [(bn, bk, warps) for warps, bk in ((2, 1024), (4, 2048), (4, 4096), (8, 4096)) for bn in (2, 4, 8)],
+    "int8": [(2, 512, 1, 4), (4, 512, 1, 4), (2, 1024, 2, 3), (4, 1024, 2, 3), (8, 1024, 2, 3), (4, 2048, 4, 1)],
+    "bf16": [(2, 512, 1, 4), (2, 1024, 4, 1), (2, 1024, 2, 3), (4, 1024, 2, 3), (4, 1024, 4, 3), (4, 2048, 4, 1)],
 }
 TILES["fp8"] = TILES["int8"]
 TILES_OF_ROWS = [
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.kernels:
         found["kernels"] = []
         for rows in map(int, options.rows.split(",")):
-            found["kernels"] += products([kind for kind in kinds if kind in TILES], rows)
+            found["kernels"] += products([kind for kind in kinds if kind in quantized.FORMATS], rows)
     if options.decode:
         with decode.on(device):
             batches = [int(batch) for batch in options.batches.split(",")]
@@ -121,7 +122,7 @@ def products(kinds: Sequence[str], number: int) -> list[dict[str, Any]]:
         x, both = torch.randn(number, k, device="cuda").bfloat16(), shape == "gate, up"
         glu, n = both and number == 1, n * (1 + (both and number > 1))
         plain = [torch.randn(n, k, device="cuda").bfloat16() * k**-0.5 for _ in range(2 * glu or 1)]
-        rows.append({"product": shape, "rows": number, "weights": "bf16", **timed(x, plain, None)})
+        rows.append({"product": shape, "rows": number, "weights": "bf16", **timed(x, plain, "bf16")})
         for kind in kinds:
             weights = [quantized.quantize(weight, kind) for weight in plain]
             wide = [x.double() @ w.dequantize(torch.float64).t() for w in weights]
@@ -147,7 +148,7 @@ def apply(x: Tensor, weights: Sequence[Any]) -> Tensor:
     return quantized.quantized_linear(x, weights, [None])
 
 
-def timed(x: Tensor, weights: Sequence[Any], kind: str | None) -> dict[str, Any]:
+def timed(x: Tensor, weights: Sequence[Any], kind: str) -> dict[str, Any]:
     """The time of the best of all tiles, of the default one, and the three best."""
     size = sum(w.nbytes if isinstance(w, Tensor) else w.packed.nbytes + w.scale.nbytes for w in weights)
     copies = [[copied(w) for w in weights] for _ in range(-(-COPIES // size))]
@@ -162,7 +163,7 @@ def timed(x: Tensor, weights: Sequence[Any], kind: str | None) -> dict[str, Any]
     module = quantized if several or kind == "int4" else one_row
     name = "_rows_tile" if several else "_glu_tile" if glu and kind != "int4" else "_tile"
     before = getattr(module, name)
-    for tile in () if kind is None else TILES_OF_ROWS if several else TILES[kind]:
+    for tile in TILES[kind] if not several else () if kind == "bf16" else TILES_OF_ROWS:
         setattr(module, name, lambda *_, tile=tile: tile)
         try:
             found.append((graphed(run) / len(copies), str(tile)))

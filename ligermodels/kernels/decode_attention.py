@@ -11,7 +11,8 @@ where p counts a row's columns, padding included, and first is starts[b], or wit
   small batch have, a second kernel does, many programs at once. Shares depend on lengths, batch and GPU, not on the
   memory that the cache has, so neither do the bits of the result.
 - Keys and values may be in fp8, with a scale for each token and key head (see fp8.py). The scales are factors of the
-  scores and of the probabilities, in fp32: products read e4m3 as q's dtype, which is exact.
+  scores and of the probabilities, in fp32: products read e4m3 as q's dtype, which is exact. Tensor cores are fed
+  numbers of 16 bits: two dims are read as one such number, whose halves are multiplied apart.
 
 Bytes: keys and values once; beside them 4 D + 8 per query head and share, written and read.
 
@@ -27,6 +28,7 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._triton import (
     accumulator,
     cdiv,
+    has_ptx,
     last_dim_contiguous,
     next_power_of_2,
     num_sms,
@@ -38,7 +40,7 @@ from ligermodels.kernels._triton import (
     wait_for_previous,
 )
 from ligermodels.kernels.flash_attention import _capped
-from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads
+from ligermodels.kernels.fp8 import DTYPE, are_scales, dequantize_heads, halves, widened
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _MOST_SPLITS = 256
@@ -96,15 +98,22 @@ def _shares(starts_ptr, ends_ptr, b, window, WINDOW: tl.constexpr, SPLITS: tl.co
     return first, end, share, tl.maximum(tl.cdiv(end - first, share), 1)  # of a row without keys one program writes 0
 
 
+@triton.jit
+def _scales(k_ptr, v_ptr, positions, end, stride):
+    """Those of keys and of values at these positions."""
+    at, inside = positions.to(tl.int64) * stride, positions < end
+    return tl.load(k_ptr + at, mask=inside, other=0.0), tl.load(v_ptr + at, mask=inside, other=0.0)
+
+
 @triton.jit(do_not_specialize=["window"])
 def _kernel(
     o_ptr, part_ptr, stats_ptr, count_ptr, q_ptr, k_ptr, v_ptr, k_scales_ptr, v_scales_ptr,
     starts_ptr, ends_ptr, offset_ptr, window,
     q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, OFFSET: tl.constexpr, FP8: tl.constexpr,
-    SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
-    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
-    GROUP_2: tl.constexpr, CHUNK: tl.constexpr, OVERLAP: tl.constexpr,
+    PAIRS: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr,
+    D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    GROUP_2: tl.constexpr, CHUNK: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one key head of one row, over one share of its keys; the last to end adds up few shares."""
     wait_for_previous(OVERLAP)
@@ -126,26 +135,45 @@ def _kernel(
     b = b.to(tl.int64)
     head = b * HQ + kv_head * GROUP  # the first of the group
     q_ptr += b * q_b + (kv_head * GROUP + members)[:, None] * q_h
-    q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
+    if PAIRS:  # of dims, of which q and acc have the first, q_odd and acc_odd the second
+        PARTS: tl.constexpr = 2
+        columns = tl.arange(0, BLOCK_D // 2)
+        of_pairs = (members < GROUP)[:, None] & (columns < D // 2)[None, :]
+        q = tl.load(q_ptr + 2 * columns[None, :], mask=of_pairs, other=0.0)
+        q_odd = tl.load(q_ptr + 2 * columns[None, :] + 1, mask=of_pairs, other=0.0)
+        acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
+    else:
+        PARTS: tl.constexpr = 1
+        columns = dims
+        q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
     k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
     v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
-    acc = tl.zeros([BLOCK_G, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D // PARTS], tl.float32)
     total = tl.zeros([BLOCK_G], tl.float32)
     highest = tl.full([BLOCK_G], float("-inf"), tl.float32)
+    if FP8:  # scales are loaded a tile ahead
+        scales = b * scales_b + kv_head - offset * scales_s.to(tl.int64)
+        k_scales_ptr += scales
+        v_scales_ptr += scales
+        positions = begin + tl.arange(0, BLOCK_N)
+        next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions, end, scales_s)
     for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         positions = n + tl.arange(0, BLOCK_N)
         slots = (positions - offset).to(tl.int64)[:, None]
-        inside = (positions < end)[:, None] & (dims < D)[None, :]
-        v = tl.load(v_ptr + slots * v_s + dims[None, :], mask=inside, other=0.0)
+        inside = (positions < end)[:, None] & (columns < D // PARTS)[None, :]
+        v = tl.load(v_ptr + slots * v_s + columns[None, :], mask=inside, other=0.0)
         if FP8:
-            scales = b * scales_b + (positions - offset).to(tl.int64) * scales_s + kv_head
-            k_scales = tl.load(k_scales_ptr + scales, mask=positions < end, other=0.0).to(tl.float32)
-            v_scales = tl.load(v_scales_ptr + scales, mask=positions < end, other=0.0).to(tl.float32)
+            k_scales, v_scales = widened(next_k), widened(next_v)
+            next_k, next_v = _scales(k_scales_ptr, v_scales_ptr, positions + BLOCK_N, end, scales_s)
         if dtype == tl.float32:
             s = _in_parts(q_ptr, k_ptr + slots * k_s, members < GROUP, positions < end, BLOCK_G, BLOCK_N, D)
         else:
-            k = tl.load(k_ptr + slots * k_s + dims[None, :], mask=inside, other=0.0)
-            s = tl.dot(q, tl.trans(k.to(dtype)))
+            k = tl.load(k_ptr + slots * k_s + columns[None, :], mask=inside, other=0.0)
+            if PAIRS:
+                k, k_odd = halves(k, dtype, PTX)
+                s = tl.dot(q_odd, tl.trans(k_odd), tl.dot(q, tl.trans(k)))
+            else:
+                s = tl.dot(q, tl.trans(k.to(dtype)))
         if FP8:
             s = s * k_scales[None, :]
         if CAP is not None:
@@ -156,13 +184,21 @@ def _kernel(
         p = tl.exp2((s - higher[:, None]) * FACTOR)
         shrink = tl.exp2((highest - higher) * FACTOR)
         total = total * shrink + tl.sum(p, 1)
+        if PAIRS:
+            v, v_odd = halves(v, dtype, PTX)
         if FP8:
             if dtype == tl.float16:  # probabilities times small scales would leave its range
                 v = v.to(tl.float32) * v_scales[:, None]
+                if PAIRS:
+                    v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
             else:
                 p = p * v_scales[None, :]
         acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype), input_precision="ieee")
+        if PAIRS:
+            acc_odd = acc_odd * shrink[:, None] + tl.dot(p.to(dtype), v_odd)
         highest = higher
+    if PAIRS:
+        acc = tl.interleave(acc, acc_odd)
     if SPLITS == 1:
         total = tl.where(total == 0.0, 1.0, total)  # a row without keys
         o_ptr += (head + members)[:, None] * D + dims[None, :]
@@ -273,7 +309,9 @@ def decode_attention(
     q, keys, values = last_dim_contiguous(q), last_dim_contiguous(keys), last_dim_contiguous(values)
     block_d = max(16, next_power_of_2(size))
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
-    splits = min(_MOST_SPLITS, cdiv(2 * num_sms(q.device.index), rows * num_kv_heads))
+    sms, groups = num_sms(q.device.index), rows * num_kv_heads
+    # Of fp8, whose tiles are smaller, four programs of a multiprocessor run at a time, and none waits for its turn.
+    splits = min(_MOST_SPLITS, cdiv(2 * sms, groups) if scales is None else max(1, 4 * sms // groups))
     parts = min(splits, cdiv(capacity, block_n))  # no more than that have a key
     block_g, of_scores = next_power_of_2(num_heads // num_kv_heads), size**-0.5 if scale is None else scale
     out = torch.empty(of_q, dtype=q.dtype, device=q.device)
@@ -283,6 +321,9 @@ def decode_attention(
         stats = torch.empty(rows, num_heads, parts, 2, dtype=torch.float32, device=q.device)
         if counters is None:
             counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=q.device)
+    pairs = scales is not None and q.dtype != torch.float32 and size % 2 == 0
+    if pairs:
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
     overlap = overlaps_launches(q)
     launch(
         _kernel, (rows * num_kv_heads, parts if splits > 1 else 1),
@@ -290,10 +331,10 @@ def decode_attention(
         starts, ends, ends if offset is None else offset, window or 0,
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
         *(scales[0].stride()[:2] if scales else (0, 0)),
-        of_scores, softcap, window is not None, offset is not None, scales is not None, splits, MOST_BY_LAST,
-        num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
+        of_scores, softcap, window is not None, offset is not None, scales is not None, pairs, splits,
+        MOST_BY_LAST, num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
         block_g, max(1, min(_AT_ONCE // (block_g * block_d), next_power_of_2(splits))),
-        overlap, num_warps=4, **overlapping(overlap),
+        has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
     )  # fmt: skip
     if splits > 1 and parts > MOST_BY_LAST:  # a row may have as many
         launch(

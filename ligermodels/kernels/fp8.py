@@ -42,3 +42,71 @@ def store_heads(q_ptr, scale_ptr, x, heads, dims, H: tl.constexpr, D: tl.constex
     tl.store(
         q_ptr + heads * D + dims, (x / scale.to(tl.float32)).to(q_ptr.dtype.element_ty), mask=(heads < H) & (dims < D)
     )
+
+
+@triton.jit
+def widened(scale):
+    """bf16 in fp32, by its bits: of a conversion, LLVM would multiply in fp16 what becomes fp16, where small scales are
+    rounded."""
+    return (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+# A GPU has no instruction from e4m3 to bf16, and Hopper goes from fp16 to bf16 at an eighth of the speed of others. In
+# PTX below, bits take the places of the same bits of a number of 16 bits, whose exponent counts from elsewhere, which a
+# product mends. NaN becomes 480; where quantize_heads writes it, the scale is not finite either.
+
+
+@triton.constexpr_function
+def _halves(dtype: str) -> str:
+    """The low and the high e4m3 of two words of 16 bits."""
+    kind, left, right, mask, factor = {
+        "bf16": ("bf16x2", 4, 4, 0x07F007F0, 0x7B807B80),  # 2 ** 120
+        "fp16": ("f16x2", 7, 1, 0x3F803F80, 0x5C005C00),  # 2 ** 8
+    }[dtype]
+    return (
+        "{ .reg .b32 a; .reg .b32 b; .reg .b32 factor; .reg .b32 none; "
+        f"mov.b32 factor, {factor}; mov.b32 none, 0x80008000; "  # -0
+        f"shl.b32 b, $2, 8; shl.b32 a, $2, {left}; and.b32 a, a, {mask}; lop3.b32 a, b, 0x80008000, a, 0xea; "
+        f"shr.u32 b, $2, {right}; and.b32 b, b, {mask}; lop3.b32 b, $2, 0x80008000, b, 0xea; "
+        f"fma.rn.{kind} $0, a, factor, none; fma.rn.{kind} $1, b, factor, none; }}"
+    )
+
+
+@triton.jit
+def halves(x, dtype: tl.constexpr, PTX: tl.constexpr):
+    """The two e4m3 that int16 x holds, the first in its low byte, as bf16 or fp16."""
+    if PTX and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(
+            _halves("bf16"), "=r,=r,r", [x], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
+        )
+    elif PTX and dtype == tl.float16:
+        return tl.inline_asm_elementwise(
+            _halves("fp16"), "=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
+        )
+    else:
+        low = (x & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        high = ((x >> 8) & 255).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        return low.to(dtype), high.to(dtype)
+
+
+@triton.constexpr_function
+def _four() -> str:
+    """Four e4m3 in bf16."""
+    pairs = " ".join(
+        f"prmt.b32 a, $2, 0, {bytes_of}; shr.u32 b, a, 4; and.b32 b, b, 0x07f007f0; "
+        f"lop3.b32 a, a, 0x80008000, b, 0xea; fma.rn.bf16x2 {to}, a, factor, none;"
+        for to, bytes_of in (("c", 0x1404), ("$1", 0x3424))
+    )
+    return (
+        "{ .reg .b32 a; .reg .b32 b; .reg .b32 c; .reg .b32 factor; .reg .b32 none; mov.b32 factor, 0x7b807b80; "
+        f"mov.b32 none, 0x80008000; {pairs} mov.b32 $0, c; }}"
+    )
+
+
+@triton.jit
+def converted(x, dtype: tl.constexpr, PTX: tl.constexpr):
+    """x.to(dtype), fast of e4m3."""
+    if PTX and x.dtype == tl.float8e4nv and dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise(_four(), "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
+    else:
+        return x.to(dtype)

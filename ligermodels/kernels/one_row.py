@@ -23,7 +23,16 @@ from ligermodels.kernels._launch import launch
 from ligermodels.kernels._math import ACTIVATIONS
 from ligermodels.kernels._math import activation as activation_of
 from ligermodels.kernels._recompute import in_transform
-from ligermodels.kernels._triton import cdiv, overlapping, overlaps_launches, tl, triton, use_triton, wait_for_previous
+from ligermodels.kernels._triton import (
+    cdiv,
+    has_ptx,
+    overlapping,
+    overlaps_launches,
+    tl,
+    triton,
+    use_triton,
+    wait_for_previous,
+)
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _PLAIN = (Tensor, nn.Parameter)
@@ -43,31 +52,27 @@ def one_row_glu_reference(
 @triton.jit
 def _linear_kernel(
     y_ptr, x_ptr, w_ptr, s_ptr, b_ptr, N, K, w_stride,
-    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of y [N]. EVEN: BK divides K."""
     wait_for_previous(OVERLAP)
     at = tl.program_id(0) * BN + tl.arange(0, BN)
-    y = _scaled(_products(x_ptr, w_ptr, tl.minimum(at, N - 1), K, w_stride, BN, BK, EVEN), s_ptr, at, N)
-    tl.store(y_ptr + at, _with_bias(y, b_ptr, at, N).to(y_ptr.dtype.element_ty), mask=at < N)
-
-
-@triton.jit
-def _products(x_ptr, w_ptr, rows, K, w_stride, BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr):
-    """Of these rows of w with x: [BN] fp32."""
     cols = tl.arange(0, BK)
-    w_ptr += rows.to(tl.int64)[:, None] * w_stride + cols[None, :]
+    w_ptr += tl.minimum(at, N - 1).to(tl.int64)[:, None] * w_stride + cols[None, :]
     total = tl.zeros((BN, BK), tl.float32)
-    for k in range(0, K, BK):
-        w = _load(w_ptr + k, (cols < K - k)[None, :], EVEN)
-        total += w * _load(x_ptr + k + cols, cols < K - k, EVEN)[None, :]
-    return tl.sum(total, 1)
+    for k in tl.range(0, K, BK, num_stages=STAGES):
+        w = _load(w_ptr + k, (cols < K - k)[None, :], EVEN, PTX)
+        total += w * _load(x_ptr + k + cols, cols < K - k, EVEN, PTX)[None, :]
+    y = _scaled(tl.sum(total, 1), s_ptr, at, N)
+    tl.store(y_ptr + at, _with_bias(y, b_ptr, at, N).to(y_ptr.dtype.element_ty), mask=at < N)
 
 
 @triton.jit
 def _glu_kernel(
     h_ptr, x_ptr, gate_ptr, up_ptr, gate_s_ptr, up_s_ptr, gate_b_ptr, up_b_ptr, N, K, gate_stride, up_stride,
-    BN: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr, NAME: tl.constexpr, OVERLAP: tl.constexpr,
+    BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, EVEN: tl.constexpr, PTX: tl.constexpr,
+    NAME: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BN numbers of h [N]. Both weights are read in one loop, so that loads of both are in flight."""
     wait_for_previous(OVERLAP)
@@ -78,10 +83,10 @@ def _glu_kernel(
     up_ptr += rows * up_stride + cols[None, :]
     gate = tl.zeros((BN, BK), tl.float32)
     up = tl.zeros((BN, BK), tl.float32)
-    for k in range(0, K, BK):
+    for k in tl.range(0, K, BK, num_stages=STAGES):
         mask = (cols < K - k)[None, :]
-        w, v = _load(gate_ptr + k, mask, EVEN), _load(up_ptr + k, mask, EVEN)
-        x = _load(x_ptr + k + cols, cols < K - k, EVEN)[None, :]
+        w, v = _load(gate_ptr + k, mask, EVEN, PTX), _load(up_ptr + k, mask, EVEN, PTX)
+        x = _load(x_ptr + k + cols, cols < K - k, EVEN, PTX)[None, :]
         gate += w * x
         up += v * x
     gate = _with_bias(_scaled(tl.sum(gate, 1), gate_s_ptr, at, N), gate_b_ptr, at, N)
@@ -90,12 +95,27 @@ def _glu_kernel(
     tl.store(h_ptr + at, h.to(h_ptr.dtype.element_ty), mask=at < N)
 
 
+@triton.constexpr_function
+def _four_int8() -> str:
+    """Four q in fp32, in PTX: q + 128 takes its place in the mantissa of 2 ** 23. To convert takes 8 times as long."""
+    numbers = " ".join(
+        f"prmt.b32 t, w, 0x4B000000, {0x7440 + i}; mov.b32 a, t; sub.f32 a, a, 0f4B000080; mov.b32 ${i}, a;"
+        for i in range(4)
+    )
+    return "{ .reg .b32 w; .reg .b32 t; .reg .f32 a; xor.b32 w, $4, 0x80808080; " + numbers + " }"
+
+
 @triton.jit
-def _load(ptr, mask, EVEN: tl.constexpr):
-    if EVEN:
-        return tl.load(ptr).to(tl.float32)
+def _load(ptr, mask, EVEN: tl.constexpr, PTX: tl.constexpr):
+    """In fp32."""
+    if EVEN:  # noqa: SIM108  # else both are compiled
+        x = tl.load(ptr)
     else:
-        return tl.load(ptr, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(ptr, mask=mask, other=0.0)
+    if PTX and x.dtype == tl.int8:
+        return tl.inline_asm_elementwise(_four_int8(), "=r,=r,=r,=r,r", [x], dtype=tl.float32, is_pure=True, pack=4)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -141,11 +161,11 @@ def one_row_linear(
     """
     n, k = weight.shape
     y = x.new_empty(*x.shape[:-1], n) if out is None else out
-    bn, bk, warps = _tile(n, k, weight.itemsize)
+    bn, bk, warps, stages = _tile(n, k, weight.itemsize)
     overlap = overlaps_launches(x)
     launch(
         _linear_kernel, (cdiv(n, bn),), y, x.contiguous(), weight, scale, bias, n, k, weight.stride(0),
-        bn, bk, k % bk == 0, overlap, num_warps=warps, **overlapping(overlap),
+        bn, bk, stages, k % bk == 0, has_ptx(x), overlap, num_warps=warps, **overlapping(overlap),
     )  # fmt: skip
     return y
 
@@ -161,11 +181,12 @@ def one_row_glu(
     """
     n, k = gate.shape
     h = x.new_empty(*x.shape[:-1], n)
-    bn, bk, warps = _glu_tile(n, k, gate.itemsize)
+    bn, bk, warps, stages = _glu_tile(n, k, gate.itemsize)
     overlap = overlaps_launches(x)
     launch(
         _glu_kernel, (cdiv(n, bn),), h, x.contiguous(), gate, up, *scales, gate_bias, up_bias, n, k, gate.stride(0),
-        up.stride(0), bn, bk, k % bk == 0, activation, overlap, num_warps=warps, **overlapping(overlap),
+        up.stride(0), bn, bk, stages, k % bk == 0, has_ptx(x), activation, overlap, num_warps=warps,
+        **overlapping(overlap),
     )  # fmt: skip
     return h
 
@@ -174,17 +195,18 @@ _AT_ONCE = 528
 """Programs of four warps and 4 x 2048 weights that an H200 runs at a time."""
 
 
-def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int]:
-    """Numbers of y, columns of the weight at a time, and warps of a program."""
+def _tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
+    """Numbers of y, columns of the weight at a time, warps of a program, and how many such tiles are on their way."""
     if itemsize == 1:
-        return 4, 2048, 4
+        return 4, 1024, 2, 3
     rounds = cdiv(n, 4 * _AT_ONCE)
     if rounds * 4 * _AT_ONCE > 1.25 * n:  # the last round would be half empty: fewer, larger ones
-        return 8, 1024, 8
-    return 4, 2048, 4
+        return 8, 1024, 8, 1
+    return 4, 2048, 4, 1
 
 
-def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int]:
+def _glu_tile(n: int, k: int, itemsize: int) -> tuple[int, int, int, int]:
     """As `_tile`, of each weight."""
-    bk, warps = (1024, 4) if k % 1024 == 0 else (512, 2)
-    return 2, 2 * bk if itemsize == 1 and k % (2 * bk) == 0 else bk, warps
+    if itemsize == 1:
+        return 2, 512, 1, 4
+    return (2, 1024, 4, 1) if k % 1024 == 0 else (2, 512, 2, 1)

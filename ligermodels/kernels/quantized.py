@@ -44,6 +44,7 @@ from ligermodels.kernels._triton import (
     use_triton,
     wait_for_previous,
 )
+from ligermodels.kernels.fp8 import converted
 from ligermodels.kernels.linear import joint
 from ligermodels.kernels.packed import PackedWeight, Weight
 
@@ -380,7 +381,7 @@ def _rows_kernel(
             total += sums * tl.expand_dims(scale.to(tl.float32), -1)
         else:
             x = _load(x_ptr + g * GROUP, columns < K - g * GROUP, EVEN)
-            total = tl.dot(w.to(dtype), x, total, input_precision="ieee")
+            total = tl.dot(converted(w, dtype, PTX), x, total, input_precision="ieee")
     if PARTS > 1:
         total = tl.sum(total, 0)
     if not GROUPED:
