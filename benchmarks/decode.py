@@ -4,6 +4,7 @@ its products: ours as a CUDA graph and from the host, and transformers.
     python -m benchmarks.decode --out benchmarks/results/decode.json
     python -m benchmarks.decode --models llama-3.1-8b --cases 1x128+256 --trace    # the kernels of one step
     python -m benchmarks.decode --baselines captured,hf,hf-static                  # beside transformers, which compiles
+    python -m benchmarks.decode --cases 1x32768+64,8x8192+64 --baselines captured,captured-fp8    # the cache in fp8
     python -m benchmarks.decode --cases "" --first-token 4096 --baselines captured,host,hf    # first tokens alone
     python -m benchmarks.decode --dry                                              # tiny models, also on a CPU
     python -m benchmarks.decode --render benchmarks/results/decode-h200.json       # the tables of an earlier run
@@ -30,6 +31,7 @@ import argparse
 import contextlib
 import copy
 import gc
+import itertools
 import json
 import re
 import statistics
@@ -71,6 +73,8 @@ FIRST_COLUMNS = (
     "attention ms",
     "of products",
 )
+CACHES = {"captured": "auto", "captured-fp8": "fp8", "host": "auto"}
+"""Our baselines, and what their keys and values are held in."""
 BATCHES = 8, 64, 64, 64
 TIE = 8
 """By how much the logits of two ids that tie may differ, in errors of a logit in bf16: the rms difference of a row's
@@ -82,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--models", default="llama-3.2-1b,llama-3.1-8b")
     parser.add_argument("--cases", default=CASES, help="comma-separated; empty: none")
     parser.add_argument("--first-token", default="", metavar="TOKENS", help="comma-separated lengths of prompts")
-    parser.add_argument("--baselines", default="captured,host", help="of captured, host, hf, hf-static")
+    parser.add_argument("--baselines", default="captured,host", help="of captured, captured-fp8, host, hf, hf-static")
     parser.add_argument("--trace", action="store_true", help="print the kernels of a captured step of each case")
     parser.add_argument("--dry", action="store_true", help="tiny models, few tokens, fp32")
     parser.add_argument("--out", help="a JSON file for the figures")
@@ -91,6 +95,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.render:
         print(render(json.loads(Path(options.render).read_text())))
         return 0
+    for baseline in options.baselines.split(","):
+        if baseline not in (*CACHES, "hf", "hf-static") or (options.first_token and baseline == "captured-fp8"):
+            parser.error(f"--baselines: {baseline!r} is unknown{' to --first-token' if baseline in CACHES else ''}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     names, baselines = options.models.split(","), options.baselines.split(",")
     cases = [tuple(map(int, re.split(r"[x+]", case))) for case in options.cases.split(",") if case]
@@ -101,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ids: list[dict[str, Any]] = []
     first: list[dict[str, Any]] = []
     with on(device):
-        if cases and (red := [name for name in names if not same_ids(name, device)]):
+        if cases and (red := [name for name in names if not same_ids(name, device, baselines)]):
             print(f"RED: with a graph {', '.join(red)} writes other ids")
             return 1
         for name in names if lengths else ():
@@ -165,21 +172,18 @@ def make(name: str, device: str, dtype: torch.dtype, *, tiny: bool = False, **ch
     return model
 
 
-def same_ids(name: str, device: str) -> bool:
+def same_ids(name: str, device: str, baselines: Sequence[str] = ()) -> bool:
     """Whether a shallow model in fp32 writes the same with a graph and without, for one row and for several."""
+    kinds = sorted({"auto", *(CACHES[baseline] for baseline in baselines if baseline in CACHES)})
     model = make(name, device, torch.float32, tiny=device == "cpu", **MODELS[name].shallow)
     vocabulary = model.config.vocab_size
     same = True
-    for lengths in ([40], [60, 33, 1, 7, 60, 12, 59, 20]):
+    for lengths, kind in itertools.product(([40], [60, 33, 1, 7, 60, 12, 59, 20]), kinds):
         width = max(lengths)
         ids = torch.randint(3, vocabulary, (len(lengths), width), device=device)
         mask = torch.arange(width, device=device) >= width - torch.tensor(lengths, device=device)[:, None]
-        found = [
-            model.generate(
-                ids, attention_mask=mask, max_new_tokens=80, do_sample=False, eos_token_id=(), disable_compile=off
-            )
-            for off in (False, True)
-        ]
+        options = dict(attention_mask=mask, max_new_tokens=80, do_sample=False, eos_token_id=(), kv_cache_dtype=kind)
+        found = [model.generate(ids, disable_compile=off, **options) for off in (False, True)]
         same &= torch.equal(*found)
     release_graphs(model)
     return same
@@ -232,18 +236,20 @@ def measured(
     weights = sum(p.nbytes for p in model.parameters())
     if not config.tie_word_embeddings:
         weights -= model.decoder.embed_tokens.weight.nbytes  # of which a row is read
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+    heads = 2 * config.num_hidden_layers * config.num_key_value_heads
     for batch, prompt, new in cases:
         if dry:
             batch, prompt, new = min(batch, 2), min(prompt, 16), min(new, 8)
-        limit = BANDWIDTH * batch / (weights + batch * (prompt + new / 2) * per_token)
         ids = torch.randint(3, config.vocab_size, (batch, prompt), device=device)
         for baseline in baselines:
             if baseline.startswith("hf"):
                 continue
+            captured, kind = baseline != "host", CACHES[baseline]
+            per_token = heads * (config.head_dim + 2 if kind == "fp8" else config.head_dim * dtype.itemsize)
+            limit = BANDWIDTH * batch / (weights + batch * (prompt + new / 2) * per_token)
             # Twice as many tokens take the host twice as long, and are as fast.
-            steps = new if baseline == "captured" else min(new, 64)
-            runs = [run(model, ids, steps, captured=baseline == "captured") for _ in range(2)]
+            steps = new if captured else min(new, 64)
+            runs = [run(model, ids, steps, captured=captured, kv_cache_dtype=kind) for _ in range(2)]
             speed = runs[1][1]
             row = {
                 "model": name, "case": f"{batch}x{prompt}+{steps}", "baseline": baseline,
@@ -258,14 +264,16 @@ def measured(
     return rows
 
 
-def run(model: Any, ids: torch.Tensor, new: int, *, captured: bool) -> tuple[float, float]:
+def run(
+    model: Any, ids: torch.Tensor, new: int, *, captured: bool, kv_cache_dtype: str = "auto"
+) -> tuple[float, float]:
     """Seconds until the first token, and tokens per second after it."""
     never = model.config.vocab_size + 7
     synchronize(ids.device.type)
     start, times = time.perf_counter(), []
     for _ in generate_iter(
         model, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=never,
-        pad_token_id=0, disable_compile=not captured,
+        pad_token_id=0, disable_compile=not captured, kv_cache_dtype=kv_cache_dtype,
     ):  # fmt: skip
         times.append(time.perf_counter())
     return times[0] - start, len(ids) * (new - 1) / (times[-1] - times[0])

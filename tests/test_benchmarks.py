@@ -230,10 +230,10 @@ def test_convergence_is_measured_and_written(tmp_path, capsys):
 @pytest.mark.slow
 def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
     out, few = tmp_path / "decode.json", ["--dry", "--models", "llama-3.2-1b", "--cases", "2x16+8"]
-    assert decode.main([*few, "--baselines", "captured,host,hf", "--out", str(out)]) == 0
+    assert decode.main([*few, "--baselines", "captured,captured-fp8,host,hf", "--out", str(out)]) == 0
     written = json.loads(out.read_text())
     rows, (ids,) = written["rows"], written["ids"]
-    assert [row["baseline"] for row in rows] == ["captured", "host", "hf"]
+    assert [row["baseline"] for row in rows] == ["captured", "captured-fp8", "host", "hf"]
     assert ids["the host's"] + ids["ties"] == 5 * 32 and ids["wrong"] == 0 and ids["apart"] <= decode.TIE
     assert all(row["tokens/s"] > 0 for row in rows) and set(graph.DEVICES) == {"cuda"}
     run = graph.Decode._run
@@ -241,6 +241,10 @@ def test_decoding_runs_dry_and_refuses_other_ids(tmp_path, monkeypatch, capsys):
     assert decode.main(few) == 1 and "RED" in capsys.readouterr().out
     monkeypatch.setattr(decode, "same_ids", lambda *arguments: True)
     assert decode.main([*few, "--baselines", "host"]) == 1 and "the host finds less likely" in capsys.readouterr().out
+    for wrong in (["--baselines", "captured8"], ["--baselines", "captured-fp8", "--first-token", "16"]):
+        with pytest.raises(SystemExit):
+            decode.main([*few, *wrong])
+        assert f"--baselines: {wrong[1]!r} is unknown" in capsys.readouterr().err
 
 
 def test_first_tokens_are_measured_beside_their_products(tmp_path, monkeypatch, capsys):

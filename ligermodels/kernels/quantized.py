@@ -12,7 +12,7 @@ so none is converted. A nibble takes its place in the mantissa of 1.0, which mak
 
 2 to 64 rows: one kernel on tensor cores, to which the weight is the left operand, so that few rows fill them. q and
 n - 8 are exact in any dtype of x, and scales come after the products. On an H200 the products of an 8B's layer with 8
-rows take 72 us in int8, 83 in int4, 89 in fp8, and 125 in bf16 by cuBLAS.
+rows take 72 us in int8, 78 in fp8, 83 in int4, and 125 in bf16 by cuBLAS.
 
 More rows: the weight is dequantised in reused memory, for cuBLAS, see packed.py. There products read round(w); else
 only the result is rounded.
