@@ -111,13 +111,15 @@ def _kernel(
     starts_ptr, ends_ptr, offset_ptr, window,
     q_b, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scales_b, scales_s,
     SCALE: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, OFFSET: tl.constexpr, FP8: tl.constexpr,
-    PAIRS: tl.constexpr, SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr,
-    D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
+    SPLITS: tl.constexpr, BY_LAST: tl.constexpr, HQ: tl.constexpr, HK: tl.constexpr, D: tl.constexpr,
+    BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STAGES: tl.constexpr,
     GROUP_2: tl.constexpr, CHUNK: tl.constexpr, PTX: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """All query heads of one key head of one row, over one share of its keys; the last to end adds up few shares."""
     wait_for_previous(OVERLAP)
     dtype: tl.constexpr = q_ptr.dtype.element_ty
+    PAIRS: tl.constexpr = k_ptr.dtype.element_ty == tl.int16  # two dims each, in fp8
+    PARTS: tl.constexpr = 2 if PAIRS else 1
     GROUP: tl.constexpr = HQ // HK
     FACTOR: tl.constexpr = 1.0 if CAP is not None else SCALE * _LOG2E
     b = tl.program_id(0) // HK
@@ -135,16 +137,13 @@ def _kernel(
     b = b.to(tl.int64)
     head = b * HQ + kv_head * GROUP  # the first of the group
     q_ptr += b * q_b + (kv_head * GROUP + members)[:, None] * q_h
-    if PAIRS:  # of dims, of which q and acc have the first, q_odd and acc_odd the second
-        PARTS: tl.constexpr = 2
-        columns = tl.arange(0, BLOCK_D // 2)
+    columns = tl.arange(0, BLOCK_D // PARTS)
+    if PAIRS:  # q and acc have the first dim of each
         of_pairs = (members < GROUP)[:, None] & (columns < D // 2)[None, :]
         q = tl.load(q_ptr + 2 * columns[None, :], mask=of_pairs, other=0.0)
         q_odd = tl.load(q_ptr + 2 * columns[None, :] + 1, mask=of_pairs, other=0.0)
         acc_odd = tl.zeros([BLOCK_G, BLOCK_D // 2], tl.float32)
     else:
-        PARTS: tl.constexpr = 1
-        columns = dims
         q = tl.load(q_ptr + dims[None, :], mask=of_group, other=0.0)
     k_ptr += b * k_b + kv_head.to(tl.int64) * k_h
     v_ptr += b * v_b + kv_head.to(tl.int64) * v_h
@@ -186,13 +185,11 @@ def _kernel(
         total = total * shrink + tl.sum(p, 1)
         if PAIRS:
             v, v_odd = halves(v, dtype, PTX)
-        if FP8:
             if dtype == tl.float16:  # probabilities times small scales would leave its range
-                v = v.to(tl.float32) * v_scales[:, None]
-                if PAIRS:
-                    v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
-            else:
-                p = p * v_scales[None, :]
+                v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
+                v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
+        if FP8 and dtype != tl.float16:
+            p = p * v_scales[None, :]
         acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype), input_precision="ieee")
         if PAIRS:
             acc_odd = acc_odd * shrink[:, None] + tl.dot(p.to(dtype), v_odd)
@@ -302,7 +299,7 @@ def decode_attention(
         )
     rows, _, num_heads, size = of_q
     capacity, num_kv_heads = of_k[1:3]
-    if not use_triton(q) or q.dtype == torch.float64 or size > 256:
+    if not use_triton(q) or q.dtype == torch.float64 or size > 256 or (scales is not None and size % 2):
         return decode_attention_reference(
             q, keys, values, starts, ends, offset, window=window, softcap=softcap, scale=scale, scales=scales
         )
@@ -321,8 +318,7 @@ def decode_attention(
         stats = torch.empty(rows, num_heads, parts, 2, dtype=torch.float32, device=q.device)
         if counters is None:
             counters = torch.zeros(rows * num_kv_heads, dtype=torch.int32, device=q.device)
-    pairs = scales is not None and q.dtype != torch.float32 and size % 2 == 0
-    if pairs:
+    if scales is not None and q.dtype != torch.float32:
         keys, values = keys.view(torch.int16), values.view(torch.int16)
     overlap = overlaps_launches(q)
     launch(
@@ -331,8 +327,8 @@ def decode_attention(
         starts, ends, ends if offset is None else offset, window or 0,
         q.stride(0), q.stride(2), *(x.stride(i) for x in (keys, values) for i in range(3)),
         *(scales[0].stride()[:2] if scales else (0, 0)),
-        of_scores, softcap, window is not None, offset is not None, scales is not None, pairs, splits,
-        MOST_BY_LAST, num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
+        of_scores, softcap, window is not None, offset is not None, scales is not None, splits, MOST_BY_LAST,
+        num_heads, num_kv_heads, size, max(16, block_g), block_d, block_n, 3,
         block_g, max(1, min(_AT_ONCE // (block_g * block_d), next_power_of_2(splits))),
         has_ptx(q), overlap, num_warps=4 if q.dtype == torch.float32 else 2, **overlapping(overlap),
     )  # fmt: skip
