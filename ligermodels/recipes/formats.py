@@ -402,6 +402,8 @@ def _message(message: Any, field: str) -> Message:
     if not isinstance(role, str) or not role:
         hint = "; from and value are the keys of sharegpt, under `conversations`" if "from" in found else ""
         raise InputError(f"{field}.role: expected a text, not {short(role)}{hint}")
+    if role != "assistant" and _ROLES.get(role.lower()) == "assistant":  # it would be rendered, and not trained
+        raise InputError(f"{field}.role: expected 'assistant', not {short(role)}: no other role is trained")
     content = found.get("content")
     if isinstance(content, list):
         _check_parts(content, field)

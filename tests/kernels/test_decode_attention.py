@@ -86,8 +86,9 @@ def test_a_cache_in_fp8_is_as_exact(device, poison, monkeypatch, case):
     for i, (dtype, size, heads) in enumerate(
         itertools.product(DTYPES, SIZES if ON_GPU else [16, 24], [(4, 2), (3, 3)])
     ):
-        if ON_GPU or i % 4 == sum(starts) % 4:
-            monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 3]: many)
+        some = 3 if ON_GPU else 4  # each takes seconds to compile
+        if i % some == CASES.index(case) % some:
+            monkeypatch.setattr(module, "num_sms", lambda index, many=(132, 4, 1)[i % 7 % 3]: many)
             monkeypatch.setattr(module, "MOST_BY_LAST", (16, 2)[i // 2 % 2])
             options = dict(window=window, softcap=(None, 3.0)[i % 2], scale=(None, 0.3)[i % 2])
             q = torch.randn(3, 1, heads[0], size, device=device).to(dtype)

@@ -152,6 +152,11 @@ def chat(*messages, **more):
         (chat("hello"), r"messages\[0\]: expected a dict with role and content, not 'hello'"),
         (chat(user("a"), {"content": "b"}), r"messages\[1\]\.role: expected a text"),
         (chat({"from": "human", "value": "a"}), r"messages\[0\]\.role: .*keys of sharegpt"),
+        (
+            chat(user("a"), {"role": "Assistant", "content": "b"}),
+            r"messages\[1\]\.role: expected 'assistant', not 'Assi",
+        ),
+        (chat(user("a"), {"role": "model", "content": "b"}), r"messages\[1\]\.role: expected 'assistant', not 'model'"),
         (chat(user("a"), {"role": "assistant"}), r"messages\[1\]\.content: it is missing"),
         (chat(user(3)), r"messages\[0\]\.content: expected a text, not int"),
         (chat(user([{"type": "video", "video": "a.mp4"}])), r"content\[0\]: it is of the type video; .*images only"),
