@@ -106,6 +106,16 @@ def test_a_cache_in_fp8_is_as_exact(device, poison, monkeypatch, case):
             assert torch.equal(found, decode_attention(q, k, v, *bounds, **scaled))
 
 
+def test_heads_of_odd_size_in_fp8(device):
+    """No two of their dims make one number of 16 bits."""
+    q = torch.randn(2, 1, 4, 15, device=device).half()
+    keys, values, *bounds = cache(2, 8, 2, 15, [0, 1], [8, 6], None, torch.float32, device)
+    (k, of_k), (v, of_v) = quantize_heads(keys), quantize_heads(values)
+    wanted = decode_attention_reference(q.double(), k, v, *bounds, scales=(of_k, of_v))
+    found = decode_attention(q, k, v, *bounds, scales=(of_k, of_v))
+    torch.testing.assert_close(found.double(), wanted, rtol=2e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("most", [6, 7, 300])
 @pytest.mark.parametrize("end", [420, 5])
 def test_the_bits_do_not_depend_on_the_capacity(device, monkeypatch, poison, most, end):
