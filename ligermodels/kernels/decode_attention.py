@@ -186,7 +186,7 @@ def _kernel(
         if PAIRS:
             v, v_odd = halves(v, dtype, PTX)
             if dtype == tl.float16:  # probabilities times small scales would leave its range
-                v = (v.to(tl.float32) * v_scales[:, None]).to(dtype)
+                v = v.to(tl.float32) * v_scales[:, None]
                 v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
         if FP8 and dtype != tl.float16:
             p = p * v_scales[None, :]
