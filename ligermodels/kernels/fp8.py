@@ -46,15 +46,15 @@ def store_heads(q_ptr, scale_ptr, x, heads, dims, H: tl.constexpr, D: tl.constex
 
 @triton.jit
 def widened(scale):
-    """bf16 in fp32, by its bits. After a conversion, LLVM takes a product in fp32 with a number of fp16 that becomes fp16
-    for one in fp16, where a small scale is rounded."""
+    """bf16 in fp32, by its bits. After a conversion, LLVM makes a product in fp16 of one in fp32 with what comes from
+    fp16 and becomes fp16 again, and there a small scale is rounded."""
     return (scale.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
 
 
-# For Hopper, e4m3 is compiled to bf16 by way of fp16, and from there number by number. In PTX below, bits take the places
-# of the same bits of a number of 16 bits, whose exponent counts from elsewhere, which a product mends: on an H200,
-# attention of an 8B layer to 32,768 tokens takes 34 us in place of 48. NaN becomes 480; where quantize_heads writes it,
-# the scale is not finite either.
+# For Hopper, e4m3 is compiled to bf16 by way of fp16, and from there number by number. In PTX below, bits take the
+# places of the same bits of a number of 16 bits, whose exponent counts from elsewhere, which a product mends: on an
+# H200, attention of an 8B layer to 32,768 tokens takes 34 us in place of 48. NaN becomes 480; where quantize_heads
+# writes it, the scale is not finite either.
 
 
 @triton.constexpr_function
