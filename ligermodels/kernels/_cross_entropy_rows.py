@@ -306,6 +306,11 @@ def _scales_kernel(labels, class_weight, num_items, scales, T, V, IGNORE: tl.con
     tl.store(scales + 2, tl.where(valid == 0, 0.0, 1.0 / valid))
 
 
+def dense(x: Tensor | None) -> Tensor | None:
+    """x without gaps between its numbers, as kernels read it."""
+    return None if x is None else x.contiguous()
+
+
 def divisors(
     labels: Tensor, class_weight: Tensor | None, num_items: Tensor | None, logits: Tensor, options: Options
 ) -> tuple[Tensor | None, Tensor | None]:
@@ -319,7 +324,7 @@ def divisors(
     scales = torch.empty(3, dtype=dtype, device=logits.device)
     launch(
         _scales_kernel, (1,),
-        labels, class_weight, num_items, scales, labels.numel(), logits.shape[1], options.ignore_index,
+        labels, dense(class_weight), num_items, scales, labels.numel(), logits.shape[1], options.ignore_index,
         options.reduction == "mean", 4096, num_warps=8,
     )  # fmt: skip
     return scales, weight_sum
@@ -394,7 +399,7 @@ def launch_rows(
     loss, z_loss, correct, predicted, entropy, means = rows or (None, None, None, None, entropy, None)
     launch(
         _rows_kernel, (programs,),
-        logits, out, labels, class_weight, weight_sum,
+        logits, out, labels, dense(class_weight), weight_sum,
         scales if options.reduction == "mean" else None, upstream, upstream_entropy, stats, loss, z_loss, correct,
         predicted, entropy, means,
         row_stride, row_stride if out is logits else logits.shape[1],

@@ -251,7 +251,7 @@ def _mlp(
         run = lora_mlp if triton else lora_mlp_reference
         adapters = [None] * len(layers) if adapters is None else adapters
         run = functools.partial(run, adapters=adapters, packed=packed, activation=activation)
-    elif packed and takes(x, (*w1, w2)):  # type: ignore[arg-type]
+    elif packed and takes(x, w1, b1) and takes(x, (w2,), (b2,), columns=inner // 2):  # type: ignore[arg-type]
         return _one_row(x, w1, w2, b1, b2, activation)
     if recompute and triton and not torch.compiler.is_compiling():
         tokens, row_bytes = x.numel() // hidden, inner * x.element_size()
@@ -271,7 +271,9 @@ def _one_row(x: Tensor, w1: Any, w2: Any, b1: Any, b2: Tensor | None, activation
 
 def _are_quantized(x: Tensor, w1: Any, w2: Weight, b1: Any, b2: Tensor | None) -> bool:
     """True if quantized.py has kernels for the MLP of a single row, and no gradient is wanted."""
-    if not takes_quantized(x, (*w1, w2), 1) or len({w.kind for w in w1}) > 1:
+    if not (takes_quantized(x, w1, b1, most=1) and takes_quantized(x, (w2,), (b2,), most=1, columns=w2.shape[1])):
+        return False
+    if len({w.kind for w in w1}) > 1:
         return False
     return not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *b1, b2)))
 

@@ -130,11 +130,11 @@ def _layer(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> tuple[
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear(x, weight, bias), by the kernel for a single row where it takes them."""
-    return one_row_linear(x, weight, bias) if takes(x, (weight,)) else F.linear(x, weight, bias)
+    return one_row_linear(x, weight, bias) if takes(x, (weight,), (bias,)) else F.linear(x, weight, bias)
 
 
 def _one(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
-    if takes(x, (weight,)):
+    if takes(x, (weight,), (bias,)):
         return one_row_linear(x, weight, bias, out)
     if bias is None:
         return torch.mm(x, weight.t(), out=out)

@@ -181,7 +181,7 @@ def _product(
     x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], out: Tensor | None = None
 ) -> Tensor:
     """`matmul` of weights that may be of few bits."""
-    if takes(x, weights):
+    if takes(x, weights, biases):
         return quantized_linear(x, weights, biases, out)  # type: ignore[arg-type]
     with in_use(weights, x.dtype) as tensors:
         return matmul(x, tensors, biases, out)

@@ -136,22 +136,31 @@ def _with_bias(y, b_ptr, at, N):
     return y
 
 
-def takes(x: Tensor, weights: Sequence[Tensor]) -> bool:
-    """True if the kernels here run the linear layers of `weights` [N, K] on x [..., K]: one row, and no gradient.
+def takes(
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None] = (), *, columns: int | None = None
+) -> bool:
+    """True if the kernels here run the linear layers of `weights` [N, K] and `biases` on x [..., K]: one row, and no
+    gradient.
 
-    False for what torch has to see: tensor subclasses, transforms, autocast, torch.compile, and shapes that do not fit.
+    columns: K, where it is not that of x: the layers read what others have made of x. False for what torch has to see:
+    tensor subclasses, transforms, autocast, torch.compile, shapes that do not fit, and gaps between the numbers of a
+    bias or of a row of a weight.
     """
     if torch.compiler.is_compiling() or x.numel() != x.shape[-1] or not x.numel() or not use_triton(x):
         return False
     if x.dtype not in _DTYPES or torch.is_autocast_enabled(x.device.type) or in_transform():
         return False
-    if torch.is_grad_enabled() and (x.requires_grad or any(w.requires_grad for w in weights)):
+    given = (*weights, *(bias for bias in biases if bias is not None))
+    if torch.is_grad_enabled() and (x.requires_grad or any(t.requires_grad for t in given)):
         return False
-    return type(x) in _PLAIN and all(
-        type(w) in _PLAIN and w.dtype == x.dtype and w.device == x.device
-        and w.dim() == 2 and w.shape[1] == x.shape[-1] and len(w) and w.stride(1) == 1
-        for w in weights
-    )  # fmt: skip
+    if type(x) not in _PLAIN or any(
+        type(t) not in _PLAIN or t.dtype != x.dtype or t.device != x.device or t.stride(-1) != 1 for t in given
+    ):
+        return False
+    columns = x.shape[-1] if columns is None else columns
+    return all(w.dim() == 2 and w.shape[1] == columns and len(w) for w in weights) and all(
+        bias is None or bias.shape == weight.shape[:1] for weight, bias in zip(weights, biases, strict=False)
+    )
 
 
 def one_row_linear(
@@ -159,7 +168,7 @@ def one_row_linear(
 ) -> Tensor:
     """F.linear(x, weight, bias): [..., N] of x [..., K] with one row, weight [N, K] and bias [N] or None.
 
-    out: [..., N], contiguous, where the result is written. scale: fp32 [N], by which the rows of the weight, then of
+    The rows of the weight and the bias are contiguous. out: [..., N], contiguous, where the result is written. scale: fp32 [N], by which the rows of the weight, then of
     any dtype that Triton knows, are multiplied; see quantized.py. The caller has asked `takes`: it computes no
     gradients.
     """

@@ -391,13 +391,21 @@ def _rows_kernel(
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(m < M)[None, :] & (n < N)[:, None])
 
 
-def takes(x: Tensor, weights: Sequence[Weight], most: int = MAX_ROWS) -> bool:
-    """True if the kernels here multiply x [..., K] with these weights: QuantizedWeights, and `most` rows at most."""
-    if not all(type(weight) is QuantizedWeight and weight.shape[1] == x.shape[-1] for weight in weights):
+def takes(
+    x: Tensor, weights: Sequence[Weight], biases: Sequence[Tensor | None], *, most: int = MAX_ROWS,
+    columns: int | None = None,
+) -> bool:  # fmt: skip
+    """True if the kernels here multiply x [..., K] with these weights: QuantizedWeights, and `most` rows at most.
+
+    columns: as in `one_row.takes`. Biases have no gaps.
+    """
+    columns = x.shape[-1] if columns is None else columns
+    if not all(type(weight) is QuantizedWeight and weight.shape[1] == columns for weight in weights):
         return False  # what does not fit is for torch to say
     return (
         0 < x.numel() <= most * x.shape[-1]
         and x.dtype in _DTYPES
+        and all(bias is None or bias.stride(0) == 1 for bias in biases)
         and not torch.compiler.is_compiling()
         and use_triton(x)
         and not torch.is_autocast_enabled(x.device.type)
@@ -425,7 +433,7 @@ def quantized_glu(
     x: Tensor, gate: QuantizedWeight, up: QuantizedWeight, gate_bias: Tensor | None, up_bias: Tensor | None, *,
     activation: str,
 ) -> Tensor:  # fmt: skip
-    """`one_row_glu` of quantised weights of one kind. The caller has asked `takes(x, (gate, up), 1)`."""
+    """`one_row_glu` of quantised weights of one kind. The caller has asked `takes` for one row."""
     if gate.kind != "int4":
         scales = gate.scale, up.scale
         return one_row.one_row_glu(x, gate.packed, up.packed, gate_bias, up_bias, activation=activation, scales=scales)

@@ -128,6 +128,24 @@ def test_every_option(poison, name):
 
 
 @each_op
+@pytest.mark.parametrize("rows", [1, 5])
+def test_every_layout(device, poison, name, rows):
+    """Without gradients, as in decoding, each operand may have any strides, in a dtype that the kernels take."""
+    op = OPS[name]
+    dtype = torch.float32 if torch.float32 in op.dtypes else torch.float16
+    with failures() as failed, torch.no_grad():
+        for layout, lay in LAYOUTS.items():
+            torch.manual_seed(0)
+            case = complete(name, Maker(random.Random(0), dtype, device), rows)
+            for laid_out in (*([n] for n in case.tensors), list(case.tensors)):
+                tensors = {n: (lay(t) if n in laid_out and t.dim() else t).detach() for n, t in case.tensors.items()}
+                with failed(f"{name} {layout} {laid_out}"):
+                    changed = dataclasses.replace(case, tensors=tensors)
+                    exact = run(op.reference, changed, {}, torch.float64)
+                    assert_equal_but_for_rounding(run(op.call, changed, {}), exact, torch.finfo(dtype).eps)
+
+
+@each_op
 def test_the_reference_is_eagers_formula(name):
     op = OPS[name]
     choices = {n: list(dict.fromkeys(v)) for n, v in op.of_sizes(interpreted=True).items()}

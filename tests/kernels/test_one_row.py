@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from ligermodels.kernels import one_row
+from ligermodels.kernels import gated_mlp, one_row
+from ligermodels.kernels.linear import linear
 from ligermodels.kernels.one_row import (
     one_row_glu,
     one_row_glu_reference,
@@ -60,9 +61,37 @@ def test_weights_with_gaps(device):
     assert one_row_linear(x.view(1, 1, 96), gate).shape == (1, 1, 9)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_gated_mlp_of_one_row_is_two_launches(device, monkeypatch, apart):
+    """Where the intermediate size is not that of x too: the GLU with both weights, and the product that reads it."""
+    launched = []
+    monkeypatch.setattr(one_row, "launch", lambda kernel, *rest, **more: launched.append(kernel.fn.__name__))
+    x, gate, up, b1, b2 = operands(device, torch.float32, n=40)
+    down = up.t().contiguous()
+    with torch.no_grad():
+        if apart:
+            gated_mlp(x, (gate, up), down, (b1, b2), x[0])
+        else:
+            gated_mlp(x, torch.cat([gate, up]), down, torch.cat([b1, b2]), x[0])
+    assert launched == ["_glu_kernel", "_linear_kernel"]
+
+
+def test_a_bias_that_alone_is_trained_gets_its_gradient(device):
+    x, weight, _, bias, _ = operands(device, torch.float32)
+    bias.requires_grad_()
+    linear(x, weight, bias).sum().backward()
+    assert torch.equal(bias.grad, torch.ones_like(bias))
+    bias.grad = None
+    gated_mlp(x, (weight, weight), weight.t().contiguous(), (bias, None)).sum().backward()
+    assert bias.grad is not None and bias.grad.abs().max() > 0
+
+
 def test_what_it_takes(device):
-    x, weight, *_ = operands(device, torch.bfloat16)
-    assert takes(x, [weight])
+    x, weight, _, bias, _ = operands(device, torch.bfloat16)
+    assert takes(x, [weight]) and takes(x, [weight], [bias]) and takes(x, [weight], [None])
+    assert takes(x[:, :50], [weight], columns=96) and not takes(x[:, :50], [weight])
+    for wrong in (bias.repeat_interleave(2)[::2], bias[:1], bias[:1].expand(9), bias.float(), bias[:, None]):
+        assert not takes(x, [weight], [wrong])
     assert not takes(x.repeat(2, 1), [weight])
     assert not takes(x[:0], [weight])
     assert not takes(x.double(), [weight.double()])

@@ -162,11 +162,13 @@ def test_the_mlp(device, kind, rows, packed):
 def test_what_it_takes(device):
     (weight,) = weights(device, "int8", [4], 128)
     x = torch.randn(64, 128, device=device)
-    assert takes(x, [weight]) and takes(x[:1], [weight], 1)
-    assert not takes(x, [weight], 1) and not takes(x.repeat(2, 1), [weight]) and not takes(x[:0], [weight])
-    assert not takes(x.double(), [weight]) and not takes(x, [weight, dequantize(weight)])
+    assert takes(x, [weight], [None]) and takes(x[:1], [weight], [None], most=1)
+    assert not takes(x, [weight], [None], most=1)
+    for other in (x.repeat(2, 1), x[:0], x.double()):
+        assert not takes(other, [weight], [None])
+    assert not takes(x, [weight, dequantize(weight)], [None, None])
     with torch.autocast(device, torch.bfloat16):
-        assert not takes(x, [weight])
+        assert not takes(x, [weight], [None])
 
 
 @pytest.mark.gpu
