@@ -28,9 +28,11 @@ lint: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# On a machine with a GPU whose python3 already holds torch: the same tests on the real kernels.
+# On a machine with a GPU whose python3 holds torch and the extra `test`: the same tests on the real kernels, in processes
+# that share the GPU (7 minutes on an H200; in one process an hour). The result is part of the commit that it judges.
+GPU_PROCESSES ?= 12
 gpu:
-	$(PYTHON) -m pytest -q -m gpu tests
+	$(PYTHON) -m pytest -q -n $(GPU_PROCESSES) -m gpu --record benchmarks/results/gpu.json tests
 
 # On a machine with a GPU whose python3 holds torch and the extra `bench`. docs/benchmarks.md says how to read it.
 bench:

@@ -17,6 +17,22 @@ settings.load_profile("of any speed")
 torch.set_num_threads(1)  # a second one waits for matrices this small, ten times as long if it has no core of its own
 
 
+def pytest_addoption(parser):
+    parser.addoption("--record", metavar="FILE", help="write commit, GPU, versions and the counts of outcomes to FILE")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if config.option.record is None:
+        return
+    from benchmarks.common import environment
+
+    found = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
+    failures = sorted({report.nodeid for name in ("failed", "error") for report in terminalreporter.stats.get(name, ())})
+    with open(config.option.record, "w", encoding="utf-8") as file:
+        json.dump({"environment": environment("cuda") | {"command": "make gpu"}, **found, "failures": failures}, file, indent=1)
+        file.write("\n")
+
+
 def pytest_collection_modifyitems(config, items):
     """`-m gpu` selects every test that takes the `device` fixture, beside those marked gpu by hand.
 

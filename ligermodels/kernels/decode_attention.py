@@ -304,6 +304,7 @@ def decode_attention(
             q, keys, values, starts, ends, offset, window=window, softcap=softcap, scale=scale, scales=scales
         )
     q, keys, values = last_dim_contiguous(q), last_dim_contiguous(keys), last_dim_contiguous(values)
+    starts, ends = starts.contiguous(), ends.contiguous()
     block_d = max(16, next_power_of_2(size))
     block_n = max(16, min(128, 16384 // (block_d * q.element_size())))  # 16 KiB a tile
     sms, groups = num_sms(q.device.index), rows * num_kv_heads
