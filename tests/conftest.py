@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import os
 import shutil
 import sys
@@ -14,6 +15,8 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("of any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("of any speed")
+# pytest keeps what is logged, and with these records the autograd graph of a compilation, which no capture may meet.
+logging.getLogger("torch.__trace").disabled = True
 torch.set_num_threads(1)  # a second one waits for matrices this small, ten times as long if it has no core of its own
 
 
@@ -27,9 +30,15 @@ def pytest_terminal_summary(terminalreporter, config):
     from benchmarks.common import environment
 
     found = {name: len(terminalreporter.stats.get(name, ())) for name in ("passed", "failed", "error", "skipped")}
-    failures = sorted({report.nodeid for name in ("failed", "error") for report in terminalreporter.stats.get(name, ())})
+    failures = sorted(
+        {report.nodeid for name in ("failed", "error") for report in terminalreporter.stats.get(name, ())}
+    )
     with open(config.option.record, "w", encoding="utf-8") as file:
-        json.dump({"environment": environment("cuda") | {"command": "make gpu"}, **found, "failures": failures}, file, indent=1)
+        json.dump(
+            {"environment": environment("cuda") | {"command": "make gpu"}, **found, "failures": failures},
+            file,
+            indent=1,
+        )
         file.write("\n")
 
 

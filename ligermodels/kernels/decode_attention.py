@@ -190,7 +190,10 @@ def _kernel(
                 v_odd = (v_odd.to(tl.float32) * v_scales[:, None]).to(dtype)
         if FP8 and dtype != tl.float16:
             p = p * v_scales[None, :]
-        acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype), input_precision="ieee")
+        if dtype == tl.float32:  # a sum of its own for each tile, see _in_parts
+            acc = acc * shrink[:, None] + tl.dot(p, v.to(dtype), input_precision="ieee", max_num_imprecise_acc=16)
+        else:
+            acc = acc * shrink[:, None] + tl.dot(p.to(dtype), v.to(dtype))
         if PAIRS:
             acc_odd = acc_odd * shrink[:, None] + tl.dot(p.to(dtype), v_odd)
         highest = higher

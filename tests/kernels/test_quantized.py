@@ -137,7 +137,9 @@ def test_layers_side_by_side(device, kind, rows, monkeypatch):
         assert_close(lora_linear(x, given, [None, None], [None, None]), wanted, torch.float32, device)
         assert len(launches) == count
     wanted[:, :6] += biases[0]
-    assert_close(lora_linear(x, laid, biases, [None, None]), wanted, torch.float32, device)
+    apart = biases[0].repeat_interleave(2)[::2]  # with gaps between its numbers
+    for bias in (biases[0], apart):
+        assert_close(lora_linear(x, laid, [bias, None], [None, None]), wanted, torch.float32, device)
 
 
 @pytest.mark.parametrize("rows", [1, pytest.param(3, marks=pytest.mark.slow), pytest.param(70, marks=pytest.mark.slow)])
