@@ -2,7 +2,6 @@
 
 import functools
 import json
-import logging
 import os
 import shutil
 import sys
@@ -15,8 +14,6 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 settings.register_profile("of any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("of any speed")
-# pytest keeps what is logged, and with these records the autograd graph of a compilation, which no capture may meet.
-logging.getLogger("torch.__trace").disabled = True
 torch.set_num_threads(1)  # a second one waits for matrices this small, ten times as long if it has no core of its own
 
 

@@ -55,9 +55,9 @@ def overlaps_launches(x: Tensor) -> bool:
     """True where a kernel may be scheduled while the one before it ends (programmatic dependent launch): on Hopper.
 
     Such a kernel is launched with the options `overlapping(True)`, and calls `wait_for_previous(True)` before it reads
-    or writes.
+    or writes. Not under torch.compile: Inductor cannot read such a kernel, warns, and copies what it reads.
     """
-    return x.is_cuda and not INTERPRET and _overlaps_launches(x.get_device())
+    return x.is_cuda and not (INTERPRET or torch.compiler.is_compiling()) and _overlaps_launches(x.get_device())
 
 
 @functools.cache

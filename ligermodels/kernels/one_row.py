@@ -168,9 +168,9 @@ def one_row_linear(
 ) -> Tensor:
     """F.linear(x, weight, bias): [..., N] of x [..., K] with one row, weight [N, K] and bias [N] or None.
 
-    The rows of the weight and the bias are contiguous. out: [..., N], contiguous, where the result is written. scale: fp32 [N], by which the rows of the weight, then of
-    any dtype that Triton knows, are multiplied; see quantized.py. The caller has asked `takes`: it computes no
-    gradients.
+    Neither the bias nor a row of the weight has gaps. out: [..., N], contiguous, where the result is written. scale:
+    fp32 [N], by which the rows of the weight, then of any dtype that Triton knows, are multiplied; see quantized.py.
+    The caller has asked `takes`: it computes no gradients.
     """
     n, k = weight.shape
     y = x.new_empty(*x.shape[:-1], n) if out is None else out
