@@ -1,11 +1,12 @@
 """The output of a forward pass, and the contents of generation_config.json: dicts with attributes."""
 
 import dataclasses
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch.utils._pytree as pytree
 
-from ligermodels.generation.options import Options
+from ligermodels.generation.options import TOKEN_IDS, Options
 
 
 class Attributes(dict):
@@ -49,6 +50,11 @@ class GenerationConfig(Attributes):
     """The contents of generation_config.json, whose values are the defaults of `generate`."""
 
     fields = frozenset(field.name for field in dataclasses.fields(Options))
+
+    @classmethod
+    def of_file(cls, content: Mapping[str, Any]) -> Self:
+        """That of a generation_config.json. A token id that it does not have is None, whatever config.json says."""
+        return cls({**dict.fromkeys(TOKEN_IDS), **content})
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self)

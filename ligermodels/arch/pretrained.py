@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ligermodels.arch import arguments, placement
 from ligermodels.arch.config import ModelConfig
+from ligermodels.arch.output import GenerationConfig
 from ligermodels.checkpoint import hub, quantization, reading, saving, weights
 from ligermodels.checkpoint.dtypes import dtype_name
 from ligermodels.checkpoint.files import companion_files, json_bytes, read_json, unreplaced
@@ -154,7 +155,7 @@ class Pretrained(nn.Module):
             model = cls._on_meta(made, dtype, activation_checkpointing)
             if (folder / "generation_config.json").is_file():
                 generation = read_json(folder / "generation_config.json", lenient=True)
-                model.generation_config.update(generation)
+                model.generation_config = GenerationConfig.of_file(generation)
         if mesh is not None:
             model = _parallelize(model, mesh, parallel)
             progress = progress and torch.distributed.get_rank() == int(mesh.mesh.min())
@@ -323,7 +324,8 @@ class Pretrained(nn.Module):
             values["quantization_config"] = quantizer.to_dict()
         files: dict[str, Any] = {"config.json": json_bytes(values)}
         if self.generation_config:
-            files["generation_config.json"] = json_bytes(dict(self.generation_config))
+            settings = {name: value for name, value in self.generation_config.items() if value is not None}
+            files["generation_config.json"] = json_bytes(settings)
         if self.source_folder is not None:
             files = {**companion_files(self.source_folder, target), **files}
         return tensors, files, metadata

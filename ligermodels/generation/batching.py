@@ -9,7 +9,6 @@ The host is a step behind, as in `generate`: it reads a token while the model co
 ended computes one token too many, which nobody sees.
 """
 
-import dataclasses
 import math
 import warnings
 from collections import deque
@@ -24,7 +23,7 @@ from ligermodels.errors import InputError, warn_once
 from ligermodels.generation import graph
 from ligermodels.generation.loop import Reading, generate, nan_logits
 from ligermodels.generation.options import Options
-from ligermodels.generation.processors import draw, make_processors
+from ligermodels.generation.processors import Applies, Change, LogitsProcessor, draw, make_processors
 from ligermodels.generation.request import Request, checked_prompt, is_adapted
 from ligermodels.generation.stopping import StopText
 from ligermodels.kernels._triton import cdiv
@@ -44,6 +43,7 @@ _REFUSED = {
     "attention_mask": "every id of a prompt is a token",
     "generation_config": "pass its options as keywords",
     "input_ids": "the prompts are the first argument",
+    "inputs_embeds": "the prompts are ids; use `generate`",
     "inputs": "the prompts are the first argument",
     "medusa": "guesses are for one row; use `generate`",
     "prompt_lookup_num_tokens": "guesses are for one row; use `generate`",
@@ -77,7 +77,7 @@ def generate_many(
             long ones need; None: whole.
         options: those of `generate`, such as max_new_tokens, temperature, seed, eos_token_id, stop_strings with
             tokenizer. max_length and min_length count a prompt's own tokens. Not: scores, logits and the cache
-            (return_dict_in_generate), processors and criteria of the caller, and images.
+            (return_dict_in_generate), processors and criteria of the caller, max_time, embeddings and images.
 
     Rotary positions that depend on the longest row of a batch ("longrope", "dynamic") are exact within their original
     length; where prompts and new tokens go beyond it, prompts run one by one, with a warning.
@@ -109,9 +109,8 @@ def generate_many_iter(
     the way to stop.
     """
     texts = [_as_ids(i, prompt) for i, prompt in enumerate(prompts)]
-    for name, value in {"batch_size": batch_size, "prefill_chunk_size": prefill_chunk_size}.items():
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise InputError(f"{name}={value!r:.80} must be an integer of at least 1")
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise InputError(f"batch_size={batch_size!r:.80} must be an integer of at least 1")
     if not hasattr(type(model), "new_cache"):
         raise InputError(
             f"generate_many wants a model of ligermodels, not a {type(model).__name__} around one: pass the model "
@@ -122,7 +121,7 @@ def generate_many_iter(
     for name, way in _REFUSED.items():
         if options.pop(name, None) is not None:
             raise InputError(f"generate_many does not take {name}: {way}")
-    options["num_return_sequences"] = num_return_sequences
+    options |= {"num_return_sequences": num_return_sequences, "prefill_chunk_size": prefill_chunk_size}
     if not texts:
         return iter(())
     call = _checked(model, texts, options)
@@ -138,7 +137,7 @@ def generate_many_iter(
         )
         return _one_by_one(call, options)
     rows = min(batch_size, len(texts) * call.request.copies)
-    return _Batch(call, rows, longest, cdiv(most + SLACK, graph.BUCKET) * graph.BUCKET, prefill_chunk_size).run()
+    return _Batch(call, rows, longest, cdiv(most + SLACK, graph.BUCKET) * graph.BUCKET).run()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,6 +173,8 @@ def _checked(model: Any, prompts: list[Tensor], options: dict[str, Any]) -> _Cal
     for name in ("return_dict_in_generate", "output_scores", "output_logits"):
         if getattr(chosen, name):
             raise InputError(f"generate_many returns ids alone: leave {name} out, or use `generate`")
+    if chosen.max_time is not None:
+        raise InputError("generate_many does not take max_time: leave the loop over `generate_many_iter` in time")
     if chosen.use_cache is False:
         raise InputError("generate_many needs its cache: leave use_cache out, or use `generate`")
     if request.inputs:
@@ -217,8 +218,8 @@ class _Ready:
 
 
 class _Batch:
-    def __init__(self, call: _Call, rows: int, longest: int, end: int, chunk: int | None):
-        self.call, self.model, self.request, self.end, self.chunk = call, call.model, call.request, end, chunk
+    def __init__(self, call: _Call, rows: int, longest: int, end: int):
+        self.call, self.model, self.request, self.end = call, call.model, call.request, end
         self.options: Options = self.request.options
         self.device = self.model.device
         self.longest = longest
@@ -237,9 +238,10 @@ class _Batch:
     def run(self) -> Iterator[tuple[int, Tensor]]:
         options, request, rows = self.options, self.request, self.rows
         vocab_size = self.model.config.get_text_config().vocab_size
-        self.stop_ids = [i for i in request.eos_ids if i < vocab_size]
-        plain = dataclasses.replace(options, min_new_tokens=None, min_length=None, begin_suppress_tokens=None)
-        processors = make_processors(plain, (), prompt_length=0, mask=None, stop_ids=(), device=self.device)
+        processors = make_processors(
+            options, (), counted=self._counted, mask=None, stop_ids=[i for i in request.eos_ids if i < vocab_size],
+            device=self.device,
+        )  # fmt: skip
         generator = None
         if options.seed is not None:
             generator = torch.Generator(self.device).manual_seed(int(options.seed))
@@ -256,7 +258,7 @@ class _Batch:
                 if self.left and len(free) >= min(max(1, len(rows) // ROOM), self.left):
                     self._fill(free)
                 column = self.cache.length
-                processed = self._without_banned(self.raw)
+                processed = self.raw
                 for process in processors:
                     processed = process(self.ids[:, :column], processed)
                 best, token = processed.max(-1)
@@ -369,28 +371,34 @@ class _Batch:
         if is_padded:
             mask = prompts != _NOTHING
             positions = (mask.cumsum(1) - 1).clamp_(min=0)
-        for begin in range(0, width, self.chunk or width):
-            part = slice(begin, begin + (self.chunk or width))
-            output = self.model(
-                input_ids=prompts[:, part].where(prompts[:, part] != _NOTHING, 0),
-                attention_mask=None if mask is None else mask[:, : part.stop],
-                position_ids=None if positions is None else positions[:, part],
-                past_key_values=cache, use_cache=True, logits_to_keep=1,
-            )  # fmt: skip
+        chunk = self.options.prefill_chunk_size or width
+        with self.model.decoder.rotary_emb.of_length(width):
+            for begin in range(0, width, chunk):
+                part = slice(begin, begin + chunk)
+                output = self.model(
+                    input_ids=prompts[:, part].where(prompts[:, part] != _NOTHING, 0),
+                    attention_mask=None if mask is None else mask[:, : part.stop],
+                    position_ids=None if positions is None else positions[:, part],
+                    past_key_values=cache, use_cache=True, logits_to_keep=1,
+                )  # fmt: skip
         waiting = deque((row, i * copies + copy) for row, i in enumerate(chosen) for copy in range(copies))
         return _Ready(prompts, output.logits[:, -1].float(), cache, waiting)
 
-    def _without_banned(self, logits: Tensor) -> Tensor:
-        """`logits` without the ids that rows may not choose yet."""
-        live = [(b, row) for b, row in enumerate(self.rows) if row is not None]
-        for banned, young in (
-            (self.stop_ids, [b for b, row in live if len(row.ids) < row.least]),
-            (self.options.begin_suppress_tokens, [b for b, row in live if not row.ids]),
-        ):
-            if banned and young:
-                rows, ids = self._to_device(young), self._to_device(list(banned))
-                logits = logits.index_put((rows[:, None], ids), logits.new_tensor(-math.inf))
-        return logits
+    def _counted(self, applies: Applies, change: Change) -> LogitsProcessor:
+        """`change` for the rows to which it applies by their own count of new tokens."""
+
+        def process(ids: Tensor, logits: Tensor) -> Tensor:
+            counts = [
+                (b, len(row.ids)) for b, row in enumerate(self.rows)
+                if row is not None and applies(len(row.ids), row.least, row.limit)
+            ]  # fmt: skip
+            if not counts:
+                return logits
+            rows = self._to_device([b for b, _ in counts])
+            new = self._to_device([new for _, new in counts], torch.float64)[:, None]
+            return logits.index_put((rows,), change(logits[rows], new))
+
+        return process
 
     def _to_device(self, values: list[int], dtype: torch.dtype = torch.int64) -> Tensor:
         on_host = torch.tensor(values, dtype=dtype, pin_memory=self.device.type == "cuda")

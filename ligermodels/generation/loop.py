@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 from ligermodels.generation import graph
-from ligermodels.generation.processors import draw, make_processors
+from ligermodels.generation.processors import counted_by_columns, draw, make_processors
 from ligermodels.generation.request import Request, is_adapted
 from ligermodels.generation.speculation import Verification
 from ligermodels.generation.stopping import StopText, ask_criteria
@@ -64,6 +64,7 @@ def generate(
     stopping_criteria: Any = None,
     *,
     input_ids: Tensor | None = None,
+    inputs_embeds: Tensor | None = None,
     attention_mask: Tensor | None = None,
     past_key_values: Any = None,
     streamer: Streamer | None = None,
@@ -84,15 +85,19 @@ def generate(
     Args:
         inputs, input_ids: [B, S] int64 or int32, on the model's device, under either name. Rows of unequal length:
             pad on the left. None: the bos token.
+        inputs_embeds: [B, S, hidden_size], embeddings that the model reads in place of the prompt's ids, in the model's
+            dtype. Without input_ids, which are those of the same tokens, the result holds only new ids, and penalties,
+            processors and criteria see only those.
         generation_config: a GenerationConfig of transformers, or a dict.
         logits_processor: a callable or a list of them, (ids [B, S + step], logits [B, V] fp32) -> logits; they run
             after the penalties and before temperature and cuts.
         stopping_criteria: a callable or a list of them, (ids, scores) -> bool [B], or one bool; a row is done when
             one says so. scores: None without output_scores.
         attention_mask: [B, S], 1 for a token and 0 for padding. None: ids equal to pad_token_id are padding, unless
-            that is a stop id too.
+            that is a stop id too. A pad_token_id of config.json counts only where there is no generation_config.json.
         past_key_values: a KVCache, or a DynamicCache of transformers, with the first tokens of the prompt. The prompt
             is still passed in full. The cache is extended in place.
+        labels: ignored, so that `generate(**batch)` takes the batch of a trainer.
         streamer: receives ids as they come, see `Streamer`.
         tokenizer: for stop_strings; anything with `decode`.
 
@@ -105,20 +110,34 @@ def generate(
         top_k: draw among the k likeliest (ties with the k-th included); 0 or None: all. Default 50.
         top_p: draw among the fewest likeliest tokens whose probabilities reach top_p, in (0, 1].
         min_p: draw among tokens at least min_p times as likely as the likeliest, in [0, 1].
+        typical_p: draw among the tokens whose information is nearest to the entropy, up to typical_p of the
+            probability, in (0, 1].
+        epsilon_cutoff, eta_cutoff: draw among tokens at least so likely, and the likeliest; eta_cutoff asks for less
+            where the entropy is high.
         seed: draws use a generator of their own; None: torch's global one.
         repetition_penalty: > 1 makes every token of the row so far, prompt included, less likely, in greedy
             decoding too.
         no_repeat_ngram_size: n-grams of this size occur only once in a row, prompt included.
         suppress_tokens, begin_suppress_tokens: ids that are never chosen, or not as the first new one.
+        bad_words_ids: lists of ids that never follow one another; a stop id alone stays possible.
+        sequence_bias: {tuple of ids: bias}, or a list of [ids, bias]; the bias is added to the logit of the last id
+            where a row ends in those before it.
+        forced_eos_token_id: the last of max_new_tokens (or max_length) is this id, or the likeliest of a list's.
+        exponential_decay_length_penalty: (n, factor); after n new tokens, the logits of stop ids grow by
+            abs(logit) * (factor ** (tokens since) - 1).
         renormalize_logits: scores are log probabilities.
         num_return_sequences: continuations of each row, which follow each other in the result; needs sampling.
-        eos_token_id: stop ids; (): none. Default where no generation config sets them: config.json's.
+        eos_token_id: stop ids; (): none. Default: the generation config's, or config.json's where the checkpoint has
+            no generation_config.json.
         pad_token_id: fills rows that finished early; default the first stop id.
+        max_time: seconds after which no further token is computed.
         stop_strings: a row ends when its new text contains one; needs `tokenizer`. The ids keep the string.
         use_cache: False computes the whole text at each step.
         kv_cache_dtype: "fp8" holds the cache's keys and values in e4m3, in half the memory, with a scale for each token
             and key head (docs/operations.md has the error). The prompt attends to its own as they are, later tokens to
             what the cache holds. None or "auto": the dtype of the model, exactly.
+        prefill_chunk_size: the prompt runs through the model by so many tokens at a time, which bounds the memory that
+            a long one needs.
         disable_compile: True decodes without a CUDA graph, which on CUDA each step is by default. Its memory, the
             KV cache's above all, is kept for the next call; `ligermodels.generation.release_graphs` frees it.
         prompt_lookup_num_tokens: K, at most 128: the model reads K guesses with each token, taken from where the last
@@ -132,8 +151,8 @@ def generate(
         are inputs of the model's forward for the prompt, such as pixel_values.
 
     Returns:
-        [B * num_return_sequences, S + new] ids, prompt included; new is the length of the longest row. Or a
-        `GenerateOutput`.
+        [B * num_return_sequences, S + new] ids, prompt included where it has ids; new is the length of the longest row.
+        Or a `GenerateOutput`.
 
     Raises:
         InputError: arguments out of range or that do not fit or are not supported, padding on the right, ids outside
@@ -141,10 +160,11 @@ def generate(
     """
     request = Request.checked(
         model, inputs, generation_config, logits_processor, stopping_criteria, input_ids=input_ids,
-        attention_mask=attention_mask, past_key_values=past_key_values, tokenizer=tokenizer, **options,
+        inputs_embeds=inputs_embeds, attention_mask=attention_mask, past_key_values=past_key_values,
+        tokenizer=tokenizer, **options,
     )  # fmt: skip
     if streamer is not None:
-        streamer.put(request.input_ids.repeat_interleave(request.copies, 0).cpu())
+        streamer.put(request.input_ids[:, request.without_ids :].repeat_interleave(request.copies, 0).cpu())
     for step in _decode(request, to_host=streamer is not None or request.can_stop):
         if streamer is not None:
             streamer.put(step.new)  # type: ignore[arg-type]
@@ -179,7 +199,7 @@ def _tokens(request: Request) -> Iterator[Tensor]:
 
 
 class _Step(NamedTuple):
-    ids: Tensor  # [B, S + steps so far], a view of a buffer that later steps extend
+    ids: Tensor  # [B, S + steps so far], S = 0 where the prompt has no ids; a view of a buffer that later steps extend
     new: Tensor | None  # [B] on the CPU, where the host reads
     scores: list[Tensor] | None  # of all steps so far
     logits: list[Tensor] | None
@@ -191,7 +211,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     """Yields after each token. Reads the device in each step where `to_host`, else only after the last one."""
     options, prompt, copies = request.options, request.input_ids, request.copies
     rows, start = len(prompt) * copies, prompt.shape[1]
-    end = start + request.max_new_tokens
+    end, shown = start + request.max_new_tokens, request.without_ids  # ids are shown from this column on
     device = prompt.device
 
     ids = prompt.new_zeros(rows, end, dtype=torch.int64)
@@ -202,7 +222,8 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
         mask[:, :start] = request.mask.repeat_interleave(copies, 0)
     vocab_size = request.model.config.get_text_config().vocab_size
     processors = make_processors(
-        options, request.processors, prompt_length=start, mask=mask,
+        options, request.processors, mask=None if shown else mask,
+        counted=counted_by_columns(start - shown, options.shortest(start) - start, request.max_new_tokens),
         stop_ids=[i for i in request.eos_ids if i < vocab_size], device=device,
     )  # fmt: skip
     generator = None if options.seed is None else torch.Generator(device).manual_seed(int(options.seed))
@@ -211,7 +232,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
     to_host = to_host or speculation is not None
     texts = []
     if request.stop_strings:
-        recent = ids[:, max(0, start - 8) : start].tolist()
+        recent = ids[:, max(shown, start - 8) : start].tolist()
         texts = [StopText(request.tokenizer, request.stop_strings, after) for after in recent]
     scores: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_scores else None
     logits: list[Tensor] | None = [] if options.return_dict_in_generate and options.output_logits else None
@@ -233,7 +254,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                 logits.append(raw)
             processed = raw
             for process in processors:
-                processed = process(ids[:, :length], processed)
+                processed = process(ids[:, shown:length], processed)
             if scores is not None:
                 scores.append(processed)
             chosen = pick(processed)  # [2, B]: the tokens, and where there are none
@@ -262,7 +283,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                 asked = [False] * rows
                 if request.criteria:
                     seen = None if scores is None else tuple(scores)
-                    asked = ask_criteria(request.criteria, ids[:, : length + 1], seen).tolist()
+                    asked = ask_criteria(request.criteria, ids[:, shown : length + 1], seen).tolist()
                 ended = [
                     row
                     for row, value in enumerate(values)
@@ -276,7 +297,7 @@ def _decode(request: Request, *, to_host: bool) -> Generator[_Step, None, None]:
                     finished = on_host.to(device, non_blocking=True)
             if all(done) or length + 1 == end:
                 forward.settle(length)
-            yield _Step(ids[:, : length + 1], new, scores, logits, forward.cache)
+            yield _Step(ids[:, shown : length + 1], new, scores, logits, forward.cache)
             if all(done):
                 break
             if not ahead and length + 1 < end:
@@ -374,15 +395,35 @@ class _Forward:
             else:  # tokens of each row count from 0; padding has the position of the last token, or 0
                 self.positions = (mask[::copies].cumsum(1) - 1).clamp_(min=0)[:, self.past :]
         cache = self.prompt_cache if copies > 1 and self.prompt_cache is not None else self.cache
-        inputs = self.prepare(
-            ids[::copies, self.past :],
-            attention_mask=None if mask is None else mask[::copies],
-            position_ids=self.positions,
-            past_key_values=cache,
-            use_cache=self.use_cache,
-            logits_to_keep=1 + ids.shape[1] - length,
-            **(request.inputs if length == start or self.past == 0 else {}),
-        )
+        embeds = self._embeds(ids, copies) if self.past < start else None
+        past, positions = self.past, self.positions
+
+        def inputs_of(begin: int, end: int, **options: Any) -> dict[str, Any]:
+            """The inputs of the model for the columns from `begin` to `end`."""
+            own = {} if embeds is None else {"inputs_embeds": embeds[:, begin:end]}
+            inputs = self.prepare(
+                ids[::copies, begin:end],
+                attention_mask=None if mask is None else mask[::copies, :end],
+                position_ids=None if positions is None else positions[:, begin - past : end - past],
+                past_key_values=cache,
+                use_cache=self.use_cache,
+                **own,
+                **options,
+            )
+            if own and inputs.get("inputs_embeds") is not own["inputs_embeds"]:
+                raise InputError("inputs_embeds contradicts an adapter that adds virtual tokens: pass input_ids")
+            return {**inputs, "input_ids": None} if own else inputs
+
+        begin, chunk = past, request.options.prefill_chunk_size
+        if chunk is not None:
+            with rotary.of_length(longest):
+                while length - begin > chunk:
+                    self.model(**inputs_of(begin, begin + chunk, return_logits=False))
+                    begin += chunk
+        inputs = inputs_of(
+            begin, ids.shape[1], logits_to_keep=1 + ids.shape[1] - length,
+            **(request.inputs if length == start or past == 0 else {}),
+        )  # fmt: skip
         if self.speculation is not None:
             self.past = ids.shape[1]
             return self.speculation.run(self.model, **inputs)
@@ -402,6 +443,15 @@ class _Forward:
             self.positions = None if self.positions is None else self.positions[copied]
         self.past = length if self.use_cache else 0
         return logits
+
+    def _embeds(self, ids: Tensor, copies: int) -> Tensor | None:
+        """Those of all columns, for every copies-th row, where the prompt came as embeddings."""
+        embeds = self.request.embeds
+        if embeds is None:
+            return None
+        new = ids[::copies, embeds.shape[1] :]
+        embeds = embeds.repeat_interleave(self.request.copies // copies, 0)
+        return torch.cat([embeds, self.model.get_input_embeddings()(new).to(embeds.dtype)], 1)
 
     def _captured(self, ids: Tensor, mask: Tensor | None) -> Tensor | None:
         """The step as a graph; None, with a warning, where it turns out that it cannot be one."""

@@ -14,11 +14,14 @@ DEFAULT_NEW_TOKENS = 20
 MOST_GUESSES = 128
 """Tokens that speculation verifies at once, at most: fewer than a layer with a window has room for beyond it."""
 
-_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-_SAMPLING_ONLY = {"temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,)}
+TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_SAMPLING_ONLY = {
+    "temperature": (0, 1), "top_k": (0, 50), "top_p": (1,), "min_p": (0,), "typical_p": (1,), "epsilon_cutoff": (0, 1),
+    "eta_cutoff": (0, 1),
+}  # fmt: skip
 """Option -> the values that cause no warning in greedy decoding, which ignores it."""
 
-_RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
+_RULES: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "max_new_tokens": (Integral, lambda x: x >= 1, "an integer of at least 1"),
     "max_length": (Integral, lambda x: x >= 1, "an integer of at least 1"),
     "num_return_sequences": (Integral, lambda x: x >= 1, "an integer of at least 1"),
@@ -32,6 +35,16 @@ _RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
     "top_k": (Integral, lambda x: x >= 0, "a positive integer, or 0 or None for no limit"),
     "top_p": (Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token"),
     "min_p": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0 or None keeps every token"),
+    "typical_p": (Real, lambda x: 0 < x <= 1, "above 0 and at most 1; 1 or None keeps every token"),
+    "epsilon_cutoff": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0, 1 or None keeps every token"),
+    "eta_cutoff": (Real, lambda x: 0 <= x <= 1, "from 0 to 1; 0, 1 or None keeps every token"),
+    "max_time": (Real, lambda x: x >= 0, "seconds, 0 or more"),
+    "prefill_chunk_size": (Integral, lambda x: x >= 1, "an integer of at least 1"),
+    "exponential_decay_length_penalty": (
+        tuple | list,
+        lambda x: len(x) == 2 and isinstance(x[0], int) and isinstance(x[1], int | float) and x[0] >= 0 < x[1] < 1e20,
+        "(new tokens before the penalty starts, a positive factor)",
+    ),
     "repetition_penalty": (
         Real, lambda x: 1e-20 <= x <= 1e20, "finite and positive, from 1e-20 to 1e20; 1 is no penalty",
     ),
@@ -43,27 +56,25 @@ _RULES: dict[str, tuple[type, Callable[[Any], bool], str]] = {
 """Option -> (type, test, what the value must be). None is always allowed."""
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "assistant_early_exit": (), "assistant_model": (), "bad_words_ids": (), "cache_config": (),
+    "assistant_early_exit": (), "assistant_model": (), "cache_config": (),
     "cache_implementation": ("dynamic", "static", "hybrid", "sliding_window", "hybrid_chunked"), "compile_config": (),
     "constraints": (), "custom_generate": (), "diversity_penalty": (0,), "dola_layers": (),
-    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "epsilon_cutoff": (0, 1),
-    "eta_cutoff": (0, 1), "exponential_decay_length_penalty": (), "force_words_ids": (), "forced_bos_token_id": (),
-    "forced_eos_token_id": (), "guidance_scale": (1,), "inputs_embeds": (), "max_time": (),
-    "negative_prompt_attention_mask": (), "negative_prompt_ids": (), "num_beam_groups": (1,), "num_beams": (1,),
-    "output_attentions": (False,), "output_hidden_states": (False,), "penalty_alpha": (0,), "prefill_chunk_size": (),
-    "prefix_allowed_tokens_fn": (), "remove_invalid_values": (False,),
-    "sequence_bias": (), "speculation_type": (), "synced_gpus": (False,), "token_healing": (False,), "top_h": (),
-    "typical_p": (1,), "use_mtp": (False,), "watermarking_config": (),
+    "encoder_no_repeat_ngram_size": (0,), "encoder_repetition_penalty": (1,), "force_words_ids": (),
+    "forced_bos_token_id": (), "guidance_scale": (1,), "negative_prompt_attention_mask": (),
+    "negative_prompt_ids": (), "num_beam_groups": (1,), "num_beams": (1,), "output_attentions": (False,),
+    "output_hidden_states": (False,), "penalty_alpha": (0,), "prefix_allowed_tokens_fn": (),
+    "remove_invalid_values": (False,), "speculation_type": (), "synced_gpus": (False,), "token_healing": (False,),
+    "top_h": (), "use_mtp": (False,), "watermarking_config": (),
 }  # fmt: skip
 """Options of transformers that generate does not have -> their values, besides None, that mean "off"."""
 
 WITHOUT_EFFECT = frozenset({
     "assistant_confidence_threshold", "assistant_ensemble_weight", "assistant_lookbehind", "assistant_tokenizer",
     "continuous_batching_config", "decoder_start_token_id", "early_stopping", "is_assistant",
-    "length_penalty", "low_memory", "max_cache_len", "num_assistant_tokens", "num_assistant_tokens_schedule",
+    "labels", "length_penalty", "low_memory", "max_cache_len", "num_assistant_tokens", "num_assistant_tokens_schedule",
     "target_lookbehind", "trust_remote_code",
 })  # fmt: skip
-"""Options that are accepted and ignored: they matter only with those above."""
+"""Options that are accepted and ignored: they matter only with those above. Labels come with the batch of a trainer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +90,15 @@ class Options:
     top_k: int | None = 50
     top_p: float | None = None
     min_p: float | None = None
+    typical_p: float | None = None
+    epsilon_cutoff: float | None = None
+    eta_cutoff: float | None = None
     repetition_penalty: float | None = None
     no_repeat_ngram_size: int | None = None
+    exponential_decay_length_penalty: tuple[int, float] | None = None
+    bad_words_ids: Sequence[Sequence[int]] | None = None
+    sequence_bias: Any = None
+    forced_eos_token_id: Any = None
     suppress_tokens: Sequence[int] | None = None
     begin_suppress_tokens: Sequence[int] | None = None
     renormalize_logits: bool | None = None
@@ -94,6 +112,8 @@ class Options:
     eos_token_id: Any = None
     pad_token_id: Any = None
     stop_strings: Any = None
+    max_time: float | None = None
+    prefill_chunk_size: int | None = None
     seed: int | None = None
     disable_compile: bool | None = None
     prompt_lookup_num_tokens: int | None = None
@@ -105,15 +125,16 @@ class Options:
         """Returns the options of a call and the names of those that the caller set.
 
         Precedence: `keywords` of the call, its generation config, model.generation_config, transformers' default.
+        config.json's token ids count where model.generation_config has no such entry; an entry of None means none.
         Raises InputError for values out of range and for what is not supported.
         """
         keywords = {
             name: value for name, value in keywords.items()
-            if value is not None or name not in ("do_sample", *_TOKEN_IDS)
+            if value is not None or name not in ("do_sample", *TOKEN_IDS)
         }  # fmt: skip
         explicit = ({} if config is None else _without_none(_entries(config, "generation_config"))) | keywords
-        inherited = _without_none({name: getattr(model.config, name, None) for name in _TOKEN_IDS})
-        inherited |= _without_none(_entries(model.generation_config, "model.generation_config"))
+        inherited = _without_none({name: getattr(model.config, name, None) for name in TOKEN_IDS})
+        inherited = _without_none({**inherited, **_entries(model.generation_config, "model.generation_config")})
         _refuse_unsupported(explicit, inherited)
 
         temperature = keywords.get("temperature")

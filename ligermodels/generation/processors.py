@@ -5,7 +5,8 @@ Each step is a `LogitsProcessor`: (ids [B, S] so far, logits [B, V] fp32) -> log
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,32 @@ from ligermodels.generation.options import Options
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
+Applies = Callable[[int, int, int], bool]
+"""(new tokens of a row so far, those before which no stop id may come, the most that may come) -> bool."""
+Change = Callable[[Tensor, Any], Tensor]
+"""(logits [N, V], new tokens of the rows so far: an int, or fp64 [N, 1]) -> logits."""
+Counted = Callable[[Applies, Change], LogitsProcessor]
+"""Makes a processor that changes the logits of the rows to which the count of their new tokens applies."""
+
+
+def counted_by_columns(prompt_length: int, least: int, most: int) -> Counted:
+    """For rows that all begin their new tokens in the column `prompt_length`."""
+
+    def counted(applies: Applies, change: Change) -> LogitsProcessor:
+        def process(ids: Tensor, logits: Tensor) -> Tensor:
+            new = ids.shape[1] - prompt_length
+            return change(logits, new) if applies(new, least, most) else logits
+
+        return process
+
+    return counted
+
+
 def make_processors(
     options: Options,
     custom: Sequence[LogitsProcessor],
     *,
-    prompt_length: int,
+    counted: Counted,
     mask: Tensor | None,
     stop_ids: Sequence[int],
     device: torch.device,
@@ -30,22 +52,42 @@ def make_processors(
     mask: [B, at least S], True at tokens; None: no padding. stop_ids: within the vocabulary.
     """
 
-    def ban(banned: Sequence[int], below: float = math.inf) -> LogitsProcessor:
-        ids = torch.tensor(banned, dtype=torch.int64, device=device)
-        return functools.partial(ban_tokens, banned=ids, below=below)
+    def indices(ids: Sequence[int]) -> Tensor:
+        return torch.tensor(ids, dtype=torch.int64, device=device)
+
+    def ban(ids: Sequence[int]) -> Change:
+        banned = indices(ids)
+        return lambda logits, new: ban_tokens(logits, banned)
 
     made: list[LogitsProcessor] = []
+    if options.sequence_bias:
+        made.append(SequenceBias(options.sequence_bias, device))
     if options.repetition_penalty is not None and options.repetition_penalty != 1:
-        made.append(functools.partial(penalize_repetition, penalty=options.repetition_penalty, mask=mask))
+        # Padding before the first token does not count.
+        counts = None if mask is None else mask.cumsum(1) > 0
+        made.append(functools.partial(penalize_repetition, penalty=options.repetition_penalty, mask=counts))
     if options.no_repeat_ngram_size:
         made.append(functools.partial(ban_repeated_ngrams, size=int(options.no_repeat_ngram_size)))
-    shortest = options.shortest(prompt_length)
-    if stop_ids and shortest > prompt_length:
-        made.append(ban(stop_ids, below=shortest))
+    words = [tuple(word) for word in options.bad_words_ids or () if len(word) > 1 or word[0] not in stop_ids]
+    if words:
+        made.append(SequenceBias(dict.fromkeys(words, -math.inf), device))
+    if stop_ids and (options.min_new_tokens or options.min_length):
+        made.append(counted(lambda new, least, most: new < least, ban(stop_ids)))
+    if options.forced_eos_token_id is not None:
+        forced = indices(options.forced_eos_token_id)
+        made.append(counted(lambda new, least, most: new == most - 1, lambda logits, new: force_tokens(logits, forced)))
+    if options.exponential_decay_length_penalty is not None:
+        begin, factor = options.exponential_decay_length_penalty
+        raised = indices(stop_ids)
+        made.append(counted(
+            lambda new, least, most: new > begin,
+            lambda logits, new: raise_tokens(logits, raised, factor ** (new - begin) - 1),
+        ))  # fmt: skip
     if options.suppress_tokens:
-        made.append(ban(options.suppress_tokens))
+        suppressed = indices(options.suppress_tokens)
+        made.append(lambda ids, logits: ban_tokens(logits, suppressed))
     if options.begin_suppress_tokens:
-        made.append(ban(options.begin_suppress_tokens, below=prompt_length + 1))
+        made.append(counted(lambda new, least, most: new == 0, ban(options.begin_suppress_tokens)))
     made += [functools.partial(_checked, processor) for processor in custom]
     temperature = 1 if options.temperature is None else options.temperature
     if options.do_sample:
@@ -57,9 +99,41 @@ def make_processors(
             made.append(functools.partial(keep_top_p, p=options.top_p))
         if options.min_p:
             made.append(functools.partial(keep_min_p, p=options.min_p))
+        if options.typical_p is not None and options.typical_p != 1:
+            made.append(functools.partial(keep_typical, p=options.typical_p))
+        if options.epsilon_cutoff and options.epsilon_cutoff != 1:
+            made.append(functools.partial(keep_epsilon, epsilon=options.epsilon_cutoff))
+        if options.eta_cutoff and options.eta_cutoff != 1:
+            made.append(functools.partial(keep_eta, epsilon=options.eta_cutoff))
     if options.renormalize_logits:
         made.append(lambda ids, logits: logits.log_softmax(-1))
     return made
+
+
+class SequenceBias:
+    """Adds a bias to the logit of the last token of each sequence, in rows that end in the tokens before it."""
+
+    def __init__(self, biases: Mapping[tuple[int, ...], float], device: torch.device):
+        groups: dict[int, list[tuple[tuple[int, ...], float]]] = {1: []}
+        for sequence, bias in biases.items():
+            groups.setdefault(len(sequence), []).append((sequence, bias))
+        self._groups = [  # of N sequences of one length L: the tokens before [N, L - 1], the last [N], biases [N]
+            (
+                torch.tensor([sequence[:-1] for sequence, _ in group], dtype=torch.int64, device=device),
+                torch.tensor([sequence[-1] for sequence, _ in group], device=device),
+                torch.tensor([bias for _, bias in group], dtype=torch.float32, device=device),
+            )
+            for group in groups.values()
+            if group
+        ]
+
+    def __call__(self, ids: Tensor, logits: Tensor) -> Tensor:
+        total, length = torch.zeros_like(logits), ids.shape[1]
+        for before, last, biases in self._groups:
+            if before.shape[1] <= length:
+                matches = (ids[:, None, length - before.shape[1] :] == before).all(-1)
+                total.index_add_(1, last, torch.where(matches, biases, 0.0))
+        return logits + total
 
 
 def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tensor | None = None) -> Tensor:
@@ -72,9 +146,24 @@ def penalize_repetition(ids: Tensor, logits: Tensor, penalty: float, mask: Tenso
     return torch.where(_holds(tokens, logits.shape[-1]), penalized, logits)
 
 
-def ban_tokens(ids: Tensor, logits: Tensor, banned: Tensor, below: float = math.inf) -> Tensor:
-    """Sets the logits of `banned` ids to -inf, while a row has fewer than `below` columns."""
-    return logits.index_fill(1, banned, -math.inf) if ids.shape[1] < below else logits
+def ban_tokens(logits: Tensor, banned: Tensor) -> Tensor:
+    """Sets the logits of the ids `banned` to -inf."""
+    return logits.index_fill(1, banned, -math.inf)
+
+
+def force_tokens(logits: Tensor, forced: Tensor) -> Tensor:
+    """Sets the logits of the ids `forced` to 0 and all others to -inf."""
+    return torch.full_like(logits, -math.inf).index_fill_(1, forced, 0.0)
+
+
+def raise_tokens(logits: Tensor, raised: Tensor, share: float | Tensor) -> Tensor:
+    """Adds the `share`-fold of their absolute value to the logits of the ids `raised`, but for those of -inf.
+
+    share: a number, or one for each row, [N, 1].
+    """
+    before = logits[:, raised]
+    more = (before.abs() * share).masked_fill(~before.isfinite(), 0.0)
+    return logits.index_copy(1, raised, (before + more).to(logits.dtype))
 
 
 def ban_repeated_ngrams(ids: Tensor, logits: Tensor, size: int) -> Tensor:
@@ -106,6 +195,37 @@ def keep_min_p(ids: Tensor, logits: Tensor, p: float) -> Tensor:
     """Sets the logits of tokens less than p times as likely as the likeliest of their row to -inf."""
     probabilities = logits.softmax(-1)
     return logits.masked_fill(probabilities < p * probabilities.amax(-1, keepdim=True), -math.inf)
+
+
+def keep_typical(ids: Tensor, logits: Tensor, p: float) -> Tensor:
+    """Sets all logits to -inf but those of the tokens whose information is nearest to the entropy of their row.
+
+    They are the fewest whose probabilities sum to p or more, and those as near as the last (locally typical sampling,
+    https://arxiv.org/abs/2202.00666).
+    """
+    log_probabilities = logits.log_softmax(-1)
+    entropy = -(log_probabilities * log_probabilities.exp()).nansum(-1, keepdim=True)
+    distances = (-log_probabilities - entropy).abs()
+    ordered, order = distances.sort(dim=-1)
+    reached = logits.gather(-1, order).softmax(-1).cumsum(-1)
+    last = (reached < p).sum(-1, keepdim=True).clamp_(max=logits.shape[-1] - 1)
+    return logits.masked_fill(distances > ordered.gather(-1, last), -math.inf)
+
+
+def keep_epsilon(ids: Tensor, logits: Tensor, epsilon: float | Tensor) -> Tensor:
+    """Sets the logits of tokens less likely than epsilon to -inf, but for the likeliest of their row.
+
+    epsilon: a number, or one for each row, [B, 1].
+    """
+    drop = (logits.softmax(-1) < epsilon) & (logits < logits.amax(-1, keepdim=True))
+    return logits.masked_fill(drop, -math.inf)
+
+
+def keep_eta(ids: Tensor, logits: Tensor, epsilon: float) -> Tensor:
+    """`keep_epsilon` by the smaller of epsilon and sqrt(epsilon) exp(-entropy) (https://arxiv.org/abs/2210.15191)."""
+    log_probabilities = logits.log_softmax(-1)
+    entropy = -(log_probabilities * log_probabilities.exp()).nansum(-1, keepdim=True)
+    return keep_epsilon(ids, logits, (math.sqrt(epsilon) * (-entropy).exp()).clamp_(max=epsilon))
 
 
 def draw(logits: Tensor, generator: torch.Generator | None) -> Tensor:

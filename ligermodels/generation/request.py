@@ -1,8 +1,11 @@
 """A call of `generate`, checked against the model before the first step."""
 
+import dataclasses
+import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Self
 
 import torch
@@ -22,7 +25,9 @@ class Request:
 
     model: Any
     options: Options
-    input_ids: Tensor  # [B, S]
+    input_ids: Tensor  # [B, S]; 0 where only embeddings were given
+    embeds: Tensor | None  # [B, S, hidden_size], which the model reads in place of the ids
+    without_ids: int  # columns that have no ids: S where only embeddings were given, else 0
     mask: Tensor | None  # [B, S] bool; None: no padding
     longest: int  # tokens of the longest row, padding left out
     pads_left: bool  # alone: no row has a gap
@@ -61,6 +66,7 @@ class Request:
         stopping_criteria: Any = None,
         *,
         input_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
         attention_mask: Tensor | None = None,
         past_key_values: Any = None,
         tokenizer: Any = None,
@@ -82,6 +88,8 @@ class Request:
                 f"use_cache=False with {', '.join(sorted(model_inputs))} is not supported: images are only read with "
                 "the prompt; leave use_cache out"
             )
+        if options.prefill_chunk_size is not None:
+            _check_chunks(model, options, model_inputs)
 
         config = model.config.get_text_config()
         vocabulary = range(config.vocab_size)
@@ -97,16 +105,27 @@ class Request:
             ids = getattr(options, name)
             if ids is not None and not all(i in vocabulary for i in ids):
                 raise InputError(f"{name}={ids!r:.200} must be a list of token ids below {len(vocabulary)}")
+        options = _with_checked_sequences(options, vocabulary)
+        if options.exponential_decay_length_penalty is not None and not any(i in vocabulary for i in eos_ids):
+            raise InputError(
+                "exponential_decay_length_penalty makes stop ids likelier, and there are none: pass eos_token_id"
+            )
 
         if inputs is not None and input_ids is not None:
             raise InputError("inputs and input_ids are two names for the prompt; pass one of them")
         prompt = input_ids if inputs is None else inputs
+        without_ids, pad_in_prompt = 0, None if pad_id in eos_ids else pad_id
+        if inputs_embeds is not None:
+            _check_embeds(model, inputs_embeds, prompt, model_inputs)
+            if prompt is None:
+                prompt = torch.zeros(inputs_embeds.shape[:2], dtype=torch.int64, device=inputs_embeds.device)
+                without_ids, pad_in_prompt = prompt.shape[1], None
         if prompt is None:
             bos_ids = _token_ids(options.bos_token_id)
             if len(bos_ids) != 1 or attention_mask is not None:
                 raise InputError("no prompt: pass input_ids; without them, generate needs a bos token and no mask")
             prompt = torch.tensor([bos_ids], device=model.device)
-        mask, longest, pads_left = checked_prompt(model, prompt, attention_mask, None if pad_id in eos_ids else pad_id)
+        mask, longest, pads_left = checked_prompt(model, prompt, attention_mask, pad_in_prompt)
         rows, length = prompt.shape
         limit = getattr(config, "max_position_embeddings", None)
         max_new_tokens = options.longest(length, limit, explicit)
@@ -141,12 +160,15 @@ class Request:
                 "within its vocabulary: pass pad_token_id"
             )
         cache = _checked_cache(model, past_key_values, rows, length, options)
-        _check_speculation(model, options, rows * copies, mask, cache)
+        _check_speculation(model, options, rows * copies, mask, cache, inputs_embeds)
+        if options.max_time is not None:
+            end = time.monotonic() + options.max_time
+            criteria = [*criteria, lambda ids, scores: time.monotonic() > end]
         return cls(
-            model=model, options=options, input_ids=prompt, mask=mask, longest=longest, pads_left=pads_left,
-            copies=copies, max_new_tokens=max_new_tokens, eos_ids=eos_ids, pad_id=pad_id or 0, stop_strings=strings,
-            tokenizer=tokenizer, processors=_as_list(logits_processor), criteria=criteria, cache=cache,
-            inputs=model_inputs,
+            model=model, options=options, input_ids=prompt, embeds=inputs_embeds, without_ids=without_ids, mask=mask,
+            longest=longest, pads_left=pads_left, copies=copies, max_new_tokens=max_new_tokens, eos_ids=eos_ids,
+            pad_id=pad_id or 0, stop_strings=strings, tokenizer=tokenizer, processors=_as_list(logits_processor),
+            criteria=criteria, cache=cache, inputs=model_inputs,
         )  # fmt: skip
 
 
@@ -168,7 +190,74 @@ def _token_ids(value: Any) -> list[int]:
         raise InputError(f"eos, bos and pad ids must be integers or lists of them, not {value!r:.200}") from error
 
 
-def _check_speculation(model: Any, options: Options, rows: int, mask: Tensor | None, cache: KVCache | None) -> None:
+def _check_chunks(model: Any, options: Options, model_inputs: Mapping[str, Any]) -> None:
+    """Raises InputError where a prompt cannot be read in chunks."""
+    problem = None
+    if options.use_cache is False:
+        problem = "needs the KV cache: leave use_cache=False out"
+    elif model_inputs:
+        problem = f"does not work with {', '.join(sorted(model_inputs))}, which are read with the whole prompt"
+    elif is_adapted(model):
+        problem = (
+            "does not work where another object, such as a PEFT model, prepares the inputs of each step: call generate "
+            "of the model inside (PEFT's `get_base_model()`, whose layers keep their LoRA)"
+        )
+    if problem is not None:
+        raise InputError(f"prefill_chunk_size {problem}")
+
+
+def _with_checked_sequences(options: Options, vocabulary: range) -> Options:
+    """`options` with sequence_bias as a dict and forced_eos_token_id as a list. Raises InputError for wrong ids."""
+
+    def is_sequence(value: Any) -> bool:
+        return isinstance(value, tuple | list) and len(value) > 0 and all(i in vocabulary for i in value)
+
+    bias, words, forced = options.sequence_bias, options.bad_words_ids, options.forced_eos_token_id
+    if bias is not None:
+        try:
+            pairs = list(bias.items()) if isinstance(bias, Mapping) else [(ids, value) for ids, value in bias]
+        except (TypeError, ValueError):
+            pairs = []
+        if not pairs or not all(is_sequence(ids) and isinstance(value, Real) for ids, value in pairs):
+            raise InputError(
+                f"sequence_bias={bias!r:.200} must be {{tuple of token ids: number, ...}}, or a list of [ids, number], "
+                f"with ids below {len(vocabulary)}"
+            )
+        options = dataclasses.replace(options, sequence_bias={tuple(ids): float(value) for ids, value in pairs})
+    if words is not None and not (isinstance(words, tuple | list) and words and all(map(is_sequence, words))):
+        raise InputError(
+            f"bad_words_ids={words!r:.200} must be a list of lists of token ids below {len(vocabulary)}, none empty"
+        )
+    if forced is not None:
+        forced = _token_ids(forced)
+        if not is_sequence(forced):
+            raise InputError(
+                f"forced_eos_token_id={forced!r:.200} must be a token id below {len(vocabulary)}, or a list of them"
+            )
+        options = dataclasses.replace(options, forced_eos_token_id=forced)
+    return options
+
+
+def _check_embeds(model: Any, embeds: Any, prompt: Any, model_inputs: Mapping[str, Any]) -> None:
+    """Raises InputError for embeddings that cannot be a prompt. The model's forward checks their dtype."""
+    size = model.config.get_text_config().hidden_size
+    if not isinstance(embeds, Tensor) or embeds.dim() != 3 or embeds.shape[2] != size or not embeds.numel():
+        found = f"of shape {list(embeds.shape)}" if isinstance(embeds, Tensor) else f"a {type(embeds).__name__}"
+        raise InputError(f"inputs_embeds is {found}; it must be a tensor [batch, length of at least 1, {size}]")
+    if embeds.device != model.device:
+        raise InputError(f"inputs_embeds is on {embeds.device}, the model on {model.device}: use .to(model.device)")
+    if model_inputs:
+        raise InputError(f"inputs_embeds contradicts {', '.join(sorted(model_inputs))}: pass input_ids with it")
+    if isinstance(prompt, Tensor) and prompt.shape != embeds.shape[:2]:
+        raise InputError(
+            f"input_ids has shape {list(prompt.shape)} and inputs_embeds {list(embeds.shape)}: input_ids must be the "
+            "ids of the same tokens, or be left out"
+        )
+
+
+def _check_speculation(
+    model: Any, options: Options, rows: int, mask: Tensor | None, cache: KVCache | None, embeds: Tensor | None
+) -> None:
     """Raises InputError where tokens are to be guessed ahead and cannot be."""
     medusa, name = options.medusa, "medusa" if options.prompt_lookup_num_tokens is None else "prompt_lookup_num_tokens"
     if medusa is None and name == "medusa":
@@ -180,6 +269,8 @@ def _check_speculation(model: Any, options: Options, rows: int, mask: Tensor | N
         problem = f"guesses for one row, and there are {rows}: call generate for each"
     elif mask is not None:
         problem = "takes a prompt without padding: cut it off"
+    elif embeds is not None:
+        problem = "takes a prompt of ids: leave inputs_embeds out"
     elif options.use_cache is False:
         problem = "needs the KV cache: leave use_cache=False out"
     elif isinstance(cache, BorrowedCache):

@@ -34,6 +34,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from ligermodels.arch import ARCHS
 from ligermodels.arch.base import CausalLM
 from ligermodels.arch.config import ModelConfig
+from ligermodels.arch.output import GenerationConfig
 from ligermodels.arch.trainers import TrainerInterface
 from ligermodels.errors import CheckpointError, InputError
 from ligermodels.layers.linear import JointProjections
@@ -254,7 +255,8 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
         parent, _, leaf = path.rpartition(".")
         made.get_submodule(parent)._parameters[leaf] = parameter
     _lay_weights_together(made)
-    made.generation_config.update(json.loads(model.generation_config.to_json_string(ignore_metadata=True)))
+    settings = json.loads(model.generation_config.to_json_string(ignore_metadata=True))
+    made.generation_config = GenerationConfig.of_file(settings)
     source = str(model.name_or_path)
     made.config._name_or_path = made.name_or_path = source
     made.source_folder = Path(source) if Path(source, "config.json").is_file() else None

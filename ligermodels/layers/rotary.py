@@ -22,8 +22,9 @@ https://arxiv.org/abs/2309.00071; Ding et al. 2024, "LongRoPE", https://arxiv.or
 "Qwen2-VL", https://arxiv.org/abs/2409.12191 (sections, images); transformers 5.23, modeling_rope_utils.py.
 """
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,7 +60,8 @@ class RotaryEmbedding(nn.Module):
     original_max_position_embeddings. sections: how many of the R/2 frequencies use each position.
 
     "dynamic" and "longrope" choose frequencies by the largest position of the call, on the device. Cached keys keep
-    the frequencies of the call that made them; `needs_recompute` says when they must not.
+    the frequencies of the call that made them; `needs_recompute` says when they must not, and `of_length` gives the
+    parts of a text the frequencies of the whole.
 
     There is no parameter and no buffer: the tables are fp32 whatever the model is cast to, also for a model built on
     the meta device.
@@ -110,12 +112,13 @@ class RotaryEmbedding(nn.Module):
         frequencies, self.attention_scaling = self._frequencies()
         self._inv_freq = torch.stack(frequencies)
         self._inv_freq_by_device = {self._inv_freq.device: self._inv_freq}
-        self._last: tuple[tuple[int, torch.device], tuple[Tensor, Tensor]] | None = None
+        self._last: tuple[tuple[int, int, torch.device], tuple[Tensor, Tensor]] | None = None
+        self._least_length = 0
 
     def forward(self, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         inv_freq = self._inv_freq_on(position_ids.device)
         if self.rope_type in ("dynamic", "longrope") and position_ids.numel():
-            length = position_ids.max() + 1
+            length = (position_ids.max() + 1).clamp(min=self._least_length)
             longer = inv_freq[1] if self.rope_type == "longrope" else self._stretched(length)
             frequencies = torch.where(length > self.original_length, longer, inv_freq[0])
         else:
@@ -134,13 +137,23 @@ class RotaryEmbedding(nn.Module):
         """
         if torch.compiler.is_compiling() or (device.type == "cuda" and is_capturing()):
             return self(torch.arange(length, device=device)[None])
-        if self._last is None or self._last[0] != (length, device):
+        key = length, self._least_length, device
+        if self._last is None or self._last[0] != key:
             with torch.inference_mode(False):  # the tables outlive the call
                 tables = self(torch.arange(length, device=device)[None])
             if type(tables[0]) is not Tensor:  # a FakeTensor
                 return tables
-            self._last = (length, device), tables
+            self._last = key, tables
         return self._last[1]
+
+    @contextlib.contextmanager
+    def of_length(self, length: int) -> Iterator[None]:
+        """Within it, frequencies are those of a text of at least `length` tokens, of which calls read parts."""
+        self._least_length = length
+        try:
+            yield
+        finally:
+            self._least_length = 0
 
     def _angles(self, position_ids: Tensor, frequencies: Tensor) -> Tensor:
         if position_ids.dim() < 3:

@@ -165,6 +165,10 @@ def test_prompts_in_chunks(name, chunk, device):
         dict(no_repeat_ngram_size=3),
         dict(min_length=12, max_new_tokens=None, max_length=24, eos_token_id=list(range(3, 80))),
         dict(begin_suppress_tokens=list(range(3, 60))),
+        dict(sequence_bias={(i, j): 4.0 for i in range(97) for j in (3, 40)} | {(9,): 3.0}, eos_token_id=[3, 30]),
+        dict(bad_words_ids=[[i, j] for i in range(97) for j in range(2, 60)]),
+        dict(forced_eos_token_id=33),
+        dict(exponential_decay_length_penalty=(4, 1.3), repetition_penalty=1.2),
         dict(max_new_tokens=1),
         dict(stop_strings=["7", "31"], tokenizer=SimpleNamespace(decode=lambda ids: " ".join(map(str, ids)))),
     ],
@@ -216,11 +220,14 @@ def test_rotary_positions_that_depend_on_the_batch(rope, device, counted, monkey
     assert counted
     if rope == "longrope":
         check(long, 9)  # with the long frequencies, all of them
+        for chunk in (1, 7, original, original + 2):
+            check(long, 9, prefill_chunk_size=chunk)
     counted.clear()
     model.config.max_position_embeddings = 512  # beyond it there is another warning
     with pytest.warns(UserWarning, match=f"one by one: rope_type='{rope}'"):
         check(short, original, seed=2**63)
     check(short[:1] + long[:1], 9)
+    check(long + short, original, prefill_chunk_size=7)  # across the original length
     assert set(counted) <= {1}  # steps of one row, where the device has graphs
 
 
@@ -266,6 +273,8 @@ def test_what_it_does_not_take_raises_at_the_call():
         "batch_size=0 must be": dict(batch_size=0),
         "prefill_chunk_size=0 must be": dict(prefill_chunk_size=0),
         "num_return_sequences=2 needs do_sample=True": dict(num_return_sequences=2),
+        "does not take inputs_embeds: the prompts are ids": dict(inputs_embeds=torch.zeros(1, 3, 32)),
+        "does not take max_time: leave the loop": dict(max_time=1.0),
         "does not take streamer: use `generate_many_iter`": dict(streamer=object()),
         "does not take stopping_criteria": dict(stopping_criteria=lambda ids, scores: False),
         "leave output_scores out": dict(output_scores=True),

@@ -4,7 +4,16 @@ import pytest
 import torch
 
 from ligermodels.generation import generate
-from ligermodels.generation.processors import draw, keep_min_p, keep_top_k, keep_top_p, penalize_repetition
+from ligermodels.generation.processors import (
+    draw,
+    keep_epsilon,
+    keep_eta,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+    penalize_repetition,
+)
 from tests.generation.models import llama, prompt
 
 transformers = pytest.importorskip("transformers")
@@ -14,12 +23,16 @@ transformers = pytest.importorskip("transformers")
     (keep_top_k, transformers.TopKLogitsWarper, [1, 2, 50, 200, 999]),
     (keep_top_p, transformers.TopPLogitsWarper, [1e-6, 0.1, 0.5, 0.9, 0.999]),
     (keep_min_p, transformers.MinPLogitsWarper, [0.0, 0.05, 0.5, 1.0]),
-], ids=["top_k", "top_p", "min_p"])  # fmt: skip
+    (keep_typical, transformers.TypicalLogitsWarper, [1e-6, 0.1, 0.5, 0.9, 0.999]),
+    (keep_epsilon, transformers.EpsilonLogitsWarper, [1e-6, 3e-3, 0.1, 0.9]),
+    (keep_eta, transformers.EtaLogitsWarper, [1e-6, 3e-3, 0.1, 0.9]),
+], ids=["top_k", "top_p", "min_p", "typical", "epsilon", "eta"])  # fmt: skip
 @pytest.mark.parametrize("spread", [0.01, 3.0, 30.0])
 def test_cuts_are_those_of_transformers(ours, theirs, values, spread):
     logits = torch.randn(8, 200) * spread
     if ours is keep_top_k:
         logits = logits.round(decimals=1)  # ties
+    logits[:, 3:9] = -torch.inf  # banned before
     for value in values:
         assert torch.equal(ours(None, logits, value), theirs(value)(None, logits))
 

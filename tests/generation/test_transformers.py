@@ -1,6 +1,7 @@
 """The same call gives what transformers' own model gives, on one checkpoint."""
 
 import contextlib
+import json
 import warnings
 
 import pytest
@@ -79,13 +80,25 @@ CALLS = {
     "least with the prompt": dict(max_new_tokens=30, min_length=30),
     "penalty": dict(repetition_penalty=1.7),
     "n-grams": dict(max_new_tokens=40, no_repeat_ngram_size=2),
+    "bad words": dict(max_new_tokens=40, bad_words_ids=[[2], [11], [40, 41], [5, 6, 7], *([i] for i in range(50, 80))]),
+    "biased": dict(max_new_tokens=30, sequence_bias={(i, j): 9.0 for i in range(97) for j in (90, 12)} | {(7,): -2.5}),
+    "biased by a list": dict(sequence_bias=[[[5], 4.0], [[44, 5], -50.0], [[5, 5, 5], 9.0]]),
+    "forced to end": dict(max_new_tokens=9, forced_eos_token_id=[2, 17], min_new_tokens=30),
+    "ever likelier to end": dict(max_new_tokens=40, exponential_decay_length_penalty=(3, 1.4), eos_token_id=[60, 61]),
+    "in chunks": dict(prefill_chunk_size=2),
+    "in chunks, several": dict(prefill_chunk_size=4, do_sample=True, num_return_sequences=3),
+    "labels": dict(labels=torch.zeros(3, 9, dtype=torch.int64)),
     "suppressed": dict(suppress_tokens=[*range(5, 60)], begin_suppress_tokens=[*range(60, 90)]),
     "all of them": dict(
-        max_new_tokens=30, min_length=20, no_repeat_ngram_size=3, repetition_penalty=1.3, begin_suppress_tokens=[2]),
+        max_new_tokens=30, min_length=20, no_repeat_ngram_size=3, repetition_penalty=1.3, begin_suppress_tokens=[2],
+        sequence_bias={(3,): 1.5, (50, 4): -3.0}, bad_words_ids=[[20], [30, 31]], forced_eos_token_id=2,
+        exponential_decay_length_penalty=[4, 1.1]),
     "sampling": dict(do_sample=True),
     "sampling, cut": dict(do_sample=True, temperature=1.4, top_k=9, top_p=0.9, min_p=0.02),
-    "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None,
-                              repetition_penalty=None),
+    "sampling, typical": dict(do_sample=True, temperature=2.0, top_k=0, typical_p=0.6),
+    "sampling, likely enough": dict(do_sample=True, temperature=3.0, epsilon_cutoff=0.01, eta_cutoff=0.02),
+    "sampling, all off": dict(do_sample=True, temperature=None, top_k=None, top_p=None, min_p=None, typical_p=None,
+                              epsilon_cutoff=0, eta_cutoff=1, repetition_penalty=None, bad_words_ids=None),
     "several, cut and penalized": dict(do_sample=True, num_return_sequences=2, temperature=0.7, top_p=0.8,
                                        repetition_penalty=1.4),
     "without a cache": dict(use_cache=False, repetition_penalty=1.1),
@@ -110,6 +123,48 @@ def test_a_call_gives_what_it_gives_in_transformers(pair, call):
     options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, **CALLS[call]}
     found = same(pair, ids, attention_mask=mask, **options)
     assert len(found.sequences[:, 9:].unique()) > 5 or call == "new tokens", "a model that repeats itself proves little"
+
+
+@pytest.mark.parametrize("call", ["nothing", "penalty", "n-grams", "biased", "all of them", "sampling", "in chunks"])
+@pytest.mark.parametrize("with_ids", [True, False])
+def test_embeddings_of_a_prompt_give_what_its_ids_give(pair, call, with_ids):
+    """Without the ids, the result and what processors see are the new ones alone."""
+    ids, mask = padded(9, 9, 6)
+    if not with_ids:  # the padding of transformers' penalty would count new tokens
+        ids, mask = ids[:2], mask[:2]
+    embeds = pair[1].get_input_embeddings()(ids)
+    assert torch.equal(embeds, pair[0].get_input_embeddings()(ids))
+    if call == "in chunks":  # transformers would read chunks of the ids
+        expected, options = pair[0].generate(ids, attention_mask=mask, max_new_tokens=12), dict(max_new_tokens=12)
+        for model in pair[1:]:
+            found = model.generate(inputs_embeds=embeds, attention_mask=mask, prefill_chunk_size=4, **options)
+            assert torch.equal(found, expected[:, 9:])
+        return
+    options = {"return_dict_in_generate": True, "output_scores": True, **CALLS[call]}
+    given = dict(input_ids=ids) if with_ids else {}
+    found = same(pair, inputs_embeds=embeds, attention_mask=mask, **given, **options)
+    assert torch.equal(found.sequences[:, :9], ids) == with_ids
+    options = dict(attention_mask=mask, max_new_tokens=5, do_sample=True, num_return_sequences=2, **given)
+    several = same(pair, inputs_embeds=embeds, **options)
+    torch.manual_seed(5)
+    assert torch.equal(pair[1].generate(inputs_embeds=embeds, use_cache=False, **options), several)
+
+
+def test_time_that_is_over_ends_all_rows(pair, monkeypatch):
+    import time
+
+    clock = [0.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+
+    def tick(ids, logits):
+        clock[0] += 1.0
+        return logits
+
+    ids, mask = padded(9, 4)
+    options = dict(attention_mask=mask, logits_processor=[tick], eos_token_id=[])
+    for limit, new in ((0, 1), (3.5, 4), (99, 12)):
+        assert same(pair, ids, max_new_tokens=12, max_time=limit, **options).shape[1] == 9 + new
 
 
 @pytest.mark.parametrize("checkpoint", list(CHECKPOINTS)[1:])
@@ -176,6 +231,38 @@ def test_padding_without_a_mask_is_what_is_the_pad_id(pair):
     assert not torch.equal(found, unpadded)
     with pytest.raises(InputError, match=r"row 1 of input_ids \(pad_token_id=0, and no attention_mask\) ends"):
         pair[1].generate(ids.flip(1), max_new_tokens=8)
+
+
+IDS_OF_A_CONFIG = [
+    dict(), dict(pad_token_id=5), dict(eos_token_id=40), dict(eos_token_id=40, pad_token_id=5),
+    dict(eos_token_id=[40, 5]),
+]  # fmt: skip
+IDS_OF_A_GENERATION_CONFIG = [
+    None, dict(), dict(do_sample=False), dict(pad_token_id=6), dict(eos_token_id=[6, 30]),
+    dict(eos_token_id=41, pad_token_id=7),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("of_config", IDS_OF_A_CONFIG, ids=str)
+@pytest.mark.parametrize("of_generation", IDS_OF_A_GENERATION_CONFIG, ids=str)
+def test_which_of_a_checkpoints_ids_count(pair, of_config, of_generation, tmp_path):
+    """None: without the file generation_config.json. A prompt without a mask holds the ids 5, 6 and 7."""
+    pair[0].save_pretrained(tmp_path)
+    none = dict(bos_token_id=1, eos_token_id=None, pad_token_id=None)
+    values = json.loads((tmp_path / "config.json").read_text()) | none | of_config
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    (tmp_path / "generation_config.json").unlink()
+    if of_generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(of_generation))
+    ours = ligermodels.load(tmp_path, progress=False)
+    models = type(pair[0]).from_pretrained(tmp_path), ours
+    ids, _ = padded(9, 9)
+    ids[0, :3], ids[1, 0], ids[0, 4] = 5, 6, 7
+    for options in ({}, dict(pad_token_id=5), dict(eos_token_id=[33, 12, 6]), dict(eos_token_id=5)):
+        same(models, ids, max_new_tokens=30, **options)
+    ours.save_pretrained(tmp_path / "again")
+    again = tmp_path / "again" / "generation_config.json"
+    assert (json.loads(again.read_text()) if again.is_file() else None) == of_generation
 
 
 # Processors, criteria and caches of the caller
@@ -286,7 +373,7 @@ def test_every_option_of_transformers_is_known():
 
 
 @pytest.mark.parametrize("name, value", [
-    ("num_beams", 4), ("penalty_alpha", 0.6), ("bad_words_ids", [[3]]), ("assistant_model", "small"),
+    ("num_beams", 4), ("penalty_alpha", 0.6), ("force_words_ids", [[3]]), ("assistant_model", "small"),
 ])  # fmt: skip
 def test_what_is_not_supported_is_refused_by_name_wherever_it_is_set(pair, name, value):
     ours, (ids, _) = pair[1], padded(9)
