@@ -184,10 +184,9 @@ def keep_top_k(ids: Tensor, logits: Tensor, k: int) -> Tensor:
 
 def keep_top_p(ids: Tensor, logits: Tensor, p: float) -> Tensor:
     """Sets all logits but the fewest largest whose probabilities sum to p or more to -inf."""
-    ordered, order = logits.sort(dim=-1, descending=True)
-    probabilities = ordered.softmax(-1)
-    # A token goes if the likelier ones reach p without it: never the first, which has exactly 0 before it.
-    drop = probabilities.cumsum(-1) - probabilities >= p
+    ordered, order = logits.sort(dim=-1)  # of equally likely tokens, the cut leaves those that transformers leaves
+    drop = ordered.softmax(-1).cumsum(-1) <= 1 - p
+    drop[:, -1] = False
     return logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), -math.inf)
 
 

@@ -68,6 +68,17 @@ def test_every_family_writes_the_same(name, device, steps):
         assert_same_ids(model, steps, ids, attention_mask=mask, recomputed=name == "phi3")
 
 
+def test_a_prompt_in_chunks_or_as_embeddings(device, steps):
+    model = family("gemma2").to(device)
+    ids, mask = (x.to(device) for x in padded([9, 4, 13]))
+    options = dict(attention_mask=mask, max_new_tokens=20, eos_token_id=())
+    expected = generate(model, ids, disable_compile=True, **options)
+    for own in (dict(prefill_chunk_size=4), dict(inputs_embeds=model.get_input_embeddings()(ids))):
+        steps.clear()
+        assert torch.equal(generate(model, ids, **own, **options), expected)
+        assert len(steps) == 19
+
+
 def test_images_of_qwen2_vl(device, steps):
     model = with_large_weights(ligermodels.Qwen2VL.from_config(qwen2_vl.windowed())).to(device)
     image, video = ("image", (1, 2, 3)), ("video", (2, 1, 2))

@@ -122,6 +122,8 @@ def test_never_synchronises_without_stop_ids(device):
     options = dict(
         max_new_tokens=8, temperature=0.8, top_k=5, top_p=0.9, min_p=0.01, repetition_penalty=1.1,
         no_repeat_ngram_size=3, suppress_tokens=[3], begin_suppress_tokens=[4], min_new_tokens=2, seed=0,
+        typical_p=0.99, epsilon_cutoff=1e-4, eta_cutoff=1e-4, bad_words_ids=[[5], [6, 7]], sequence_bias={(8,): 1.0},
+        forced_eos_token_id=9,
     )  # fmt: skip
     generate(model, ids, **options)  # compiles and allocates
     steps = _decode(Request.checked(model, ids, **options), to_host=False)

@@ -30,8 +30,7 @@ transformers = pytest.importorskip("transformers")
 @pytest.mark.parametrize("spread", [0.01, 3.0, 30.0])
 def test_cuts_are_those_of_transformers(ours, theirs, values, spread):
     logits = torch.randn(8, 200) * spread
-    if ours is keep_top_k:
-        logits = logits.round(decimals=1)  # ties
+    logits = logits.round(decimals=2)  # ties
     logits[:, 3:9] = -torch.inf  # banned before
     for value in values:
         assert torch.equal(ours(None, logits, value), theirs(value)(None, logits))

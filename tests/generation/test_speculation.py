@@ -91,6 +91,8 @@ def test_frequencies_that_change_with_the_length_end_the_guesses(rope, device, s
     assert torch.equal(generate(model, ids, max_new_tokens=32, prompt_lookup_num_tokens=K), expected)
     guesses = [len(step) - 1 for step in steps.all]
     assert guesses[0] == K and 0 in guesses and guesses[-2] == (0 if rope == "dynamic" else K)
+    found = generate(model, ids, max_new_tokens=32, prompt_lookup_num_tokens=K, prefill_chunk_size=4)
+    assert torch.equal(found, expected)
 
 
 def test_images(device, steps, guess):

@@ -1,0 +1,273 @@
+"""Random options of `generate` and of forward give what transformers gives. A case is drawn from its number alone.
+
+`pytest "tests/generation/test_random_cases.py::test_forward[17]"` repeats one; a failure prints what the case was.
+"""
+
+import random
+import warnings
+
+import pytest
+import torch
+
+import ligermodels
+from ligermodels.generation import generate_many
+
+pytestmark = pytest.mark.slow
+
+VOCAB, CASES = 97, 300
+CLOSE = dict(rtol=1e-4, atol=2e-4)  # logits are about 5; fp32 sums in another order
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, bos_token_id=1, eos_token_id=2,
+    pad_token_id=0,
+)  # fmt: skip
+LONGROPE = dict(
+    rope_type="longrope", rope_theta=100.0, short_factor=[1.0, 1.1, 1.3, 1.6], long_factor=[1.4, 2.5, 5.0, 9.0],
+    original_max_position_embeddings=16,
+)  # fmt: skip
+ARCHS = {
+    "Llama": dict(),
+    "Gemma2": dict(head_dim=8, sliding_window=5, query_pre_attn_scalar=8, initializer_range=0.15),
+    "Qwen2": dict(use_sliding_window=False),
+    "Mixtral": dict(num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "Phi3": dict(rope_parameters=LONGROPE, original_max_position_embeddings=16, sliding_window=None),
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Architecture -> (transformers' model, ours) of one checkpoint."""
+    import transformers
+
+    made = {}
+    for arch, options in ARCHS.items():
+        torch.manual_seed(3)
+        folder = tmp_path_factory.mktemp(arch)
+        config = getattr(transformers, f"{arch}Config")(**{**SIZES, **options})
+        model_class = getattr(transformers, f"{arch}ForCausalLM")
+        model_class(config).save_pretrained(folder)
+        theirs = model_class.from_pretrained(folder, attn_implementation="eager")
+        made[arch] = theirs, ligermodels.load(folder, progress=False)
+    return made
+
+
+class Case:
+    """What a number draws: an architecture, and a prompt with its mask."""
+
+    def __init__(self, seed, masks):
+        self.random = random.Random(seed)
+        self.tensors = torch.Generator().manual_seed(seed)
+        self.arch = self.random.choice(list(ARCHS))
+        self.rows, self.width = self.random.choice([1, 2, 3]), self.random.randint(2, 24)
+        self.ids = self.tokens(self.rows, self.width)
+        self.mask_kind = self.random.choice(masks)
+        self.mask = self.draw_mask()
+
+    def tokens(self, *shape):
+        return torch.randint(3, VOCAB, shape, generator=self.tensors)
+
+    def chance(self, share):
+        return self.random.random() < share
+
+    def draw_mask(self):
+        """[rows, width], 1 at tokens; None where the call has none."""
+        if self.mask_kind in ("none", "packed", "positions"):
+            return None
+        mask = torch.ones(self.rows, self.width, dtype=torch.int64)
+        for row in mask:
+            count = self.random.randint(0, self.width - 1)
+            if self.mask_kind == "left":
+                row[:count] = 0
+            elif self.mask_kind == "right":
+                row[self.width - count :] = 0
+            else:  # anywhere but in the last column
+                row[torch.randperm(self.width - 1, generator=self.tensors)[:count]] = 0
+        return mask
+
+    def draws(self, count):
+        """`count` token ids, all different."""
+        return self.random.sample(range(3, VOCAB), count)
+
+
+def options_of_generate(case):
+    """Options that transformers and generate have."""
+    r, options = case.random, {}
+    new = r.randint(1, 12)
+    options.update(r.choice([dict(max_new_tokens=new), dict(max_length=case.width + new)]))
+    options["eos_token_id"] = r.choice([2, case.draws(1)[0], case.draws(20), case.draws(40)])
+    if case.chance(0.3):
+        options["pad_token_id"] = r.choice([0, 5, VOCAB - 1])
+    for share, drawn in (
+        (0.2, lambda: dict(min_new_tokens=r.randint(0, 9))),
+        (0.15, lambda: dict(min_length=r.randint(0, case.width + 9))),
+        (0.3, lambda: dict(repetition_penalty=r.choice([0.7, 1.1, 1.8]))),
+        (0.2, lambda: dict(no_repeat_ngram_size=r.randint(1, 3))),
+        (0.2, lambda: dict(suppress_tokens=case.draws(30))),
+        (0.2, lambda: dict(begin_suppress_tokens=case.draws(30))),
+        (0.2, lambda: dict(bad_words_ids=[case.draws(r.randint(1, 2)) for _ in range(30)])),
+        (0.2, lambda: dict(sequence_bias={tuple(case.draws(r.randint(1, 2))): r.uniform(-5, 5) for _ in range(40)})),
+        (0.15, lambda: dict(forced_eos_token_id=r.choice([2, case.draws(2)]))),
+        (0.15, lambda: dict(exponential_decay_length_penalty=(r.randint(0, 5), r.choice([0.9, 1.3, 2.0])))),
+        (0.1, lambda: dict(renormalize_logits=True)),
+        (0.1, lambda: dict(labels=case.ids)),
+    ):
+        if case.chance(share):
+            options.update(drawn())
+    if case.chance(0.4):
+        options.update(do_sample=True, temperature=r.choice([0.5, 1.0, 2.5]), top_k=r.choice([0, 7, 50]))
+        for name, values in dict(
+            top_p=[0.3, 0.9], min_p=[0.02, 0.3], typical_p=[0.2, 0.8], epsilon_cutoff=[1e-3, 0.05],
+            eta_cutoff=[1e-3, 0.05],
+        ).items():  # fmt: skip
+            if case.chance(0.3):
+                options[name] = r.choice(values)
+        options["num_return_sequences"] = r.choice([1, 1, 2])
+    return options
+
+
+def run(model, ids, **options):
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model.generate(ids, return_dict_in_generate=True, output_scores=True, **options)
+
+
+def assert_same_steps(found, expected, start):
+    """Scores are equal while the tokens are; a token of greedy decoding differs only where two are as likely."""
+    together = torch.ones(len(found.sequences), dtype=torch.bool)
+    for step, (ours, theirs) in enumerate(zip(found.scores, expected.scores, strict=False)):
+        torch.testing.assert_close(ours[together], theirs[together], **CLOSE)
+        column = start + step
+        together &= found.sequences[:, column] == expected.sequences[:, column]
+    assert together.all(), (found.sequences, expected.sequences)
+    assert torch.equal(found.sequences, expected.sequences)
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_generate(pairs, seed):
+    case = Case(seed, ["none", "none", "pad ids", "left", "between"])
+    theirs, ours = pairs[case.arch]
+    options, r = options_of_generate(case), case.random
+    ids, mask = case.ids, case.mask
+    how = r.choice(["plain", "plain", "plain", "no cache", "chunks", "embeds", "continued", "many"])
+    if mask is not None:
+        ids = ids * mask
+    if case.arch == "Phi3" and how != "many" and mask is not None and mask.sum(1).max() <= 16:
+        how = "short"  # transformers counts padding where it looks for the original length
+        options.update(max_new_tokens=1, max_length=None)
+    if mask is not None and (case.mask_kind != "pad ids" or how == "continued"):
+        options["attention_mask"] = mask
+    print(f"{case.arch}, {how}, mask {case.mask_kind}\nids = {ids.tolist()}\n{options}")
+    own = {}
+    if how == "many" and not options.get("do_sample"):
+        prompts = [row if mask is None else row[mask[i].bool()] for i, row in enumerate(ids)]
+        options.pop("attention_mask", None)
+        if "max_length" in options:
+            options["max_length"] = case.width + 5
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            size, chunk = r.randint(1, 3), r.choice([None, 4])
+            found = generate_many(ours, prompts, batch_size=size, prefill_chunk_size=chunk, **options)
+        for row, new in zip(prompts, found, strict=True):
+            expected = run(theirs, row[None], attention_mask=torch.ones_like(row)[None], **options)
+            assert new.tolist() == expected.sequences[0, len(row) :].tolist()
+        return
+    if how == "no cache":
+        own = dict(use_cache=False)
+    elif how == "chunks":
+        own = dict(prefill_chunk_size=r.randint(1, 9))
+    elif how == "embeds":
+        own = dict(inputs_embeds=ours.get_input_embeddings()(ids))
+    elif how == "continued":
+        past = run(ours, ids, attention_mask=mask, max_new_tokens=r.randint(1, 4), eos_token_id=[])
+        ids = torch.cat([past.sequences, case.tokens(case.rows, r.randint(1, 5))], 1)
+        own = dict(past_key_values=past.past_key_values)
+        options.update(max_new_tokens=5, max_length=None)
+        if mask is not None:
+            new = mask.new_ones(case.rows, ids.shape[1] - case.width)
+            options["attention_mask"] = torch.cat([mask, new], 1)
+    assert_same_steps(run(ours, ids, **own, **options), run(theirs, ids, **options), ids.shape[1])
+
+
+def packed_positions(case):
+    """[rows, width]: in each row, sequences that count from 0."""
+    positions = torch.zeros(case.rows, case.width, dtype=torch.int64)
+    for row in positions:
+        begin = 0
+        while begin < case.width:
+            end = min(case.width, begin + case.random.randint(1, 12))
+            row[begin:end] = torch.arange(end - begin)
+            begin = end
+    return positions
+
+
+@pytest.mark.parametrize("seed", range(CASES))
+def test_forward(pairs, seed):
+    case = Case(seed, ["none", "left", "right", "between", "packed", "positions"])
+    theirs, ours = pairs[case.arch]
+    r, inputs = case.random, {}
+    if case.mask is not None:
+        inputs["attention_mask"] = case.mask
+        if case.chance(0.5):
+            inputs["position_ids"] = (case.mask.cumsum(1) - 1).clamp(min=0)
+    elif case.mask_kind == "packed":
+        inputs["position_ids"] = packed_positions(case)
+    elif case.mask_kind == "positions":
+        inputs["position_ids"] = torch.arange(case.width)[None] + r.randint(0, 9)
+    how = r.choice(["plain", "embeds", "labels", "labels", "continued", "continued", "by transformers' cache"])
+    if "position_ids" in inputs and case.mask_kind in ("packed", "positions") and how not in ("embeds", "labels"):
+        how = "plain"
+    tokens = case.mask.bool() if case.mask is not None else torch.ones(case.rows, case.width, dtype=torch.bool)
+    print(f"{case.arch}, {how}, mask {case.mask_kind}\nids = {case.ids.tolist()}\n{inputs}")
+    if how == "labels":
+        labels = case.ids.masked_fill(~tokens | (torch.rand(case.ids.shape, generator=case.tensors) < 0.3), -100)
+        # In transformers, padding predicts the first token after it, and the end of a packed sequence the next one.
+        labels[:, 1:].masked_fill_(~tokens[:, :-1], -100)
+        if case.mask_kind == "packed":
+            labels.masked_fill_(inputs["position_ids"] == 0, -100)
+        if (labels[:, 1:] == -100).all():
+            return
+        inputs["labels"] = labels
+        if case.chance(0.4):
+            inputs["num_items_in_batch"] = torch.tensor(r.randint(5, 50))
+    if how == "embeds":
+        inputs["inputs_embeds"] = ours.get_input_embeddings()(case.ids)
+        tokens_in = {}
+    else:
+        tokens_in = {"input_ids": case.ids}
+    with torch.no_grad():
+        if how in ("continued", "by transformers' cache"):
+            from transformers import DynamicCache
+
+            cut = r.randint(1, case.width - 1)
+            results = []
+            for model in (theirs, ours):
+                past = DynamicCache(config=theirs.config) if how == "by transformers' cache" else None
+                parts = []
+                for begin, end in ((0, cut), (cut, case.width)):
+                    part = {
+                        name: value[:, :end] if name == "attention_mask" else value[:, begin:end]
+                        for name, value in inputs.items()
+                    }
+                    output = model(input_ids=case.ids[:, begin:end], past_key_values=past, use_cache=True, **part)
+                    past = output.past_key_values
+                    parts.append(output.logits)
+                results.append(torch.cat(parts, 1))
+        else:
+            if how != "labels" and case.chance(0.3):
+                inputs["logits_to_keep"] = r.randint(1, case.width)
+                tokens = tokens[:, -inputs["logits_to_keep"] :]
+            wants_hidden = how != "labels" and case.chance(0.3)
+            outputs = [
+                model(**tokens_in, **inputs, output_hidden_states=wants_hidden, use_cache=False)
+                for model in (theirs, ours)
+            ]
+            results = [output.logits for output in outputs]
+            if how == "labels":
+                torch.testing.assert_close(outputs[1].loss, outputs[0].loss, **CLOSE)
+            if wants_hidden:
+                kept = case.mask.bool() if case.mask is not None else slice(None)
+                for one, other in zip(outputs[1].hidden_states, outputs[0].hidden_states, strict=True):
+                    torch.testing.assert_close(one[kept], other[kept], **CLOSE)
+    expected, found = results
+    torch.testing.assert_close(found[tokens], expected[tokens], **CLOSE)
