@@ -88,7 +88,6 @@ class CausalLM(Pretrained, TrainerInterface):
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
         *,
-        shift_labels: Tensor | None = None,
         ignore_index: int = IGNORE_INDEX,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
@@ -107,7 +106,7 @@ class CausalLM(Pretrained, TrainerInterface):
         seq_idx: Tensor | None = None,
         cache_position: Tensor | None = None,
         token_type_ids: Tensor | None = None,
-        **images: Any,
+        **others: Any,
     ) -> CausalLMOutput:
         """Logits, or with `labels` the loss.
 
@@ -125,7 +124,8 @@ class CausalLM(Pretrained, TrainerInterface):
             there. Where tokens are padded on the left, give the first token of a row the label -100: else the last
             position of the padding, which sees nothing, has to predict it (in transformers as well, where the loss then
             depends on the implementation of attention).
-        shift_labels: [B, S], labels of the next tokens, shifted by the caller, in place of those that `labels` tells.
+        shift_labels, by keyword alone: [B, S], labels of the next tokens, shifted by the caller, in place of those that
+            `labels` tells. (Trainer takes each named argument with "label" in it for a column that every batch has.)
         ignore_index: a label that counts as -100 does.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
             count of labels over all micro-batches of a step (under `parallelize` of all ranks, `parallel.count`). A
@@ -150,13 +150,15 @@ class CausalLM(Pretrained, TrainerInterface):
             with them, is ignored.
         skip_logits: with labels, the opposite of `return_logits`, as Trainer passes it.
         cache_position: ignored, as positions follow what the cache holds; others raise. token_type_ids: ignored.
-        images: images and their sizes; see the model's own forward.
+        others: images and their sizes; see the model's own forward.
 
         Raises InputError for unknown arguments, and where arguments do not fit together.
         """
-        if not images.keys() <= self.extra_inputs:
-            unknown = next(name for name in images if name not in self.extra_inputs)
-            raise unknown_argument(unknown, [*inspect.signature(CausalLM.forward).parameters, *self.extra_inputs])
+        shift_labels = others.pop("shift_labels", None)
+        if not others.keys() <= self.extra_inputs:
+            unknown = next(name for name in others if name not in self.extra_inputs)
+            known = [*inspect.signature(CausalLM.forward).parameters, *self.extra_inputs, "shift_labels"]
+            raise unknown_argument(unknown, known)
         given = labels if shift_labels is None else shift_labels
         inputs = check_inputs(
             self.decoder,
@@ -213,7 +215,7 @@ class CausalLM(Pretrained, TrainerInterface):
             output_router_logits=output_router_logits,
             output_attentions=output_attentions,
             return_dict=return_dict,
-            **images,
+            **others,
         )
         headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
