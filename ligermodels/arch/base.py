@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
-from ligermodels.arch.inputs import IGNORE_INDEX, Targets, caches_by_default, check_inputs, check_labels, unknown_argument
+from ligermodels.arch.inputs import (
+    IGNORE_INDEX,
+    Targets,
+    caches_by_default,
+    check_inputs,
+    check_labels,
+    unknown_argument,
+)
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.hooks import watched
+from ligermodels.arch.hooks import is_hooked, watched
 from ligermodels.arch.inputs import TextInputs, caches_by_default, check_inputs, unknown_argument
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
@@ -182,9 +182,9 @@ class Decoder(BaseModel):
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
-            if layer._forward_hooks or layer._forward_pre_hooks or type(layer) not in self.block_classes:
-                layer = watched(layer, self.block_classes)
-            x, residual, *routed = run(i, layer, x, residual, batch, None if cache is None else cache[i])
+            plain = type(layer) in self.block_classes and not is_hooked(layer)
+            block = layer if plain else watched(layer, self.block_classes)
+            x, residual, *routed = run(i, block, x, residual, batch, None if cache is None else cache[i])
             if router_logits is not None:
                 router_logits += routed
         x = self.norm(x, residual)[0]

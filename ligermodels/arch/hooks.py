@@ -6,15 +6,19 @@ cache=...)`, which returns a tensor. Hooks and wrappers of torch itself (FSDP, c
 DeepSpeed pass on what they get: a block with no others runs as ever.
 """
 
-import itertools
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor, nn
 
 from ligermodels.errors import InputError
 
+_KINDS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _PASS_ON = ("torch.", "deepspeed.")
+
+
+def is_hooked(layer: nn.Module) -> bool:
+    """True if `layer` itself carries a hook."""
+    return bool(layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks or layer._backward_pre_hooks)
 
 
 def watched(layer: nn.Module, blocks: tuple[type[nn.Module], ...]) -> "nn.Module | Joined":
@@ -22,18 +26,19 @@ def watched(layer: nn.Module, blocks: tuple[type[nn.Module], ...]) -> "nn.Module
 
     blocks: the classes of the blocks that the model was built of.
     """
-    block = next((module for module in layer.modules() if isinstance(module, blocks)), None)
-    hooks = [hook for module in (layer, block) if module is not None for hook in _hooks(module)]
-    if (layer is block or _passes_on(type(layer))) and all(map(_passes_on, hooks)):
+    is_block = isinstance(layer, blocks)
+    inside = [layer] if is_block else [module for module in layer.modules() if isinstance(module, blocks)]
+    hooks = [hook for module in (layer, *inside) for kind in _KINDS for hook in getattr(module, kind).values()]
+    if (is_block or _passes_on(type(layer))) and all(map(_passes_on, hooks)):
         return layer
-    return Joined(layer, block)
+    return Joined(layer, inside)
 
 
 class Joined:
-    """A layer of a stack, and the block in it; called like a block, but returns (hidden_states, None, ...)."""
+    """A layer of a stack, and the blocks in it; called like a block, but returns (hidden_states, None, ...)."""
 
-    def __init__(self, layer: nn.Module, block: nn.Module | None):
-        self.layer, self.block = layer, block
+    def __init__(self, layer: nn.Module, blocks: list[nn.Module]):
+        self.layer, self.blocks = layer, blocks
         self.modules = layer.modules
 
     def __call__(self, x: Tensor, residual: Tensor | None, batch: Any, cache: Any = None) -> tuple[Any, ...]:
@@ -44,12 +49,12 @@ class Joined:
             return x if residual is None else x + residual
 
         x = x if residual is None else x + residual
-        first = None if self.block is None else self.block.register_forward_hook(join, prepend=True)
+        handles = [block.register_forward_hook(join, prepend=True) for block in self.blocks]
         try:
             output = self.layer(x, residual=None, batch=batch, cache=cache)
         finally:
-            if first is not None:
-                first.remove()
+            for handle in handles:
+                handle.remove()
         output = output[0] if isinstance(output, tuple) else output  # as layers returned it before transformers 5
         if not isinstance(output, Tensor) or output.shape != x.shape:
             found = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -58,15 +63,6 @@ class Joined:
                 f"{list(x.shape)}, which it got, changed or not"
             )
         return output, None, *routed
-
-
-def _hooks(module: nn.Module) -> Iterator[Any]:
-    return itertools.chain(
-        module._forward_hooks.values(),
-        module._forward_pre_hooks.values(),
-        module._backward_hooks.values(),
-        module._backward_pre_hooks.values(),
-    )
 
 
 def _passes_on(found: Any) -> bool:

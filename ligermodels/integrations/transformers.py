@@ -233,7 +233,7 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     modules that are quantised or hold an adapter become modules of ours. generation_config, name, training mode and
     activation checkpointing ("block") are taken over. Hooks on `model` are not.
 
-    From then on `resize_token_embeddings` of either model raises InputError: it would leave the other with the old size.
+    From then on `resize_token_embeddings` of either model raises InputError: the other would keep the old size.
 
     Raises InputError for a model that PEFT or another wrapper holds, that is sharded, offloaded, of a class of one's
     own, or changed in its parameters; ConfigError for a config with unsupported values.
@@ -264,7 +264,7 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         made.gradient_checkpointing_enable()
     for one in (made, model):
-        one.resize_token_embeddings = functools.partial(_keep_size, one.get_input_embeddings())
+        vars(one)["resize_token_embeddings"] = functools.partial(_keep_size, one.get_input_embeddings())
     return made.train(model.training)
 
 

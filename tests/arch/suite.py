@@ -356,7 +356,7 @@ class Suite(Tiny):
             layers[first].register_forward_hook(lambda block, args, output, seen=seen: seen.append((*args, output)))
             layers[first].register_forward_hook(lambda block, args, output: output + torch.linspace(-1, 1, 32))
             layers[last].register_forward_pre_hook(lambda block, args: args[0] * 1.1)
-            layers[last].register_full_backward_hook(lambda block, i, o, seen=seen: seen.append((i[0], o[0])))
+            layers[first].register_full_backward_hook(lambda block, i, o, seen=seen: seen.append((i[0], o[0])))
             layers[last] = Wrapper(layers[last])
             if one is model and recompute == "block":
                 model.gradient_checkpointing_enable()
