@@ -183,7 +183,7 @@ class Decoder(BaseModel):
             if hidden_states is not None:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
             plain = type(layer) in self.block_classes and not is_hooked(layer)
-            block = layer if plain else watched(layer, self.block_classes)
+            block: Any = layer if plain else watched(layer, self.block_classes)
             x, residual, *routed = run(i, block, x, residual, batch, None if cache is None else cache[i])
             if router_logits is not None:
                 router_logits += routed

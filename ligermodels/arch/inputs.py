@@ -67,7 +67,7 @@ def caches_by_default(model: nn.Module, base: Any) -> bool:
     As in transformers: in evaluation, if the config says so, unless the backward recomputes the blocks. And not where a
     cache cannot be: under context and tensor parallelism, and where ranks run a vision tower together.
     """
-    if model.training or not getattr(model.config, "use_cache", True):
+    if model.training or not all(getattr(one, "use_cache", True) for one in (model.config, base.config)):
         return False
     decoder = getattr(base, "language_model", base)
     recomputes = torch.is_grad_enabled() and decoder.checkpointing.enabled
