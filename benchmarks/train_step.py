@@ -517,10 +517,10 @@ def probe(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     output["loss"].backward()
     norms = [p.grad.float().norm() for p in model.parameters() if p.grad is not None]
     model.zero_grad(set_to_none=True)
-    logits = output.logits
+    logits = output.get("logits")
     if logits is None:  # a fused loss does not make them
         with torch.no_grad():
-            logits = model(**{name: x for name, x in inputs.items() if name != "labels"}).logits
+            logits = model(**{name: x for name, x in inputs.items() if name != "labels"}, use_cache=False).logits
     logits = logits[:, -PARITY_LOGITS:].detach().to(torch.float32, copy=True)  # a view would hold them all
     return {"logits": logits, "loss": output["loss"].item(), "gradient_norm": torch.stack(norms).norm().item()}
 

@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> list[PreferenceOutput]:
         ids = pad_sequence([ids for ids, _ in encoded], batch_first=True).to(device)  # what is on the right is not seen
         labels = pad_sequence([labels for _, labels in encoded], batch_first=True, padding_value=IGNORED).to(device)
         with torch.no_grad():
-            ref_x = reference.base_model(ids).last_hidden_state
+            ref_x = reference.base_model(ids, use_cache=False).last_hidden_state
         x = policy.base_model(ids).last_hidden_state  # the loss makes what it needs of the logits
         output = dpo(x, policy.lm_head.weight, labels, ref_x=ref_x, ref_weight=reference.lm_head.weight)
         output.loss.backward()

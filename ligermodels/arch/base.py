@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from ligermodels.arch.config import ModelConfig
 from ligermodels.arch.decoder import Decoder
 from ligermodels.arch.fusion import fusion_report
-from ligermodels.arch.inputs import Targets, check_inputs, check_labels
+from ligermodels.arch.inputs import (
+    IGNORE_INDEX,
+    Targets,
+    caches_by_default,
+    check_inputs,
+    check_labels,
+    unknown_argument,
+)
 from ligermodels.arch.output import CausalLMOutput, GenerationConfig
 from ligermodels.arch.pretrained import Pretrained
 from ligermodels.arch.trainers import TrainerInterface
@@ -35,6 +42,8 @@ class CausalLM(Pretrained, TrainerInterface):
     """Called with (config, layer); see `Decoder`."""
     parallel: Any = None  # transformers evaluates the annotations of classes around ours
     """How the model is spread over several GPUs, a `ligermodels.parallel.Parallel` that `parallelize` sets."""
+    extra_inputs: ClassVar[frozenset[str]] = frozenset()
+    """Names of the arguments that forward has beyond `CausalLM.forward`, such as pixel_values."""
     _no_split_modules: ClassVar[list[str]]
     """Names of the classes whose modules stay on one device, for accelerate and FSDP: the blocks."""
 
@@ -42,6 +51,10 @@ class CausalLM(Pretrained, TrainerInterface):
         super().__init_subclass__(**options)
         if "block_class" in vars(cls):
             cls._no_split_modules = [cls.block_class.__name__]
+        own, shared = (inspect.signature(forward).parameters for forward in (cls.forward, CausalLM.forward))
+        cls.extra_inputs = frozenset(
+            name for name in own.keys() - shared.keys() if own[name].kind is not inspect.Parameter.VAR_KEYWORD
+        )
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -78,10 +91,11 @@ class CausalLM(Pretrained, TrainerInterface):
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         past_key_values: KVCache | None = None,
-        use_cache: bool | None = False,
+        use_cache: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         logits_to_keep: int = 0,
         *,
+        ignore_index: int = IGNORE_INDEX,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         return_logits: bool | None = None,
@@ -97,7 +111,9 @@ class CausalLM(Pretrained, TrainerInterface):
         max_length_q: int | None = None,
         max_length_k: int | None = None,
         seq_idx: Tensor | None = None,
-        **images: Any,
+        cache_position: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        **others: Any,
     ) -> CausalLMOutput:
         """Logits, or with `labels` the loss.
 
@@ -112,13 +128,20 @@ class CausalLM(Pretrained, TrainerInterface):
         labels: [B, S], the ids themselves (the shift by one happens here), -100 where nothing is to be predicted. The
             fused linear cross entropy then runs, and logits are None, unless `return_logits=True`, or in evaluation
             (`eval()` and no gradients), where trainers ask for predictions; `return_logits=False` leaves them out
-            there.
+            there. Where tokens are padded on the left, give the first token of a row the label -100: else the last
+            position of the padding, which sees nothing, has to predict it (in transformers as well, where the loss then
+            depends on the implementation of attention).
+        shift_labels, by keyword alone: [B, S], labels of the next tokens, shifted by the caller, in place of those that
+            `labels` tells. (Trainer takes each named argument with "label" in it for a column that every batch has.)
+        ignore_index: a label that counts as -100 does.
         num_items_in_batch: the loss is the sum over tokens divided by this, where given, instead of the mean: the
             count of labels over all micro-batches of a step (under `parallelize` of all ranks, `parallel.count`). A
             device scalar costs no synchronisation.
-        past_key_values, use_cache: a cache to read and extend; `use_cache` creates one where none is given. Where
-            `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope), empty it and pass the
-            whole text, as `generate` does: the cached keys were rotated by other frequencies.
+        past_key_values, use_cache: a cache to read and extend; `use_cache` creates one where none is given, which grows
+            as it is extended. None means the config's `use_cache` in evaluation (`eval()`) without labels, as long as
+            nothing is packed, recomputed in a backward, or split over GPUs, and else False. Gradients reach the new
+            tokens alone, not the cached ones. Where `decoder.rotary_emb.needs_recompute(past, past + S)` (longrope),
+            empty it and pass the whole text, as `generate` does: the cached keys were rotated by other frequencies.
         logits_to_keep: compute the logits of the last n positions only; 0: of all.
         return_logits: False without labels skips the head, and `last_hidden_state` is all there is.
         return_logprobs: with labels, in place of the loss `logprobs`: at each position the log probability of the label
@@ -133,10 +156,17 @@ class CausalLM(Pretrained, TrainerInterface):
             transformers and TRL name them, for queries and for keys; here they must be equal. seq_idx, which comes
             with them, is ignored.
         skip_logits: with labels, the opposite of `return_logits`, as Trainer passes it.
-        images: images and their sizes; see the model's own forward.
+        cache_position: ignored, as positions follow what the cache holds; others raise. token_type_ids: ignored.
+        others: images and their sizes; see the model's own forward.
 
-        Raises InputError where arguments do not fit together.
+        Raises InputError for unknown arguments, and where arguments do not fit together.
         """
+        shift_labels = others.pop("shift_labels", None)
+        if not others.keys() <= self.extra_inputs:
+            unknown = next(name for name in others if name not in self.extra_inputs)
+            known = [*inspect.signature(CausalLM.forward).parameters, *self.extra_inputs, "shift_labels"]
+            raise unknown_argument(unknown, known)
+        given = labels if shift_labels is None else shift_labels
         inputs = check_inputs(
             self.decoder,
             input_ids=input_ids,
@@ -145,18 +175,20 @@ class CausalLM(Pretrained, TrainerInterface):
             position_ids=position_ids,
             past_key_values=past_key_values,
             use_cache=use_cache,
+            caches_by_default=use_cache is None and given is None and caches_by_default(self, self.model),
+            cache_position=cache_position,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
             cu_seq_lens_q=cu_seq_lens_q,
             cu_seq_lens_k=cu_seq_lens_k,
             max_length_q=max_length_q,
         )
-        check_labels(labels, inputs.tokens, num_items_in_batch, logits_to_keep)
+        check_labels(given, inputs.tokens, num_items_in_batch, logits_to_keep, ignore_index)
         parallel, context = self.parallel, self.decoder.context
-        if return_logprobs and labels is None:
+        if return_logprobs and given is None:
             raise InputError("return_logprobs=True needs labels, of which the log probabilities are")
         if parallel is not None and parallel.shards > 1:
-            headless = labels is None and return_logits is False
+            headless = given is None and return_logits is False
             if inputs.cache is not None or output_hidden_states or logits_to_keep or headless or return_logprobs:
                 raise InputError(
                     "a cache, output_hidden_states, logits_to_keep, return_logprobs, and hidden states alone "
@@ -166,15 +198,18 @@ class CausalLM(Pretrained, TrainerInterface):
             rows, length = inputs.tokens.shape[:2]
             parallel.check_length(length if inputs.cu_seqlens is None else rows * length)
         # Before the blocks, so that the count of labels is on the host when the head asks for it.
-        targets = None if labels is None else Targets(labels, inputs.cu_seqlens, context)
+        targets = None
+        if given is not None:
+            shifted = shift_labels is not None
+            targets = Targets(given, inputs.cu_seqlens, context, shifted=shifted, ignore_index=ignore_index)
         if targets is not None and parallel is not None and num_items_in_batch is None:
             num_items_in_batch = parallel.total(targets.labels)
-        if skip_logits is not None and return_logits is None and labels is not None:
+        if skip_logits is not None and return_logits is None and given is not None:
             return_logits = not skip_logits
         evaluates = not self.training and not torch.is_grad_enabled()
-        wants_logits = return_logits or (return_logits is None and (labels is None or evaluates))
+        wants_logits = return_logits or (return_logits is None and (given is None or evaluates))
         if loss_function is not None and (
-            labels is None or return_logits or return_logprobs or not takes_labels(unwrapped(self.lm_head))
+            given is None or return_logits or return_logprobs or not takes_labels(unwrapped(self.lm_head))
         ):
             raise InputError(
                 "loss_function needs labels, neither logits nor logprobs, and a head that no adapter wraps"
@@ -187,7 +222,7 @@ class CausalLM(Pretrained, TrainerInterface):
             output_router_logits=output_router_logits,
             output_attentions=output_attentions,
             return_dict=return_dict,
-            **images,
+            **others,
         )
         headless = targets is None and not wants_logits
         x = output["last_hidden_state"] if output_hidden_states or headless else output.pop("last_hidden_state")
@@ -262,12 +297,6 @@ class CausalLM(Pretrained, TrainerInterface):
     def new_cache(self, batch_size: int, max_length: int, *, kv_cache_dtype: str | None = None) -> KVCache:
         """An empty cache for `batch_size` sequences of up to `max_length` tokens; "fp8" takes half the memory."""
         return self.decoder.new_cache(batch_size, max_length, kv_cache_dtype=kv_cache_dtype)
-
-    @property
-    def extra_inputs(self) -> set[str]:
-        """Names of the arguments that forward has beyond `CausalLM.forward`, such as pixel_values."""
-        own, shared = (inspect.signature(cls.forward).parameters for cls in (type(self), CausalLM))
-        return {name for name in own.keys() - shared.keys() if own[name].kind is not inspect.Parameter.VAR_KEYWORD}
 
     @property
     def device(self) -> torch.device:

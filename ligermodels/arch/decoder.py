@@ -4,14 +4,16 @@
 one with a vision tower whose `language_model` is the `Decoder`.
 """
 
+import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from ligermodels.arch.config import ModelConfig, RoutedConfig
-from ligermodels.arch.inputs import TextInputs, check_inputs
+from ligermodels.arch.hooks import is_hooked, watched
+from ligermodels.arch.inputs import TextInputs, caches_by_default, check_inputs, unknown_argument
 from ligermodels.arch.output import CausalLMOutput
 from ligermodels.errors import InputError
 from ligermodels.layers import Batch, CrossStates, Embedding, RMSNorm, RotaryEmbedding
@@ -29,6 +31,15 @@ class BaseModel(nn.Module):
     """True where ranks with other batches gather the weights of a vision tower together (FSDP): it then also runs for a
     batch without images, on an empty image whose result is multiplied by 0, as its gradients are."""
     run: Callable[..., CausalLMOutput]
+    run_options: ClassVar[frozenset[str]] = frozenset()
+    """The keywords of `run`."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        parameters = inspect.signature(cls.run).parameters.values()
+        own = {parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY}
+        passes_on = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        cls.run_options = frozenset(own | Decoder.run_options if passes_on else own)
 
     def forward(
         self,
@@ -37,8 +48,10 @@ class BaseModel(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: KVCache | None = None,
         inputs_embeds: Tensor | None = None,
-        use_cache: bool | None = False,
+        use_cache: bool | None = None,
         *,
+        cache_position: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
         output_attentions: bool | None = None,
@@ -60,6 +73,9 @@ class BaseModel(nn.Module):
         if return_dict is False:
             raise InputError("return_dict=False is not supported: the output is a dict with attributes")
         if not isinstance(input_ids, TextInputs):
+            if not options.keys() <= self.run_options:
+                unknown = next(name for name in options if name not in self.run_options)
+                raise unknown_argument(unknown, [*inspect.signature(BaseModel.forward).parameters, *self.run_options])
             input_ids = check_inputs(
                 getattr(self, "language_model", self),
                 input_ids=input_ids,
@@ -68,6 +84,8 @@ class BaseModel(nn.Module):
                 position_ids=position_ids,
                 past_key_values=past_key_values,
                 use_cache=use_cache,
+                caches_by_default=use_cache is None and caches_by_default(self, self),
+                cache_position=cache_position,
                 cu_seqlens=cu_seqlens,
                 max_seqlen=max_seqlen,
                 cu_seq_lens_q=cu_seq_lens_q,
@@ -114,6 +132,7 @@ class Decoder(BaseModel):
             config.vocab_size + extra_rows, size, embed_scale=embedding_scale, padding_idx=config.padding_idx
         )
         self.layers = nn.ModuleList(block(config, layer) for layer in range(config.num_hidden_layers))
+        self.block_classes = tuple({type(layer) for layer in self.layers})
         self.norm = RMSNorm(size, eps=config.rms_norm_eps, **(norm or {}))
         self.rotary_emb = RotaryEmbedding(
             config.head_dim,
@@ -163,7 +182,9 @@ class Decoder(BaseModel):
         for i, layer in enumerate(self.layers):
             if hidden_states is not None:
                 hidden_states.append((x if residual is None else x + residual).reshape(shape))
-            x, residual, *routed = run(i, layer, x, residual, batch, None if cache is None else cache[i])
+            plain = type(layer) in self.block_classes and not is_hooked(layer)
+            block: Any = layer if plain else watched(layer, self.block_classes)
+            x, residual, *routed = run(i, block, x, residual, batch, None if cache is None else cache[i])
             if router_logits is not None:
                 router_logits += routed
         x = self.norm(x, residual)[0]

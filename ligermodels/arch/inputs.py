@@ -5,7 +5,9 @@ GPU reading them would synchronise: ids and labels outside the vocabulary end in
 values of a mask and of cu_seqlens are trusted.
 """
 
+import difflib
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +61,20 @@ class TextInputs(MovableInputs):
             )
 
 
+def caches_by_default(model: nn.Module, base: Any) -> bool:
+    """Whether a forward of `model`, of which `base` is the part without the head, makes a cache where nobody says.
+
+    As in transformers: in evaluation, if the config says so, unless the backward recomputes the blocks. And not where a
+    cache cannot be: under context and tensor parallelism, and where ranks run a vision tower together.
+    """
+    if model.training or not all(getattr(one, "use_cache", True) for one in (model.config, base.config)):
+        return False
+    decoder = getattr(base, "language_model", base)
+    recomputes = torch.is_grad_enabled() and decoder.checkpointing.enabled
+    runs_tower = base is not decoder and base.always_runs_tower
+    return not (recomputes or runs_tower or decoder.context is not None or decoder.tp is not None)
+
+
 def check_inputs(
     decoder: Any,
     *,
@@ -68,6 +84,8 @@ def check_inputs(
     position_ids: Tensor | None,
     past_key_values: Any,
     use_cache: bool | None,
+    caches_by_default: bool,
+    cache_position: Tensor | None,
     cu_seqlens: Tensor | None,
     max_seqlen: int | None,
     cu_seq_lens_q: Tensor | None,
@@ -76,8 +94,10 @@ def check_inputs(
 ) -> TextInputs:
     """Checks the arguments of a forward pass, which are those of `CausalLM.forward`, and creates the cache.
 
+    caches_by_default: whether use_cache=None creates one, where nothing is packed.
     Raises InputError for arguments that do not fit together.
     """
+    _check_transforms()
     if (input_ids is None) == (inputs_embeds is None):
         raise InputError("give either input_ids or inputs_embeds, and not both")
     if cu_seqlens is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
@@ -107,8 +127,10 @@ def check_inputs(
     cache = None
     if past_key_values is not None:
         cache = _check_cache(past_key_values, decoder.config.num_hidden_layers)
-    elif use_cache:
+    elif use_cache or (use_cache is None and caches_by_default and cu_seqlens is None):
         cache = decoder.new_cache(batch_size, length)
+    if cache_position is not None:
+        _check_cache_position(cache_position, 0 if cache is None else cache.length, length)
     if attention_mask is not None:
         _check_mask(attention_mask, batch_size, length + (0 if cache is None else cache.length))
     return TextInputs(
@@ -123,12 +145,18 @@ def check_inputs(
 
 
 def check_labels(
-    labels: Tensor | None, x: Tensor, num_items_in_batch: Tensor | int | None, logits_to_keep: int
+    labels: Tensor | None,
+    x: Tensor,
+    num_items_in_batch: Tensor | int | None,
+    logits_to_keep: int,
+    ignore_index: int = IGNORE_INDEX,
 ) -> None:
     """Raises InputError for arguments of `CausalLM.forward` that choose what is computed of the last hidden state.
 
-    x: input_ids [B, S] or inputs_embeds [B, S, hidden_size].
+    labels: those that count, shifted or not. x: input_ids [B, S] or inputs_embeds [B, S, hidden_size].
     """
+    if type(ignore_index) is not int:
+        raise InputError(f"ignore_index={ignore_index!r} must be a whole number, the label that is left out")
     if num_items_in_batch is not None:
         check_count(num_items_in_batch)
     if isinstance(logits_to_keep, bool) or not isinstance(logits_to_keep, int) or logits_to_keep < 0:
@@ -142,6 +170,12 @@ def check_labels(
         raise InputError(f"labels have shape {tuple(labels.shape)}, expected that of the ids, {tuple(x.shape[:2])}")
     if labels.device != x.device:
         raise InputError(f"labels are on {labels.device}, the ids on {x.device}; move one of them: .to(...)")
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> InputError:
+    """The error of a keyword that forward does not have."""
+    near = difflib.get_close_matches(name, known, n=1)
+    return InputError(f"forward has no argument {name!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
 
 
 def _check_tensors(**given: Tensor | None) -> Tensor:
@@ -158,6 +192,16 @@ def _check_tensors(**given: Tensor | None) -> Tensor:
         if name in ("position_ids", "labels", "input_ids") and tensor.dtype not in _IDS:
             raise InputError(f"{name} are {tensor.dtype}; they must be torch.int64 or torch.int32")
     return first
+
+
+def _check_transforms() -> None:
+    """Raises InputError inside of torch.func.vmap, whose tensors neither the kernels nor the checks can read."""
+    levels = None if torch.compiler.is_compiling() else torch._C._functorch.get_interpreter_stack()
+    if levels and any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels):
+        raise InputError(
+            "torch.func.vmap is not supported: the fused ops take whole batches. For the gradient of each sample, call "
+            "torch.autograd.grad for one row after the other"
+        )
 
 
 def _same_lengths(q: Tensor | None, k: Tensor | None) -> Tensor:
@@ -217,6 +261,17 @@ def _check_cache(given: Any, num_layers: int) -> KVCache:
     return cache
 
 
+def _check_cache_position(positions: Any, past: int, length: int) -> None:
+    """Raises InputError unless they are those of the new tokens in the cache. Values are read on the CPU only."""
+    is_row = isinstance(positions, Tensor) and positions.shape == (length,)
+    readable = is_row and positions.device.type == "cpu" and not torch.compiler.is_compiling()
+    if not is_row or (readable and positions.tolist() != [*range(past, past + length)]):
+        raise InputError(
+            f"cache_position must be the positions {past} to {past + length - 1} of the new tokens, which follow what "
+            "the cache holds; leave it out, as it says nothing else"
+        )
+
+
 def _check_packing(cu_seqlens: Tensor, max_seqlen: int | None, tokens: int) -> None:
     if cu_seqlens.dtype != torch.int32 or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise InputError(
@@ -264,6 +319,7 @@ def packed_sequences(position_ids: Tensor, x: Tensor) -> tuple[Tensor | None, in
 class Targets:
     """`labels` [B, S], the label of the next token at each position, and how many of them count.
 
+    labels: of the tokens themselves, or with `shifted` of the next ones already. ignore_index: counts as -100 does.
     Nothing is to be predicted at the end of a row or of a packed sequence. The loss leaves out the rows without a
     label, and a GEMM needs its size on the host: the number is copied there while the forward runs. The copy is queued
     before the first block, so that it is complete long before the head asks for the number.
@@ -271,9 +327,19 @@ class Targets:
     context: the ranks over which the sequence is split; `labels` are then those of this rank's tokens.
     """
 
-    def __init__(self, labels: Tensor, cu_seqlens: Tensor | None, context: Ranks | None = None):
-        targets = F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
-        if cu_seqlens is not None:
+    def __init__(
+        self,
+        labels: Tensor,
+        cu_seqlens: Tensor | None,
+        context: Ranks | None = None,
+        *,
+        shifted: bool = False,
+        ignore_index: int = IGNORE_INDEX,
+    ):
+        if ignore_index != IGNORE_INDEX:
+            labels = labels.masked_fill(labels == ignore_index, IGNORE_INDEX)
+        targets = labels if shifted else F.pad(labels[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if cu_seqlens is not None and not shifted:
             targets = targets.flatten().index_fill(0, cu_seqlens[1:].long() - 1, IGNORE_INDEX).view_as(labels)
         if context is not None:
             targets = context.part(targets if cu_seqlens is None else targets.view(1, -1), 1)

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self
 
 import torch.utils._pytree as pytree
 
+from ligermodels.errors import InputError
 from ligermodels.generation.options import TOKEN_IDS, Options
 
 
@@ -33,6 +34,9 @@ class Attributes(dict):
 class CausalLMOutput(Attributes):
     """The output of a forward. Fields that were not computed are absent as keys and None as attributes.
 
+    But for `logits` beside a loss that did without them: the attribute, and a position after the loss, raise an error
+    that says how to get them. `output.get("logits")` and `getattr(output, "logits", None)` are None.
+
     loss: scalar fp32. logits: [B, S, V]. logprobs: [B, S] fp32, of the labels. past_key_values: the KVCache.
     last_hidden_state: [B, S, hidden_size], after the final norm. hidden_states: the input of each block and the last
     hidden state. Of mixtures of experts: router_logits: [B * S, experts] of each block. aux_loss: scalar, how unevenly
@@ -44,6 +48,26 @@ class CausalLMOutput(Attributes):
         "loss", "logits", "logprobs", "past_key_values", "last_hidden_state", "hidden_states", "attentions",
         "router_logits", "aux_loss",
     })  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "logits" and self._lacks_logits:
+            raise AttributeError(_NO_LOGITS)
+        return super().__getattr__(name)
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, int | slice) and key not in (0, slice(1)) and self._lacks_logits:
+            raise InputError(_NO_LOGITS)
+        return super().__getitem__(key)
+
+    @property
+    def _lacks_logits(self) -> bool:
+        return "loss" in self and "logits" not in self
+
+
+_NO_LOGITS = (
+    "the output has no logits: with labels the loss is computed without them. Call the model with return_logits=True "
+    "(and no loss_function), or read the other fields by name"
+)
 
 
 class GenerationConfig(Attributes):

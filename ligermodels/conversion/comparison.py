@@ -173,4 +173,4 @@ def _log_probabilities(view: View, ids: Tensor) -> Tensor:
     """fp64 [prompts, length, vocabulary] of the model in fp32."""
     model = type(view.model).from_config(view.config(), device="meta", dtype=torch.float32)
     weights.load(model, model.DISK_NAMES, view, device="cpu", dtype=torch.float32, progress=False)
-    return model.eval()(ids).logits.double().log_softmax(-1)
+    return model.eval()(ids, use_cache=False).logits.double().log_softmax(-1)

@@ -234,6 +234,8 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     modules that are quantised or hold an adapter become modules of ours. generation_config, name, training mode and
     activation checkpointing ("block") are taken over. Hooks on `model` are not.
 
+    From then on `resize_token_embeddings` of either model raises InputError: the other would keep the old size.
+
     Raises InputError for a model that PEFT or another wrapper holds, that is sharded, offloaded, of a class of one's
     own, or changed in its parameters; ConfigError for a config with unsupported values.
     """
@@ -263,7 +265,19 @@ def from_transformers(model: PreTrainedModel) -> CausalLM:
     vars(made).update({name: value for name, value in vars(model).items() if name in _OF_QUANTISERS})
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         made.gradient_checkpointing_enable()
+    for one in (made, model):
+        vars(one)["resize_token_embeddings"] = functools.partial(_keep_size, one.get_input_embeddings())
     return made.train(model.training)
+
+
+def _keep_size(table: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, **_: Any) -> Any:
+    """`resize_token_embeddings` of a model that shares its Parameters: raises InputError for another size."""
+    if pad_to_multiple_of is not None or new_num_tokens not in (None, len(table.weight)):
+        raise InputError(
+            "the Parameters of this model are those of another one, by from_transformers, which would keep the old "
+            "vocabulary; call resize_token_embeddings of transformers' model before from_transformers"
+        )
+    return table
 
 
 def _arch_of(model: Any) -> type[CausalLM]:

@@ -71,12 +71,12 @@ class LayerCache:
         in fp8 too, new tokens rounded as the past is. With gradients the new tokens keep theirs and the past is
         constant: the buffers hold values only.
         An empty cache follows the first tokens to their device, where accelerate has offloaded or spread the model, and
-        under autocast to their dtype.
+        to their dtype, where autocast or fp32 embeddings make it another than the model's.
         Raises InputError if batch size, heads or dtype are not those of the cache, and for gradients with fp8.
         """
         first = self.length == 0
         if first:
-            self._follow(k.device, k.dtype if torch.is_autocast_enabled(k.device.type) else self.dtype)
+            self._follow(k.device, k.dtype)
         _check_fits(self.keys, k, self.dtype)
         past, total = self._past, self._past + k.shape[1]
         fits = self._limited(total) == total

@@ -139,6 +139,8 @@ class LMHead(nn.Module):
                 f"lm_head: {', '.join(unknown)} are no options of {op}, which return_logprobs={return_logprobs} calls"
             )
         weight = self._weight_for(x) if weight is None else weight
+        if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+            x = x.to(weight.dtype)  # such as an fp32 head on a bf16 body
         if self.tp is not None and loss_function is not None:
             raise InputError("lm_head: loss_function is not supported under tensor parallel; use a mesh without tp")
         if self.tp is not None:

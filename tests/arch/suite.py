@@ -19,6 +19,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from ligermodels.checkpoint import weights
+from ligermodels.errors import InputError
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "configs"
 # Both sides compute in fp32, a few hundred roundings deep; 1e-5 of the largest value is what that leaves.
@@ -182,6 +183,17 @@ def check_compiled(model, ids, labels=None, **inputs):
         torch.testing.assert_close(ours, expected)
 
 
+class Wrapper(torch.nn.Module):
+    """Steers a decoder layer, as users of transformers write it."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return 0.9 * self.block(hidden_states + 0.1, *args, **kwargs)
+
+
 class Tiny:
     """Runs each test on the configurations of `TINY`, on checkpoints that are written once."""
 
@@ -301,6 +313,65 @@ class Suite(Tiny):
         steps = [model(part, past_key_values=cache).logits for part in ids.split([11, 6, 1, 1, 1, 1, 1, 1, 1], dim=1)]
         assert relative(torch.cat(steps, dim=1), full) < LOGITS
 
+    def test_a_decode_loop_by_hand(self, hf, model, ids):
+        """With the cache of the output before, which the config's use_cache asks for; packed rows have none."""
+        if model.config.rope_parameters["rope_type"] in ("dynamic", "longrope"):
+            pytest.skip("the tables depend on the length so far, so cached keys were rotated by earlier ones")
+
+        def tokens(forward):
+            chosen, past = [ids[:, :9]], None
+            for _ in range(14):
+                logits, past = forward(chosen[-1], past)
+                chosen.append(logits[:, -1].argmax(-1, keepdim=True))
+            return torch.cat(chosen[1:], dim=1)
+
+        def whole(new, past):
+            output = model(input_ids=new, past_key_values=past)
+            return output.logits, output.past_key_values
+
+        def base(new, past):
+            output = model.model(new, past_key_values=past)
+            return model.lm_head(output.last_hidden_state), output.past_key_values
+
+        expected = hf.generate(ids[:, :9], max_new_tokens=14, **self.greedy())[:, 9:]
+        assert torch.equal(tokens(whole), expected)  # with gradients, as many write it
+        with torch.no_grad():
+            assert all(torch.equal(tokens(forward), expected) for forward in (whole, base))
+        packed = torch.arange(24).remainder(10)[None]
+        for options in (dict(labels=ids), dict(use_cache=False), dict(position_ids=packed)):
+            assert "past_key_values" not in model(ids, **options)
+        model.config.use_cache = False
+        assert "past_key_values" not in model(ids) | model.model(ids)
+        model.config.use_cache = True
+        assert "past_key_values" not in model.train()(ids) | model.model(ids)
+
+    @pytest.mark.parametrize("recompute", ["none", "block"])
+    def test_hooks_and_wrappers_see_and_change_the_hidden_state(self, hf, model, ids, recompute):
+        # transformers does not call cross-attention blocks without images.
+        crossing = getattr(model.config, "cross_attention_layers", ())
+        first, *_, last = [i for i in range(len(model.decoder.layers)) if i not in crossing]
+        found = []
+        for one, options in ((hf, {}), (model, dict(return_logits=True))):
+            layers, seen = one.get_decoder().layers, []
+            layers[first].register_forward_hook(lambda block, args, output, seen=seen: seen.append((*args, output)))
+            layers[first].register_forward_hook(lambda block, args, output: output + torch.linspace(-1, 1, 32))
+            layers[last].register_forward_pre_hook(lambda block, args: args[0] * 1.1)
+            layers[first].register_full_backward_hook(lambda block, i, o, seen=seen: seen.append((i[0], o[0])))
+            layers[last] = Wrapper(layers[last])
+            if one is model and recompute == "block":
+                model.gradient_checkpointing_enable()
+            output = one(ids, labels=ids, output_hidden_states=True, **options)
+            output.loss.backward()
+            found.append((output, [state for pair in seen for state in pair]))
+        (expected, wanted), (output, seen) = found
+        assert relative(output.logits, expected.logits) < LOGITS
+        assert all(relative(a, b) < GRADIENTS for a, b in zip(seen, wanted, strict=True))
+        states = self.comparable_states(model, output.hidden_states)
+        assert all(relative(a, b) < LOGITS for a, b in zip(states, expected.hidden_states, strict=True))
+        for layers in (hf.get_decoder().layers, model.decoder.layers):
+            layers[last] = layers[last].block
+        check_gradients(hf, model, self.named_on_disk)
+
     def test_padding_on_either_side_changes_nothing(self, hf, model, ids):
         alone = model(ids[1:, :15]).logits
         mask = torch.ones(2, 24, dtype=torch.long)
@@ -393,8 +464,11 @@ class Suite(Tiny):
         assert output.past_key_values.get_seq_length() == 24
         table = model.get_input_embeddings().weight
         assert model.num_parameters(exclude_embeddings=True) == model.num_parameters() - table.numel()
-        with pytest.raises(TypeError, match="wibble"):
-            model(ids, wibble=3)
+        for forward in (model, model.model):
+            with pytest.raises(InputError, match="no argument 'wibble'"):
+                forward(ids, wibble=3)
+            with pytest.raises(InputError, match="no argument 'input_embeds'; did you mean 'inputs_embeds'"):
+                forward(input_embeds=ids)
 
     def test_a_bf16_model_keeps_what_must_be_fp32(self, hf, folder, ids):
         """Rotary tables and the loss; norms round where transformers' do."""

@@ -4,12 +4,14 @@ Values are checked on the CPU; of tensors on a GPU only what costs no synchronis
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ligermodels.errors import InputError
 from ligermodels.layers.cache import KVCache
@@ -56,6 +58,9 @@ FORWARD: dict[str, tuple[dict[str, Any], str]] = {
         dict(input_ids=IDS, cu_seq_lens_q=bounds(0, 5, 10), cu_seq_lens_k=bounds(0, 4, 10)), "k differ"),
     "cache: of another batch size": (dict(input_ids=IDS, past_key_values=cache(batch=3)), "another batch"),
     "cache: of more layers": (dict(input_ids=IDS, past_key_values=cache(layers=2)), "another model"),
+    "ignored label: a float": (dict(input_ids=IDS, labels=IDS, ignore_index=0.0), "whole number"),
+    "shifted labels: too short": (dict(input_ids=IDS, shift_labels=IDS[:, 1:]), "that of the ids"),
+    "cache position: not after the cache": (dict(input_ids=IDS, cache_position=POSITIONS[0] + 1), "0 to 4 of the new"),
     "router of a model without": (dict(input_ids=IDS, output_router_logits=True), "no router"),
     "attention weights": (dict(input_ids=IDS, output_attentions=True), "never in memory"),
     "a tuple for an output": (dict(input_ids=IDS, return_dict=False), "not supported"),
@@ -114,6 +119,7 @@ def test_unusual_arguments_that_can_work_are_computed(model):
     equal(model(IDS, attention_mask=torch.ones(B, S)).logits, expected)
     equal(model(IDS, attention_mask=ONES.bool()).logits, expected)
     equal(model(IDS, position_ids=POSITIONS.int()).logits, expected)
+    equal(model(IDS, cache_position=POSITIONS[0], token_type_ids=IDS).logits, expected)
     equal(model(IDS, logits_to_keep=100).logits, expected)
     equal(model(IDS, past_key_values=model.new_cache(B, 1)).logits, expected)  # grows
     equal(model(IDS, cu_seqlens=bounds(0, 5, 5, 10), max_seqlen=99).logits, expected)  # an empty sequence
@@ -121,6 +127,52 @@ def test_unusual_arguments_that_can_work_are_computed(model):
     left = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     places = left.cumsum(1) - 1  # -1 at padding, as many callers compute them
     equal(model(IDS, attention_mask=left, position_ids=places).logits[0, 2:], model(IDS[:1, 2:]).logits[0])
+
+
+def test_shifted_labels_and_another_ignored_label(model):
+    """transformers' loss_function of the same arguments."""
+    labels = IDS.masked_fill(IDS == 3, -100)
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    packed = dict(cu_seqlens=bounds(0, 5, 7, 10))
+    for options in ({}, dict(num_items_in_batch=3), dict(return_logits=True), packed):
+        logits = model(IDS, **{name: value for name, value in options.items() if name == "cu_seqlens"}).logits
+        loss = partial(ForCausalLMLoss, logits, vocab_size=V, num_items_in_batch=options.get("num_items_in_batch"))
+        expected = loss(labels=None, shift_labels=shifted)
+        torch.testing.assert_close(model(IDS, shift_labels=shifted, **options).loss, expected)
+        torch.testing.assert_close(model(IDS, labels=IDS, shift_labels=shifted, **options).loss, expected)
+        given = dict(shift_labels=shifted.masked_fill(shifted == -100, 3), ignore_index=3)
+        torch.testing.assert_close(model(IDS, **given, **options).loss, expected)
+    expected = ForCausalLMLoss(model(IDS).logits, IDS, vocab_size=V, ignore_index=4)
+    torch.testing.assert_close(model(IDS, labels=IDS, ignore_index=4).loss, expected)
+    found = model(IDS, shift_labels=shifted, return_logprobs=True).logprobs
+    torch.testing.assert_close(found, model(IDS, labels=labels, return_logprobs=True).logprobs)
+
+
+def test_logits_that_were_not_computed(model):
+    """Read as an attribute or by position, they are an error that says how to get them; for tools they are None."""
+    output = model(IDS, labels=IDS, output_hidden_states=True)
+    assert output.get("logits") is getattr(output, "logits", None) is None and not hasattr(output, "logits")
+    assert output[0] is output[:1][0] is output.loss and output.past_key_values is None
+    with pytest.raises(AttributeError, match="return_logits=True"):
+        output.logits  # noqa: B018
+    for position in (1, slice(2), slice(1, None), -1):
+        refused(lambda at=position: output[at], "return_logits=True")
+    loss, logits = model(IDS, labels=IDS, return_logits=True)[:2]
+    torch.testing.assert_close((loss, logits), (output.loss, model(IDS).logits))
+    assert model(IDS, return_logits=False).logits is None  # no loss that would have left them out
+
+
+def test_a_vmap_is_refused(model):
+    parameters = dict(model.named_parameters())
+
+    def loss(parameters, row):
+        return torch.func.functional_call(model, parameters, (row[None],), {"labels": row[None]}).loss
+
+    for work in (loss, torch.func.grad(loss)):
+        refused(lambda work=work: torch.func.vmap(work, (None, 0))(parameters, IDS), "vmap is not supported")
+    gradients = torch.func.grad(loss)(parameters, IDS[0])
+    expected = torch.autograd.grad(model(IDS[:1], labels=IDS[:1]).loss, list(parameters.values()))
+    torch.testing.assert_close(tuple(gradients.values()), expected)
 
 
 def test_no_label_at_all_is_a_loss_of_zero(model):

@@ -5,10 +5,14 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.fsdp import fully_shard
 
 import ligermodels
-from tests.arch.suite import LLAMA3, YARN, Suite, edit_config, rope, tiny_config
+from ligermodels.arch import hooks
+from tests.arch.suite import LLAMA3, LOGITS, YARN, Suite, edit_config, relative, rope, theirs, tiny_config
 
 
 def tiny(**changes):
@@ -57,6 +61,62 @@ class TestLlama(Suite):
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
         with pytest.raises(ligermodels.CheckpointError, match=r"lm_head\.weight"):
             self.arch.from_hub(folder, progress=False)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_an_fp32_head_on_a_bf16_body(written, tied):
+    """As norms and head are kept in fp32, or as TRL's cast_lm_head_to_fp32 does with the table of a tied head."""
+    folder = written(tiny(tie_word_embeddings=tied))
+    exact, found = theirs(folder), []
+    ids = torch.randint(3, 90, (2, 24))
+    with torch.no_grad():
+        for parameter in exact.parameters():
+            parameter.copy_(parameter.bfloat16())
+    wanted = exact(ids, labels=ids)
+    wanted.loss.backward()
+    for model in (theirs(folder).bfloat16(), ligermodels.load(folder, dtype=torch.bfloat16, progress=False)):
+        if tied:
+            table = model.get_input_embeddings().float()
+            table.register_forward_hook(lambda module, args, output: output.bfloat16())
+            model.lm_head.register_forward_pre_hook(lambda module, args: (args[0].float(),))
+        else:
+            model.model.norm.float()
+            model.lm_head.float()
+        output = model(ids, labels=ids) | model(ids)
+        output["loss"].backward()
+        assert output["logits"].dtype == torch.float32
+        gradients = [
+            relative(model.get_parameter(name).grad, parameter.grad) for name, parameter in exact.named_parameters()
+        ]
+        found.append(torch.tensor([relative(output["logits"], wanted.logits), *gradients]))
+        chosen = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
+        assert torch.equal(chosen, exact.generate(ids, max_new_tokens=4, do_sample=False, pad_token_id=0))
+    theirs_error, ours_error = found
+    assert (ours_error < 1.5 * theirs_error).all()  # which of two roundings is nearer varies from tensor to tensor
+
+
+def test_what_torch_wraps_and_hooks_leaves_a_block_as_it_is(written, monkeypatch):
+    """FSDP2, checkpointing and torch.compile: the fast path stays."""
+    model, ids = ligermodels.load(written(tiny(num_hidden_layers=3)), progress=False), torch.randint(3, 90, (2, 9))
+    expected, layers = model(ids).logits, model.model.layers
+    monkeypatch.setattr(hooks, "Joined", None)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        fully_shard(layers[0])
+        layers[1], layers[2] = checkpoint_wrapper(layers[1]), torch.compile(layers[2], backend="eager")
+        assert layers[0]._forward_hooks and relative(model(ids).logits, expected) < LOGITS
+        layers[0].register_forward_hook(lambda block, args, output: output)
+        with pytest.raises(TypeError):  # for Joined
+            model(ids)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_wrapper_that_returns_no_hidden_state_is_named(written):
+    model, ids = ligermodels.load(written(tiny()), progress=False), torch.randint(3, 90, (2, 9))
+    model.model.layers[0].register_forward_hook(lambda block, args, output: output[:, -1])
+    with pytest.raises(ligermodels.InputError, match=r"of a LlamaBlock returned \[2, 32\]; expected .* \[2, 9, 32\]"):
+        model(ids)
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -139,6 +139,20 @@ def test_head_gives_logprobs(tied):
     torch.testing.assert_close(plain, -lm_head(x, labels, softcap=2.0, reduction="none").view(2, 5))
 
 
+def test_a_head_of_another_dtype_computes_in_its_own():
+    lm_head = L.LMHead(6, 13)
+    x, labels = torch.randn(2, 5, 6).bfloat16().requires_grad_(), torch.randint(13, (2, 5))
+    logits = F.linear(x.float(), lm_head.weight)
+    assert torch.equal(lm_head(x), logits)
+    loss, expected = lm_head(x, labels), F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    torch.testing.assert_close(loss, expected)
+    found, wanted = (torch.autograd.grad(y, [x, lm_head.weight], retain_graph=True) for y in (loss, expected))
+    assert found[0].dtype == torch.bfloat16
+    torch.testing.assert_close(found, wanted)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert lm_head(x).dtype == torch.bfloat16
+
+
 def test_options_that_do_not_go_together():
     lm_head, call = L.LMHead(6, 13), (torch.randn(2, 6), torch.tensor([0, 1]))
     with pytest.raises(InputError, match="z_loss are no options of linear_logprobs"):

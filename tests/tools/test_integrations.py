@@ -133,6 +133,18 @@ def test_the_settings_of_their_model_are_taken_over(folders):
     assert ours.generation_config["temperature"] == 0.3 and ours.name_or_path == str(folders["llama"])
 
 
+def test_models_that_share_their_parameters_keep_their_size(folders):
+    theirs = load_theirs(folders["llama"])
+    rows = theirs.resize_token_embeddings(theirs.config.vocab_size + 3).num_embeddings
+    ours = ligermodels.from_transformers(theirs)
+    assert ours.config.vocab_size == len(ours.lm_head.weight) == rows
+    for one in (ours, theirs):
+        assert one.resize_token_embeddings() is one.resize_token_embeddings(rows) is one.get_input_embeddings()
+        with pytest.raises(InputError, match="before from_transformers"):
+            one.resize_token_embeddings(rows + 1)
+        assert len(one.get_input_embeddings().weight) == one.config.vocab_size == rows
+
+
 class Own(transformers.LlamaForCausalLM):
     """A user's subclass, under the name of transformers' class."""
 
