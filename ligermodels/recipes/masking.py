@@ -35,12 +35,13 @@ class Example:
     """ids and labels of one document, each label the id itself or -100. Labels are not shifted.
 
     The first label is -100: nothing predicts the first token.
-    ends: whether a token that stops the model is trained; None where the author of the ids decides that.
+    stops: the ids that stop the model, of which one is to be trained; None of a plain text, and where the author of
+    the ids decides that.
     """
 
     ids: list[int]
     labels: list[int]
-    ends: bool | None = None
+    stops: tuple[int, ...] | None = None
     images: Images | None = None
 
     @property
@@ -52,6 +53,11 @@ class Example:
         """The number of tokens that the loss counts."""
         return len(self.labels) - self.labels.count(IGNORED)
 
+    @property
+    def ends(self) -> bool | None:
+        """Whether a token that stops the model is trained; None where that is not asked."""
+        return None if self.stops is None else any(stop in self.labels for stop in self.stops)
+
     def cut(self, length: int) -> "Example":
         """The first tokens. Raises InputError where that would cut an image."""
         if self.size <= length:
@@ -61,7 +67,7 @@ class Example:
                 f"the row has {self.size} tokens, and length={length} would cut its images. Next step: a larger "
                 "--length, or a smaller max_pixels in the model's preprocessor_config.json"
             )
-        return Example(self.ids[:length], self.labels[:length], self.ends, self.images)
+        return Example(self.ids[:length], self.labels[:length], self.stops, self.images)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +119,7 @@ def encode(
         return dataclasses.replace(_example(ids, mask, tokenizer.chat_stop_ids), images=found)
     if isinstance(item, Text):
         ids, mask = _encode_text(item, tokenizer)
-        return _example(ids, mask, tokenizer.eos_token_ids)
+        return _example(ids, mask, tokenizer.eos_token_ids if item.prompt else None)
     if isinstance(item, Tokens):
         if wrong := [index for index in item.ids if not 0 <= index < tokenizer.vocab_size]:
             raise InputError(f"input_ids: {wrong[0]} is not an id of the tokenizer, which has {tokenizer.vocab_size}")
@@ -124,10 +130,10 @@ def encode(
     )
 
 
-def _example(ids: list[int], mask: Sequence[int], stops: Sequence[int]) -> Example:
+def _example(ids: list[int], mask: Sequence[int], stops: tuple[int, ...] | None) -> Example:
     labels = [index if trained else IGNORED for index, trained in zip(ids, mask, strict=True)]
     labels[:1] = [IGNORED] * len(labels[:1])
-    return Example(ids, labels, any(stop in labels for stop in stops))
+    return Example(ids, labels, stops)
 
 
 # ---- texts ----

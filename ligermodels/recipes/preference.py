@@ -105,7 +105,7 @@ def encode(
     sequences = []
     for whole in wholes:
         labels = [IGNORED] * max(1, start) + whole[max(1, start) :]  # nothing predicts the first token
-        sequences.append(Example(whole, labels, any(stop in labels for stop in stops)))
+        sequences.append(Example(whole, labels, stops))
     return Answers(tuple(sequences), start, item.label if isinstance(item, Unpaired) else None)
 
 

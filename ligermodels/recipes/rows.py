@@ -376,6 +376,22 @@ class _Joined(Rows):
         return part.where(inner)
 
 
+class Part(Rows):
+    """Some of the rows."""
+
+    def __init__(self, rows: Rows, indices: Sequence[int]):
+        self._rows, self._indices, self.files = rows, indices, rows.files
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self._rows[self._indices[index]]
+
+    def where(self, index: int) -> str:
+        return self._rows.where(self._indices[index])
+
+
 def _within(index: int, size: int) -> int:
     if not 0 <= index < size:
         raise IndexError(f"row {index} of {size}")

@@ -30,7 +30,7 @@ from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
-from ligermodels.errors import InputError, TrainingError
+from ligermodels.errors import InputError
 from ligermodels.parallel import Checkpoints, parallelize
 from ligermodels.recipes import export, memory, report
 from ligermodels.recipes.data import Data
@@ -87,13 +87,6 @@ def run(options: TrainOptions, recipe: Recipe) -> int:
     except KeyboardInterrupt as stop:
         stop.__notes__ = getattr(stop, "__notes__", []) if processes.is_main else []
         raise
-    except RuntimeError as error:
-        if "DataLoader worker (pid" not in (what := str(error).strip(". ")):
-            raise
-        raise TrainingError(
-            f"a process that encodes rows has died: {what}.\n  Likely: the system killed it, since memory ran out.\n"
-            "  Next: --resume goes on from the newest checkpoint, if there is one."
-        ) from None
     finally:
         if processes.mesh is not None and not joined:
             dist.destroy_process_group()
@@ -240,19 +233,6 @@ def _capture_pays(options: TrainOptions, sketch: Any, sizes: memory.Sizes, proce
     return 6 * sizes.parameters * options.batch_tokens / sizes.blocks < _WORK_OF_A_BLOCK
 
 
-_HELD: set[int] = set()
-"""Folders that runs of this process hold. Processes that it forks would hold them too, and outlive it by seconds."""
-
-
-def _let_go() -> None:
-    for held in _HELD:
-        os.close(held)
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_let_go)
-
-
 @contextlib.contextmanager
 def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[None]:
     """Makes and holds the folder for this run. Raises InputError, on all ranks, where another is writing there, or has
@@ -268,7 +248,6 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
         except ImportError:  # Windows
             return
         held = os.open(out, os.O_RDONLY)  # the system lets go of it when the process ends, however it ends
-        _HELD.add(held)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -284,7 +263,6 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
         yield
     finally:
         if held is not None:
-            _HELD.remove(held)
             os.close(held)
 
 
