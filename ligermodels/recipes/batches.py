@@ -62,6 +62,10 @@ Collate = Callable[[Sequence[Any], int, int], Batch]
 """(samples, pad id, what T is a multiple of): their batch; of none, a batch without a label."""
 
 
+class BadRowError(InputError):
+    """A row that cannot be read or encoded, which skip_bad leaves out."""
+
+
 class _Measured(NamedTuple):
     """In place of a sample whose tokens nobody needs."""
 
@@ -345,7 +349,8 @@ class Batches(Iterator[Batch]):
             told = (f"{name} was {state[name]}, now it is {own[name]}" for name in differ if name != "digest")
             changes = ", ".join(told) or "the contents of its files have changed"
             raise InputError(
-                f"the data cannot go on where the checkpoint left off: {changes}. Next step: as before, or a new run"
+                f"the data cannot go on where the checkpoint left off: {changes}. Next step: restore what was before "
+                "(rows that cannot be read are left out with --skip-bad), or start a new run with another --out"
             )
         batch = int(state["batch"])
         if batch and state["ranks"] != self._ranks:
@@ -453,7 +458,7 @@ class _RowEncoder:
         except (InputError, TokenizerError) as error:
             if not self.skip_bad:
                 text = f"{self.rows.where(index)}: {error}".removesuffix(".")
-                raise InputError(f"{text}. (--skip-bad leaves such rows out)") from error
+                raise BadRowError(f"{text}. (--skip-bad leaves such rows out)") from error
             counts["bad"] += 1
             return [], counts
         if not example.trained:

@@ -480,7 +480,7 @@ class Rollouts:
         and the number of the rollout. batch_of: makes a forward of some; in the first of a rollout it gets the seconds
         that this took."""
         self.feed, self.model, self._options, self._sample, self._batch_of = feed, model, options, sample, batch_of
-        self._rollout, self._left = 0, 0
+        self._prompts, self._rollout, self._left = feed.state_dict(), 0, 0
         self._batches: list[Batch] = []
         self._file = Path(options.out) / "completions.jsonl"
         self._is_trimmed = False
@@ -488,6 +488,7 @@ class Rollouts:
     def take(self) -> list[Batch]:
         if self._left == 0:
             self._batches = self._sampled()
+            self._prompts = self.feed.state_dict()  # not before: where a reward fails, they are sampled again
             self._rollout, self._left = self._rollout + 1, self._options.iterations
         self._left -= 1
         return self._batches
@@ -502,13 +503,13 @@ class Rollouts:
             {key: x.cpu() if isinstance(x, Tensor) else x for key, x in batch.items()} for batch in self._batches
         ]
         return {
-            "prompts": self.feed.state_dict(), "rollout": self._rollout, "left": self._left,
+            "prompts": self._prompts, "rollout": self._rollout, "left": self._left,
             "batches": batches if self._left else [],
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.feed.load_state_dict(state["prompts"])
-        self._rollout, self._left = state["rollout"], state["left"]
+        self._prompts, self._rollout, self._left = state["prompts"], state["rollout"], state["left"]
         self._batches = [on_device(batch, self.feed.processes.device) for batch in state["batches"]]
 
     def _sampled(self) -> list[Batch]:

@@ -30,9 +30,10 @@ from ligermodels.arch import arch_of, load
 from ligermodels.arch.pretrained import config_values
 from ligermodels.checkpoint import hub
 from ligermodels.checkpoint.files import write_errors
-from ligermodels.errors import InputError
+from ligermodels.errors import InputError, LigermodelsError
 from ligermodels.parallel import Checkpoints, parallelize
 from ligermodels.recipes import export, memory, report
+from ligermodels.recipes.batches import BadRowError
 from ligermodels.recipes.data import Data
 from ligermodels.recipes.loop import (
     FEW_STEPS,
@@ -167,10 +168,12 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
             torch.manual_seed(options.seed + processes.batch_rank)
         try:
             loop.run()
-        except KeyboardInterrupt as stop:
+        except (KeyboardInterrupt, LigermodelsError) as stop:
+            if not loop.stopped:
+                raise
             again = f"train {options.recipe} --config {shlex.quote(str(out / 'options.yaml'))} --resume"
             start_by = f"torchrun --nproc-per-node {processes.size} -m " * (processes.size > 1)
-            again = f"{start_by}ligermodels {again}"
+            again = f"{start_by}ligermodels {again}" + " --skip-bad" * isinstance(stop, BadRowError)
             stop.add_note(f"stopped after step {progress.step} of {steps}, which is saved. To go on:\n  {again}")
             raise
         finally:
@@ -267,7 +270,7 @@ def _alone(out: Path, options: TrainOptions, processes: Processes) -> Iterator[N
 
 
 _SAME = (
-    "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "skip_bad", "batch_tokens",
+    "model", "data", "eval_data", "eval_share", "chat_template", "length", "packing", "batch_tokens",
     "prompts", "accumulation", "seed", "precision", "lora", "lora_alpha", "lora_targets", "quantize",
     "weight_decay", "betas", "scratch", "loss", "beta", "gamma", "label_smoothing", "sft_weight",
     "desirable_weight", "undesirable_weight", "reference", "teacher", "temperature", "hard_weight", "heads",

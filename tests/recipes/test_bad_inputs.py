@@ -193,11 +193,11 @@ def test_what_cannot_be_resumed(home, capsys):
         file.write(f"\n{CHAT}")
     longer = (*flags, "--steps", "6", "--resume")
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
-    assert "rows was 16, now it is 17. Next step: as before, or a new run" in capsys.readouterr().err
+    assert "rows was 16, now it is 17. Next step: restore what was before (rows" in capsys.readouterr().err
     other = (home / "chats.jsonl").read_text().replace("Say a.", "Ask a.")
     (home / "growing.jsonl").write_text(other)
     assert train(home, "resumed", *longer, data="growing.jsonl") == 3
-    assert "left off: the contents of its files have changed. Next step: as before, or a" in capsys.readouterr().err
+    assert "left off: the contents of its files have changed. Next step: restore what was" in capsys.readouterr().err
     shutil.copy(home / "chats.jsonl", home / "growing.jsonl")
     newest = max((home / "resumed" / "checkpoints").glob("step-*/*.distcp"))
     whole = newest.read_bytes()
