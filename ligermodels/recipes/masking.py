@@ -4,8 +4,9 @@ A conversation is rendered once, whole, by the tokenizer's chat template, and to
 in it is told
 - by the template's own marks, {% generation %} ... {% endgeneration %}, where it has them;
 - else by prefix difference: the conversation up to an assistant's message, with the beginning of its turn
-  (add_generation_prompt), must be what the whole begins with; what the message adds to it is trained, the tokens that
-  end its turn included. The offsets of the tokens map characters to tokens.
+  (add_generation_prompt), must be what the whole begins with; what the message adds to it is trained, as in TRL: the
+  token that ends its turn, and the line break that many templates write after that. So do the recipes of preferences.
+  The offsets of the tokens map characters to tokens.
 Two habits of templates are known to the second way, because the whole does not begin with what they render: an end of
 text after the last message only (Phi 3), and reasoning that is left out of all turns but the last (Qwen 3). A template
 that rewrites earlier turns otherwise is an error.
@@ -238,19 +239,7 @@ def _encode_conversation(
         return ids, mask if trained == said else _only(mask, said, trained)
     text = render(messages)
     spans = _spans(text, messages, trained, render, tokenizer.eos_token or "")
-    ids, mask = _masked(text, spans, tokenizer)
-    return ids, _until_stop(ids, mask, tokenizer.chat_stop_ids)
-
-
-def _until_stop(ids: list[int], mask: list[int], stops: Sequence[int]) -> list[int]:
-    """The mask without what the template writes after the last stop token of a turn, such as a line break."""
-    found: list[int] = []
-    for trained, run in groupby(mask):
-        size = len(list(run))
-        turn = ids[len(found) : len(found) + size]
-        kept = max((n + 1 for n, index in enumerate(turn) if index in stops), default=size) if trained else 0
-        found += [1] * kept + [0] * (size - kept)
-    return found
+    return _masked(text, spans, tokenizer)
 
 
 def _has_marks(tokenizer: Tokenizer, chat_template: str | None, has_tools: bool) -> bool:

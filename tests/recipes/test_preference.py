@@ -13,10 +13,10 @@ import ligermodels
 from ligermodels import InputError
 from ligermodels.cli import main
 from ligermodels.layers.preference import dpo
-from ligermodels.recipes import cpo, kto, orpo, simpo
+from ligermodels.recipes import cpo, kto, masking, orpo, simpo
 from ligermodels.recipes import dpo as dpo_recipe
 from ligermodels.recipes.batches import Batches
-from ligermodels.recipes.formats import Pair, Unpaired
+from ligermodels.recipes.formats import Conversation, Pair, Unpaired
 from ligermodels.recipes.loop import Processes, own_part
 from ligermodels.recipes.options import _PAIRED, RECIPES
 from ligermodels.recipes.preference import PreferenceData, collated, encode
@@ -86,6 +86,8 @@ def test_what_is_trained_of_messages(tokenizer):
     assert chosen.ids[: found.prompt] == rejected.ids[: found.prompt] == asked
     assert trained(tokenizer, chosen) == "bcd<|im_end|>\n" and chosen.ends
     assert trained(tokenizer, rejected) == "no, bcdbcd<|im_end|>\n"
+    chat = masking.encode(Conversation(item.prompt + item.chosen), tokenizer)
+    assert chat == chosen == encode(Unpaired(item.prompt, item.chosen, True), tokenizer).sequences[0]  # one rule
     assert found.size == chosen.size + rejected.size and found.trained == chosen.trained + rejected.trained
 
 

@@ -40,7 +40,7 @@ def test_sft_learns_what_the_assistant_says(home, capsys):
     out, said = capsys.readouterr()
     assert out == f"{home / 'sft' / 'model'}\n"
     assert (
-        "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>]" in said
+        "Say bcd.<|im_end|>\n<|im_start|>assistant\n[bcd<|im_end|>\n]" in said
     )  # what is trained, before the first step
     losses = metrics(home / "sft")
     assert losses[1] > 4 and losses[max(losses)] < 0.1  # guessing among the bytes of the answers costs over 2
@@ -156,7 +156,7 @@ def test_a_file_of_options_and_a_dry_run(home, capsys):
     for words in ("107,584 parameters", "LoRA of rank 4", "8,192 parameters", "16 rows of messages", "0.0001, cosine"):
         assert words in plan
     assert "504 a pass" in plan and "GiB" in plan and "so few steps (16) teach little" in plan
-    assert "[a<|im_end|>]" in said and not (home / "dry").exists()
+    assert "[a<|im_end|>\n]" in said and not (home / "dry").exists()
     assert main([*argv, "--lr", "3e-4"]) == 0
     assert "0.0003, cosine" in capsys.readouterr().out
 
