@@ -107,6 +107,7 @@ class Batches(Iterator[Batch]):
     that launches kernels. The batches are the same. Rows and encoder must be picklable, and a script must start its
     work under `if __name__ == "__main__":` (see workers.py).
     digest: of what the rows are read from; with another one, a state does not load.
+    look: called once with the batches of samples of the first window, to warn of what is odd in them.
     """
 
     def __init__(
@@ -134,6 +135,7 @@ class Batches(Iterator[Batch]):
         sequences: int = 1,
         collate: Collate | None = None,
         digest: int = 0,
+        look: Callable[[Sequence[Sequence[Any]]], None] | None = None,
     ) -> None:
         if tokens_per_batch is not None and rows_per_batch is not None:
             raise InputError("tokens_per_batch and rows_per_batch are two ways to say the same; give one")
@@ -169,7 +171,7 @@ class Batches(Iterator[Batch]):
         self._named: dict[str, list[tuple[str, int]]] = {}  # the first rows of what is counted, and their tokens
         self._told: set[str] = set()
         self._idle_rows = 0  # rows since the last window that had a batch
-        self._workers = workers
+        self._workers, self._look = workers, look
         self._encoded: _Encoded | None = None
         self._go_to(0, 0, 0)
 
@@ -270,8 +272,8 @@ class Batches(Iterator[Batch]):
             if counts["ends_cut"]:
                 raise InputError(
                     f"none of {counts['asked']} rows trains a token that stops the model, which would never stop: "
-                    f"{counts['ends_cut']} have one, and are cut before it. {self._cut_row()}. Next step: raise "
-                    "--length"
+                    f"{counts['ends_cut']} have one, and are cut before it at --length {self._length}. Next step: "
+                    f"raise --length. {self._cut_rows()}".removesuffix(". ")
                 )
             raise InputError(
                 f"none of {counts['asked']} rows trains a token that stops the model, which would never stop. Likely "
@@ -294,27 +296,29 @@ class Batches(Iterator[Batch]):
         }
         return "".join(f"\n  {row}: {why[what]}" for what in why for row, _ in self._named.get(what, ()))
 
-    def _cut_row(self) -> str:
-        """The first row that is cut, with its tokens."""
-        row, tokens = self._named["truncated"][0]
+    def _cut_rows(self) -> str:
+        """The first rows that are cut, with their tokens; "" without any."""
         each = f" in {self._sequences} sequences" * (self._sequences > 1)
-        return f"{row} has {tokens:,} tokens{each}, and is cut at --length {self._length}"
+        return ", ".join(f"{row} has {tokens:,} tokens{each}" for row, tokens in self._named.get("truncated", ()))
 
     def _warn(self) -> None:
-        """Tells once of rows that are cut, and once of those that are left out; in the first process alone."""
+        """Tells once of rows that are cut, once of those left out, and lets `look` tell; in the first process alone."""
         if self._rank or int(os.environ.get("RANK", "0")):
             return
         told = {}
-        if "truncated" in self._named:
+        if rows := self._cut_rows():
             told["cut"] = (
-                f"{self._cut_row()}: what is behind is not trained, nor the token that ends the answer. The report "
-                "counts such rows; to train them whole, raise --length"
+                f"rows are cut at --length {self._length}, such as: {rows}. What is behind is not trained, nor the "
+                "token that ends the answer. To train them whole, raise --length"
             )
         if rows := self._left_out():
             told["left out"] = f"rows are left out, since no token of them is trained, such as{rows}"
         for what in told.keys() - self._told:
             warnings.warn(told[what], stacklevel=4)
         self._told |= told.keys()
+        if self._look is not None and self._window is not None:
+            self._look(self._window.batches)
+            self._look = None
 
     # ---- state ----
 

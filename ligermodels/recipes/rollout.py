@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,7 @@ class Sampler:
     encoder: PromptEncoder
     rewards: Rewards
     processes: Processes
+    _told: set[str] = dataclasses.field(default_factory=set, init=False)
 
     def __call__(self, model: Any, prompts: Sequence[Prompt], rollout: int | None) -> list[Completion]:
         """A group of each prompt; rollout None: one of each, greedily. Raises the errors of rewards on all ranks."""
@@ -357,6 +359,15 @@ class Sampler:
             return judged
         rewards = torch.tensor([reward for part, _ in everyone for reward in part]).reshape(-1, copies)
         advantages, tied = group_advantages(rewards, o.scale), (rewards == rewards[:, :1]).all(1)
+        if p.is_main and bool(tied.all()) and "tied" not in self._told:
+            self._told.add("tied")
+            warnings.warn(
+                "in this step all completions of each prompt have the same reward, so that it teaches nothing, and the "
+                "loss is 0. If steps stay so (`tied` in metrics.jsonl): the reward is constant, too hard or too easy, "
+                "or the completions are all alike. Next step: look at completions.jsonl; then another reward, other "
+                "prompts, a larger --group or a higher --temperature",
+                stacklevel=2,
+            )
         first, deviation = p.batch_rank * len(prompts), float(rewards.std())
         return [
             dataclasses.replace(

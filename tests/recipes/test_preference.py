@@ -410,4 +410,13 @@ def test_the_plan_counts_a_frozen_copy(home, capsys):
         plan = capsys.readouterr().out
         needs[flags] = float(plan.partition("weights ")[2].split()[0])
     assert needs[()] == pytest.approx(2 * 107_584 * 4 / 2**20, abs=0.05) and needs["--lora", "4"] < 0.6
-    assert "warning: a forward has 1.0 rows" in plan
+    few = "warning: a forward pass has 1.0 answers, and KTO compares"
+    assert few in plan and "--batch-tokens 768 (16 x --length) or more" in plan
+    good = [json.dumps(row | {"label": True}) for row in map(json.loads, (home / "single.jsonl").open())]
+    (home / "good.jsonl").write_text("\n".join(good))
+    flags = ("--steps", "1", "--accumulation", "1", "--length", "48")  # nothing is counted
+    assert train(home, "all good", *flags, recipe="kto", data="good.jsonl") == 0
+    said = capsys.readouterr().err
+    assert f"warning: all of the first {len(good)} answers have label true" in said and said.count(few) == 1
+    assert train(home, "both", *flags, "--batch-tokens", "768", recipe="kto", data="single.jsonl") == 0
+    assert "warning:" not in capsys.readouterr().err
