@@ -22,6 +22,7 @@ from ligermodels.errors import InputError, LigermodelsError, TokenizerError
 from ligermodels.recipes.masking import IGNORED, Example
 from ligermodels.recipes.packing import Batch, best_fit, packed_batch, padded_batch, spread
 from ligermodels.recipes.workers import Workers
+from ligermodels.text.chat import TemplateError
 
 
 class HasRows(Protocol):
@@ -461,8 +462,9 @@ class _RowEncoder:
             cut = example.cut(self.length)
         except (InputError, TokenizerError) as error:
             if not self.skip_bad:
-                text = f"{self.rows.where(index)}: {error}".removesuffix(".")
-                raise BadRowError(f"{text}. (--skip-bad leaves such rows out)") from error
+                text = f"{self.rows.where(index)}: {error}".removesuffix(".") + "."
+                advice = " (--skip-bad leaves such rows out)" * (not isinstance(error, TemplateError))
+                raise BadRowError(text + advice) from error
             counts["bad"] += 1
             return [], counts
         if not example.trained:

@@ -51,7 +51,9 @@ class Data:
 
     @property
     def summary(self) -> str:
-        return f"{len(self._rows):,} rows of {self._encoder.format.name}"
+        name = self._encoder.format.name
+        what = {"pairs": "preference pairs", "unpaired": "single labelled answers"}.get(name, f"rows of {name}")
+        return f"{len(self._rows):,} {what}"
 
     @property
     def evaluation_summary(self) -> str:

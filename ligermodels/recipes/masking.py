@@ -275,7 +275,7 @@ def _spans(
     spans = []
     for n in trained:
         if n == 0:
-            raise InputError("messages[0]: the assistant begins, so that nothing says how the turn begins")
+            raise InputError("messages[0]: the first message is the assistant's; start with a user message")
         prompt = render(messages[:n], add_generation_prompt=True)
         if not text.startswith(prompt):
             prompt = NO_THOUGHT.sub("", prompt)  # with enable_thinking=False, Qwen 3 begins a turn with it

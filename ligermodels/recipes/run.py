@@ -108,7 +108,7 @@ def _run(options: TrainOptions, recipe: Recipe, processes: Processes, held: cont
     config = config_values(folder, None)
     sketch = arch_of(folder).from_config(config, device="meta")
     if options.chat_template is not None:
-        tokenizer.chat_template = _template(options.chat_template, tokenizer, sketch)
+        _set_template(options.chat_template, tokenizer, sketch)
     if options.export != "none":
         processes.from_main(lambda: export.check(options, folder, sketch))
     capture = getattr(options, "capture", False)
@@ -302,17 +302,17 @@ def _write_options(out: Path, options: TrainOptions, *, resumed: bool) -> None:
             file.write_text(options.dump(), "utf-8")
 
 
-def _template(given: str, tokenizer: Tokenizer, sketch: Any) -> str:
-    """The text of a template, given by the file or by its name in the checkpoint. Raises InputError."""
+def _set_template(given: str, tokenizer: Tokenizer, sketch: Any) -> None:
+    """Gives the tokenizer the template of a name in the checkpoint, or of a file. Raises InputError, TokenizerError."""
     if hasattr(sketch.config, "vision_config"):
         raise InputError("chat_template: a model of images needs its own, which places them; leave it out")
     if given in (templates := tokenizer.files.templates):
-        return templates[given]
-    try:
-        return Path(given).expanduser().read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        names = f", nor a template of the model, which has {', '.join(templates)}" if templates else ""
-        raise InputError(f"chat_template={given} is no file that can be read{names} ({error})") from None
+        tokenizer.chat_template = templates[given]
+    elif Path(given).expanduser().is_file():
+        tokenizer.read_chat_template(given)
+    else:
+        names = f", nor has the model a template of this name; it has {', '.join(templates)}" if templates else ""
+        raise InputError(f"chat_template={given}: there is no such file{names}")
 
 
 def _counted(data: Data, processes: Processes) -> Mapping[str, int]:

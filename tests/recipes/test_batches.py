@@ -328,7 +328,7 @@ def test_bad_rows(write, byte_level):
         ("{", r"a\.jsonl:3: not valid JSON .*skip-bad"),
         (json.dumps({"text": "a"}), r"a\.jsonl:3: the row is in the format 'text', but .*a\.jsonl:1 is in 'messages'"),
         ('{"messages": [{"role": "user", "content": "\\ud800"}]}', r"a\.jsonl:3: the text has a lone surrogate"),
-        ('{"messages": [{"role": "user"}]}', r"a\.jsonl:3: messages\[0\]\.content: it is missing"),
+        ('{"messages": [{"role": "user"}]}', r"a\.jsonl:3: messages\[0\]\.content is missing"),
     ):
         rows = open_rows(write("a.jsonl", "\n".join([*lines[:2], bad, *lines[2:]])))
         options = dict(length=64, epochs=1)

@@ -187,7 +187,7 @@ def test_what_is_refused(home, tmp_path, capsys):
         ((home / "model", "--data", tmp_path / "keys.jsonl"), "keys.jsonl:1"),
         ((home / "model", "--data", tmp_path / "untrained.jsonl"), "no token to train"),
         ((home / "model", "--data", tmp_path / "pairs.jsonl"), "dpo"),
-        ((home / "model", "--data", tmp_path / "data.xlsx"), "of an unknown kind"),
+        ((home / "model", "--data", tmp_path / "data.xlsx"), "has an unsupported extension"),
         ((home / "model", "--data", good, "--steps", "3", "--epochs", "1"), "both say how long to train"),
         ((home / "model", "--data", good, "--lr", "fast"), "lr='fast': expected a number"),
         ((home / "model", "--data", good, "--eval-share", "0.01"), "leaves none to evaluate on"),
